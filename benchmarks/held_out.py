@@ -109,7 +109,7 @@ def blocking_row(job: str, sample: FitSample, machine: Machine, compute_s: list[
     """Return a row of a backward that waits for its copies, predicted from backwards of the same job that do not."""
     alone_s, measured_s = statistics.median(compute_s), sample.backward_s or 0.0
     schedule = replace(sample, workload=replace(sample.workload, backward_s=alone_s)).simulate(machine)
-    copied = sum(op.params for op in schedule.plan.ops if op.blocking)
+    copied = sum(op.params for op in schedule.plan.ops if op.is_blocking)
     return [
         job,
         f"{measured_s:.3f}",

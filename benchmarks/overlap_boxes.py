@@ -107,9 +107,9 @@ def with_early_uploads(plan: Plan) -> Plan:
     def early(index: int) -> bool:
         return plan.ops[index].kind == "upload" and plan.ops[index].subgroup in plan.speculated
 
-    points = {op.subgroup: op.point for op in plan.ops if op.speculative}
+    points = {op.subgroup: op.start for op in plan.ops if op.is_speculative}
     ops = [
-        op._replace(point=points[op.subgroup], after=tuple(before for before in op.after if before != clip))
+        op._replace(start=points[op.subgroup], after=tuple(before for before in op.after if before != clip))
         if early(index)
         else op
         for index, op in enumerate(plan.ops)

@@ -149,13 +149,13 @@ def pass_plan(layout: TileLayout, fetch_factor: bool, flush_factor: bool) -> Pla
         slot = streamed % layout.slots
         streamed += 1
         size = float(layout.tile_bytes)
-        fetch = Op("fetch", "h2d", tile, rows, row_bytes * fetched_columns, STEP, emptied_by[slot], acquire=size)
+        fetch = Op("fetch", "h2d", tile, rows, row_bytes * fetched_columns, STEP, emptied_by[slot], takes=size)
         update = Op("update", "gpu", tile, rows, 0.0, STEP, (*computed, len(ops)))
         flush = Op("flush", "d2h", tile, rows, 0.0, STEP, (len(ops) + 1,))
         if flush_factor:
-            flush = flush._replace(nbytes=row_bytes * layout.factor_columns, release=size)
+            flush = flush._replace(nbytes=row_bytes * layout.factor_columns, gives=size)
         else:
-            update = update._replace(release=size)
+            update = update._replace(gives=size)
         computed = (len(ops) + 1,)
         emptied_by[slot] = (len(ops) + 2,) if flush_factor else computed
         ops += [fetch, update, flush]

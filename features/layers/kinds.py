@@ -6,11 +6,11 @@ from ebbtide.interleave.model.plan import Plan
 
 
 def _activation_down_flow(op: Op, plan: Plan) -> Flow:
-    return Flow(writes=(f"activation {op.buffer}@host",))
+    return Flow(writes=(f"activation {op.tag}@host",))
 
 
 def _activation_up_flow(op: Op, plan: Plan) -> Flow:
-    return Flow(moves=(f"activation {op.buffer}@host",))
+    return Flow(moves=(f"activation {op.tag}@host",))
 
 
 KINDS = (

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from ebbtide.errors import PlanError
 from ebbtide.features.layers.kinds import LAYER_KINDS
 from ebbtide.features.layers.model import LayerPlan, Stretch, stretches_of
-from ebbtide.interleave.model.operations import UPDATE, Op
+from ebbtide.interleave.model.operations import UPDATE, Hold, Op
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 
@@ -23,7 +23,7 @@ def check_layers(plan: Plan, workload: Workload) -> None:
     stretches = stretches_of(workload, layers)
     streamed = [stretch for stretch in stretches if stretch.layer in layers.streamed]
     # Later ones are for an update on the GPU, which frees them again.
-    arrivals = [op for op in on_layers if op.kind == "weights up" and op.point < UPDATE]
+    arrivals = [op for op in on_layers if op.kind == "weights up" and op.start < UPDATE]
     first = at_start = sorted(layers.streamed)[: layers.weight_slots]
     if workload.host_gradient_bytes is not None:
         at_start = []
@@ -47,8 +47,8 @@ def _walk(
         next_uses.setdefault(use.layer, []).append(use.start)
     present = set(at_start)
     # An arrival at a point follows uses that end there.
-    events = sorted([(op.point, 0, op.subgroup) for op in arrivals] + [(use.start, 1, use.layer) for use in uses])
-    needed = {(op.subgroup, op.needed) for op in arrivals}
+    events = sorted([(op.start, 0, op.subgroup) for op in arrivals] + [(use.start, 1, use.layer) for use in uses])
+    needed = {(op.subgroup, op.holds and op.holds.point) for op in arrivals}
     arrived: set[int] = set()
     for point, is_use, layer in events:
         if not is_use:
@@ -79,13 +79,13 @@ def _check_activations(policy: str, ops: Sequence[Op], plan: LayerPlan, stretche
     for op in ops:
         if op.kind not in ("activation down", "activation up"):
             continue
-        left = uses.get((op.kind, op.buffer))
+        left = uses.get((op.kind, op.tag))
         if not left:
-            raise PlanError(f"policy {policy}: {op.kind} of activation {op.buffer} is repeated, or not to be copied")
+            raise PlanError(f"policy {policy}: {op.kind} of activation {op.tag} is repeated, or not to be copied")
         use = left.pop()
-        if not use.is_backward and op.point < use.end:
-            raise PlanError(f"policy {policy}: activation {op.buffer} is copied before it is computed")
-        if use.is_backward and op.needed != use.start:
-            raise PlanError(f"policy {policy}: activation {op.buffer} does not come back from the host in time")
+        if not use.is_backward and op.start < use.end:
+            raise PlanError(f"policy {policy}: activation {op.tag} is copied before it is computed")
+        if use.is_backward and op.holds != Hold(use.start):
+            raise PlanError(f"policy {policy}: activation {op.tag} does not come back from the host in time")
     if any(uses.values()):
         raise PlanError(f"policy {policy}: activations are not copied to the host and back once each")

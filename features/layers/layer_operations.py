@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ebbtide.features.layers.model import LayerPlan, Stretch, stretches_of
-from ebbtide.interleave.model.operations import FORWARD, UPDATE, Op, OpKind, Resource
+from ebbtide.interleave.model.operations import FORWARD, UPDATE, Hold, Op, OpKind, Resource
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 
@@ -42,19 +42,20 @@ class LayerOperations:
         resource: Resource,
         layer: int,
         nbytes: float,
-        point: float,
+        start: float,
         needed: float | None = None,
         after: Iterable[int] = (),
-        activation: int = -1,
+        activation: int | None = None,
         params: int = 0,
     ) -> int:
-        """Append an operation and return its index."""
+        """Append an operation and return its index; `needed`: the point at which compute waits for it."""
+        holds = None if needed is None else Hold(needed)
         inputs = {*after, *self._first} if resource == "h2d" else set(after)
         if self._last is not None:
             inputs |= {self._last[resource]} if resource in self._last else set()
             self._last[resource] = len(self.ops)
         self.ops.append(
-            Op(kind, resource, layer, params, nbytes, point, tuple(sorted(inputs)), needed=needed, buffer=activation)
+            Op(kind, resource, layer, params, nbytes, start, tuple(sorted(inputs)), holds=holds, tag=activation)
         )
         return len(self.ops) - 1
 
@@ -142,19 +143,19 @@ def with_layer_operations(
     written: dict[int, Op] = {}
     for op in plan.ops:
         layer = layer_of[op.subgroup] if op.subgroup >= 0 else -1
-        after, nbytes, needed = tuple([first + index for index in op.after]), op.nbytes, op.needed
+        after, nbytes, holds = tuple([first + index for index in op.after]), op.nbytes, op.holds
         if op.kind == "upload" and layer in evicted:
             nbytes = 0.0
         # Parameters after all layers, and their gradients, have memory of their own.
         taker = layer - layers.gradient_slots if layer < len(placed.layers) else -1
-        if op.kind == "gradient down" and not op.blocking and taker >= 0 and op.point < UPDATE:
-            needed = max(backward_starts[taker], op.point)
+        if op.kind == "gradient down" and not op.is_blocking and taker >= 0 and op.start < UPDATE:
+            holds = Hold(max(backward_starts[taker], op.start))
         if op.kind == "update" and op.resource == "gpu" and layer in layers.streamed and not from_host:
             written[len(ops)] = op
         if op.kind == "flush" and (update := next((index for index in after if index in written), None)) is not None:
             nbytes += placed.param_bytes * written.pop(update).params
-        ops.append(op._replace(nbytes=nbytes, after=after, needed=needed))
+        ops.append(op._replace(nbytes=nbytes, after=after, holds=holds))
     for index, op in written.items():
         nbytes = placed.param_bytes * op.params
-        ops.append(Op("weights down", "d2h", layer_of[op.subgroup], 0, nbytes, op.point, (index,)))
+        ops.append(Op("weights down", "d2h", layer_of[op.subgroup], 0, nbytes, op.start, (index,)))
     return replace(plan, ops=tuple(ops), layers=layers)

@@ -11,7 +11,7 @@ def check_overlap(plan: Plan, workload: Workload) -> None:
     that the next iteration begins when all late operations have ended, as the engine does. Raises PlanError."""
     is_late = plan.has_late_operations
     for op in plan.ops:
-        if op.speculative and (op.resource != "cpu" or not workload.clipping or workload.gradients_held_until_step):
+        if op.is_speculative and (op.resource != "cpu" or not workload.clipping or workload.gradients_held_until_step):
             raise plan_error(plan.policy, op, "cannot be speculative: updates on the CPU can, before clipping")
         kind = find_kind(op.kind)
         if is_late and kind.on_subgroups:
@@ -22,10 +22,10 @@ def check_overlap(plan: Plan, workload: Workload) -> None:
 
 def _problem(op: Op, kind: Kind, plan: Plan, workload: Workload) -> str | None:
     """Return what is wrong with an operation of a plan with late ones."""
-    if op.point < BACKWARD:
+    if op.start < BACKWARD:
         return "may start before the late operations of the iteration before have ended"
     if op.due is None:
-        is_after_late = any(plan.ops[before].due is not None for before in op.after)
+        is_after_late = any(plan.ops[before].is_late for before in op.after)
         return "waits for a late operation and is not late" if is_after_late else None
     if not kind.may_be_late:
         return "cannot be late"

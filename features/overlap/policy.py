@@ -7,7 +7,7 @@ from functools import cache
 from ebbtide.features.overlap.speculation import speculate
 from ebbtide.features.storage.policy import with_fitting_storage
 from ebbtide.interleave.model.kinds import find_kind, from_backward
-from ebbtide.interleave.model.operations import OVERLAPS, Overlap
+from ebbtide.interleave.model.operations import OVERLAPS, Hold, Overlap
 from ebbtide.interleave.model.plan import BACKWARD, Op, Plan, forward_points
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.simulator import simulate_steps
@@ -16,7 +16,7 @@ from ebbtide.machines.machine import Machine
 Cost = tuple[bool, bool, float]
 # Into so many steps the counts are divided at first.
 _FIRST_COUNTS = 8
-_POINT, _DUE = Op._fields.index("point"), Op._fields.index("due")
+_START, _HOLDS = Op._fields.index("start"), Op._fields.index("holds")
 
 
 def best_count(most: int, cost: Callable[[int], Cost]) -> int:
@@ -86,10 +86,11 @@ def late(plan: Plan, workload: Workload, on_time: frozenset[int] = frozenset()) 
             return op
         due = needed[op.subgroup] if find_kind(op.kind).writes_parameters else BACKWARD
         # Without `_replace`, which takes several times as long.
-        return Op._make((*op[:_POINT], max(op.point, BACKWARD), *op[_POINT + 1 : _DUE], due, *op[_DUE + 1 :]))
+        holds = Hold(due, is_next=True)
+        return Op._make((*op[:_START], max(op.start, BACKWARD), *op[_START + 1 : _HOLDS], holds, *op[_HOLDS + 1 :]))
 
     ops = tuple(map(late_op, plan.ops))
-    if any(op.due is not None for op in ops):
+    if any(op.is_late for op in ops):
         ops = tuple(map(from_backward, ops))
     return replace(plan, ops=ops)
 

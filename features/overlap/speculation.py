@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from ebbtide.interleave.model.operations import SPECULATIVE
 from ebbtide.interleave.model.plan import STEP, Op, Plan, gradient_ready_points
 from ebbtide.interleave.model.workload import Workload
 
@@ -28,7 +29,7 @@ def speculate(plan: Plan, workload: Workload, count: int, uploads_first: bool = 
             # It may wait for its gradient by way of clipping.
             inputs = (*op.after, copies[op.subgroup])
             after = tuple(dict.fromkeys(before for before in inputs if plan.ops[before].kind == "gradient down"))
-            ops[index] = op._replace(speculative=True, after=after, point=points[op.subgroup])
+            ops[index] = op._replace(tag=SPECULATIVE, after=after, start=points[op.subgroup])
             updates.append(index)
         elif op.subgroup in chosen and op.kind in ("cast", "upload"):
             ops[index] = op._replace(after=tuple({clip: None, **dict.fromkeys(op.after)}))
@@ -53,7 +54,7 @@ def redone(plan: Plan) -> Plan:
     ops: list[Op] = []
     indices: list[int] = []
     again: dict[int, int] = {}
-    speculative = {op.subgroup: index for index, op in enumerate(plan.ops) if op.speculative}
+    speculative = {op.subgroup: index for index, op in enumerate(plan.ops) if op.is_speculative}
     clip = -1
     reads = {op.subgroup: op for op in plan.ops if op.kind == "read"}
 
@@ -62,11 +63,11 @@ def redone(plan: Plan) -> Plan:
         return len(ops) - 1
 
     def update_again(source: int) -> int:
-        update = plan.ops[source]._replace(speculative=False, point=STEP)
+        update = plan.ops[source]._replace(tag=None, start=STEP)
         read = reads.get(update.subgroup)
         if read is None:
             return append(update, indices[source], clip)
-        read_again = append(read._replace(point=STEP, due=update.due), indices[source], clip)
+        read_again = append(read._replace(start=STEP, holds=update.holds), indices[source], clip)
         return append(update, indices[source], clip, read_again)
 
     for op in plan.ops:
@@ -84,16 +85,16 @@ def _rolled_back(plan: Plan) -> Plan:
     clip = next(index for index, op in enumerate(plan.ops) if op.kind == "clip")
     ops = list(plan.ops)
     for number, update in enumerate(plan.ops):
-        if not update.speculative:
+        if not update.is_speculative:
             continue
-        undo = update._replace(speculative=False, point=STEP, after=(number, clip))
+        undo = update._replace(tag=None, start=STEP, after=(number, clip))
         places = {number: len(ops) + 1}
         ops += [undo, undo._replace(after=(len(ops),))]
         for index, op in enumerate(plan.ops):
             if op.subgroup == update.subgroup and op.kind in ("cast", "upload"):
                 places[index] = len(ops)
                 after = tuple(places.get(before, before) for before in op.after)
-                ops.append(op._replace(point=STEP, after=after))
+                ops.append(op._replace(start=STEP, after=after))
     return replace(plan, ops=tuple(ops))
 
 

@@ -1,11 +1,14 @@
-"""Operations that read state from storage and write it there."""
+"""Operations that read state from storage and write it there.
+
+Their tag is the buffer in host memory, by its index in `Plan.storage_buffers`, that the subgroup has from the start of
+its read until the end of its write; None for the write of a gradient."""
 
 from collections.abc import Iterable
 from typing import Final
 
 from ebbtide.errors import MachineError
 from ebbtide.interleave.model.kinds import Flow, Kind, Rates, no_rates
-from ebbtide.interleave.model.operations import Op
+from ebbtide.interleave.model.operations import Op, split_lane
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.machines.machine import Machine
 
@@ -13,14 +16,19 @@ from ebbtide.machines.machine import Machine
 STATE_ONLY: Final = "storage has state only"
 
 
+def path_of(op: Op) -> int:
+    """Return the number of the path of the storage (see `Machine.storage`) that a read or write is on."""
+    return split_lane(op.resource)[1]
+
+
 def _seconds(op: Op, rates: Rates) -> float:
-    paths = rates.machine.storage
-    rate = paths[op.path].read_bytes_per_s if op.resource == "storage_read" else paths[op.path].write_bytes_per_s
+    path = rates.machine.storage[path_of(op)]
+    rate = path.read_bytes_per_s if op.kind == "read" else path.write_bytes_per_s
     return rates.operation_s + op.nbytes / rate
 
 
 def _check_paths(ops: Iterable[Op], machine: Machine, policy: str) -> None:
-    paths = max(op.path + 1 for op in ops)
+    paths = max(path_of(op) + 1 for op in ops)
     if paths > len(machine.storage):
         raise MachineError(
             f"machine {machine.name} has {len(machine.storage)} paths of storage, and policy {policy} needs "
@@ -30,16 +38,16 @@ def _check_paths(ops: Iterable[Op], machine: Machine, policy: str) -> None:
 
 def _read_flow(op: Op, plan: Plan) -> Flow:
     """Return what a read does: it takes a buffer, which its subgroup has until the write."""
-    gradient = () if plan.follows(STATE_ONLY) else (f"grad@file {op.path}",)
-    moves = (f"state@file {op.path}", f"buffer {op.buffer}")
-    return Flow(gradient, ("state@host", f"own@buffer {op.buffer}"), moves)
+    gradient = () if plan.follows(STATE_ONLY) else (f"grad@file {path_of(op)}",)
+    moves = (f"state@file {path_of(op)}", f"buffer {op.tag}")
+    return Flow(gradient, ("state@host", f"own@buffer {op.tag}"), moves)
 
 
 def _write_flow(op: Op, plan: Plan) -> Flow:
-    if op.buffer < 0 and not plan.follows(STATE_ONLY):
-        return Flow(("grad@host",), (f"grad@file {op.path}",))
-    writes = (f"state@file {op.path}", f"buffer {op.buffer}")
-    return Flow(writes=writes, moves=("state@host", f"own@buffer {op.buffer}"))
+    if op.tag is None and not plan.follows(STATE_ONLY):
+        return Flow(("grad@host",), (f"grad@file {path_of(op)}",))
+    writes = (f"state@file {path_of(op)}", f"buffer {op.tag}")
+    return Flow(writes=writes, moves=("state@host", f"own@buffer {op.tag}"))
 
 
 KINDS = (

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from ebbtide.interleave.model.operations import numbered_lane
 from ebbtide.interleave.simulation.lanes import Lane, Pool
 from ebbtide.machines.machine import Machine
 
@@ -12,4 +13,4 @@ def storage_lanes(machine: Machine) -> Iterator[Lane | Pool]:
         pool = f"storage {number}"
         yield Pool(pool, path.duplex_bytes_per_s, "host memory")
         for resource in ("storage_read", "storage_write"):
-            yield Lane(f"{resource} {number}" if number else resource, pool)
+            yield Lane(numbered_lane(resource, number), pool)

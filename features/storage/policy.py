@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from ebbtide.interleave.model.kinds import find_kind, from_backward
+from ebbtide.interleave.model.operations import Hold, numbered_lane
 from ebbtide.interleave.model.plan import BACKWARD, Op, OpKind, Plan, Resource
 from ebbtide.interleave.model.schedule import available_host_bytes, exceeds_host, needed_host_bytes
 from ebbtide.interleave.model.workload import Workload
@@ -125,27 +126,27 @@ class _Chains:
         self._new.append(op._replace(after=after))
         if use is not None and index == use.last:
             buffer = self._buffer_of[op.subgroup]
-            due = BACKWARD if op.due is not None or self._last_of_buffer[buffer] == op.subgroup else None
+            due = BACKWARD if op.is_late or self._last_of_buffer[buffer] == op.subgroup else None
             self._writes_of_buffers[buffer] = len(self._new)
             # Until then the file has the state that a speculative update is computed again from.
             valid = (self._index[self._clip],) if use.speculative else ()
             after = tuple(dict.fromkeys((self._index[index], *valid)))
-            self._new.append(self._transfer("write", "storage_write", op, op.point, after, due))
+            self._new.append(self._transfer("write", "storage_write", op, op.start, after, due))
 
     def _read(self, consumer: Op) -> int:
         """Append the read that an operation needs and return its index."""
         before = self._writes_of_buffers.get(self._buffer_of[consumer.subgroup])
         after = () if before is None else (before,)
-        due = consumer.due if before is not None and self._new[before].due is not None else None
+        due = consumer.due if before is not None and self._new[before].is_late else None
         self._new.append(self._transfer("read", "storage_read", consumer, BACKWARD, after, due))
         return len(self._new) - 1
 
     def _transfer(
-        self, kind: OpKind, resource: Resource, user: Op, point: float, after: tuple[int, ...], due: float | None
+        self, kind: OpKind, resource: Resource, user: Op, start: float, after: tuple[int, ...], due: float | None
     ) -> Op:
         own, nbytes = user.subgroup, self._state_bytes[user.subgroup]
-        path, buffer = self.path_of[own], self._buffer_of[own]
-        return Op(kind, resource, own, user.params, nbytes, point, after, due=due, path=path, buffer=buffer)
+        lane, holds = numbered_lane(resource, self.path_of[own]), None if due is None else Hold(due, is_next=True)
+        return Op(kind, lane, own, user.params, nbytes, start, after, holds=holds, tag=self._buffer_of[own])
 
 
 @dataclass
@@ -176,7 +177,7 @@ def _uses_in_order(plan: Plan) -> dict[int, _Use]:
         if op.subgroup in elsewhere:
             continue
         if op.kind == "fetch" or (op.kind == "update" and op.resource == "cpu"):
-            uses[op.subgroup] = _Use(index, index, op.due is not None, op.speculative)
+            uses[op.subgroup] = _Use(index, index, op.is_late, op.is_speculative)
         elif op.subgroup in uses and _uses_state_on_host(op, plan):
             uses[op.subgroup].last = index
     return dict(sorted(uses.items(), key=lambda entry: entry[1].place))
@@ -269,7 +270,7 @@ def storage_summary(plan: Plan, workload: Workload) -> str:
     """Return in words which state is in storage."""
     stored = plan.stored
     size = workload.state_bytes * sum(workload.subgroups[subgroup] for subgroup in stored)
-    buffers = len({op.buffer for op in plan.ops if op.kind == "read"})
+    buffers = len({op.tag for op in plan.ops if op.kind == "read"})
     return (
         f"state of {len(stored)} of {plan.subgroups} subgroups ({bytes_text(size)}) in storage, through "
         f"{counted(buffers, 'buffer')} in host memory"

@@ -18,18 +18,18 @@ def check_storage(plan: Plan, workload: Workload) -> None:
         raise PlanError(f"policy {plan.policy}: there are {len(buffers)} storage buffers, and nothing is in storage")
     has_gradients = not plan.follows(STATE_ONLY)
     for op in ops:
-        is_read, is_gradient = op.kind == "read", has_gradients and op.buffer < 0
+        is_read, is_gradient = op.kind == "read", has_gradients and op.tag is None
         size, gradient = (width * workload.subgroups[op.subgroup] for width in (workload.state_bytes, MASTER_BYTES))
         if is_gradient:
             size = gradient
         elif has_gradients and is_read:
             size += gradient
-        if op.path < 0 or not (is_gradient or 0 <= op.buffer < len(buffers)):
-            raise plan_error(plan.policy, op, "is of a path or a buffer that does not exist")
+        if not (is_gradient or (op.tag is not None and 0 <= op.tag < len(buffers))):
+            raise plan_error(plan.policy, op, "has no buffer, or one that does not exist")
         if op.nbytes != size:
             raise plan_error(plan.policy, op, f"does not move the whole {'gradient' if is_gradient else 'state'}")
-        if not is_gradient and buffers[op.buffer] < size:
+        if not is_gradient and buffers[op.tag] < size:
             raise plan_error(plan.policy, op, "is larger than its buffer")
-        if is_read and op.point < BACKWARD:
+        if is_read and op.start < BACKWARD:
             # The write of the iteration before may still run until then, of this subgroup or of another one.
             raise plan_error(plan.policy, op, "starts before the backward")

@@ -48,7 +48,7 @@ def _deepspeed_plan(workload: Workload, text: str, count: int) -> Plan:
     builder.gradients(resident, workload.grad_bytes + MASTER_BYTES)
     for index in builder.copied_gradients():
         op = builder.ops[index]
-        builder.add("gradient up", "h2d", op.subgroup, workload.grad_bytes, (index,), op.point)
+        builder.add("gradient up", "h2d", op.subgroup, workload.grad_bytes, (index,), op.start)
     for subgroup in sorted(resident):
         builder.resident(subgroup)
     uploaded: tuple[int, ...] = ()
@@ -68,7 +68,7 @@ def _paper_plan(workload: Workload, text: str, count: int) -> Plan:
     builder.gradients(frozenset(resident), MASTER_BYTES)
     for subgroup in reversed(range(count, len(builder.sizes))):
         update = builder.update_on_cpu(subgroup)
-        builder.upload_masters(subgroup, (update,), builder.ops[update].point)
+        builder.upload_masters(subgroup, (update,), builder.ops[update].start)
     for subgroup in resident:
         builder.resident(subgroup)
     plan = builder.plan(validate=False)
@@ -110,9 +110,9 @@ def zenflow(workload: Workload, machine: Machine, policy: Policy) -> Plan:
         for index in builder.copied_gradients():
             op = builder.ops[index]
             accumulated = (1 - 1 / interval) * workload.grad_bytes
-            builder.add("gradient up", "h2d", op.subgroup, accumulated, (index,), op.point)
+            builder.add("gradient up", "h2d", op.subgroup, accumulated, (index,), op.start)
     for subgroup in range(len(builder.sizes)):
-        update = builder.add("update", "cpu", subgroup, point=OTHER, share=on_cpu / interval)
+        update = builder.add("update", "cpu", subgroup, start=OTHER, share=on_cpu / interval)
         if is_paper:
             builder.add("upload", "h2d", subgroup, workload.param_bytes, (update,), OTHER, share=on_cpu / interval)
         else:
@@ -156,7 +156,7 @@ def deepcompile(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     held_bytes = workload.state_bytes * sum(builder.sizes[len(leaving) :])
     for subgroup in leaving:
         held_bytes += workload.state_bytes * builder.sizes[subgroup]
-        builder.fetch(subgroup, point=_fetch_point(workload, backward_s, held_bytes + margin))
+        builder.fetch(subgroup, start=_fetch_point(workload, backward_s, held_bytes + margin))
     for subgroup in range(len(builder.sizes)):
         if subgroup in leaving:
             builder.update_fetched(subgroup)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from ebbtide.errors import PolicyError
 from ebbtide.features.storage.kinds import STATE_ONLY
 from ebbtide.features.storage.policy import StorageLayout, storage_summary, stored_in
-from ebbtide.interleave.model.operations import Departures
+from ebbtide.interleave.model.operations import Departures, numbered_lane
 from ebbtide.interleave.model.plan import STEP, Plan
 from ebbtide.interleave.model.schedule import available_host_bytes
 from ebbtide.interleave.model.workload import Workload
@@ -57,7 +57,7 @@ def zero_infinity(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     else:
         gradient_writes = {}
         for subgroup in reversed(range(len(builder.sizes))):
-            builder.gradient(subgroup, workload.grad_bytes, acquire=MASTER_BYTES * builder.sizes[subgroup])
+            builder.gradient(subgroup, workload.grad_bytes, takes=MASTER_BYTES * builder.sizes[subgroup])
         builder.clip_copied_gradients()
     width = workload.state_bytes
     read_bytes = width + (MASTER_BYTES if gradients_stored else 0)
@@ -70,14 +70,14 @@ def zero_infinity(workload: Workload, machine: Machine, policy: Policy) -> Plan:
         own_gradient = (gradient_writes[subgroup],) if gradients_stored else ()
         buffer_freed = (*_before(uploads, subgroup, 1 + ahead), *_before(writes, subgroup, slots))
         after = tuple({*before_read, *own_gradient, *buffer_freed})
-        read = builder.add("read", "storage_read", subgroup, read_bytes, after, path=path, buffer=buffer)
+        read = builder.add("read", numbered_lane("storage_read", path), subgroup, read_bytes, after, tag=buffer)
         before_read = (read,)
         after = (read, *_before(uploads, subgroup, 1), *_before(writes, subgroup, 1 + behind))
         uploads.append(builder.on_cpu(subgroup, "blocking", after))
         if not gradients_stored:
-            builder.ops[-1] = builder.ops[-1]._replace(release=MASTER_BYTES * size)
+            builder.ops[-1] = builder.ops[-1]._replace(gives=MASTER_BYTES * size)
         after = tuple(range(read + 1, uploads[-1] + 1))
-        write = builder.add("write", "storage_write", subgroup, width, after, path=path, buffer=buffer)
+        write = builder.add("write", numbered_lane("storage_write", path), subgroup, width, after, tag=buffer)
         writes.append(write)
     departures = Departures(frozenset({STATE_ONLY}) if gradients_stored else frozenset())
     plan = replace(
@@ -107,13 +107,14 @@ def _fastest_path(workload: Workload, machine: Machine, policy: Policy) -> int:
 def _written_gradients(builder: PlanBuilder, count: int, path: int) -> dict[int, int]:
     """Copy gradients to buffers and write them; return the index of the write of each subgroup's gradient."""
     writes: dict[int, int] = {}
+    lane = numbered_lane("storage_write", path)
     for number, subgroup in enumerate(reversed(range(len(builder.sizes)))):
         # All buffers are full, and DeepSpeed waits until all are written.
         is_full = number > 0 and number % count == 0
         after = tuple(writes.values())[-count:] if is_full else ()
         copy = builder.gradient(subgroup, builder.workload.grad_bytes, after, blocking=is_full)
-        after, point = (copy, *list(writes.values())[-1:]), builder.ops[copy].point
-        writes[subgroup] = builder.add("write", "storage_write", subgroup, MASTER_BYTES, after, point, path=path)
+        after, point = (copy, *list(writes.values())[-1:]), builder.ops[copy].start
+        writes[subgroup] = builder.add("write", lane, subgroup, MASTER_BYTES, after, point)
     builder.clip_copied_gradients()
     return writes
 
@@ -157,5 +158,5 @@ def mlp_offload(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     if not plan.storage_buffers:
         return plan
     # All within the step: nothing is read in the backward, or written in the next forward.
-    ops = tuple(op._replace(point=STEP, due=None) if op.kind in ("read", "write") else op for op in plan.ops)
+    ops = tuple(op._replace(start=STEP, holds=None) if op.kind in ("read", "write") else op for op in plan.ops)
     return replace(plan, ops=ops, remark=storage_summary(plan, workload)).validate(workload)

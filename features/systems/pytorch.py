@@ -21,7 +21,7 @@ def fsdp2_offload(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     builder = PlanBuilder(policy.text, workload)
     needed, count = forward_points(workload), len(builder.sizes)
     for subgroup, point in reversed(list(enumerate(backward_points(workload)))):
-        builder.add("upload", "h2d", subgroup, MASTER_BYTES, point=point)
+        builder.add("upload", "h2d", subgroup, MASTER_BYTES, start=point)
     builder.gradients(bytes_per_param=MASTER_BYTES)
     for subgroup in range(count):
         update = builder.update_on_cpu(subgroup)
@@ -58,7 +58,7 @@ def torchao(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     copies = builder.copied_gradients()
     for subgroup in reversed(range(len(builder.sizes))):
         update = builder.update_on_cpu(subgroup)
-        builder.add("upload", "h2d", subgroup, workload.param_bytes, (update, *copies), builder.ops[update].point)
+        builder.add("upload", "h2d", subgroup, workload.param_bytes, (update, *copies), builder.ops[update].start)
     plan = _plan(builder, workload, "torchao")
     if workload.state_bytes < STATE_BYTES:
         return plan

@@ -72,7 +72,7 @@ def roundpipe(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     builder = PlanBuilder(policy.text, placed)
     builder.gradients()
     for subgroup in range(len(builder.sizes)):
-        update = builder.add("update", "cpu", subgroup, point=OTHER)
+        update = builder.add("update", "cpu", subgroup, start=OTHER)
         builder.add("upload", "h2d", subgroup, placed.param_bytes, (update,), STEP)
     departures = Departures(frozenset({OWN_GRADIENT, CLIPPING_FIRST}), "updates take effect one iteration late")
     state = replace(builder.plan(validate=False), departures=departures)

@@ -19,6 +19,7 @@ from ebbtide.interleave.model.operations import (
     Op,
     gradient_ready_points,
     plan_error,
+    split_lane,
 )
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
@@ -81,20 +82,20 @@ class _PlanCheck:
         for index, op in enumerate(self._ops):
             kind = find_kind(op.kind)
             self._check_form(index, op, kind)
-            self._points.append(max([op.point, *[self._points[before] for before in op.after]]))
+            self._points.append(max([op.start, *[self._points[before] for before in op.after]]))
             self._follow(index, op, kind.flow(op, self._plan))
-            allocated += op.acquire - op.release
+            allocated += op.takes - op.gives
         if abs(allocated) > _ROUNDING_BYTES:
             raise PlanError(f"policy {self._plan.policy}: {allocated:.0f} bytes of device memory are not released")
         self._check_results()
 
     def _check_form(self, index: int, op: Op, kind: Kind) -> None:
-        if op.resource not in kind.resources:
+        if split_lane(op.resource)[0] not in kind.resources:
             raise self._error(op, f"cannot run on {op.resource}")
         if op.after and not 0 <= min(op.after) <= max(op.after) < index:
             raise self._error(op, "waits for a later operation")
-        if not OTHER <= op.point <= STEP:
-            raise self._error(op, f"starts at point {op.point}, which is outside of the iteration")
+        if not OTHER <= op.start <= STEP:
+            raise self._error(op, f"starts at point {op.start}, which is outside of the iteration")
         if kind.on_subgroups and not 0 <= op.subgroup < self._plan.subgroups:
             raise self._error(op, f"is on subgroup {op.subgroup}, which does not exist")
 

@@ -121,7 +121,7 @@ CAST_READ_BYTES = 4.0
 
 
 def _update_seconds(op: Op, rates: Rates) -> float:
-    share = rates.speculative_share if op.speculative else 1.0
+    share = rates.speculative_share if op.is_speculative else 1.0
     return rates.operation_s + op.params / (rates.update_rates[op.resource] * share)
 
 
@@ -146,11 +146,11 @@ def _clip_bytes(op: Op, workload: Workload) -> float:
 def _update_flow(op: Op, plan: Plan) -> Flow:
     if op.resource == "cpu":
         gradient = ("grad@host",) if plan.follows(OWN_GRADIENT) else ()
-        factor = () if op.speculative else (FACTOR,)
+        factor = () if op.is_speculative else (FACTOR,)
         # A cast that follows makes the parameters.
         params = () if op.subgroup in plan.casts else ("param@host",)
         reads = ("state@host", *gradient, *factor)
-        return Flow(reads, ("state@host", *params), updates=True, is_tentative=op.speculative)
+        return Flow(reads, ("state@host", *params), updates=True, is_tentative=op.is_speculative)
     if plan.follows(ONE_UPDATE):
         return Flow(("state@gpu", "grad@gpu", FACTOR), ("state@gpu", "param@gpu"), updates=True)
     return Flow(("grad@part", FACTOR), ("state@part",))
@@ -163,7 +163,7 @@ def _cast_flow(op: Op, plan: Plan) -> Flow:
 
 
 def _upload_flow(op: Op, plan: Plan) -> Flow:
-    if op.point < UPDATE and not plan.follows(ONE_UPLOAD):
+    if op.start < UPDATE and not plan.follows(ONE_UPLOAD):
         # Of parameters that the iteration before has updated.
         return Flow()
     if plan.casts.get(op.subgroup) == "gpu":
@@ -273,6 +273,6 @@ def find_kind(name: str) -> Kind:
 
 def from_backward(op: Op) -> Op:
     """Return an operation of an iteration with late operations before it, which begins when these have ended."""
-    if op.point >= BACKWARD or not find_kind(op.kind).on_subgroups:
+    if op.start >= BACKWARD or not find_kind(op.kind).on_subgroups:
         return op
-    return op._replace(point=BACKWARD)
+    return op._replace(start=BACKWARD)

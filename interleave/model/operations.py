@@ -1,8 +1,8 @@
 """Operations of a plan: their kinds, resources, and the points at which they may start and must end."""
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ebbtide.errors import PlanError
 from ebbtide.interleave.model.workload import Workload
@@ -11,10 +11,22 @@ from ebbtide.interleave.model.workload import Workload
 OpKind = str
 # Features add theirs, each with a lane of its own: see `simulation/lanes.py`.
 Resource = str
-# Each path of the storage (see `Op.path`) has both of the others.
 RESOURCES: tuple[Resource, ...] = ("cpu", "gpu", "h2d", "d2h")
 DEVICE_RESOURCES: tuple[Resource, ...] = ("gpu", "h2d", "d2h")
 STORAGE_RESOURCES: tuple[Resource, ...] = ("storage_read", "storage_write")
+
+
+@cache
+def split_lane(resource: Resource) -> tuple[Resource, int]:
+    """Return the name of a lane without its number, and the number, which is 0 for the first or only one."""
+    name, _, number = resource.partition(" ")
+    return name, int(number or 0)
+
+
+def numbered_lane(name: Resource, number: int) -> Resource:
+    """Return the name of one of several lanes, see `split_lane`."""
+    return f"{name} {number}" if number else name
+
 
 # Points of an iteration at which an operation may start: the number of the phase plus the share of it that is done.
 # The update begins at UPDATE. At STEP the overhead of the optimizer's step is over and its operations are issued.
@@ -25,30 +37,33 @@ _NAMES = ("none", "forward", "backward", "both")
 _REMEMBERED = 8
 
 
+class Hold(NamedTuple):
+    """A point at which compute waits until an operation has ended."""
+
+    point: float
+    is_next: bool = False  # Whether it is a point of the next iteration: the operation is late.
+
+
+# The tag of an update on the CPU that runs before clipping has said that it is valid, and writes beside the old state
+# (or over it, see `Plan.rolls_back`).
+SPECULATIVE: Final = "speculative"
+
+
 class Op(NamedTuple):
     """One operation on one subgroup, or on one layer (`Kind.on_layer`)."""
 
     kind: OpKind
-    resource: Resource
+    resource: Resource  # The lane that runs it.
     subgroup: int  # Index of the subgroup, -1 for an operation on all of them.
     params: int
     nbytes: float  # Bytes moved; 0 for updates and casts.
-    point: float  # The earliest point of the iteration at which it may start (see `UPDATE`).
+    start: float  # The earliest point of the iteration at which it may start (see `UPDATE`).
     after: tuple[int, ...] = ()  # Indices of the operations that must have ended.
     pageable: bool = False  # Whether the host memory of a copy is pageable rather than pinned.
-    blocking: bool = False  # Whether forward and backward stop until it has ended.
-    acquire: float = 0.0  # Bytes of device memory allocated when it starts.
-    release: float = 0.0  # Bytes of device memory freed when it ends.
-    # The point of the next iteration at which compute waits for its end; None: it ends with its own (not late).
-    due: float | None = None
-    # Whether an update on the CPU runs before clipping has said that it is valid, and writes beside the old state (or
-    # over it, see `Plan.rolls_back`).
-    speculative: bool = False
-    path: int = 0  # Of a read or write: the path of the storage (see `Machine.storage`).
-    # Of a read or write: the buffer in host memory, by its index in `Plan.storage_buffers`. A subgroup has it from the
-    # start of its read until the end of its write. -1: a write of a gradient (see `STATE_ONLY` of the departures).
-    buffer: int = -1
-    needed: float | None = None  # The point of its own iteration at which compute waits until it has ended.
+    holds: Hold | None = None  # None: compute waits for it at the end of its iteration only.
+    takes: float = 0.0  # Bytes of device memory allocated when it starts.
+    gives: float = 0.0  # Bytes of device memory freed when it ends.
+    tag: Any = None  # The feature's own: see its kinds of operations.
 
     @property
     def name(self) -> str:
@@ -56,9 +71,24 @@ class Op(NamedTuple):
         return self.kind if self.subgroup < 0 else f"{self.kind} of subgroup {self.subgroup}"
 
     @property
-    def lane(self) -> str:
-        """The name of its resource, with the number of the path of the storage if that is not the first."""
-        return f"{self.resource} {self.path}" if self.path else self.resource
+    def due(self) -> float | None:
+        """The point of the next iteration at which compute waits for its end; None: it is not late."""
+        return self.holds.point if self.holds is not None and self.holds.is_next else None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it may end in the next iteration."""
+        return self.holds is not None and self.holds.is_next
+
+    @property
+    def is_speculative(self) -> bool:
+        """Whether it updates state before it is known whether the update is valid."""
+        return self.tag is SPECULATIVE
+
+    @property
+    def is_blocking(self) -> bool:
+        """Whether compute stops where it may start until it has ended."""
+        return self.holds == (self.start, False)
 
 
 def plan_error(policy: str, op: Op, problem: str) -> PlanError:

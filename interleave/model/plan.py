@@ -117,7 +117,7 @@ class Plan:
     @property
     def has_late_operations(self) -> bool:
         """Whether operations may end in the next iteration."""
-        return any(op.due is not None for op in self.ops)
+        return any(op.is_late for op in self.ops)
 
     @property
     def is_exact(self) -> bool:
@@ -127,12 +127,12 @@ class Plan:
     @property
     def speculated(self) -> frozenset[int]:
         """The subgroups whose updates are speculative."""
-        return frozenset(op.subgroup for op in self.ops if op.speculative)
+        return frozenset(op.subgroup for op in self.ops if op.is_speculative)
 
     @property
     def has_late_updates(self) -> bool:
         """Whether the parameters may be new only in the next iteration: more is late than writes to storage."""
-        return any(op.due is not None and op.kind != "write" for op in self.ops)
+        return any(op.is_late and op.kind != "write" for op in self.ops)
 
     @property
     def stored(self) -> frozenset[int]:

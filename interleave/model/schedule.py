@@ -12,6 +12,7 @@ import numpy as np
 
 from ebbtide.analysis.metrics.device_fit import fits_beside, gradient_starts
 from ebbtide.interleave.model.durations import host_traffic
+from ebbtide.interleave.model.operations import split_lane
 from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES, Op, Plan
 from ebbtide.interleave.model.workload import LayerMemory, Workload
 from ebbtide.machines.machine import Machine
@@ -38,7 +39,7 @@ class MeasuredBytes:
 class Schedule:
     """A plan with the times of one iteration, which repeats.
 
-    Late operations (see `Op.due`) may end in the next iteration: their times then exceed the length of this one.
+    Late operations (see `Op.holds`) may end in the next iteration: their times then exceed the length of this one.
     Where iterations differ and repeat together (`cycle`), phases are their means, and operations those of the first.
 
     Attributes:
@@ -138,33 +139,35 @@ class Schedule:
 
     def moved_bytes(self, direction: str) -> float:
         """Return the bytes moved in a direction (`h2d`, `d2h`, `storage_read` or `storage_write`)."""
-        return sum(op.nbytes for op in self.plan.ops if op.resource == direction)
+        return sum(op.nbytes for op in self.plan.ops if split_lane(op.resource)[0] == direction)
 
     def busy_shares(self) -> dict[str, float]:
         """Return the share of the update phase during which each resource is busy; of storage, the busiest path.
 
         Storage is left out if the plan does not use it."""
-        busy: dict[tuple[str, int], float] = {}
+        busy: dict[str, float] = {}
         for one in self.iterations:
             begin = one.iteration_s - one.update_s
             for op, start, end in one.items():
-                key = op.resource, op.path
-                busy[key] = busy.get(key, 0.0) + max(0.0, min(end, one.iteration_s) - max(start, begin))
+                seconds = max(0.0, min(end, one.iteration_s) - max(start, begin))
+                busy[op.resource] = busy.get(op.resource, 0.0) + seconds
         update_s = sum(one.update_s for one in self.iterations)
         resources = (*RESOURCES, *STORAGE_RESOURCES) if self.plan.storage_buffers else RESOURCES
         shares: dict[str, float] = dict.fromkeys(resources, 0.0)
-        for (resource, _), seconds in busy.items() if update_s > 0 else ():
+        for lane, seconds in busy.items() if update_s > 0 else ():
+            resource, _ = split_lane(lane)
             shares[resource] = max(shares.get(resource, 0.0), min(1.0, seconds / update_s))
         return shares
 
     def storage_busy_shares(self) -> list[dict[str, float]]:
         """Return the shares of the iteration during which each path of the storage reads and writes."""
-        paths = 1 + max((op.path for op in self.plan.ops if op.resource in STORAGE_RESOURCES), default=-1)
+        lanes = [split_lane(op.resource) for op in self.plan.ops]
+        paths = 1 + max((path for name, path in lanes if name in STORAGE_RESOURCES), default=-1)
         busy: list[dict[str, float]] = [dict.fromkeys(STORAGE_RESOURCES, 0.0) for _ in range(paths)]
         for one in self.iterations if self.span_s > 0 else ():
-            for op, start, end in one.items():
-                if op.resource in STORAGE_RESOURCES:
-                    busy[op.path][op.resource] += (end - start) / self.span_s
+            for (name, path), start, end in zip(lanes, one.starts, one.ends, strict=True):
+                if name in STORAGE_RESOURCES:
+                    busy[path][name] += (end - start) / self.span_s
         return busy
 
     def host_traffic_in_update(self) -> float:
@@ -209,10 +212,10 @@ class Schedule:
         """Return the same of the operations of this iteration, in any order."""
         changes = self._kept_gradient_changes()
         for op, start, end in self.items():
-            if op.acquire:
-                changes.append((start, op.acquire))
-            if op.release:
-                changes.append((end, -op.release))
+            if op.takes:
+                changes.append((start, op.takes))
+            if op.gives:
+                changes.append((end, -op.gives))
         return changes
 
     def _wrapped(self, changes: list[tuple[float, float]]) -> list[tuple[float, float]]:

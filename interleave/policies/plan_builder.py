@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+from ebbtide.interleave.model.operations import SPECULATIVE, Hold
 from ebbtide.interleave.model.plan import OTHER, STEP, UPDATE, Op, OpKind, Plan, Resource, gradient_ready_points
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.state_bytes import MASTER_BYTES
@@ -50,25 +52,26 @@ class PlanBuilder:
         subgroup: int,
         bytes_per_param: float = 0.0,
         after: tuple[int, ...] = (),
-        point: float = STEP,
+        start: float = STEP,
         pageable: bool = False,
         blocking: bool = False,
-        acquire: float = 0.0,
-        release: float = 0.0,
+        takes: float = 0.0,
+        gives: float = 0.0,
         due: float | None = None,
-        speculative: bool = False,
         share: float = 1.0,
-        path: int = 0,
-        buffer: int = -1,
+        tag: Any = None,
     ) -> int:
-        """Append an operation (see `Op`) on a share of a subgroup's parameters and return its index."""
+        """Append an operation (see `Op`) on a share of a subgroup's parameters and return its index.
+
+        Args:
+            blocking: Whether compute stops where the operation may start, until it has ended.
+            due: The point of the next iteration at which compute waits for its end; None: it is not late.
+        """
         params = self.sizes[subgroup] if subgroup >= 0 else 0
         params = params if share == 1.0 else round(share * params)
         nbytes = bytes_per_param * params
-        self.ops.append(
-            Op(kind, resource, subgroup, params, nbytes, point, after, pageable, blocking, acquire, release, due,
-               speculative, path, buffer)
-        )  # fmt: skip
+        holds = Hold(start) if blocking else None if due is None else Hold(due, is_next=True)
+        self.ops.append(Op(kind, resource, subgroup, params, nbytes, start, after, pageable, holds, takes, gives, tag))
         return len(self.ops) - 1
 
     def gradients(self, keep: frozenset[int] = frozenset(), bytes_per_param: float | None = None) -> None:
@@ -93,13 +96,13 @@ class PlanBuilder:
         after: tuple[int, ...] = (),
         pageable: bool = False,
         blocking: bool = False,
-        acquire: float = 0.0,
+        takes: float = 0.0,
     ) -> int:
         """Copy one gradient to the host like `gradients`, and return the index of the copy."""
         until_step = self.workload.gradients_held_until_step
         point = UPDATE if until_step else self._gradient_points[subgroup]
         blocks = blocking and not until_step
-        copy = self.add("gradient down", "d2h", subgroup, bytes_per_param, after, point, pageable, blocks, acquire)
+        copy = self.add("gradient down", "d2h", subgroup, bytes_per_param, after, point, pageable, blocks, takes)
         self._gradient_copies[subgroup] = copy
         return copy
 
@@ -140,7 +143,7 @@ class PlanBuilder:
         """
         width = self.workload.param_bytes
         update = self.update_on_cpu(subgroup, after)
-        point = self.ops[update].point
+        point = self.ops[update].start
         if params == "pipelined":
             return self.add("upload", "h2d", subgroup, width, (update,), point)
         if self.workload.master != "fp32":
@@ -156,53 +159,54 @@ class PlanBuilder:
         point = self._gradient_points[subgroup] if is_speculative else self._update_point(subgroup)
         clip = () if is_speculative else self._clip
         inputs = (self._gradient_copies[subgroup], *clip, *after)
-        return self.add("update", "cpu", subgroup, after=inputs, point=point, speculative=is_speculative)
+        tag = SPECULATIVE if is_speculative else None
+        return self.add("update", "cpu", subgroup, after=inputs, start=point, tag=tag)
 
-    def upload_masters(self, subgroup: int, after: tuple[int, ...], point: float = STEP, staged: bool = True) -> int:
+    def upload_masters(self, subgroup: int, after: tuple[int, ...], start: float = STEP, staged: bool = True) -> int:
         """Upload the fp32 masters of a subgroup, convert them on the GPU, and return the index of the conversion.
 
         Args:
             after: Indices of the operations to wait for, its update among them.
-            point: The earliest point of the iteration at which the upload may start.
+            start: The earliest point of the iteration at which the upload may start.
             staged: Whether the masters take device memory only meanwhile; otherwise the plan has memory for them.
         """
         staged_bytes = MASTER_BYTES * self.sizes[subgroup] if staged else 0.0
-        upload = self.add("upload", "h2d", subgroup, MASTER_BYTES, after, point, acquire=staged_bytes)
-        return self.add("cast", "gpu", subgroup, after=(upload,), point=point, release=staged_bytes)
+        upload = self.add("upload", "h2d", subgroup, MASTER_BYTES, after, start, takes=staged_bytes)
+        return self.add("cast", "gpu", subgroup, after=(upload,), start=start, gives=staged_bytes)
 
     def resident(self, subgroup: int, after: tuple[int, ...] = ()) -> None:
         """Update a subgroup on the GPU whose state never leaves the device, after further operations."""
         self._resident.add(subgroup)
         self._update_on_gpu(subgroup, (*self._gradient(subgroup), *after))
 
-    def leave(self, subgroups: Iterable[int], point: float = OTHER) -> None:
+    def leave(self, subgroups: Iterable[int], start: float = OTHER) -> None:
         """Flush parked state, which is on the device when the iteration begins.
 
         Call it before `gradients`.
 
         Args:
-            point: The earliest point of the iteration at which they may start.
+            start: The earliest point of the iteration at which they may start.
         """
         for subgroup in subgroups:
             size = self.workload.state_bytes
             released = size * self.sizes[subgroup]
-            self._first_flushes[subgroup] = self.add("flush", "d2h", subgroup, size, point=point, release=released)
+            self._first_flushes[subgroup] = self.add("flush", "d2h", subgroup, size, start=start, gives=released)
 
     def leaving(self, subgroup: int) -> int:
         """Return the index of the flush that `leave` added for a subgroup."""
         return self._first_flushes[subgroup]
 
-    def fetch(self, subgroup: int, after: tuple[int, ...] = (), point: float = STEP) -> int:
+    def fetch(self, subgroup: int, after: tuple[int, ...] = (), start: float = STEP) -> int:
         """Fetch the state of a subgroup to the device, and return the index of the fetch.
 
         Args:
             after: Indices of the operations that free the memory it needs.
-            point: The earliest point of the iteration at which it may start.
+            start: The earliest point of the iteration at which it may start.
         """
         size = self.workload.state_bytes
         own_flush = (self._first_flushes[subgroup],) if subgroup in self._first_flushes else ()
         self._fetches[subgroup] = self.add(
-            "fetch", "h2d", subgroup, size, tuple({*own_flush, *after}), point, acquire=size * self.sizes[subgroup]
+            "fetch", "h2d", subgroup, size, tuple({*own_flush, *after}), start, takes=size * self.sizes[subgroup]
         )
         return self._fetches[subgroup]
 
@@ -217,7 +221,7 @@ class PlanBuilder:
         """Copy state to the host after an update, free its device memory, and return the index of the flush."""
         size = self.workload.state_bytes
         return self.add(
-            "flush", "d2h", subgroup, size, (update,), self._update_point(subgroup), release=size * self.sizes[subgroup]
+            "flush", "d2h", subgroup, size, (update,), self._update_point(subgroup), gives=size * self.sizes[subgroup]
         )
 
     def through_gpu(self, subgroup: int, after: tuple[int, ...] = ()) -> int:
@@ -232,12 +236,12 @@ class PlanBuilder:
             return self._clip
         inputs, point = (self._gradient_copies[subgroup], *self._clip, *after), self._update_point(subgroup)
         width, size = self.workload.grad_bytes, self.returned_gradient_bytes(subgroup)
-        up = self.add("gradient up", "h2d", subgroup, width, inputs, point, acquire=size)
+        up = self.add("gradient up", "h2d", subgroup, width, inputs, point, takes=size)
         return (up, *self._clip)
 
     def _update_on_gpu(self, subgroup: int, inputs: tuple[int, ...]) -> int:
         released = self.returned_gradient_bytes(subgroup)
-        return self.add("update", "gpu", subgroup, after=inputs, point=self._update_point(subgroup), release=released)
+        return self.add("update", "gpu", subgroup, after=inputs, start=self._update_point(subgroup), gives=released)
 
     def returned_gradient_bytes(self, subgroup: int) -> float:
         """Return the device memory that an update on the GPU needs for its gradient, if that was copied to the host."""

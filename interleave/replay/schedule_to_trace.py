@@ -62,7 +62,7 @@ def _add_operations(rank: RankBuilder, schedule: Schedule, iteration: int, base:
             continue
         nbytes = op.nbytes if stop == begin else op.nbytes * (stop - begin) / (full_stop - full_begin)
         name = op.kind if op.kind == "clip" else f"{op.kind} {op.subgroup}"
-        row = {"start_ns": begin, "end_ns": stop, "resource": op.lane, "name": name}
+        row = {"start_ns": begin, "end_ns": stop, "resource": op.resource, "name": name}
         rank.add(
             "ops",
             **row,

@@ -57,7 +57,7 @@ def _period(times: np.ndarray) -> int:
 
 def is_exact(plan: Plan) -> bool:
     """Return whether one cycle is as long as any other: no operation may start before the backward."""
-    return all(op.point >= BACKWARD for op in plan.ops)
+    return all(op.start >= BACKWARD for op in plan.ops)
 
 
 def run_cycle(work: IterationWork, limit_s: float) -> Schedule | None:
@@ -66,7 +66,7 @@ def run_cycle(work: IterationWork, limit_s: float) -> Schedule | None:
     # Operations that the next iteration may start before its backward, numbered in their order.
     early: dict[int, int] = {}
     for index, op in enumerate(work.plan.ops):
-        if op.point < BACKWARD and all(predecessor in early for predecessor in op.after):
+        if op.start < BACKWARD and all(predecessor in early for predecessor in op.after):
             early[index] = len(early)
     following, start = work.before_backward(early), len(work)
     # Those operations may end after the cycle.
@@ -119,5 +119,5 @@ def _schedule(work: IterationWork, starts: list[float], ends: list[float], start
 
 def _update_begin(work: IterationWork, op_ends: list[float], arrived_s: float) -> float:
     """Return when the update begins: with the last gradient, or when the backward has waited for its blocking copy."""
-    blocking_ends = (end for op, end in zip(work.plan.ops, op_ends, strict=False) if op.blocking)
+    blocking_ends = (end for op, end in zip(work.plan.ops, op_ends, strict=False) if op.is_blocking)
     return max(arrived_s, max(blocking_ends, default=0.0))

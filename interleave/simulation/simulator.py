@@ -30,7 +30,7 @@ from ebbtide.machines.catalog import MachineArgument, find_machine
 from ebbtide.machines.machine import Machine
 
 # What the duration of an operation depends on, beside the plan's share of the CPU's rate and where it updates state.
-_cost_fields = attrgetter("kind", "resource", "params", "nbytes", "pageable", "speculative", "path")
+_cost_fields = attrgetter("kind", "resource", "params", "nbytes", "pageable", "tag")
 _OpClass = tuple[tuple[Any, ...], float, bool]
 
 
@@ -80,8 +80,9 @@ class Simulator:
 
     def iteration_work(self, plan: Plan) -> IterationWork:
         """Return the tasks of an iteration under a plan."""
-        starts = {op.point for op in plan.ops} | {op.needed for op in plan.ops if op.needed is not None} | {BACKWARD}
-        due = {op.due for op in plan.ops if op.due is not None}
+        holds = {op.holds for op in plan.ops if op.holds is not None}
+        starts = {BACKWARD} | {op.start for op in plan.ops} | {hold.point for hold in holds if not hold.is_next}
+        due = {hold.point for hold in holds if hold.is_next}
         if due:
             due.add(BACKWARD)
         occurring = starts | due | {FORWARD, UPDATE}
@@ -102,7 +103,7 @@ class Simulator:
         if self._modes:
             mode[1 : 1 + len(points)] = [self._modes.get(phase_before(point), 0) for point in points]
         if plan.has_late_operations:
-            late = [op.due is not None and op.resource == "gpu" for op in plan.ops]
+            late = [op.is_late and op.resource == "gpu" for op in plan.ops]
             mode[before:][late] = self._stops_compute
         return Work(
             lane=np.array([self._lanes.index["compute"]] * before + lanes),
@@ -125,7 +126,7 @@ class Simulator:
                     host_traffic(op, self._workload),
                 )
                 work[op_class] = (
-                    self._lanes.index[op.lane],
+                    self._lanes.index[op.resource],
                     seconds,
                     traffic / seconds if seconds > 0.0 else 0.0,
                 )

@@ -60,9 +60,7 @@ class IterationWork:
         ops = [
             op._replace(
                 after=tuple(early[predecessor] for predecessor in op.after),
-                blocking=False,
-                due=None,
-                needed=op.needed if op.needed is not None and op.needed < BACKWARD else None,
+                holds=op.holds if op.holds is not None and not op.is_late and op.holds.point < BACKWARD else None,
             )
             for op in map(self.plan.ops.__getitem__, early)
         ]
@@ -156,15 +154,12 @@ def _edges(work: IterationWork, following: IterationWork | None) -> tuple[list[i
         *(task for task, op in zip(tasks, ops, strict=True) for _ in op.after),
     ]
     # After all points comes the overhead of the step.
-    before += [reached.get(op.point, first - 1) for op in ops]
+    before += [reached.get(op.start, first - 1) for op in ops]
     after += tasks
     for task, op in zip(tasks, ops, strict=True):
-        if op.blocking:
+        if op.holds is not None and not op.is_late:
             before.append(task)
-            after.append(reached[op.point] + 1)
-        if op.needed is not None:
-            before.append(task)
-            after.append(reached[op.needed] + 1)
+            after.append(reached[op.holds.point] + 1)
     if following is not None:
         # What is due at a point stops compute there: that of the next task, from when compute first arrives.
         arrivals = reversed([*enumerate(following.points, end + 2)])

@@ -11,7 +11,7 @@ def checked(workload, machine, chosen):
     """Update all subgroups on the CPU, as `pipelined` does, and compute the checksum of each gradient meanwhile."""
     plan = Policy.parse("pipelined").plan(workload, machine)
     checksums = [
-        Op("checksum", "checker", op.subgroup, op.params, op.nbytes, op.point, after=(index,))
+        Op("checksum", "checker", op.subgroup, op.params, op.nbytes, op.start, after=(index,))
         for index, op in enumerate(plan.ops)
         if op.kind == "gradient down"
     ]

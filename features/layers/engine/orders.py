@@ -188,11 +188,11 @@ def orders_of_plan(plan: Plan, layers: LayerPlan, placed: Workload) -> LayerOrde
     awaited: dict[int, frozenset[int]] = {}
     returned = []
     for op in plan.ops:
-        if op.kind == "activation down" and op.needed is not None:
-            taker = starts[op.needed]
+        if op.kind == "activation down" and op.holds is not None:
+            taker = starts[op.holds.point]
             awaited[taker] = awaited.get(taker, frozenset()) | {op.subgroup}
         elif op.kind == "activation up":
-            returned.append((ends[op.point], op.subgroup))
+            returned.append((ends[op.start], op.subgroup))
     recomputed = (layer for layer, saved in enumerate(layers.activations) if saved.recompute_s)
     return LayerOrders(
         plan,

@@ -5,7 +5,7 @@ from ebbtide.interleave.model.operations import Op
 
 
 def read(store: Store, op: Op) -> None:
-    store.states.load(op.subgroup, op.buffer)
+    store.states.load(op.subgroup, op.tag)
 
 
 def write(store: Store, op: Op) -> None:

@@ -15,6 +15,7 @@ from ebbtide.features.storage.engine.commits import commit_place
 from ebbtide.features.storage.engine.direct_file import PAGE, aligned, memory_file_system
 from ebbtide.features.storage.engine.speed import probe_storage
 from ebbtide.features.storage.engine.state_file import StateFile
+from ebbtide.features.storage.kinds import path_of
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.runtime.layout import Subgroup, state_elements, state_shape
@@ -85,12 +86,12 @@ class StoredStates:
     def prepare(self, plan: Plan) -> None:
         """Allocate the buffers of a plan, and reserve space for its writes. Raises EngineError if it is too little."""
         self._loaded = {}
-        self._planned_path_of = {op.subgroup: op.path for op in plan.ops if op.kind == "write"}
+        self._planned_path_of = {op.subgroup: path_of(op) for op in plan.ops if op.kind == "write"}
         for number, file in enumerate(self.files):
             file.reserve([subgroup for subgroup, path in self._planned_path_of.items() if path == number])
         reads = [op for op in plan.ops if op.kind == "read"]
         # Of several rules the plan knows the mean size of a state.
-        largest = {op.buffer: max(self._sizes[of.subgroup] for of in reads if of.buffer == op.buffer) for op in reads}
+        largest = {op.tag: max(self._sizes[of.subgroup] for of in reads if of.tag == op.tag) for op in reads}
         sizes = [aligned(max(int(size), largest.get(number, 0))) for number, size in enumerate(plan.storage_buffers)]
         if sizes != [len(buffer) for buffer in self._buffers]:
             self._buffers = []

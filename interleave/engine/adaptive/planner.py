@@ -12,7 +12,7 @@ from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.options import Budget
 from ebbtide.interleave.engine.runtime.arena import plan_bytes, worst_case
 from ebbtide.interleave.engine.runtime.layout import Subgroup, most_frequent, state_elements
-from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
+from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap, split_lane
 from ebbtide.interleave.model.plan import Op, Plan
 from ebbtide.interleave.model.schedule import Schedule, needed_host_bytes
 from ebbtide.interleave.model.workload import FreeMemorySteps, Workload
@@ -84,8 +84,9 @@ def _scaled(rates: _Rates, factors: Mapping[str, float]) -> _Rates:
 
 def _rates_of(op: Op, cpu_share: float) -> list[tuple[str, int | None]]:
     """Return the names of the rates that an operation shows, and the path of the storage that has them."""
-    if op.resource in _STORAGE_RATES:
-        return [(_STORAGE_RATES[op.resource], op.path), (_STORAGE_DUPLEX, op.path)]
+    resource, path = split_lane(op.resource)
+    if resource in _STORAGE_RATES:
+        return [(_STORAGE_RATES[resource], path), (_STORAGE_DUPLEX, path)]
     if op.resource in ("h2d", "d2h"):
         return [(f"{op.resource}_pageable_bytes_per_s" if op.pageable else f"{op.resource}_bytes_per_s", None)]
     name = _COMPUTE_RATES.get((op.kind, op.resource))

@@ -10,6 +10,7 @@ from ebbtide.interleave.engine.devices.device import Device, Mark
 from ebbtide.interleave.engine.forks import fork_lock
 from ebbtide.interleave.engine.runtime.layout import Subgroup, state_elements
 from ebbtide.interleave.model.kinds import find_kind
+from ebbtide.interleave.model.operations import split_lane
 from ebbtide.interleave.model.plan import Op, Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
@@ -132,7 +133,7 @@ class Arena:
 
 def worst_case(plan: Plan, workload: Workload) -> Schedule:
     """Return a schedule in which a plan uses as much device memory as it can."""
-    paths = max((op.path + 1 for op in plan.ops if op.kind == "read"), default=0)
+    paths = max((split_lane(op.resource)[1] + 1 for op in plan.ops if op.kind == "read"), default=0)
     return simulate(plan, workload, replace(_WORST_CASE, storage=(_FAST_STORAGE,) * paths))
 
 

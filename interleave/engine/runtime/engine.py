@@ -15,7 +15,7 @@ from ebbtide.interleave.engine.runtime.plan_run import PlanRun
 from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.engine.runtime.update import Update, UpdatePhase
 from ebbtide.interleave.model.kinds import find_kind
-from ebbtide.interleave.model.operations import STORAGE_RESOURCES
+from ebbtide.interleave.model.operations import STORAGE_RESOURCES, split_lane
 from ebbtide.interleave.model.plan import BACKWARD, STEP, UPDATE, Plan
 from ebbtide.interleave.model.schedule import MeasuredBytes, Schedule
 from ebbtide.interleave.model.workload import Workload
@@ -77,7 +77,7 @@ class Engine:
         self._speculates = bool(plan.speculated)
         self._late_writes = [[] for _ in self.store.subgroups]
         for index, op in enumerate(plan.ops):
-            if op.due is not None and find_kind(op.kind).writes_parameters:
+            if op.is_late and find_kind(op.kind).writes_parameters:
                 self._late_writes[op.subgroup].append(index)
         self._start()
 
@@ -167,7 +167,7 @@ class Engine:
         update.decide(values, scalars, time.perf_counter())
         invalid = self.store.use_scalars()
         self._executor.repeat(
-            [index for index, op in enumerate(self.plan.ops) if op.speculative and op.subgroup in invalid]
+            [index for index, op in enumerate(self.plan.ops) if op.is_speculative and op.subgroup in invalid]
         )
         for number in (_SCALARS, _ASSUMED_SCALARS):
             self._executor.mark_available(number, [update.step_mark])
@@ -243,7 +243,7 @@ class Engine:
         speculated = self.plan.speculated
         for index, op in enumerate(self.plan.ops):
             if find_kind(op.kind).needs_scalars or (op.kind == "write" and op.subgroup in speculated):
-                inputs[index] = _ASSUMED_SCALARS if op.speculative else _SCALARS
+                inputs[index] = _ASSUMED_SCALARS if op.is_speculative else _SCALARS
         self._storage_before = self.store.states.storage_bytes
         self._executor.begin(self.plan, inputs, begin_s)
         self._executor.advance_to(0.0)
@@ -300,7 +300,7 @@ def _as_performed(run: PlanRun, scalars_s: float) -> Plan:
         return run.plan
     known_s = scalars_s - run.begin_s
     ops = [
-        op._replace(speculative=op.speculative and start < known_s)
+        op if start < known_s or not op.is_speculative else op._replace(tag=None)
         for op, start in zip(run.plan.ops, run.starts, strict=True)
     ]
     return replace(run.plan, ops=tuple(ops))
@@ -327,5 +327,6 @@ def record_operations(run: PlanRun, numbers: Sequence[int]) -> None:
         # time.perf_counter is the recorder's clock, CLOCK_MONOTONIC.
         times_ns = (round((run.begin_s + time_s) * 1e9) for time_s in (start_s, end_s))
         subgroup = op.subgroup if op.subgroup >= 0 else None
-        nbytes, device = round(op.nbytes) or None, op.path if op.resource in STORAGE_RESOURCES else HOST
-        recorder.put_op(number, op.kind, op.resource, *times_ns, subgroup=subgroup, nbytes=nbytes, device=device)
+        resource, path = split_lane(op.resource)
+        nbytes, device = round(op.nbytes) or None, path if resource in STORAGE_RESOURCES else HOST
+        recorder.put_op(number, op.kind, resource, *times_ns, subgroup=subgroup, nbytes=nbytes, device=device)

@@ -15,8 +15,8 @@ from typing import Any, cast
 from ebbtide.interleave.engine.devices.device import Mark, Stream, Streams
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.forks import ForkCondition
-from ebbtide.interleave.engine.runtime.plan_run import Lane, PlanRun, lane_of
-from ebbtide.interleave.model.operations import DEVICE_RESOURCES
+from ebbtide.interleave.engine.runtime.plan_run import PlanRun
+from ebbtide.interleave.model.operations import DEVICE_RESOURCES, Resource, split_lane
 from ebbtide.interleave.model.plan import RESOURCES, STEP, Op, Plan
 
 # Operations of a stream: the running and the next one. With more the order would be fixed too early.
@@ -50,7 +50,7 @@ class Executor:
         self._error: BaseException | None = None
         self._closed = False
         self._pauses = 0
-        self._lanes: list[Lane] = [(resource, 0) for resource in RESOURCES]
+        self._lanes: list[Resource] = list(RESOURCES)
         # The plan that was begun last, whose lanes are among these.
         self._lanes_of: Plan | None = None
         # One for each of the lanes. They start when there is something to do, in a forked child once more.
@@ -64,7 +64,7 @@ class Executor:
             if self._closed:
                 raise EngineError("the executor is closed: no plan can begin")
             if plan is not self._lanes_of:
-                self._lanes = [*dict.fromkeys([*self._lanes, *map(lane_of, plan.ops)])]
+                self._lanes = [*dict.fromkeys([*self._lanes, *(op.resource for op in plan.ops)])]
                 self._lanes_of = plan
             self._run = run
             self._error = None
@@ -170,17 +170,19 @@ class Executor:
     def _wake(self) -> None:
         """Let the threads look for operations. The lock is acquired."""
         for lane in [] if self._closed else self._lanes[len(self._threads) :]:
-            thread = threading.Thread(target=self._serve, args=(lane,), name=f"ebbtide-{lane[0]}", daemon=True)
+            thread = threading.Thread(
+                target=self._serve, args=(lane,), name=f"ebbtide-{split_lane(lane)[0]}", daemon=True
+            )
             self._threads.append(thread)
             thread.start()
         self._changed.notify_all()
 
-    def _serve(self, lane: Lane) -> None:
+    def _serve(self, lane: Resource) -> None:
         with self._streams.thread_setup():
             self._work(lane)
 
-    def _work(self, lane: Lane) -> None:
-        resource, _ = lane
+    def _work(self, lane: Resource) -> None:
+        resource, _ = split_lane(lane)
         in_flight: deque[_Issued] = deque()
         while True:
             index = None
@@ -207,7 +209,7 @@ class Executor:
                 self._perform_here(run, index)
             run = None
 
-    def _take(self, lane: Lane) -> int | None:
+    def _take(self, lane: Resource) -> int | None:
         run = self._run
         if run is None or self._error is not None or self._pauses:
             return None

@@ -11,14 +11,6 @@ from ebbtide.interleave.engine.devices.device import Mark
 from ebbtide.interleave.model.operations import DEVICE_RESOURCES, Op, Resource
 from ebbtide.interleave.model.plan import Plan
 
-# What runs one operation at a time: a resource, with the number of the path of storage.
-Lane = tuple[Resource, int]
-
-
-def lane_of(op: Op) -> Lane:
-    """Return the lane that runs an operation."""
-    return op.resource, op.path
-
 
 class PlanRun:
     """The state of an execution. Lists are indexed by operation; times are seconds since `begin_s` (None: now) on the
@@ -35,7 +27,7 @@ class PlanRun:
         self.point = -1.0
         # Numbers of operations that have not ended, and of those among them that are not late.
         self.remaining = count
-        self.remaining_on_time = sum(op.due is None for op in plan.ops)
+        self.remaining_on_time = sum(not op.is_late for op in plan.ops)
         # (operation, start, end) of executions that were repeated.
         self.discarded: list[tuple[int, float, float]] = []
         # Operations that are running and must be repeated.
@@ -50,14 +42,14 @@ class PlanRun:
         self._undone = [len(op.after) for op in plan.ops]
         # Operations that wait for an input, by its number; and for a point only, as a heap of (point, operation).
         self._blocked: dict[int, list[int]] = {}
-        self._op_points = sorted({op.point for op in plan.ops})
+        self._op_points = sorted({op.start for op in plan.ops})
         self._point_marks: list[tuple[float, Mark]] = []
         self._gated: list[tuple[float, int]] = []
         # Operations that can start, as heaps; and those on the device that can be issued ahead of time.
         # They are ordered by the plan, and repeated ones by the first operation that waits for them.
         self._keys = list(range(count))
-        self._ready: dict[Lane, list[tuple[int, int]]] = defaultdict(list)
-        self._ahead: dict[Lane, list[tuple[int, int]]] = defaultdict(list)
+        self._ready: dict[Resource, list[tuple[int, int]]] = defaultdict(list)
+        self._ahead: dict[Resource, list[tuple[int, int]]] = defaultdict(list)
         for index, op in enumerate(plan.ops):
             for dependency in op.after:
                 self._dependents[dependency].append(index)
@@ -87,7 +79,7 @@ class PlanRun:
             self._marks[index] += marks
             self._count_down(index)
 
-    def take(self, lane: Lane, can_start: Callable[[Op], bool]) -> int | None:
+    def take(self, lane: Resource, can_start: Callable[[Op], bool]) -> int | None:
         """Return the first operation that a lane can start, else the first that can be issued ahead of time."""
         for queue in (self._ready[lane], self._ahead[lane]):
             index = self._pop_first(queue, can_start)
@@ -96,7 +88,7 @@ class PlanRun:
                 return index
         return None
 
-    def can_take(self, lane: Lane, can_start: Callable[[Op], bool]) -> bool:
+    def can_take(self, lane: Resource, can_start: Callable[[Op], bool]) -> bool:
         """Return whether `take` would return an operation."""
         queues = (self._ready[lane], self._ahead[lane])
         return any(not self._taken[index] and can_start(self.plan.ops[index]) for queue in queues for _, index in queue)
@@ -127,7 +119,7 @@ class PlanRun:
             self.discarded.append((index, self.starts[index], self.ends[index]))
             self.done[index] = False
             self.remaining += 1
-            self.remaining_on_time += self.plan.ops[index].due is None
+            self.remaining_on_time += not self.plan.ops[index].is_late
             for dependent in self._dependents[index]:
                 self._undone[dependent] += 1
                 self._missing[dependent] += 1
@@ -144,7 +136,7 @@ class PlanRun:
         self.starts[index], self.ends[index] = start, end
         self.done[index] = True
         self.remaining -= 1
-        self.remaining_on_time -= self.plan.ops[index].due is None
+        self.remaining_on_time -= not self.plan.ops[index].is_late
         self._end_marks[index] = None
         was_issued = self.plan.ops[index].resource in DEVICE_RESOURCES
         for dependent in self._dependents[index]:
@@ -152,7 +144,7 @@ class PlanRun:
             if not was_issued or self.plan.ops[dependent].resource not in DEVICE_RESOURCES:
                 self._count_down(dependent)
             elif not self._undone[dependent] and self._is_ahead(dependent):
-                heappush(self._ready[lane_of(self.plan.ops[dependent])], (self._keys[dependent], dependent))
+                heappush(self._ready[self.plan.ops[dependent].resource], (self._keys[dependent], dependent))
 
     def _pop_first(self, queue: list[tuple[int, int]], can_start: Callable[[Op], bool]) -> int | None:
         """Remove and return the first operation of a heap that was not taken and can start."""
@@ -176,7 +168,7 @@ class PlanRun:
         self._enqueue(index)
 
     def _is_ahead(self, index: int) -> bool:
-        return not self._missing[index] and self.plan.ops[index].point <= self.point and not self._taken[index]
+        return not self._missing[index] and self.plan.ops[index].start <= self.point and not self._taken[index]
 
     def _count_down(self, index: int) -> None:
         self._missing[index] -= 1
@@ -185,11 +177,11 @@ class PlanRun:
 
     def _enqueue(self, index: int) -> None:
         op = self.plan.ops[index]
-        if op.point > self.point:
-            heappush(self._gated, (op.point, index))
+        if op.start > self.point:
+            heappush(self._gated, (op.start, index))
         else:
             # The first report of the point or a later one.
-            position = bisect_left(self._point_marks, op.point, key=itemgetter(0))
+            position = bisect_left(self._point_marks, op.start, key=itemgetter(0))
             self._marks[index] += [mark for _, mark in self._point_marks[position : position + 1]]
             queues = self._ahead if self._undone[index] else self._ready
-            heappush(queues[lane_of(op)], (self._keys[index], index))
+            heappush(queues[op.resource], (self._keys[index], index))

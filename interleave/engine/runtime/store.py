@@ -257,7 +257,7 @@ class Store:
     def update_on_cpu(self, op: Op) -> None:
         """Update a subgroup on the host, beside its state if that is speculative."""
         assumed = None if self._lacks_params(op.subgroup) else self.update.assumed
-        if not (op.speculative and self.speculative.begin(op.subgroup, assumed)):
+        if not (op.is_speculative and self.speculative.begin(op.subgroup, assumed)):
             self._update_host_state(op.subgroup)
         elif assumed is not None:
             self._speculate(op.subgroup)

@@ -115,17 +115,17 @@ class MinimumCosts:
         on_time_s, busy_s = (dict.fromkeys(("cpu", "gpu", "h2d", "d2h"), 0.0) for _ in range(2))
         on_time_traffic = traffic = gpu_after_step_s = 0.0
         for op in plan.ops:
-            if op.point < UPDATE or op.resource not in busy_s:
+            if op.start < UPDATE or op.resource not in busy_s:
                 continue
             seconds, nbytes = durations.seconds(op), host_traffic(op, workload)
             busy_s[op.resource] += seconds
             traffic += nbytes
-            if op.due is None:
+            if not op.is_late:
                 on_time_s[op.resource] += seconds
                 on_time_traffic += nbytes
-            if op.resource == "gpu" and op.point >= STEP:
+            if op.resource == "gpu" and op.start >= STEP:
                 gpu_after_step_s += seconds
-        after_step = plan.has_late_operations or any(op.point >= STEP for op in plan.ops)
+        after_step = plan.has_late_operations or any(op.start >= STEP for op in plan.ops)
         overhead_s = self._overhead_s if after_step else 0.0
         step_s = max(*on_time_s.values(), on_time_traffic * self._host_s, overhead_s)
         if not plan.has_late_operations:

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from ebbtide.analysis.plot import PHASE_COLORS
 from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.interleave.model.kinds import find_kind
-from ebbtide.interleave.model.operations import NO_OVERLAP
+from ebbtide.interleave.model.operations import NO_OVERLAP, split_lane
 from ebbtide.interleave.model.plan import RESOURCES
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.replay.pictures import policy_bars
@@ -161,8 +161,8 @@ def add_lane_legend(figure: Figure | SubFigure, schedules: Sequence[Schedule]) -
 
 def resource_lanes(schedule: Schedule) -> list[str]:
     """Return the names of all lanes from top to bottom, without those of features that it does not use."""
-    others = {(op.path, op.resource, op.lane) for op in schedule.plan.ops if op.resource not in RESOURCES}
-    return [*RESOURCES, *(lane for _, _, lane in sorted(others))]
+    others = {op.resource for op in schedule.plan.ops} - set(RESOURCES)
+    return [*RESOURCES, *sorted(others, key=lambda lane: split_lane(lane)[::-1])]
 
 
 def _memory(schedule: Schedule) -> tuple[Floats, Floats]:
@@ -203,7 +203,7 @@ def _draw(axes: Axes, schedule: Schedule, least_edged_s: float) -> None:
     for op, start, end in schedule.items():
         if op.kind not in _OPERATION_LOOKS:
             continue
-        lane = names.index(op.lane)
+        lane = names.index(op.resource)
         spans = list(_in_iteration(start, end, schedule.iteration_s))
         looks = {**_OPERATION_LOOKS[op.kind], **_OPERATION_EDGE}
         if end - start < least_edged_s:

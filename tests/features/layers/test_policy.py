@@ -176,14 +176,14 @@ def test_validate__rejects_plans_without_a_copy() -> None:
         with pytest.raises(PlanError, match=text):
             replace(plan, ops=tuple(ops)).validate(placed)
     ops = list(plan.ops)
-    ops[last["weights up"]] = ops[last["weights up"]]._replace(needed=None)
+    ops[last["weights up"]] = ops[last["weights up"]]._replace(holds=None)
     with pytest.raises(PlanError, match="does not wait for weights"):
         replace(plan, ops=tuple(ops)).validate(placed)
     for kind, change, text in (
-        ("activation up", {"needed": None}, "activation 0 does not come back from the host in time"),
+        ("activation up", {"holds": None}, "activation 0 does not come back from the host in time"),
         ("activation up", {"after": ()}, "activation up of subgroup 0 does not wait for activation down of subgroup 0"),
-        ("activation down", {"point": FORWARD}, "is copied before it is computed"),
-        ("activation down", {"buffer": 99}, "activation up of subgroup 1 finds no activation 3@host"),
+        ("activation down", {"start": FORWARD}, "is copied before it is computed"),
+        ("activation down", {"tag": 99}, "activation up of subgroup 1 finds no activation 3@host"),
     ):
         index = max(index for index, op in enumerate(plan.ops) if op.kind == kind)
         changed = plan.ops[index]._replace(**change)

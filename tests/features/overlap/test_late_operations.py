@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ebbtide.errors import PlanError
+from ebbtide.interleave.model.operations import Hold
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
@@ -56,7 +57,7 @@ def test_device_memory_line__repeats_with_the_iteration(policy: str, workload: W
         (time + number * length, size)
         for number in range(-3, 2)
         for op, start, end in schedule.items()
-        for time, size in ((start, op.acquire), (end, -op.release))
+        for time, size in ((start, op.takes), (end, -op.gives))
     ]
     for time, size in zip(times, used, strict=True):
         moment = time + 1e-12 * length
@@ -71,9 +72,9 @@ def _near_change(changes: list[tuple[float, float]], time: float, length: float)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"due": FORWARD + 0.9}, "is due at point 1.9, which must be from 1.0 to 1.0"),
-        ({"due": UPDATE}, "is due at point 3.0"),
-        ({"due": None}, "waits for a late operation and is not late"),
+        ({"holds": Hold(FORWARD + 0.9, is_next=True)}, "is due at point 1.9, which must be from 1.0 to 1.0"),
+        ({"holds": Hold(UPDATE, is_next=True)}, "is due at point 3.0"),
+        ({"holds": None}, "waits for a late operation and is not late"),
         ({"kind": "gradient down", "resource": "d2h"}, "finds no grad@job"),
     ],
 )
@@ -90,6 +91,9 @@ def test_validate__refuses_late_operations_that_the_next_iteration_needs_sooner(
 
 def test_validate__refuses_a_late_gradient_copy() -> None:
     plan = make_plan("pipelined,overlap=forward", JOB, BOX)
-    every = [op._replace(due=BACKWARD) if op.kind in ("gradient down", "clip") else op for op in plan.ops]
+    every = [
+        op._replace(holds=Hold(BACKWARD, is_next=True)) if op.kind in ("gradient down", "clip") else op
+        for op in plan.ops
+    ]
     with pytest.raises(PlanError, match="gradient down of subgroup 3 cannot be late"):
         replace(plan, ops=tuple(every)).validate(JOB)

@@ -127,10 +127,10 @@ def test_last_schedule__has_ends_beyond_the_iteration_and_no_waiting_in_the_upda
         optimizer.synchronize()
         schedule = optimizer.last_schedule
         assert schedule is not None
-        late = [end for op, _, end in schedule.items() if op.due is not None]
+        late = [end for op, _, end in schedule.items() if op.is_late]
         assert late
         assert max(late) > schedule.iteration_s
-        assert all(end <= schedule.iteration_s + 1e-6 for op, _, end in schedule.items() if op.due is None)
+        assert all(end <= schedule.iteration_s + 1e-6 for op, _, end in schedule.items() if not op.is_late)
 
 
 def test_step__goes_on_after_an_operation_failed_under_the_forward() -> None:

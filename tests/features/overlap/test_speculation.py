@@ -84,7 +84,7 @@ def test_validate__refuses_bad_speculation(kind: str, change: dict[str, object],
 @pytest.mark.parametrize("change", [{"clipping": False}, {"gradients_held_until_step": True}])
 def test_validate__refuses_speculation_where_nothing_is_to_be_known(change: dict[str, bool]) -> None:
     plan, job = speculating(1), replace(JOB, **change)
-    ops = tuple(op._replace(point=max(op.point, UPDATE)) for op in plan.ops)
+    ops = tuple(op._replace(start=max(op.start, UPDATE)) for op in plan.ops)
     with pytest.raises(PlanError, match="update of subgroup 3 cannot be speculative"):
         replace(plan, ops=ops).validate(job)
 
@@ -112,7 +112,7 @@ def test_speculate__is_valid_and_redone_as_the_plan_without_it(
     # A clipped step does what the plan without speculation does, and the updates that are not used.
     again = redone(plan)
     assert len(again.ops) == len(plan.ops) + len(plan.speculated)
-    kept = [op for op in again.ops if not op.speculative]
+    kept = [op for op in again.ops if not op.is_speculative]
     assert sorted((op.kind, op.subgroup) for op in kept) == sorted((op.kind, op.subgroup) for op in plain.ops)
     clip = next((index for index, op in enumerate(again.ops) if op.kind == "clip"), None)
     assert all(clip is None or clip in op.after for op in kept if op.kind == "update")

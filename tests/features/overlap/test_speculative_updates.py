@@ -80,7 +80,7 @@ def test_last_schedule__has_updates_inside_the_backward_as_speculative_and_other
         schedule = optimizer.last_schedule
         assert schedule is not None
         backward_end = schedule.iteration_s - schedule.update_s
-        updates = [(op.speculative, start) for op, start, _ in schedule.items() if op.kind == "update"]
+        updates = [(op.is_speculative, start) for op, start, _ in schedule.items() if op.kind == "update"]
         assert min(start for speculative, start in updates if speculative) < backward_end
         assert all(start > backward_end for speculative, start in updates if not speculative)
 

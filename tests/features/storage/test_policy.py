@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from ebbtide.errors import MachineError, PlanError
 from ebbtide.features.advise.choice import choose_among
 from ebbtide.features.overlap.speculation import redone, speculate
+from ebbtide.features.storage.kinds import path_of
 from ebbtide.features.storage.policy import STORED_VERSIONS, StorageLayout, layouts, stored_in
-from ebbtide.interleave.model.operations import OVERLAPS
+from ebbtide.interleave.model.operations import OVERLAPS, Hold
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, Op, Plan
 from ebbtide.interleave.model.schedule import needed_host_bytes
 from ebbtide.interleave.model.workload import Workload
@@ -86,7 +87,7 @@ def assert_state_is_in_memory_when_used(plan: Plan, workload: Workload, machine:
         last = of["flush"] if "flush" in of else of["update"]
         assert of["read"][1] <= first[0] + slack_s
         assert last[1] <= of["write"][0] + slack_s
-        in_buffer.setdefault(op.buffer, []).append((of["read"][0], of["write"][1]))
+        in_buffer.setdefault(op.tag, []).append((of["read"][0], of["write"][1]))
     for spans in in_buffer.values():
         spans.sort()
         following = [*spans[1:], (spans[0][0] + schedule.iteration_s, 0.0)]
@@ -155,7 +156,7 @@ def test_make_plan__with_more_paths_shares_subgroups_by_their_rates() -> None:
     machine = replace(MACHINE, storage=(StoragePath(3 * GB, 3 * GB), StoragePath(1 * GB, 1 * GB)))
     job = with_host(COPIES + 7.2 * GB)
     plan = stored_in(as_policy("pipelined").plan_in_memory(job, machine), job, machine, THREE_BUFFERS)
-    counts = [sum(op.kind == "read" and op.path == path for op in plan.ops) for path in range(2)]
+    counts = [sum(op.kind == "read" and path_of(op) == path for op in plan.ops) for path in range(2)]
     assert counts == [7, 2]
     twice = replace(MACHINE, storage=2 * MACHINE.storage)
     iterations = [simulate(make_plan("pipelined", job, rates), job, rates).iteration_s for rates in (twice, MACHINE)]
@@ -205,11 +206,11 @@ def test_stored_in__fetches_in_the_forward_wait_for_the_backward() -> None:
     builder = PlanBuilder("early", job)
     builder.gradients()
     for subgroup in range(10):
-        builder.fetch(subgroup, point=FORWARD)
+        builder.fetch(subgroup, start=FORWARD)
     for subgroup in range(10):
         builder.flush(subgroup, builder.update_fetched(subgroup))
     plan = stored_in(builder.plan(), job, MACHINE, THREE_BUFFERS).validate(job)
-    assert {op.point for op in plan.ops if op.kind == "fetch"} == {BACKWARD}
+    assert {op.start for op in plan.ops if op.kind == "fetch"} == {BACKWARD}
     assert_state_is_in_memory_when_used(plan, job, MACHINE)
 
 
@@ -247,14 +248,14 @@ def test_validate__refuses_a_plan_without_any_of_the_waits_of_storage(policy: st
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        ("read", {"point": 1.5}, "before the (backward|late operations)"),
+        ("read", {"start": 1.5}, "before the (backward|late operations)"),
         ("read", {"nbytes": 1.0}, "does not move the whole state"),
-        ("read", {"buffer": 3}, "buffer"),
-        ("write", {"path": 1}, "leaves no new state@file 0"),
-        ("write", {"buffer": 1}, "finds no own@buffer 1"),
-        ("write", {"buffer": -1}, "finds no own@buffer -1"),
-        ("read", {"buffer": 1}, "read of subgroup 9 does not wait for write of subgroup 7"),
-        ("write", {"due": 2.5}, "is due at point"),
+        ("read", {"tag": 3}, "buffer"),
+        ("write", {"resource": "storage_write 1"}, "leaves no new state@file 0"),
+        ("write", {"tag": 1}, "finds no own@buffer 1"),
+        ("write", {"tag": -1}, "finds no own@buffer -1"),
+        ("read", {"tag": 1}, "read of subgroup 9 does not wait for write of subgroup 7"),
+        ("write", {"holds": Hold(2.5, is_next=True)}, "is due at point"),
         ("read", {"resource": "h2d"}, "cannot run on"),
     ],
 )
@@ -267,10 +268,10 @@ def test_validate__refuses_wrong_operations_of_storage(kind: str, values: dict[s
 
 def test_validate__refuses_a_read_before_the_backward_where_nothing_is_late() -> None:
     plan = all_stored()
-    plan = replace(plan, ops=tuple(op._replace(due=None) for op in plan.ops)).validate(ALL_STORED)
+    plan = replace(plan, ops=tuple(op._replace(holds=None) for op in plan.ops)).validate(ALL_STORED)
     first = next(index for index, op in enumerate(plan.ops) if op.kind == "read")
     with pytest.raises(PlanError, match="read of subgroup 0 starts before the backward"):
-        changed(plan, first, point=FORWARD).validate(ALL_STORED)
+        changed(plan, first, start=FORWARD).validate(ALL_STORED)
 
 
 def test_validate__refuses_lost_state_and_buffers_that_are_too_small() -> None:
@@ -328,13 +329,13 @@ def test_make_plan__speculates_no_more_than_the_buffers_hold() -> None:
 def test_redone__reads_state_again_when_its_buffer_is_free() -> None:
     """An update that comes after a speculative one of another subgroup, in the buffer that this one had before."""
     plan = speculate(as_policy("pipelined").plan_in_memory(ALL_STORED, MACHINE), ALL_STORED, 4)
-    update = next(index for index, op in enumerate(plan.ops) if op.speculative)
+    update = next(index for index, op in enumerate(plan.ops) if op.is_speculative)
     last = max(index for index, op in enumerate(plan.ops) if op.kind == "update")
-    first = next(index for index, op in enumerate(plan.ops) if op.kind == "update" and not op.speculative)
+    first = next(index for index, op in enumerate(plan.ops) if op.kind == "update" and not op.is_speculative)
     order = [*range(first), *range(update, last + 1), *range(first, update), *range(last + 1, len(plan.ops))]
     plan = stored_in(_ordered(plan, order), ALL_STORED, MACHINE, StorageLayout("spread", 1)).validate(ALL_STORED)
-    speculative = next(index for index, op in enumerate(plan.ops) if op.speculative)
-    other = next(index for index, op in enumerate(plan.ops) if op.kind == "update" and not op.speculative)
+    speculative = next(index for index, op in enumerate(plan.ops) if op.is_speculative)
+    other = next(index for index, op in enumerate(plan.ops) if op.kind == "update" and not op.is_speculative)
     plan = changed(plan, other, after=(*plan.ops[other].after, speculative)).validate(ALL_STORED)
     assert not run_explicitly(redone(plan), ALL_STORED, MACHINE, 3).faults
 

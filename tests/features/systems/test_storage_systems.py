@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import PlanError, PolicyError
-from ebbtide.features.storage.kinds import STATE_ONLY
+from ebbtide.features.storage.kinds import STATE_ONLY, path_of
 from ebbtide.interleave.model.operations import NO_DEPARTURES
 from ebbtide.interleave.model.plan import STEP, Op, Plan
 from ebbtide.interleave.model.schedule import needed_host_bytes
@@ -33,8 +33,8 @@ def spans(plan: Plan, workload: Workload, machine: Machine) -> list[tuple[int, f
     occupied = []
     for op, start, end in simulate(plan, workload, machine).items():
         if op.kind == "read":
-            begin[op.subgroup] = op.buffer, start
-        elif op.kind == "write" and op.buffer >= 0:
+            begin[op.subgroup] = op.tag, start
+        elif op.kind == "write" and op.tag is not None:
             occupied.append((*begin[op.subgroup], end))
     return occupied
 
@@ -122,7 +122,7 @@ def changed(plan: Plan, kind: str, **values: object) -> Plan:
     [
         ("write", {"after": ()}, "does not wait for gradient down of subgroup 9"),
         ("write", {"nbytes": 1.0}, "does not move the whole gradient"),
-        ("write", {"path": 1}, "read of subgroup 9 finds no grad@file 0"),
+        ("write", {"resource": "storage_write 1"}, "read of subgroup 9 finds no grad@file 0"),
         ("write", {"subgroup": 0}, "write of subgroup 0 finds no grad@host"),
         ("read", {"after": ()}, "read of subgroup 0 does not wait for write of subgroup 0"),
         ("read", {"nbytes": 12.0 * 10**8}, "does not move the whole state"),
@@ -155,7 +155,7 @@ def test_zero_infinity__refuses_what_deepspeed_cannot_run(
 
 def test_zero_infinity__uses_the_fastest_path() -> None:
     plan = make_plan(BOTH, JOB, replace(FULL, storage=(StoragePath(9 * GB, GB), StoragePath(3 * GB, 3 * GB))))
-    assert {op.path for op in plan.ops if op.kind in ("read", "write")} == {1}
+    assert {path_of(op) for op in plan.ops if op.kind in ("read", "write")} == {1}
 
 
 def test_mlp_offload__uses_all_paths_and_keeps_the_rest_in_memory() -> None:
@@ -164,10 +164,10 @@ def test_mlp_offload__uses_all_paths_and_keeps_the_rest_in_memory() -> None:
     plan = make_plan("mlp-offload", job, two)
     # Three buffers of the fast path and one of the slow one; four subgroups stay in memory.
     assert len(plan.stored) == 6
-    counts = [sum(op.kind == "read" and op.path == path for op in plan.ops) for path in range(2)]
+    counts = [sum(op.kind == "read" and path_of(op) == path for op in plan.ops) for path in range(2)]
     assert counts == [5, 1]
     assert needed_host_bytes(plan, job) <= job.host_free_bytes
-    assert all(op.point == STEP and op.due is None for op in plan.ops if op.kind in ("read", "write"))
+    assert all(op.start == STEP and not op.is_late for op in plan.ops if op.kind in ("read", "write"))
     # All within the step, while the pipelined policy reads in the backward and writes in the next forward.
     schedule = simulate(plan, job, two)
     assert min(start for op, start, _ in schedule.items() if op.kind == "read") >= job.compute_s

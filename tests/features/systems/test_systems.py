@@ -174,8 +174,8 @@ def test_deepcompile__keeps_what_fits_and_fetches_the_rest_as_the_backward_frees
     plan = make_plan("deepcompile", job, FULL_BOX)
     assert plan.resident == {3}
     assert plan.parked == {0, 1, 2}
-    assert {op.point for op in plan.ops if op.kind == "flush"} == {FORWARD}
-    fetches = {op.subgroup: op.point for op in plan.ops if op.kind == "fetch"}
+    assert {op.start for op in plan.ops if op.kind == "flush"} == {FORWARD}
+    fetches = {op.subgroup: op.start for op in plan.ops if op.kind == "fetch"}
     assert fetches == {0: 2.5, 1: UPDATE, 2: UPDATE}
     # A fifth of the device is not used.
     margin = make_plan("deepcompile", job, replace(FULL_BOX, gpu_memory_bytes=50e9))

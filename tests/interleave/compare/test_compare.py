@@ -243,7 +243,7 @@ def test_compare__late_updates_run_under_the_next_forward() -> None:
         predicted = result.times["exposed"].predicted
         assert 0 <= predicted <= result.times["iteration"].predicted
     for schedule in (late.measured, late.predicted):
-        late_ends = [end for op, _, end in schedule.items() if op.due is not None]
+        late_ends = [end for op, _, end in schedule.items() if op.is_late]
         assert max(late_ends) > schedule.iteration_s
         # They end before the next backward.
         assert max(late_ends) <= schedule.iteration_s + schedule.forward_s + schedule.backward_s

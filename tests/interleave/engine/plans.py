@@ -68,9 +68,9 @@ def device_bytes(plan: Plan, workload: Workload) -> float:
     """Return the peak of device memory of such a plan, without gradients that the job keeps there."""
     used = peak = plan.resident_bytes + workload.state_bytes * sum(workload.subgroups[s] for s in plan.parked)
     for op in plan.ops:
-        used += op.acquire
+        used += op.takes
         peak = max(peak, used)
-        used -= op.release
+        used -= op.gives
     return peak
 
 
@@ -101,10 +101,10 @@ class _Maker:
         if kept and not on_cpu:
             self.kept.add(subgroup)
         else:
-            self._op("gradient down", "d2h", subgroup, width, point=ready_point, pageable=pageable)
+            self._op("gradient down", "d2h", subgroup, width, start=ready_point, pageable=pageable)
             waits.append(("gradient down", subgroup))
         if on_cpu:
-            self._op("update", "cpu", subgroup, point=scalars_point, after=waits)
+            self._op("update", "cpu", subgroup, start=scalars_point, after=waits)
             last: OpKind = "update"
             if placement == "cast":
                 last = "cast"
@@ -113,33 +113,33 @@ class _Maker:
             return
         if not kept:
             returned_bytes = self.workload.returned_gradient_bytes * self.workload.subgroups[subgroup]
-            self._op("gradient up", "h2d", subgroup, width, after=list(waits), acquire=returned_bytes)
+            self._op("gradient up", "h2d", subgroup, width, after=list(waits), takes=returned_bytes)
             waits.append(("gradient up", subgroup))
         if placement == "resident":
             self.resident.add(subgroup)
         else:
             if placement == "parked":
                 self.parked.add(subgroup)
-                self._op("flush", "d2h", subgroup, state, release=state_bytes)
+                self._op("flush", "d2h", subgroup, state, gives=state_bytes)
             flushed: list[tuple[OpKind, int]] = [("flush", subgroup)] if placement == "parked" else []
-            self._op("fetch", "h2d", subgroup, state, after=flushed, acquire=state_bytes)
+            self._op("fetch", "h2d", subgroup, state, after=flushed, takes=state_bytes)
             waits.append(("fetch", subgroup))
         self._op(
             "update",
             "gpu",
             subgroup,
-            point=max(ready_point, scalars_point) if kept else scalars_point,
+            start=max(ready_point, scalars_point) if kept else scalars_point,
             after=waits,
-            release=returned_bytes,
+            gives=returned_bytes,
         )
         if placement == "streamed":
-            self._op("flush", "d2h", subgroup, state, after=[("update", subgroup)], release=state_bytes)
+            self._op("flush", "d2h", subgroup, state, after=[("update", subgroup)], gives=state_bytes)
 
     def plan(self) -> Plan:
         if self.workload.clipping:
             down = [name for name in self.ops if name[0] == "gradient down"]
             # The clip factor is known only in the step.
-            self._op("clip", "cpu", -1, point=STEP, after=down)
+            self._op("clip", "cpu", -1, start=STEP, after=down)
         order = self._order()
         index = {name: number for number, name in enumerate(order)}
         ops = []
@@ -152,10 +152,10 @@ class _Maker:
             after = {index[early] for early in self.after[name]}
             if number and self.random.random() < 0.2:
                 after.add(self.random.randrange(number))
-            if op.acquire:
+            if op.takes:
                 after |= {*freeing, *taking[-1:]}
                 taking.append(number)
-            if op.release:
+            if op.gives:
                 freeing.append(number)
             by_others = {early for one in after for early in ended[one]}
             ended.append(after | by_others)
@@ -178,17 +178,17 @@ class _Maker:
         resource: Resource,
         subgroup: int,
         bytes_per_param: float = 0.0,
-        point: float = OTHER,
+        start: float = OTHER,
         after: Sequence[tuple[OpKind, int]] = (),
         pageable: bool = False,
-        acquire: float = 0.0,
-        release: float = 0.0,
+        takes: float = 0.0,
+        gives: float = 0.0,
     ) -> None:
-        """Add an operation at a random point that is not earlier than `point`."""
+        """Add an operation at a random point that is not earlier than `start`."""
         params = self.workload.subgroups[subgroup] if subgroup >= 0 else 0
-        points = [point, *(later for later in _POINTS if later > point)]
+        points = [start, *(later for later in _POINTS if later > start)]
         op = Op(kind, resource, subgroup, params, bytes_per_param * params, self.random.choice(points))
-        op = op._replace(pageable=pageable, acquire=acquire, release=release)
+        op = op._replace(pageable=pageable, takes=takes, gives=gives)
         self.ops[kind, subgroup] = op
         self.after[kind, subgroup] = list(after)
 

@@ -300,7 +300,7 @@ def test_engine__early_failure_is_raised_by_step_and_dropped_by_quiesce(quiesces
     twin = Twin([120], [torch.bfloat16], 30, 1)
     with bench(twin) as setup:
         plan = make(setup.workload, ["parked"] * 4, kept=range(4))
-        early_ops = tuple(op._replace(point=OTHER) if op.kind == "flush" else op for op in plan.ops)
+        early_ops = tuple(op._replace(start=OTHER) if op.kind == "flush" else op for op in plan.ops)
         setup.arm(Fault("d2h", 0, "half"))
         setup.engine.set_plan(replace(plan, ops=early_ops), setup.workload)
         deadline = time.monotonic() + 10

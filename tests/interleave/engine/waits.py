@@ -82,8 +82,8 @@ class Waits:
         """Count a wait."""
         self.counts[kind] += 1
         if not is_planned:
-            speculated = "speculative " if op.speculative else ""
-            self.unplanned.add(f"{speculated}{op.kind} on {op.resource} from {op.point:g} on waits for {kind}")
+            speculated = "speculative " if op.is_speculative else ""
+            self.unplanned.add(f"{speculated}{op.kind} on {op.resource} from {op.start:g} on waits for {kind}")
 
     def begin(self, before: Plan | None, plan: Plan, inputs: Mapping[int, int]) -> None:
         """Check what the operations of an iteration wait for, besides one another."""
@@ -91,15 +91,15 @@ class Waits:
         for index, number in inputs.items():
             op = plan.ops[index]
             if number == engine_module._SCALARS:
-                reaches_step = any(plan.ops[one].point >= STEP for one in needed[index])
+                reaches_step = any(plan.ops[one].start >= STEP for one in needed[index])
                 self.check("the factors of the step", op, reaches_step)
             elif number == engine_module._ASSUMED_SCALARS:
-                self.check("the first gradient", op, op.speculative and op.point > BACKWARD)
+                self.check("the first gradient", op, op.is_speculative and op.start > BACKWARD)
             else:
                 self.check("its gradient", op, op.kind == "gradient down" and op.subgroup == number)
         if before is not None and before.has_late_operations:
             for op in plan.ops:
-                self.check("the late operations before", op, op.point >= BACKWARD)
+                self.check("the late operations before", op, op.start >= BACKWARD)
 
     def issue(self, index: int, mark: Mark) -> None:
         """Note which operation a mark is behind."""
@@ -126,7 +126,7 @@ class Waits:
         """Check a wait of the operation that this thread performs, if there is one."""
         op: Op | None = getattr(self._performing, "op", None)
         if op is not None:
-            self.check(kind, op, kind == "device memory" and op.acquire > 0)
+            self.check(kind, op, kind == "device memory" and op.takes > 0)
 
 
 @contextmanager
@@ -186,7 +186,7 @@ def recorded_waits() -> Iterator[Waits]:
 def _with_prompt_gradients(plan: Plan, workload: Workload) -> Plan:
     """Return a plan that copies gradients to the host as soon as they are there."""
     points = gradient_ready_points(workload)
-    ops = [op._replace(point=points[op.subgroup]) if op.kind == "gradient down" else op for op in plan.ops]
+    ops = [op._replace(start=points[op.subgroup]) if op.kind == "gradient down" else op for op in plan.ops]
     return replace(plan, ops=tuple(ops))
 
 

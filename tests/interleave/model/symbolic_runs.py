@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ebbtide.errors import PlanError
+from ebbtide.features.storage.kinds import path_of
 from ebbtide.interleave.model.operations import (
     CLIPPING_FIRST,
     ONE_UPDATE,
@@ -55,9 +56,9 @@ class SymbolicRuns:
         self._until_step = workload.gradients_held_until_step
         self.ready = [UPDATE] * plan.subgroups if self._until_step else gradient_ready_points(workload)
         self.casts = {op.subgroup: op.resource for op in plan.ops if op.kind == "cast"}
-        self._paths = {op.subgroup: op.path for op in plan.ops if op.kind == "read"}
-        needed = {op.needed for op in plan.ops if op.needed is not None}
-        self.points = sorted({op.point for op in plan.ops} | {*self.ready} | needed)
+        self._paths = {op.subgroup: path_of(op) for op in plan.ops if op.kind == "read"}
+        needed = {op.holds.point for op in plan.ops if op.holds is not None and not op.is_late}
+        self.points = sorted({op.start for op in plan.ops} | {*self.ready} | needed)
         self.effects = [self._effect(index, op) for index, op in enumerate(plan.ops)]
 
     def problems(self) -> Iterator[str]:
@@ -91,8 +92,8 @@ class SymbolicRuns:
             "upload": self._upload,
             "read": self._read,
             "write": self._write,
-            "activation down": lambda index, op: ([], [f"activation {op.buffer}"], []),
-            "activation up": lambda index, op: ([f"activation {op.buffer}"], [], [f"activation {op.buffer}"]),
+            "activation down": lambda index, op: ([], [f"activation {op.tag}"], []),
+            "activation up": lambda index, op: ([f"activation {op.tag}"], [], [f"activation {op.tag}"]),
         }
         if op.kind == "clip":
             copied = {one.subgroup for one in self.plan.ops[:index] if one.kind == "gradient down"}
@@ -102,7 +103,7 @@ class SymbolicRuns:
             return Effect([], [], [])
         names = effects[op.kind](index, op)
         reads, writes, empties = ([(name, op.subgroup) for name in part] for part in names)
-        if op.kind == "update" and self.clips and not op.speculative:
+        if op.kind == "update" and self.clips and not op.is_speculative:
             reads.append(("factor", -1))
         return Effect(reads, writes, empties)
 
@@ -132,13 +133,13 @@ class SymbolicRuns:
         return ["param@host"], ["param@gpu"], []
 
     def _read(self, index: int, op: Op) -> tuple[list[str], list[str], list[str]]:
-        state, gradient = f"state in file {op.path}", f"grad in file {op.path}"
+        state, gradient = f"state in file {path_of(op)}", f"grad in file {path_of(op)}"
         return [state, gradient] if _STATE_ONLY in self.rules else [state], ["state@host"], [state]
 
     def _write(self, index: int, op: Op) -> tuple[list[str], list[str], list[str]]:
-        if op.buffer < 0:
-            return ["grad@host"], [f"grad in file {op.path}"], []
-        return ["state@host"], [f"state in file {op.path}"], ["state@host"]
+        if op.tag is None:
+            return ["grad@host"], [f"grad in file {path_of(op)}"], []
+        return ["state@host"], [f"state in file {path_of(op)}"], ["state@host"]
 
 
 class _Run:
@@ -187,7 +188,7 @@ class _Run:
 
     def _can_start(self, index: int) -> bool:
         op = self._ops[index]
-        return op.point <= self._point and all(self._ops[one].lane != op.lane for one in self._running)
+        return op.start <= self._point and all(self._ops[one].resource != op.resource for one in self._running)
 
     def _start_any(self) -> bool:
         for index in self._startable:
@@ -217,7 +218,7 @@ class _Run:
         point = self._points[0]
         for index in self._undone if self._runs.compute_waits else ():
             op = self._ops[index]
-            if (op.blocking and op.point < point) or (op.needed is not None and op.needed < point):
+            if op.holds is not None and not op.is_late and op.holds.point < point:
                 return False
         self._point = self._points.pop(0)
         for subgroup in [one for one in self._unready if self._runs.ready[one] < point + _ROUNDING]:
@@ -237,9 +238,9 @@ class _Run:
         for cell in (*effect.writes, *effect.empties):
             self._memory[cell] = "in work"
         if op.kind == "read":
-            if op.buffer in self._buffers:
+            if op.tag in self._buffers:
                 self._problem = f"{op.kind} of {op.subgroup} finds another state in its buffer"
-            self._buffers[op.buffer] = op.subgroup
+            self._buffers[op.tag] = op.subgroup
 
     def _end(self, index: int) -> None:
         op, effect = self._ops[index], self._runs.effects[index]
@@ -255,7 +256,7 @@ class _Run:
         if op.kind == "clip":
             self._confirm()
         if op.kind == "write":
-            self._buffers.pop(op.buffer, None)
+            self._buffers.pop(op.tag, None)
         self._running.remove(index)
         self._undone.remove(index)
         for dependent in self._dependents[index]:
@@ -269,7 +270,7 @@ class _Run:
         if op.kind != "update":
             return inputs[0] if inputs else "activation"
         factor = _FACTOR if _FACTOR in inputs else None
-        if op.speculative and self._runs.clips:
+        if op.is_speculative and self._runs.clips:
             # It is computed again if clipping changes it, whether it runs or has ended.
             factor = self._memory.get(("factor", -1), _ASSUMED)
             factor = factor if factor == _FACTOR else _ASSUMED
@@ -278,7 +279,7 @@ class _Run:
     def _confirm(self) -> None:
         """Let results of speculative updates be right where these have put them: copies and casts of them are not."""
         for op in self._ops:
-            if op.speculative:
+            if op.is_speculative:
                 names = ["state@host"] if op.subgroup in self._runs.casts else ["state@host", "param@host"]
                 for cell in ((name, op.subgroup) for name in names):
                     value = self._memory.get(cell)

@@ -144,7 +144,7 @@ def test_validate__counts_the_points_of_what_an_operation_waits_for() -> None:
 
     def starting_at(update: float, clip: float) -> Plan:
         points = {"update": update, "clip": clip}
-        return replace(plan, ops=tuple(op._replace(point=points[op.kind]) for op in plan.ops))
+        return replace(plan, ops=tuple(op._replace(start=points[op.kind]) for op in plan.ops))
 
     assert not is_refused(starting_at(FORWARD, UPDATE), workload)
     with pytest.raises(PlanError, match="clip starts before the gradient of subgroup 0 is ready"):

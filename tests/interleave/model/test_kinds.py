@@ -40,7 +40,7 @@ def test_kinds__of_a_feature_are_checked_and_simulated(plugged: list[Kind]) -> N
     plugged.append(COMPRESSION)
     plan = make_plan("pipelined", workload(), machine())
     first = next(index for index, op in enumerate(plan.ops) if op.kind == "gradient down")
-    op = Op("compress", "cpu", plan.ops[first].subgroup, params=0, nbytes=0.0, point=BACKWARD, after=(first,))
+    op = Op("compress", "cpu", plan.ops[first].subgroup, params=0, nbytes=0.0, start=BACKWARD, after=(first,))
     longer = replace(plan, ops=(*plan.ops, op))
     schedule = simulate(longer.validate(workload()), workload(), machine())
     assert schedule.ends[-1] - schedule.starts[-1] == pytest.approx(COMPRESSION_S)
@@ -56,7 +56,7 @@ def test_kinds__of_a_feature_take_part_in_the_data_flow(plugged: list[Kind]) -> 
     plan = make_plan("pipelined", workload(), machine())
     down = next(index for index, op in enumerate(plan.ops) if op.kind == "gradient down")
     count, subgroup = len(plan.ops), plan.ops[down].subgroup
-    compress = Op("compress", "cpu", subgroup, params=0, nbytes=0.0, point=BACKWARD, after=(down,))
+    compress = Op("compress", "cpu", subgroup, params=0, nbytes=0.0, start=BACKWARD, after=(down,))
     send = compress._replace(kind="send", after=(count,))
     replace(plan, ops=(*plan.ops, compress, send)).validate(workload())
     for ops, message in (
@@ -76,7 +76,7 @@ def test_kinds__that_change_what_others_have_read_wait_for_these(plugged: list[K
     down = next(index for index, op in enumerate(plan.ops) if op.kind == "gradient down")
     subgroup, count = plan.ops[down].subgroup, len(plan.ops)
     update = next(index for index, op in enumerate(plan.ops) if op.kind == "update" and op.subgroup == subgroup)
-    op = Op("compress", "cpu", subgroup, params=0, nbytes=0.0, point=BACKWARD, after=(update,))
+    op = Op("compress", "cpu", subgroup, params=0, nbytes=0.0, start=BACKWARD, after=(update,))
     replace(plan, ops=(*plan.ops, op, op._replace(after=(count,)))).validate(workload())
     with pytest.raises(PlanError, match=f"compress of subgroup {subgroup} does not wait for clip"):
         replace(plan, ops=(*plan.ops, op._replace(after=(down,)))).validate(workload())
@@ -85,7 +85,7 @@ def test_kinds__that_change_what_others_have_read_wait_for_these(plugged: list[K
 def test_kinds__read_only_what_some_kind_writes_or_the_iteration_begins_with() -> None:
     plan = make_plan("pipelined", workload(), machine())
     flows = [
-        kind.flow(Op(kind.name, resource, 0, params=0, nbytes=0.0, point=BACKWARD, buffer=0), plan)
+        kind.flow(Op(kind.name, resource, 0, params=0, nbytes=0.0, start=BACKWARD, tag=0), plan)
         for kind in kinds().values()
         for resource in kind.resources
     ]

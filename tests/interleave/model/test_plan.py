@@ -110,7 +110,7 @@ def without(ops: tuple[Op, ...], removed: int) -> list[Op]:
 def test_validate__refuses_a_repeated_operation(name: str) -> None:
     plan, _ = PLANS[name]
     for op in plan.ops:
-        again = op._replace(acquire=0.0, release=0.0)
+        again = op._replace(takes=0.0, gives=0.0)
         refused(name, [*plan.ops, again], "finds no|is repeated|is the second update|does not wait for")
 
 
@@ -128,8 +128,8 @@ def test_validate__refuses_an_operation_before_its_inputs(name: str) -> None:
 def test_validate__refuses_device_memory_that_is_not_released(name: str) -> None:
     plan, _ = PLANS[name]
     for index, op in enumerate(plan.ops):
-        if op.acquire or op.release:
-            for changed in (op._replace(acquire=0.0, release=0.0), op._replace(acquire=2 * op.acquire + 1)):
+        if op.takes or op.gives:
+            for changed in (op._replace(takes=0.0, gives=0.0), op._replace(takes=2 * op.takes + 1)):
                 refused(name, [*plan.ops[:index], changed, *plan.ops[index + 1 :]], "device memory")
 
 
@@ -155,9 +155,9 @@ def test_validate__refuses_an_update_on_the_other_processor(name: str) -> None:
 BREAKS: dict[str, tuple[Callable[[Op], Op], str]] = {
     "later input": (lambda op: op._replace(after=(*op.after, 10**6)), "waits for a later operation"),
     "negative input": (lambda op: op._replace(after=(*op.after, -1)), "waits for a later operation"),
-    "point before the iteration": (lambda op: op._replace(point=-0.5), "outside of the iteration"),
-    "point after the step": (lambda op: op._replace(point=4.5), "outside of the iteration"),
-    "point not a number": (lambda op: op._replace(point=float("nan")), "outside of the iteration"),
+    "point before the iteration": (lambda op: op._replace(start=-0.5), "outside of the iteration"),
+    "point after the step": (lambda op: op._replace(start=4.5), "outside of the iteration"),
+    "point not a number": (lambda op: op._replace(start=float("nan")), "outside of the iteration"),
     "subgroup beyond the last": (lambda op: op._replace(subgroup=99), "subgroup 99"),
     "negative subgroup": (lambda op: op._replace(subgroup=-1), "subgroup -1"),
 }
@@ -201,7 +201,7 @@ def test_validate__refuses_a_read_before_the_gradient_is_ready(name: str) -> Non
     plan, _ = PLANS[name]
     for index, op in enumerate(plan.ops):
         if op.kind == "gradient down" or (op.kind == "update" and op.subgroup in plan.kept_gradients):
-            sooner = op._replace(point=op.point - 0.01)
+            sooner = op._replace(start=op.start - 0.01)
             refused(
                 name,
                 [*plan.ops[:index], sooner, *plan.ops[index + 1 :]],
@@ -212,7 +212,7 @@ def test_validate__refuses_a_read_before_the_gradient_is_ready(name: str) -> Non
 def test_validate__refuses_clipping_before_all_gradients_are_ready() -> None:
     plan, _ = PLANS["adaptive"]
     (index,) = (index for index, op in enumerate(plan.ops) if op.kind == "clip")
-    sooner = plan.ops[index]._replace(point=2.9)
+    sooner = plan.ops[index]._replace(start=2.9)
     refused(
         "adaptive",
         [*plan.ops[:index], sooner, *plan.ops[index + 1 :]],

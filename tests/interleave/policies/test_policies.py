@@ -206,8 +206,8 @@ def test_adaptive__updates_before_the_step_only_without_clipping() -> None:
     """Updates of DeepSpeed wait for the step; those of `adaptive` follow their gradients."""
     workload = even(6, gpu_free=((0.0, 4e9),), clipping=False)
     with_step = make_plan("interleaved:2", workload, TEST_MACHINE)
-    assert all(op.point == STEP for op in with_step.ops if op.kind == "update")
+    assert all(op.start == STEP for op in with_step.ops if op.kind == "update")
     with_gradients = make_plan("adaptive", workload, TEST_MACHINE)
-    assert any(op.point < STEP for op in with_gradients.ops if op.kind == "update")
+    assert any(op.start < STEP for op in with_gradients.ops if op.kind == "update")
     clipped = make_plan("adaptive", even(6, gpu_free=((0.0, 4e9),)), TEST_MACHINE)
-    assert all(op.point == STEP for op in clipped.ops if op.kind == "update")
+    assert all(op.start == STEP for op in clipped.ops if op.kind == "update")

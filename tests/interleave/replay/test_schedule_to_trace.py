@@ -172,7 +172,7 @@ def test_trace_of__counts_device_memory_across_iterations() -> None:
     schedule, trace = built("interleaved:2,overlap=forward", iterations=2, gpu_free_bytes=0)
     assert not schedule.plan.kept_gradients
     length_s = schedule.iteration_s
-    assert max(end for op, _, end in schedule.items() if op.release) > 1.01 * length_s
+    assert max(end for op, _, end in schedule.items() if op.gives) > 1.01 * length_s
     line = trace.memory(0)
     times_s = line["t_ns"].to_numpy() / 1e9
     for before_s, after_s, nbytes in zip(times_s, times_s[1:], line["bytes"], strict=False):
@@ -182,5 +182,5 @@ def test_trace_of__counts_device_memory_across_iterations() -> None:
         taken = 0.0
         for op, start, end in schedule.items():
             for shift_s in length_s * np.arange(-3, 2):
-                taken += op.acquire * (start + shift_s <= middle_s) - op.release * (end + shift_s <= middle_s)
+                taken += op.takes * (start + shift_s <= middle_s) - op.gives * (end + shift_s <= middle_s)
         assert nbytes == pytest.approx(80e9 + taken, abs=1.0)

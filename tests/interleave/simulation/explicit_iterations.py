@@ -84,8 +84,8 @@ def run_explicitly(plan: Plan, workload: Workload, machine: Machine, count: int)
 class _Loop:
     def __init__(self, plan: Plan, workload: Workload, machine: Machine, count: int) -> None:
         self._plan, self._workload, self._machine, self._count = plan, workload, machine, count
-        points = {OTHER, FORWARD, BACKWARD, UPDATE, *(op.point for op in plan.ops if op.point <= UPDATE)}
-        points |= {op.due for op in plan.ops if op.due is not None}
+        points = {OTHER, FORWARD, BACKWARD, UPDATE, *(op.start for op in plan.ops if op.start <= UPDATE)}
+        points |= {op.due for op in plan.ops if op.is_late}
         self._points = [*sorted(points), STEP]
         self._work = [alone_s(op, plan, workload, machine) for op in plan.ops]
         self._lengths = {"other": workload.other_s, "forward": workload.forward_s, "backward": workload.backward_s}
@@ -101,7 +101,7 @@ class _Loop:
         # Whose state is in each buffer, of which iteration; and the buffers that are being written.
         self._owner: dict[int, tuple[int, int]] = {}
         self._written: set[int] = set()
-        self._buffer_of = {op.subgroup: op.buffer for op in plan.ops if op.kind == "read"}
+        self._buffer_of = {op.subgroup: op.tag for op in plan.ops if op.kind == "read"}
         self._casts_on_gpu = {op.subgroup for op in plan.ops if op.kind == "cast" and op.resource == "gpu"}
         self._faults: list[str] = []
 
@@ -147,7 +147,7 @@ class _Loop:
             job.has_reached = True
             self._reached[job.iteration] = point
             return True
-        blocking = [index for index, op in enumerate(self._plan.ops) if op.blocking and op.point == point]
+        blocking = [index for index, op in enumerate(self._plan.ops) if op.is_blocking and op.start == point]
         if any(_Key(job.iteration, index) not in self._ends for index in blocking):
             return False
         job.has_reached = False
@@ -165,7 +165,7 @@ class _Loop:
         if before < 0:
             return True
         due = [
-            index for index, op in enumerate(self._plan.ops) if (point == OTHER if op.due is None else op.due <= point)
+            index for index, op in enumerate(self._plan.ops) if (point == OTHER if not op.is_late else op.due <= point)
         ]
         return all(_Key(before, index) in self._ends for index in due)
 
@@ -179,8 +179,8 @@ class _Loop:
         started = False
         for key in sorted(self._waiting):
             op = self._op(key)
-            resource = (op.resource, op.path)
-            is_ready = op.point <= self._reached[key.iteration] and all(
+            resource = op.resource
+            is_ready = op.start <= self._reached[key.iteration] and all(
                 _Key(key.iteration, before) in self._ends for before in op.after
             )
             if not is_ready or resource in self._running or not self._has_buffer(key, op):
@@ -203,7 +203,7 @@ class _Loop:
                 self._faults.append(f"{op.kind} of {own} has only its buffer to wait for")
                 return False
             self._owner[buffer] = own
-        elif op.kind == "write" and op.buffer >= 0:
+        elif op.kind == "write" and op.tag is not None:
             self._written.add(buffer)
         is_used = {
             "update": op.resource == "cpu",
@@ -212,7 +212,7 @@ class _Loop:
             "upload": op.subgroup in self._casts_on_gpu,
             "fetch": True,
             "flush": True,
-            "write": op.buffer >= 0,
+            "write": op.tag is not None,
         }
         if is_used.get(op.kind, False) and self._owner.get(buffer) != own:
             self._faults.append(f"{op.kind} of {own} finds another state in its buffer")
@@ -223,7 +223,7 @@ class _Loop:
         job = self._job
         keys = dict(enumerate(self._running.values()))
         ops = {number: self._op(key) for number, key in keys.items()}
-        gpu_needed = any(op.resource == "gpu" and op.due is not None for op in ops.values())
+        gpu_needed = any(op.resource == "gpu" and op.is_late for op in ops.values())
         computes = job.left_s > 0 and job.iteration < self._count and not gpu_needed
         left = {"h2d": 1.0, "d2h": 1.0}
         if computes and self._points[job.stop - 1] < UPDATE:
@@ -248,7 +248,7 @@ class _Loop:
             if self._left_s[key] <= rounding_s * speed[number]:
                 op = self._op(key)
                 self._ends[key] = self._now
-                del self._running[op.resource, op.path], self._left_s[key]
-                if op.kind == "write" and op.buffer >= 0:
-                    del self._owner[op.buffer]
-                    self._written.remove(op.buffer)
+                del self._running[op.resource], self._left_s[key]
+                if op.kind == "write" and op.tag is not None:
+                    del self._owner[op.tag]
+                    self._written.remove(op.tag)

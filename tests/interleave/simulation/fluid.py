@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping
 
+from ebbtide.features.storage.kinds import path_of
 from ebbtide.interleave.model.plan import Op, Plan
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
@@ -23,13 +24,13 @@ def alone_s(op: Op, plan: Plan, workload: Workload, machine: Machine) -> float:
         return fixed + op.params / values["gpu_update_params_per_s"]
     if op.kind == "update":
         rate = plan.cpu_share * cpu_rate(workload, machine)
-        if op.speculative and not plan.rolls_back:
+        if op.is_speculative and not plan.rolls_back:
             rate *= 0.9 if machine.cpu_out_of_place_share is None else machine.cpu_out_of_place_share
         return fixed + op.params / rate
     if op.kind == "cast":
         return fixed + op.params / values[f"{op.resource}_cast_params_per_s"]
     if op.kind in ("read", "write"):
-        path = machine.storage[op.path]
+        path = machine.storage[path_of(op)]
         return fixed + op.nbytes / (path.read_bytes_per_s if op.kind == "read" else path.write_bytes_per_s)
     busy = workload.h2d_busy_share if op.resource == "h2d" else workload.d2h_busy_share
     rate = values[f"{op.resource}_bytes_per_s"] * (1 - busy)
@@ -98,9 +99,9 @@ def speeds(
     groups: dict[object, list[int]] = {}
     for i in demand:
         is_link = ops[i].resource in ("h2d", "d2h")
-        groups.setdefault("link" if is_link else ops[i].path if ops[i].kind in ("read", "write") else "cpu", []).append(
-            i
-        )
+        groups.setdefault(
+            "link" if is_link else path_of(ops[i]) if ops[i].kind in ("read", "write") else "cpu", []
+        ).append(i)
     for group, members in groups.items():
         limit = machine.duplex_bytes_per_s if group == "link" else None
         if isinstance(group, int):

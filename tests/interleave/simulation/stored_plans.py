@@ -11,7 +11,7 @@ from ebbtide.errors import PlanError
 from ebbtide.features.overlap.policy import late
 from ebbtide.features.overlap.speculation import redone, speculate
 from ebbtide.features.storage.policy import StorageLayout, stored_in
-from ebbtide.interleave.model.operations import OVERLAPS
+from ebbtide.interleave.model.operations import OVERLAPS, Hold
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, STEP, UPDATE, Plan, forward_points
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.search.assignment import ROLES, Assignment, FreeMemory
@@ -98,12 +98,14 @@ def _changed(draw: st.DrawFn, plan: Plan, workload: Workload) -> Plan:
     ops = list(plan.ops)
     for index in draw(st.lists(st.integers(0, len(ops) - 1), max_size=4)):
         op = ops[index]
-        if op.due is not None and draw(st.booleans()):
+        if op.is_late and draw(st.booleans()):
             needed = [FORWARD, 1.5, BACKWARD, *forward_points(workload)]
-            ops[index] = op._replace(due=draw(st.sampled_from([due for due in needed if due <= op.due])))
+            due = draw(st.sampled_from([due for due in needed if due <= op.holds.point]))
+            ops[index] = op._replace(holds=Hold(due, is_next=True))
         else:
-            later = [point for point in (*_EARLY_POINTS, BACKWARD, 2.5, UPDATE, STEP) if point >= op.point]
-            ops[index] = op._replace(point=draw(st.sampled_from(later or [op.point])), blocking=False)
+            later = [point for point in (*_EARLY_POINTS, BACKWARD, 2.5, UPDATE, STEP) if point >= op.start]
+            holds = op.holds if op.is_late else None
+            ops[index] = op._replace(start=draw(st.sampled_from(later or [op.start])), holds=holds)
     return replace(plan, ops=tuple(ops))
 
 

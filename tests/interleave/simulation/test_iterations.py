@@ -14,6 +14,7 @@ from ebbtide.errors import PlanError
 from ebbtide.features.overlap.policy import late
 from ebbtide.features.overlap.speculation import speculate
 from ebbtide.features.storage.policy import StorageLayout, stored_in
+from ebbtide.interleave.model.operations import Hold
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, OTHER, STEP, UPDATE, Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import PlanBuilder, make_plan
@@ -92,11 +93,12 @@ def test_validate__accepts_no_plan_in_which_two_states_share_a_buffer(
         if change == "after":
             op = op._replace(after=tuple(before for before in op.after if data.draw(st.booleans())))
         elif change == "point":
-            op = op._replace(point=data.draw(st.sampled_from([0.0, FORWARD, 1.5, BACKWARD, 2.5, UPDATE, STEP])))
+            op = op._replace(start=data.draw(st.sampled_from([0.0, FORWARD, 1.5, BACKWARD, 2.5, UPDATE, STEP])))
         elif change == "due":
-            op = op._replace(due=data.draw(st.sampled_from([None, FORWARD, 1.5, BACKWARD, 2.5])))
-        elif op.buffer >= 0:
-            op = op._replace(buffer=data.draw(st.integers(0, len(plan.storage_buffers) - 1)))
+            due = data.draw(st.sampled_from([None, FORWARD, 1.5, BACKWARD, 2.5]))
+            op = op._replace(holds=None if due is None else Hold(due, is_next=True))
+        elif op.tag is not None:
+            op = op._replace(tag=data.draw(st.integers(0, len(plan.storage_buffers) - 1)))
         ops[index] = op
     changed = replace(plan, ops=tuple(ops))
     try:
@@ -148,15 +150,15 @@ def alternating_plan() -> tuple[Plan, Workload, Machine]:
     builder.leave((0, 2))
     builder.gradients()
     for subgroup in (0, 2):
-        builder.fetch(subgroup, after=(builder.leaving(2),), point=FORWARD)
+        builder.fetch(subgroup, after=(builder.leaving(2),), start=FORWARD)
     for subgroup in (3, 1, 4):
         builder.on_cpu(subgroup)
     for subgroup in (0, 2):
         builder.update_fetched(subgroup)
     plan = late(speculate(builder.plan(), job, 3), job)
-    points = (OTHER, OTHER, *(op.point for op in builder.ops[2:]))
+    points = (OTHER, OTHER, *(op.start for op in builder.ops[2:]))
     early = [
-        op._replace(point=point) if op.subgroup in (0, 2) else op for op, point in zip(plan.ops, points, strict=True)
+        op._replace(start=point) if op.subgroup in (0, 2) else op for op, point in zip(plan.ops, points, strict=True)
     ]
     return replace(plan, ops=tuple(early), cpu_share=0.92), job, machine
 

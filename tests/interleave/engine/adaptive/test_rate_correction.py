@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebbtide.features.storage.kinds import path_of
 from ebbtide.interleave.engine.adaptive import planner
 from ebbtide.interleave.engine.adaptive.planner import Planner, correct_rates
 from ebbtide.interleave.engine.runtime.layout import divide
@@ -61,7 +62,7 @@ def changed(machine: Machine, factors: list[float]) -> Machine:
 @settings(max_examples=examples(8, by_default=4))
 def test_correct_rates__reaches_those_of_the_drives(factors: list[float]) -> None:
     plan = make_plan("pipelined", JOB, MACHINE)
-    assert {op.path for op in plan.ops if op.kind == "read"} == {0, 1}
+    assert {path_of(op) for op in plan.ops if op.kind == "read"} == {0, 1}
     true = changed(MACHINE, factors)
     machine = MACHINE
     for _ in range(40):
@@ -98,4 +99,4 @@ def test_planner__moves_state_from_a_drive_that_has_become_slower(monkeypatch: p
 
 
 def reads(plan: Plan) -> list[int]:
-    return [sum(op.kind == "read" and op.path == path for op in plan.ops) for path in range(2)]
+    return [sum(op.kind == "read" and path_of(op) == path for op in plan.ops) for path in range(2)]

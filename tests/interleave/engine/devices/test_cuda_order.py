@@ -124,9 +124,9 @@ class Bench:
                 early = all_ran[plan.ops[dependency]]
                 if ran.before.get(early.actor, 0) < early.end:
                     self.problems().append(f"{op.kind} {op.subgroup} is not after {plan.ops[dependency].kind}")
-            reported = [time for point, time in points if point >= op.point]
+            reported = [time for point, time in points if point >= op.start]
             if ran.actor != HOST and reported and ran.before.get("job", 0) < reported[0]:
-                self.problems().append(f"{op.kind} {op.subgroup} is before its point {op.point}")
+                self.problems().append(f"{op.kind} {op.subgroup} is before its point {op.start}")
 
 
 @contextmanager

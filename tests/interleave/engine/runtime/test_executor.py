@@ -95,7 +95,7 @@ class Log:
         self._running.add(op.resource)
         if not set(op.after) <= set(self.ended):
             self.trouble.append(f"{index} does not wait")
-        if op.point > self.reached:
+        if op.start > self.reached:
             self.trouble.append(f"{index} starts too early in the iteration")
         self.began.append(index)
         self.ended.append(index)
@@ -146,7 +146,7 @@ def test_executor__starts_the_first_operation_that_is_ready() -> None:
             gate.wait(10)
         order.append(op.subgroup)
 
-    ops = [op("cpu", number=0), op("cpu", number=1, point=UPDATE), *(op("cpu", 0, number=n) for n in (2, 3, 4))]
+    ops = [op("cpu", number=0), op("cpu", number=1, start=UPDATE), *(op("cpu", 0, number=n) for n in (2, 3, 4))]
     with executing(perform) as executor:
         executor.begin(plan_of(*ops))
         executor.advance_to(OTHER)
@@ -158,8 +158,8 @@ def test_executor__starts_the_first_operation_that_is_ready() -> None:
 
 def test_advance_to__starts_operations_at_their_point() -> None:
     began: list[float] = []
-    with executing(lambda op: began.append(op.point)) as executor:
-        executor.begin(plan_of(*(op("cpu", point=point) for point in (STEP, UPDATE, BACKWARD, OTHER))))
+    with executing(lambda op: began.append(op.start)) as executor:
+        executor.begin(plan_of(*(op("cpu", start=point) for point in (STEP, UPDATE, BACKWARD, OTHER))))
         for count, point in enumerate((OTHER, BACKWARD, UPDATE, STEP), 1):
             executor.advance_to(point)
             # An earlier point has no effect.

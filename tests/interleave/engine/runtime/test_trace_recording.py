@@ -43,7 +43,7 @@ def recorded(folder: Path, overlap: str = "none", **options: Any) -> tuple[Trace
 
 
 def check_rows(rows: pd.DataFrame, schedule: Schedule) -> None:
-    expected = sorted((op.kind, op.lane, max(op.subgroup, -1), round(op.nbytes)) for op in schedule.plan.ops)
+    expected = sorted((op.kind, op.resource, max(op.subgroup, -1), round(op.nbytes)) for op in schedule.plan.ops)
     columns = zip(rows["name"], rows["resource"], rows["subgroup"].fillna(-1), rows["bytes"].fillna(0), strict=True)
     assert sorted((name, resource, int(subgroup), int(size)) for name, resource, subgroup, size in columns) == expected
 

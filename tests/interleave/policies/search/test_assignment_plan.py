@@ -98,7 +98,7 @@ def test_cost__of_late_updates_is_no_less_than_its_bound(
     plan = costs.plan(assignment)
     parked_or_resident = plan.resident | plan.parked
     on_time = parked_or_resident if assignment.moved_late else parked_or_resident | set(assignment.moved)
-    assert {op.subgroup for op in plan.ops if op.due is not None}.isdisjoint(on_time)
+    assert {op.subgroup for op in plan.ops if op.is_late}.isdisjoint(on_time)
     assert plan.has_late_operations or not assignment.on_cpu
     seconds = costs.seconds(assignment)
     assert costs.minimums.of_assignment(assignment) <= seconds * (1 + 1e-9)
