@@ -15,6 +15,7 @@ so that a command loads what it needs alone.
 | lanes | `lanes(machine)`, which yields each `Lane` and `Pool` | `interleave.simulation.lanes` |
 | names | an object that the core's packages offer as their own: `interleave.offload_activations` | `public_name` |
 | plan-checks | `check(plan, workload)`: raises PlanError | `Plan.validate` |
+| plan-passes | a `PlanPass`: it changes the plans of policies, the first in the list all others' | `Policy.plan` |
 | plots | a `PlotKind` | `ebbtide plot` |
 | policies | a module of policies, decorated with `policies.registry.policy` | `interleave.policies` |
 | recover | `recover(path) -> Trace`, for a trace that is not complete | `open_trace` |
@@ -33,6 +34,7 @@ so that a command loads what it needs alone.
 | metrics-server | `serve_metrics(text) -> MetricsServer`: listens on `[HOST:]PORT` |
 | profile-view | `profile_and_show(job) -> int`, for `profile --watch` |
 | recommendation | the module `replay_advice`, for `replay --recommend` |
+| redone-plan | `redone(plan) -> Plan`: that of a step in which clipping changes what was speculated |
 | replayed-offload | `with_replayed_offload(trace, error) -> OutOfMemory`: its remedy is replayed |
 | trace-layers | `with_trace_layers(workload, trace) -> Workload` |
 
@@ -59,6 +61,7 @@ SEAMS = (
     "lanes",
     "names",
     "plan-checks",
+    "plan-passes",
     "plots",
     "policies",
     "recover",

@@ -11,6 +11,7 @@ FEATURE = Feature(
             "interleave.offload_activations": "engine.moving:offload_activations",
             "interleave.stream_weights": "engine.moving:stream_weights",
         },
+        "plan-passes": {"layers": "plan_pass:LAYER_PASS"},
         "plan-checks": {"layers": "layer_checks:check_layers"},
         "services": {"layer-comparison": "comparison"},
     },

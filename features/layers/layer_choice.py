@@ -21,9 +21,8 @@ from ebbtide.features.layers.model import (
     saved_activations,
     with_layer_copies,
 )
-from ebbtide.features.overlap.policy import overlaps_of
 from ebbtide.interleave.model.durations import link_rates
-from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
+from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap, overlaps_of
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import available_host_bytes
 from ebbtide.interleave.model.workload import Workload
@@ -40,14 +39,6 @@ _SEARCHED_OPS, _LEAST_OPS = 100_000, 50
 # Up to so many choices all are compared; of up to so many blocks of layers, two are changed at a time; so many of the
 # choices that the search starts from are changed.
 _EXACT_CHOICES, _PAIRED_BLOCKS, _CLIMBS = 1100, 6, 12
-
-
-def is_choice(text: str, choices: Sequence[str]) -> bool:
-    """Return whether a text is one of some choices, of which `streamed:K` takes a number."""
-    name, colon, number = text.partition(":")
-    if not colon:
-        return text in choices
-    return f"{name}:K" in choices and number.isdecimal() and int(number) > 0
 
 
 def streamed_count(weights: str) -> int | None:

@@ -60,6 +60,10 @@ class LayerPlan(NamedTuple):
         offloaded = self.offloaded
         return offloaded[: max(0, len(offloaded) - self.activation_slots)]
 
+    def place(self, workload: Workload) -> Workload:
+        """Return a workload with the times and the free memory that the plan leaves, see `place`."""
+        return place(workload, self)
+
     def host_bytes(self, workload: Workload) -> float:
         """Return the host memory of streamed weights and of copied activations."""
         weights = workload.param_bytes * sum(workload.layers[layer].params for layer in self.streamed)

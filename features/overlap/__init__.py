@@ -2,4 +2,10 @@
 
 from ebbtide.seams import Feature
 
-FEATURE = Feature("overlap", {"plan-checks": {"overlap": "overlap_checks:check_overlap"}})
+FEATURE = Feature(
+    "overlap",
+    {
+        "plan-checks": {"overlap": "overlap_checks:check_overlap"},
+        "services": {"redone-plan": "speculation:redone"},
+    },
+)

@@ -7,7 +7,7 @@ from functools import cache
 from ebbtide.features.overlap.speculation import speculate
 from ebbtide.features.storage.policy import with_fitting_storage
 from ebbtide.interleave.model.kinds import find_kind, from_backward
-from ebbtide.interleave.model.operations import OVERLAPS, Hold, Overlap
+from ebbtide.interleave.model.operations import Hold, Overlap, overlaps_of
 from ebbtide.interleave.model.plan import BACKWARD, Op, Plan, forward_points
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.simulation.simulator import simulate_steps
@@ -30,17 +30,6 @@ def best_count(most: int, cost: Callable[[int], Cost]) -> int:
         best = min((best, max(0, best - step), min(most, best + step)), key=cost_of)
         step //= 2
     return best
-
-
-OVERLAP = (*OVERLAPS, "auto")
-
-
-def overlaps_of(option: str) -> tuple[Overlap, ...]:
-    """Return the overlaps besides none of which a policy takes the best, by the value of its option `overlap`."""
-    names = {"auto": ("forward", "backward", "both"), "both": ("forward", "backward", "both"), "none": ()}.get(
-        option, (option,)
-    )
-    return tuple(OVERLAPS[name] for name in names)
 
 
 def with_overlap(plan: Plan, workload: Workload, machine: Machine, option: str) -> Plan:

@@ -8,6 +8,6 @@ FEATURE = Feature(
         "kinds": {"storage": "kinds:KINDS"},
         "lanes": {"storage": "lanes:storage_lanes"},
         "plan-checks": {"storage": "storage_checks:check_storage"},
-        "policies": {"storage": "policy"},
+        "plan-passes": {"storage": "plan_pass:STORAGE_PASS"},
     },
 )

@@ -136,7 +136,7 @@ def zenflow(workload: Workload, machine: Machine, policy: Policy) -> Plan:
 _MARGIN = 0.2
 
 
-@policy("deepcompile", SystemRun("deepcompile", 40), uses_storage=False)
+@policy("deepcompile", SystemRun("deepcompile", 40), without=("storage",))
 def deepcompile(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Update all on the GPU; flush what does not fit when the forward begins, and fetch it in the backward, as
     DeepCompile does with `offload_opt_states`.

@@ -14,7 +14,7 @@ from ebbtide.interleave.policies.registry import Policy, system
 from ebbtide.machines.machine import Machine
 
 
-@system("ml-dataflow", plans_layers=True)
+@system("ml-dataflow", without=("layers", "storage"))
 def ml_dataflow(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Stream weights, gradients, activations and state of each layer, and update on the GPU, as ml_dataflow does.
 

@@ -16,7 +16,7 @@ from ebbtide.machines.machine import Machine
 _BLOCK = 4
 
 
-@system("megatrain", plans_layers=True)
+@system("megatrain", without=("layers", "storage"))
 def megatrain(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Stream all weights, keep the input of every fourth layer, and update on the CPU after the backward, as MegaTrain
     does.
@@ -59,7 +59,7 @@ class _MegatrainOperations(LayerOperations):
             self.add("layer gradient down", "d2h", stretch.layer, nbytes, stretch.end)
 
 
-@system("roundpipe", plans_layers=True)
+@system("roundpipe", without=("layers", "storage"))
 def roundpipe(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Stream all weights and the inputs of layers, compute each layer again, and update on the CPU during the next
     iteration, as RoundPipe does on one GPU.
@@ -79,7 +79,7 @@ def roundpipe(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     return with_layer_operations(state, placed, layers).validate(placed)
 
 
-@system("zero3-offload-params", plans_layers=True, activations=("keep", "recompute"))
+@system("zero3-offload-params", without=("layers", "storage"), activations=("keep", "recompute"))
 def zero3_offload_params(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Stream all weights, and update on the CPU, as DeepSpeed's ZeRO-3 with `offload_param` and `offload_optimizer`
     does.

@@ -10,12 +10,11 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack
 import torch
 
 from ebbtide.errors import SizeError
-from ebbtide.features.overlap.policy import OVERLAP
 from ebbtide.features.storage.engine.stored_states import StorageOptions
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.devices.opening import DeviceArgument, as_device
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.model.operations import BOTH, Overlap
+from ebbtide.interleave.model.operations import BOTH, OVERLAP, Overlap
 from ebbtide.interleave.policies import Policy, as_policy
 from ebbtide.machines.catalog import MachineArgument, find_machine
 from ebbtide.machines.machine import Machine

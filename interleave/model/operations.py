@@ -185,3 +185,13 @@ class Overlap(NamedTuple):
 
 NO_OVERLAP, BOTH = Overlap(), Overlap(forward=True, backward=True)
 OVERLAPS = {overlap.name: overlap for overlap in (NO_OVERLAP, Overlap(forward=True), Overlap(backward=True), BOTH)}
+# The values of the option.
+OVERLAP = (*OVERLAPS, "auto")
+
+
+def overlaps_of(option: str) -> tuple[Overlap, ...]:
+    """Return the overlaps besides none of which a policy takes the best, by the value of its option `overlap`."""
+    names = {"auto": ("forward", "backward", "both"), "both": ("forward", "backward", "both"), "none": ()}.get(
+        option, (option,)
+    )
+    return tuple(OVERLAPS[name] for name in names)

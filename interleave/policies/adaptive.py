@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ebbtide.features.overlap.policy import OVERLAP, overlaps_of
+from ebbtide.interleave.model.operations import OVERLAP, overlaps_of
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.registry import DefaultRun, Policy, policy

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 
 from ebbtide.errors import PolicyError
-from ebbtide.features.overlap.policy import OVERLAP, with_overlap
+from ebbtide.features.overlap.policy import with_overlap
+from ebbtide.interleave.model.operations import OVERLAP
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder

@@ -2,22 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import ClassVar, NamedTuple, Protocol
 
+from ebbtide import seams
 from ebbtide.errors import PolicyError
-from ebbtide.features.layers.layer_choice import LAYER_OPTIONS, is_choice, plan_with_layers
-from ebbtide.features.storage.policy import with_storage
 from ebbtide.interleave.model.operations import BOTH, NO_OVERLAP, OVERLAPS, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import FreeMemorySteps, Workload
 from ebbtide.machines.catalog import MachineArgument, find_machine
 from ebbtide.machines.machine import Machine
 
-# The option `overlap` without the updates that end in the next forward.
-_WITHOUT_LATE = {"forward": "none", "both": "backward", "auto": "backward"}
+# Makes the plan of a policy, by the passes that come after.
+Maker = Callable[["Policy", Workload, Machine], Plan]
+
+
+class PlanPass(Protocol):
+    """A pass over the plans of policies.
+
+    Attributes:
+        name: Its name, by which a policy says that it does what the pass does itself (`RegisteredPolicy.without`).
+        options: Options that each built-in policy has for it: their values, the default first.
+    """
+
+    name: ClassVar[str]
+    options: ClassVar[Mapping[str, tuple[str, ...]]]
+
+    def plan(self, make: Maker, policy: Policy, workload: Workload, machine: Machine) -> Plan:
+        """Return the plan of a policy, of those that `make` makes. Raises what `Policy.plan` raises."""
+
+    def complete(self, plan: Plan, workload: Workload, machine: Machine) -> Plan:
+        """Return a plan of a search with what it lacks on a machine, by one simple choice, not validated."""
+
+
+@cache
+def plan_passes() -> Sequence[PlanPass]:
+    """Return the passes of all features, the outermost first."""
+    passes: Sequence[PlanPass] = seams.load_all("plan-passes")
+    return passes
+
+
+@cache
+def pass_options() -> Mapping[str, tuple[str, ...]]:
+    """Return the options that built-in policies have for passes."""
+    return {name: values for one in plan_passes() for name, values in one.options.items()}
+
+
+def complete(plan: Plan, workload: Workload, machine: Machine) -> Plan:
+    """Return a plan of a search with what it lacks on a machine, see `PlanPass.complete`."""
+    for one in plan_passes():
+        plan = one.complete(plan, workload, machine)
+    return plan
 
 
 @dataclass(frozen=True)
@@ -106,15 +143,14 @@ class Policy:
         """Whether its plans depend on how fast a machine is and how long the phases of the job are."""
         return self.is_adaptive or self.speculates
 
-    @property
-    def moves_layers(self) -> bool:
-        """Whether it moves weights or activations of layers."""
-        return self.registered.plans_layers or bool(self._layer_options)
+    def uses(self, pass_name: str) -> bool:
+        """Return whether its plans have what a pass adds: by an option, or by its own function without the pass."""
+        options = {key: values for one in plan_passes() if one.name == pass_name for key, values in one.options.items()}
+        return pass_name in self.registered.without or bool(self.changed(options))
 
-    @property
-    def _layer_options(self) -> list[str]:
-        """The options for layers that are not at their default."""
-        return [key for key, values in LAYER_OPTIONS.items() if self.options.get(key, values[0]) != values[0]]
+    def changed(self, options: Mapping[str, Sequence[str]]) -> list[str]:
+        """Return the names of those options that are not at their default, the first of their values."""
+        return [key for key, values in options.items() if self.options.get(key, values[0]) != values[0]]
 
     def states(self, option: str) -> bool:
         """Return whether its text has an option."""
@@ -175,47 +211,29 @@ class Policy:
     def plan(self, workload: Workload, machine: Machine) -> Plan:
         """Make the plan for a workload on a machine.
 
-        State that host memory does not hold is in storage, if the machine has storage (see `with_storage`) and the
-        policy uses it.
+        Features add what its options and the machine ask for, by passes over plans.
 
         Raises:
             PolicyError: The policy cannot plan this workload.
             MachineError: The machine lacks a rate that the policy needs.
         """
-        if workload.layers and not workload.layer_memory and not self.registered.plans_layers:
-            plan = plan_with_layers(
-                workload,
-                machine,
-                self.options,
-                lambda placed, late: (self if late else self._without_late()).plan(placed, machine),
-                lambda placed, _: self._quick(placed, machine).plan(placed, machine),
-            )
-            return replace(plan, policy=self.text)
-        moved = self._layer_options
-        if moved and not workload.layers:
-            raise PolicyError(f"{self.text!r}: {moved[0]} is for workloads with layers, and {workload.name} has none")
-        plan = self.plan_in_memory(workload, machine)
-        return with_storage(plan, workload, machine) if self.registered.uses_storage else plan
+        make: Maker = Policy.plan_in_memory
+        for one in reversed(plan_passes()):
+            if one.name not in self.registered.without:
+                make = partial(one.plan, make)
+        return make(self, workload, machine)
 
     def plan_in_memory(self, workload: Workload, machine: Machine) -> Plan:
-        """Make the plan as if host memory held all state."""
+        """Make the plan without passes over it: as if host memory held all state."""
         return self.registered.function(workload, machine, self)
 
-    def _quick(self, placed: Workload, machine: Machine) -> Policy:
-        """Return a policy whose plans are made quickly: this one, but for adaptive one that keeps as much state on the
-        device as there is memory for, and interleaves the rest."""
-        if not self.is_adaptive:
-            return self._without_late()
-        if machine.gpu_update_params_per_s is None:
-            return Policy.make("pipelined")
-        state_bytes = (placed.state_bytes + placed.grad_bytes) * placed.params
-        share = max(0.0, 1 - (placed.min_free_bytes or 0.0) / state_bytes)
-        return Policy.make("interleaved", f"2@{share:.6f}")
 
-    def _without_late(self) -> Policy:
-        """Return the policy with updates that end with the step."""
-        overlap = _WITHOUT_LATE.get(self.overlap)
-        return self if overlap is None else self.with_options(overlap=overlap)
+def is_choice(text: str, choices: Sequence[str]) -> bool:
+    """Return whether a text is one of some choices, of which `NAME:K` takes a number in place of K."""
+    name, colon, number = text.partition(":")
+    if not colon:
+        return text in choices
+    return f"{name}:K" in choices and number.isdecimal() and int(number) > 0
 
 
 def as_policy(policy: Policy | str) -> Policy:
@@ -267,9 +285,8 @@ class RegisteredPolicy:
     # How the policy is run by default, or where all systems are asked for; None: only by its name.
     run: DefaultRun | SystemRun | None = None
     simulation_only: bool = False  # Whether the engine cannot run its plans; `replay` can.
-    # Whether state that host memory does not hold may be in storage. Without, it does not fit.
-    uses_storage: bool = True
-    plans_layers: bool = False  # Whether it decides itself what happens to weights and activations of layers.
+    # Names of passes over plans that are left out: it does that itself, or not at all.
+    without: frozenset[str] = frozenset()
 
     @property
     def typical(self) -> Policy:
@@ -288,25 +305,23 @@ def policy(
     run: DefaultRun | SystemRun | None = None,
     /,
     simulation_only: bool = False,
-    uses_storage: bool = True,
-    plans_layers: bool = False,
+    without: Iterable[str] = (),
     **options: tuple[str, ...],
 ) -> Callable[[PolicyFunction], PolicyFunction]:
     """Register the decorated function as a policy, with the attributes of `RegisteredPolicy`."""
 
     def register(function: PolicyFunction) -> PolicyFunction:
         if isinstance(run, DefaultRun):
-            options.update(LAYER_OPTIONS)
+            options.update(pass_options())
         summary = (function.__doc__ or "").strip().split("\n")[0]
-        flags = simulation_only, uses_storage, plans_layers
-        POLICIES[name] = RegisteredPolicy(name, function, options, summary, run, *flags)
+        POLICIES[name] = RegisteredPolicy(name, function, options, summary, run, simulation_only, frozenset(without))
         return function
 
     return register
 
 
 # Registers another system, whose plans the engine cannot run, and whose state is in storage only as it has it there.
-system = partial(policy, simulation_only=True, uses_storage=False)
+system = partial(policy, simulation_only=True, without=("storage",))
 
 
 def with_values(policies: Iterable[RegisteredPolicy]) -> str:

@@ -56,7 +56,7 @@ def resolve_workload(
 
         assert trace is not None
         workload = workload_of(trace)
-        if any(policy.moves_layers for policy in as_policies(policies)):
+        if any(policy.uses("layers") for policy in as_policies(policies)):
             workload = seams.service("trace-layers")(workload, trace)
     if free_bytes is not None:
         workload = replace(

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ebbtide.features.layers.model import place
-from ebbtide.features.overlap.speculation import redone
+from ebbtide import seams
 from ebbtide.interleave.model.durations import (
     Durations,
     host_traffic,
@@ -45,7 +44,8 @@ def simulate(plan: Plan, workload: Workload, machine: MachineArgument) -> Schedu
         MachineError: There is no such machine, or it lacks a rate that the plan needs.
         PlanError: Operations wait for each other.
     """
-    schedule = Simulator(place(workload, plan.layers), find_machine(machine)).run(plan)
+    placed = workload if plan.layers is None else plan.layers.place(workload)
+    schedule = Simulator(placed, find_machine(machine)).run(plan)
     assert schedule is not None
     return schedule
 
@@ -196,4 +196,10 @@ class Steps:
 def simulate_steps(plan: Plan, workload: Workload, machine: Machine) -> Steps:
     """Run a plan on a machine, in a step that clipping does not change and in one that it changes (see `simulate`)."""
     valid = simulate(plan, workload, machine)
-    return Steps(valid, simulate(redone(plan), workload, machine) if plan.speculated else None)
+    return Steps(valid, simulate(plan_of_clipped_step(plan), workload, machine) if plan.speculated else None)
+
+
+def plan_of_clipped_step(plan: Plan) -> Plan:
+    """Return the plan of a step in which clipping changes what was speculated."""
+    again: Plan = seams.service("redone-plan")(plan)
+    return again

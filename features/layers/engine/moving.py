@@ -30,13 +30,14 @@ from ebbtide.features.layers.engine.orders import (
 )
 from ebbtide.features.layers.engine.transfers import SavedStorage, StorageTransfers
 from ebbtide.features.layers.engine.weights import StreamedWeights
-from ebbtide.features.layers.layer_choice import LAYER_OPTIONS, is_choice, streamed_count
+from ebbtide.features.layers.layer_choice import LAYER_OPTIONS, streamed_count
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.devices.opening import DeviceArgument, as_device, is_same_device, open_device
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from ebbtide.interleave.engine.options import budget_bytes, check_budget_bytes
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.policies.registry import is_choice
 
 log = logging.getLogger("ebbtide")
 

@@ -8,11 +8,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ebbtide.errors import MachineError, PolicyError
-from ebbtide.features.storage.policy import with_default_storage
 from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies.registry import POLICIES, DefaultRun, Policy
+from ebbtide.interleave.policies.registry import POLICIES, DefaultRun, Policy, complete
 from ebbtide.interleave.policies.search.assignment import Assignment
 from ebbtide.interleave.policies.search.local_search import LocalSearch
 from ebbtide.interleave.policies.search.placement_search import STARTS, PlacementSearch
@@ -54,7 +53,7 @@ def find_best_plan(workload: Workload, machine: Machine, policy: Policy, *overla
         plan = search_plan(workload, machine, policy.name, overlap)
         cost = best_cost
         if overlaps:
-            stored = with_default_storage(plan, workload, machine)
+            stored = complete(plan, workload, machine)
             cost = simulate_steps(stored, workload, machine).cost(machine)
         if best is None or cost <= best_cost:
             best, best_cost = plan, cost

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ebbtide.features.overlap.speculation import redone
-from ebbtide.features.storage.policy import with_default_storage
 from ebbtide.interleave.model.durations import Durations, host_traffic, link_rates, norm_s
 from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import BACKWARD, STEP, UPDATE, Plan, gradient_ready_points
 from ebbtide.interleave.model.schedule import exceeds_host
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies.registry import complete
 from ebbtide.interleave.policies.search.assignment import Assignment, FreeMemory
 from ebbtide.interleave.policies.search.assignment_plan import plan_of
-from ebbtide.interleave.simulation.simulator import Simulator
+from ebbtide.interleave.simulation.simulator import Simulator, plan_of_clipped_step
 from ebbtide.machines.machine import Machine
 
 INFINITE = float("inf")
@@ -210,7 +209,7 @@ class PlanCosts:
         return self._simulated(plan, limit).seconds
 
     def _simulated(self, plan: Plan, limit: float) -> _Evaluation:
-        plan = with_default_storage(plan, self.workload, self.machine)
+        plan = complete(plan, self.workload, self.machine)
         self.ops_left -= len(plan.ops) + _OPS_PER_PLAN
         schedule = self._simulator.run(plan, limit)
         if schedule is None:
@@ -220,7 +219,7 @@ class PlanCosts:
         share = self.workload.clip_active_share
         if plan.speculated and share:
             self.ops_left -= len(plan.ops) + _OPS_PER_PLAN
-            again = redone(plan)
+            again = plan_of_clipped_step(plan)
             redone_limit = (limit - (1 - share) * seconds) / share
             redone_schedule = self._simulator.run(again, redone_limit)
             if redone_schedule is None:
