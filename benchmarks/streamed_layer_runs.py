@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from accuracy_jobs import FOLDER, Job, attention_work, read_rows
 
-from ebbtide.features.systems.ml_dataflow import dataflow_layers, dataflow_plan, slots_in
+from ebbtide.features.layers.systems.ml_dataflow import dataflow_layers, dataflow_plan, slots_in
 from ebbtide.interleave.model.workload import ActivationForm, Layer, Workload, with_layers
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine

@@ -32,7 +32,7 @@ from streamed_layer_runs import (
     workload_of,
 )
 
-from ebbtide.features.systems.ml_dataflow import dataflow_layers, slots_in
+from ebbtide.features.layers.systems.ml_dataflow import dataflow_layers, slots_in
 from ebbtide.interleave.simulation.bound import min_layer_iteration_s
 
 # A step that is longer than its compute by this factor waits for copies.

@@ -120,6 +120,8 @@ def slow_case(*values: Any, id: str | None = None) -> Any:
 
 
 _FEATURE = re.compile(r"^\s*from (?:ebbtide|tests)\.features\.(\w+)", re.MULTILINE)
+# Names of the feature `layers` that its users import from elsewhere.
+_OF_LAYERS = re.compile(r"^from ebbtide\.interleave import .*\b(offload_activations|stream_weights)\b", re.MULTILINE)
 
 
 _FEATURES = Path(__file__).parents[1] / "features"
@@ -129,7 +131,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leave out tests that import a feature whose folder is not there: those of the core run without."""
     if collection_path.suffix != ".py":
         return None
-    needed = set(_FEATURE.findall(collection_path.read_text(encoding="utf-8")))
+    text = collection_path.read_text(encoding="utf-8")
+    needed = {*_FEATURE.findall(text), *(("layers",) if _OF_LAYERS.search(text) else ())}
     return True if any(not (_FEATURES / name).is_dir() for name in needed) else None
 
 

@@ -13,6 +13,7 @@ FEATURE = Feature(
         },
         "plan-passes": {"layers": "plan_pass:LAYER_PASS"},
         "plan-checks": {"layers": "layer_checks:check_layers"},
+        "policies": {"ml_dataflow": "systems.ml_dataflow", "streamed_weights": "systems.streamed_weights"},
         "services": {"layer-comparison": "comparison"},
     },
 )

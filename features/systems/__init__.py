@@ -9,10 +9,8 @@ FEATURE = Feature(
         "policies": {
             "deepspeed": "deepspeed",
             "megatron_hybrid": "megatron_hybrid",
-            "ml_dataflow": "ml_dataflow",
             "on_storage": "on_storage",
             "pytorch": "pytorch",
-            "streamed_weights": "streamed_weights",
         },
     },
 )

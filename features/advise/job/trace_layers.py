@@ -12,7 +12,7 @@ from ebbtide.analysis.metrics.holders.categories import categorized_allocations
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.recorded_free_memory import with_few_steps
 from ebbtide.analysis.timeseries.step_functions import Floats, FreeTimeline, Ints
-from ebbtide.features.layers.layer_names import layer_names
+from ebbtide.interleave.model.layer_names import layer_names
 from ebbtide.interleave.model.workload import ActivationForm, FreeMemorySteps, Layer, Workload, with_layers
 from ebbtide.phases import BACKWARD, FORWARD
 from ebbtide.profiler.trace import Trace

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ebbtide.features.layers.layer_names import layer_names
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.model.layer_names import layer_names
 
 if TYPE_CHECKING:
     from ebbtide.features.layers.engine.moving import LayerMover

@@ -15,10 +15,10 @@ from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
 from ebbtide.machines.machine import Machine
 from tests.conftest import examples
+from tests.features.layers.systems.test_streamed_weights import MACHINE
 from tests.features.layers.test_policy import _random_workload
 from tests.features.storage.test_policy import JOB
 from tests.features.systems.test_storage_systems import FULL, INFINITY
-from tests.features.systems.test_streamed_weights import MACHINE
 from tests.features.systems.test_systems import SYSTEMS
 from tests.interleave.model.symbolic_runs import (
     SymbolicRuns,

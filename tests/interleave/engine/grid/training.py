@@ -18,10 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ebbtide.features.fsdp.local_shards import local_shard
-from ebbtide.features.layers.engine import moving
-from ebbtide.interleave import InterleavedOptimizer, move_layers, offload_activations, stream_weights
+from ebbtide.interleave import InterleavedOptimizer
 from ebbtide.interleave.engine.rules import find_rule
-from tests.features.layers.random_planner import RandomPlanner
 from tests.interleave.engine.grid.devices import GridDevice
 from tests.interleave.engine.grid.job import Job
 from tests.interleave.engine.grid.models import VOCABULARY, Net, precision
@@ -235,6 +233,11 @@ class Training:
             self.call = torch.compile(self.net, backend=job.compiled)
 
     def _move_layers(self, stack: ExitStack) -> None:
+        # Here, so that jobs run without the feature.
+        from ebbtide.features.layers.engine import moving
+        from ebbtide.interleave import move_layers, offload_activations, stream_weights
+        from tests.features.layers.random_planner import RandomPlanner
+
         job, is_random = self.job, self.job.activations == "random"
         activations, budget = ("auto", 1e9) if is_random else (job.activations, job.activations_budget)
         weights = {"weights": job.weights, "memory_budget": job.weights_budget}

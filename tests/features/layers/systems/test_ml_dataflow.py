@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import PolicyError
-from ebbtide.features.systems.ml_dataflow import Slots, dataflow_layers, dataflow_plan, slots_in
+from ebbtide.features.layers.systems.ml_dataflow import Slots, dataflow_layers, dataflow_plan, slots_in
 from ebbtide.interleave.model.workload import Workload, workload_from
 from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.bound import min_layer_iteration_s
