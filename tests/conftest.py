@@ -18,7 +18,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -120,20 +120,29 @@ def slow_case(*values: Any, id: str | None = None) -> Any:
 
 
 _FEATURE = re.compile(r"^\s*from (?:ebbtide|tests)\.features\.(\w+)", re.MULTILINE)
-# Names of the feature `layers` that its users import from elsewhere.
-_OF_LAYERS = re.compile(r"^from ebbtide\.interleave import .*\b(offload_activations|stream_weights)\b", re.MULTILINE)
-
-
 _FEATURES = Path(__file__).parents[1] / "features"
+# Names of features are offered by packages of the core, too.
+_MISSING = re.compile(r"No module named 'ebbtide\.features\.|cannot import name '\w+' from 'ebbtide\.")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leave out tests that import a feature whose folder is not there: those of the core run without."""
-    if collection_path.suffix != ".py":
+    file = collection_path / "conftest.py" if collection_path.is_dir() else collection_path
+    if file.suffix != ".py" or not file.exists():
         return None
-    text = collection_path.read_text(encoding="utf-8")
-    needed = {*_FEATURE.findall(text), *(("layers",) if _OF_LAYERS.search(text) else ())}
+    needed = set(_FEATURE.findall(file.read_text(encoding="utf-8")))
     return True if any(not (_FEATURES / name).is_dir() for name in needed) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Leave out tests, too, that import such a feature by way of others."""
+    report = yield
+    if WITHOUT_FEATURES in os.environ and report.failed and _MISSING.search(str(report.longrepr)):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, "its feature is not there")
+    return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
