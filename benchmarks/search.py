@@ -23,12 +23,12 @@ from tables import table
 
 from ebbtide.interleave.model.operations import OVERLAPS as PHASES
 from ebbtide.interleave.policies import make_plan
-from ebbtide.interleave.simulation.bound import min_iteration_s
+from ebbtide.interleave.simulation.bound import bound
 from ebbtide.interleave.simulation.simulator import simulate_steps
 
 
 class Job(NamedTuple):
-    """A job, its mean iteration, the bound of it and of the part beside compute, and the CPU time of the search, s."""
+    """A job, its mean iteration, compute, bound of plans of whole subgroups, and CPU time of the search, s."""
 
     number: int
     overlap: str
@@ -54,7 +54,7 @@ def search(seed: int, number: int) -> Job:
         len(workload.subgroups),
         simulate_steps(plan, workload, machine).rating_s,
         workload.compute_s,
-        min_iteration_s(workload, machine, PHASES[overlap]),
+        workload.compute_s + bound(workload, machine, PHASES[overlap]).exposed_whole_s,
         cpu_s,
     )
 

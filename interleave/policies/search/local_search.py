@@ -12,7 +12,7 @@ _GRADIENTS_IN_FLIGHT = (0, 1, 2)
 # A change is taken if the cost is no higher than so many changes ago (late acceptance hill climbing, Burke and Bykov,
 # "The late acceptance hill-climbing heuristic", 2017).
 _MEMORY_LENGTH = 12
-# The search begins anew after so many changes in a row that gave no new best plan of this descent.
+# A climb ends after so many changes in a row that gave no new best plan of it.
 _PATIENCE = 120
 
 
@@ -27,23 +27,16 @@ class LocalSearch:
         self._random = Random(0)
 
     def run(self, starts: list[Assignment]) -> Assignment:
-        """Return the best assignment found from the starts, and then from random changes of the best."""
+        """Return the best assignment found from the starts."""
         best = min(starts, key=self._costs.cost)
         best_cost = self._costs.cost(best)
-        number = 0
-        while not self._done(best_cost):
-            improved, cost = self._climb(starts[number] if number < len(starts) else self._perturbed(best))
-            number += 1
+        for start in starts:
+            if self._done(best_cost):
+                break
+            improved, cost = self._climb(start)
             if cost < best_cost:
                 best, best_cost = improved, cost
         return best
-
-    def _perturbed(self, assignment: Assignment) -> Assignment:
-        """Return the assignment with other roles of about half of the subgroups."""
-        count = len(self._costs.workload.subgroups)
-        for _ in range(1 + count // 2):
-            assignment = self._with_role(assignment, self._random.randrange(count), self._random.choice(ROLES))
-        return assignment
 
     def _done(self, best_cost: float) -> bool:
         return self._costs.ops_left <= 0 or best_cost <= self._target_s
