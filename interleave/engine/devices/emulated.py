@@ -210,7 +210,7 @@ class EmulatedDevice(EmulatedStreams, Device):
             self._kernel.update(
                 update.grad,
                 update.state,
-                None if update.state[0] is update.out else update.out,
+                update.written,
                 update.scalars,
                 rule=update.rule,
                 position=update.position,

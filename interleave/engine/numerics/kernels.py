@@ -240,15 +240,13 @@ class CpuKernel:
         rule: UpdateRule = ADAMW,
     ) -> None:
         """Compile the loops for these dtypes of gradient and parameter, and run them on one element."""
-        own = rule if rule.has_masters else rule.with_masters
-        state, new = (own.zero_rows(1) for _ in range(2))
         scalars, shape = rule.scalars(rule.defaults, 1), (1, 1) if rule.finish is not None else None
         for grad_dtype, dtype in dtypes:
             grad, out = (torch.zeros(1, dtype=kind, device="cpu") for kind in (grad_dtype, dtype))
-            if not rule.has_masters:
-                state, new = ((out.clone(), *rows[1:]) for rows in (state, new))
-            targets = (out, None) if not rule.reads_params else (out,) if rule.has_masters else (None,)
-            for target in targets:
+            state, written, own = rule.inputs(rule.zero_rows(1), out)
+            new = rule.inputs(rule.zero_rows(1), out.clone()).state
+            # Where a cast follows, the update writes no parameters.
+            for target in (written,) if rule.reads_params else (written, None):
                 self.update(grad, state, target, scalars, rule=own, shape=shape)
                 if out_of_place:
                     self.update_beside(grad, state, new, target, [UpdateRange(0, 1, scalars, 0, shape)], rule=own)

@@ -61,6 +61,11 @@ class TensorUpdate:
     position: int = 0
     shape: tuple[int, int] | None = None
 
+    @property
+    def written(self) -> torch.Tensor | None:
+        """The parameter to write; None where it is the master."""
+        return None if self.state[0] is self.out else self.out
+
 
 def update(
     grad: torch.Tensor,

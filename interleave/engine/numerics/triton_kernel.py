@@ -94,7 +94,7 @@ def gpu_update(updates: Sequence[TensorUpdate]) -> None:
     ValueError, before any launch, if `CpuKernel.update` does not support the tensors, or they are not on one GPU."""
     groups: dict[tuple[UpdateRule, Any, Any, Any], list[TensorUpdate]] = defaultdict(list)
     for item in updates:
-        check_update(_DEVICE, item.grad, item.state, item.rule, None if item.state[0] is item.out else item.out)
+        check_update(_DEVICE, item.grad, item.state, item.rule, item.written)
         if item.out.numel():
             master = tl.uint16 if item.rule.split is not None else _BITS[item.state[0].dtype]
             groups[item.rule, _BITS[item.grad.dtype], _BITS[item.out.dtype], master].append(item)
@@ -172,10 +172,8 @@ def warm_up(
         grad, out = (torch.zeros(_WARM_UP_PARAMS, dtype=dtype, device=device) for dtype in (grad_dtype, out_dtype))
         state = [row.to(device) for row in rule.zero_rows(_WARM_UP_PARAMS)]
         scalars = rule.scalars(rule.defaults, 1)
-        if rule.has_masters:
-            updates.append(TensorUpdate(grad, state, out, scalars, rule))
-        else:
-            updates.append(TensorUpdate(grad, (out, *state), out, scalars, rule.with_masters))
+        inputs = rule.inputs(state, out)
+        updates.append(TensorUpdate(grad, inputs.state, out, scalars, inputs.rule))
     gpu_update(updates)
     gpu_sums_of_squares([item.grad for item in updates])()
     gpu_fingerprint([item.out for item in updates])()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import FunctionType
@@ -61,6 +61,14 @@ class SplitMaster(NamedTuple):
     join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # Returns the masters of both parts.
     loops: str
     kernels: str
+
+
+class UpdateInputs(NamedTuple):
+    """A state with its masters, the parameter to write (None: it is the master), and the rule that updates them."""
+
+    state: tuple[torch.Tensor, ...]
+    out: torch.Tensor | None
+    rule: UpdateRule
 
 
 RULES: dict[str, UpdateRule] = {}
@@ -121,6 +129,12 @@ class UpdateRule:
         if self.split is not None or self.finish is not None or not self.has_masters:
             return self
         return replace(self, has_masters=False, whole=self.with_masters)
+
+    def inputs(self, rows: Sequence[torch.Tensor], param: torch.Tensor) -> UpdateInputs:
+        """Return what an update of a parameter with the rows of its state takes: its masters come first."""
+        if self.has_masters:
+            return UpdateInputs(tuple(rows), param, self)
+        return UpdateInputs((param, *rows), None, self.with_masters)
 
     @property
     def saved(self) -> UpdateRule:

@@ -13,7 +13,7 @@ from ebbtide.interleave.engine.devices.device import Device, copy_now
 from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
-from ebbtide.interleave.engine.rules.rule import UpdateRule
+from ebbtide.interleave.engine.rules.rule import UpdateInputs
 from ebbtide.interleave.engine.runtime.arena import Arena, Block, acquired_elements, gradient_elements
 from ebbtide.interleave.engine.runtime.layout import MASTER, ParamSegment, Subgroup, segment_rows, state_rows
 from ebbtide.interleave.engine.runtime.speculative import SpeculativeUpdates
@@ -263,17 +263,12 @@ class Store:
             self._speculate(op.subgroup)
             self.speculative.end(op.subgroup)
 
-    def _host_rows(
-        self, number: int, state: torch.Tensor, params: torch.Tensor
-    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, UpdateRule]:
-        """Return the rows of a state on the host with its masters, where an update writes parameters beside them, and
-        the rule of both; None if a cast follows that writes them."""
+    def _host_rows(self, number: int, state: torch.Tensor, params: torch.Tensor) -> UpdateInputs:
+        """Return what an update of a state on the host takes. Where a cast follows, that writes the parameters."""
         own = self.subgroups[number]
-        rows = state_rows(state, own)
-        if not own.rule.has_masters:
-            return (params, *rows), None, own.rule.with_masters
+        inputs = own.rule.inputs(state_rows(state, own), params)
         is_cast = number in self._cast_subgroups and not own.rule.reads_params
-        return rows, None if is_cast else params, own.rule
+        return inputs._replace(out=None) if is_cast else inputs
 
     def _speculate(self, subgroup: int) -> None:
         gradient, params = self._buffers.gradients[subgroup], self._buffers.params[subgroup]
@@ -307,10 +302,8 @@ class Store:
         update, updates = self.update, []
         for segment, scalars in update.updated_segments(subgroup):
             own = self._returned.gradient(op.subgroup, segment, update) if is_returned else update.gradient(segment)
-            state, value = segment_rows(rows, subgroup, segment), update.value(segment)
-            rule = subgroup.rule
-            if not rule.has_masters:
-                state, rule = (value, *state), rule.with_masters
+            value = update.value(segment)
+            state, _, rule = subgroup.rule.inputs(segment_rows(rows, subgroup, segment), value)
             updates.append(TensorUpdate(own, state, value, scalars, rule, segment.position, segment.shape))
         update.unfinished.add(op.subgroup)
         try:

@@ -73,8 +73,8 @@ def plan_of(*ops: Op) -> Plan:
     return Plan("test", ops, 1, frozenset(), frozenset(), frozenset(), 0.0)
 
 
-def op(resource: str, *after: int, point: float = OTHER, number: int = 0) -> Op:
-    return Op("update", resource, number, 1, 0.0, point, after)  # type: ignore[arg-type]
+def op(resource: str, *after: int, start: float = OTHER, number: int = 0) -> Op:
+    return Op("update", resource, number, 1, 0.0, start, after)  # type: ignore[arg-type]
 
 
 class Log:

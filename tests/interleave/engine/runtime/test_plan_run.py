@@ -22,7 +22,7 @@ def test_repeat__lets_operations_run_again_in_the_order_in_which_others_wait_for
     run.advance_to(STEP, lambda: None)  # type: ignore[arg-type, return-value]
 
     def take() -> int | None:
-        return run.take(("cpu", 0), lambda _: True)
+        return run.take("cpu", lambda _: True)
 
     assert (take(), take(), take()) == (0, 1, None)
     run.complete(0, 1.0, 2.0)
