@@ -59,9 +59,7 @@ def changed(machine: Machine, factors: list[float]) -> Machine:
 
 
 @given(st.lists(FACTORS, min_size=3, max_size=3))
-# Fixed draws: reads, writes and both together are two sums for three rates, and rarely (factors 0.546875, 5.0, 2.125)
-# the correction ends 4 % beside the true ones.
-@settings(max_examples=examples(8, by_default=4), derandomize=True)
+@settings(max_examples=examples(8, by_default=4))
 def test_correct_rates__reaches_those_of_the_drives(factors: list[float]) -> None:
     plan = make_plan("pipelined", JOB, MACHINE)
     assert {path_of(op) for op in plan.ops if op.kind == "read"} == {0, 1}
