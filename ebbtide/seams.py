@@ -18,6 +18,7 @@ so that a command loads what it needs alone.
 | plan-passes | a `PlanPass`: it changes the plans of policies, the first in the list all others' | `Policy.plan` |
 | plots | a `PlotKind` | `ebbtide plot` |
 | policies | a module of policies, decorated with `policies.registry.policy` | `interleave.policies` |
+| rates | an `ObservedRates`: rates of a machine that the steps of a job show | `engine.adaptive.rates` |
 | recover | `recover(path) -> Trace`, for a trace that is not complete | `open_trace` |
 | rules | a module of update rules, registered by `rules.rule.register` | `engine.rules` |
 | services | a function that the core calls by name, below | `service` |
@@ -64,6 +65,7 @@ SEAMS = (
     "plan-passes",
     "plots",
     "policies",
+    "rates",
     "recover",
     "rules",
     "services",

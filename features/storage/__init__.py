@@ -9,5 +9,6 @@ FEATURE = Feature(
         "lanes": {"storage": "lanes:storage_lanes"},
         "plan-checks": {"storage": "storage_checks:check_storage"},
         "plan-passes": {"storage": "plan_pass:STORAGE_PASS"},
+        "rates": {"storage": "rates:STORAGE_RATES"},
     },
 )

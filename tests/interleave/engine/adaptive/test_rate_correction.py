@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ebbtide.features.storage.kinds import path_of
 from ebbtide.interleave.engine.adaptive import planner
-from ebbtide.interleave.engine.adaptive.planner import Planner, correct_rates
+from ebbtide.interleave.engine.adaptive.planner import Planner
+from ebbtide.interleave.engine.adaptive.rates import correct_rates
 from ebbtide.interleave.engine.runtime.layout import divide
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
@@ -58,6 +59,8 @@ def changed(machine: Machine, factors: list[float]) -> Machine:
     )
 
 
+# The second drive reads and writes alone for a part of the time, and in both directions for the rest.
+@example([0.546875, 5.0, 2.125])
 @given(st.lists(FACTORS, min_size=3, max_size=3))
 @settings(max_examples=examples(8, by_default=4))
 def test_correct_rates__reaches_those_of_the_drives(factors: list[float]) -> None:
@@ -73,6 +76,20 @@ def test_correct_rates__reaches_those_of_the_drives(factors: list[float]) -> Non
     assert machine.storage[1].duplex_bytes_per_s == pytest.approx(true.storage[1].duplex_bytes_per_s, rel=0.02)
     assert machine.storage[0].duplex_bytes_per_s is None
     assert machine.h2d_bytes_per_s == pytest.approx(MACHINE.h2d_bytes_per_s, rel=0.02)
+
+
+# The first limit slows reads down that are alone, too; the second only those beside writes.
+@pytest.mark.parametrize("rate", [1 * GB, 3 * GB])
+def test_correct_rates__changes_the_limit_of_both_directions_that_binds(rate: float) -> None:
+    job = replace(JOB, backward_s=0.0, forward_s=0.0)
+    path = StoragePath(2 * GB, 2 * GB, duplex_bytes_per_s=4 * GB)
+    machine = replace(MACHINE, storage=(path,))
+    true = replace(machine, storage=(replace(path, duplex_bytes_per_s=rate),))
+    plan = make_plan("pipelined", job, machine)
+    measured = simulate(plan, job, true)
+    for _ in range(40):
+        machine = correct_rates(machine, measured)
+    assert simulate(plan, job, machine).iteration_s == pytest.approx(measured.iteration_s, rel=1e-3)
 
 
 def test_planner__moves_state_from_a_drive_that_has_become_slower(monkeypatch: pytest.MonkeyPatch) -> None:
