@@ -10,8 +10,8 @@ from ebbtide.features.advise.choice import fits_memory, steps_of
 from ebbtide.features.advise.lines.fill_in import mark
 from ebbtide.features.advise.lines.setups import PasteContext, deepspeed_config
 from ebbtide.features.advise.present import MIN_GAIN, NOT_KNOWN, Present
+from ebbtide.features.storage.kinds import path_of
 from ebbtide.features.systems.on_storage import BUFFERS_OF_SUBGROUP
-from ebbtide.interleave.model.operations import split_lane
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import ADVISED_SYSTEMS, Policy
@@ -106,7 +106,7 @@ def _deepcompile(schedule: Schedule, policy: Policy, context: PasteContext) -> d
 
 def zero_infinity_config(schedule: Schedule, policy: Policy, context: PasteContext) -> dict[str, Any]:
     """Return the configuration of DeepSpeed for a schedule of `zero-infinity`."""
-    path = next(split_lane(op.resource)[1] for op in schedule.plan.ops if op.kind == "read")
+    path = next(path_of(op) for op in schedule.plan.ops if op.kind == "read")
     # A block as large as the smallest subgroup: larger than all gradients, unless one is a subgroup of its own.
     whole_subgroup = MASTER_BYTES * min(schedule.workload.subgroups)
     block_bytes = whole_subgroup if policy.options["gradients"] == "device" else _BLOCK_BYTES
