@@ -10,6 +10,7 @@ so that a command loads what it needs alone.
 | commands | a module with the function of a command, decorated with `cli.command.command` | the command line |
 | findings | a module of rules, decorated with `analysis.findings.rule.rule` | `all_rules` |
 | frames | a pattern (`re`) of the lines of a stack that are in an optimizer | categories of memory |
+| gates | `gates(model, wait)`: has `params` whose gathers wait, a `title` of them, and `remove` | `ForwardGates` |
 | importers | a list of `Importer` | `import_trace` |
 | kinds | a list of `Kind`, of the operations of plans | `interleave.model.kinds` |
 | lanes | `lanes(machine)`, which yields each `Lane` and `Pool` | `interleave.simulation.lanes` |
@@ -37,6 +38,7 @@ so that a command loads what it needs alone.
 | recommendation | the module `replay_advice`, for `replay --recommend` |
 | redone-plan | `redone(plan) -> Plan`: that of a step in which clipping changes what was speculated |
 | replayed-offload | `with_replayed_offload(trace, error) -> OutOfMemory`: its remedy is replayed |
+| storage | `Backing(storage, host_memory_budget)`: for state that host memory does not hold |
 | trace-layers | `with_trace_layers(workload, trace) -> Workload` |
 
 Hooks of the agent run in jobs that have no ebbtide. They are no objects: a folder `agent` in a feature, which the agent
@@ -57,6 +59,7 @@ SEAMS = (
     "commands",
     "findings",
     "frames",
+    "gates",
     "importers",
     "kinds",
     "lanes",

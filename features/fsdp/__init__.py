@@ -2,4 +2,4 @@
 
 from ebbtide.seams import Feature
 
-FEATURE = Feature("fsdp")
+FEATURE = Feature("fsdp", {"gates": {"fsdp": "gates:ShardedGates"}})

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ebbtide.features.fsdp.local_shards import local_shard
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.params.local_shards import local_shard
 
 # Tensors of a matrix, such as its gradient alone or the rows of its state.
 Tensors = Sequence[torch.Tensor]

@@ -1,6 +1,5 @@
 """Hooks before everything in a model that uses parameters, so that it waits for updates which have not ended yet."""
 
-import inspect
 import logging
 import sys
 import weakref
@@ -13,6 +12,7 @@ import torch
 from torch._functorch import eager_transforms, vmap
 from torch.utils._pytree import tree_leaves
 
+from ebbtide import seams
 from ebbtide.interleave.engine.errors import EngineError
 
 log = logging.getLogger("ebbtide")
@@ -65,65 +65,6 @@ class MethodGate:
             setattr(self._owner, self._name, self._method)
         else:
             delattr(self._owner, self._name)
-
-
-class ShardedGates:
-    """Gates on the `unshard` of the groups of `fully_shard`, whose own hook gathers and prefetches before any other.
-    Gathers on CUDA copy the shards on a stream of their own; the wait ends when the host has seen the event behind the
-    upload. Raises EngineError if torch has other groups than those known here."""
-
-    def __init__(self, model: torch.nn.Module, wait: Wait) -> None:
-        groups = _parameter_groups(model)
-        self.params = {param for group in groups for param in _shards(group)}
-        self._gates = [
-            MethodGate(group, "unshard", lambda *_, group=group, **__: wait(_shards(group))) for group in groups
-        ]
-
-    def remove(self) -> None:
-        for gate in self._gates:
-            gate.remove()
-
-
-def _shards(group: Any) -> list[torch.Tensor]:
-    # Looked up at each gather: the first forward may replace parameters that the job has assigned.
-    return [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
-
-
-def _parameter_groups(model: torch.nn.Module) -> list[Any]:
-    """Return the parameter groups of all modules in a module. Raises EngineError for an unknown version of them."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return []
-    if any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
-        raise EngineError(
-            "overlap is not supported with FullyShardedDataParallel (FSDP1): shard with fully_shard, or leave "
-            "out overlap and model"
-        )
-    modules = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
-    try:
-        # One state may belong to several modules.
-        states = {id(state): state for state in (module._get_fsdp_state() for module in modules)}.values()
-        groups = [group for state in states for group in _groups_of(state)]
-        is_known = all(
-            list(inspect.signature(type(group).unshard).parameters) == ["self", "async_op"]
-            and all(isinstance(param, torch.Tensor) for param in _shards(group))
-            for group in groups
-        )
-    except AttributeError:
-        is_known = False
-    if not is_known:
-        raise EngineError(
-            f"overlap is not supported with fully_shard of torch {torch.__version__}, whose parameter groups are not "
-            "known here: leave out overlap and model"
-        )
-    return groups
-
-
-def _groups_of(state: Any) -> list[Any]:
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    # Older versions of torch have at most one.
-    return [group for group in (state._fsdp_param_group,) if group is not None]
 
 
 class HooklessCopies:
@@ -265,10 +206,11 @@ class ForwardGates:
                 "overlap is not supported with mixed_precision of DistributedDataParallel, which converts all "
                 "parameters before the forward: use autocast, or leave out overlap and model"
             )
-        sharded = ShardedGates(model, wait)
-        self._removables.append(sharded)
-        self.sharded = sharded.params
-        self.names = dict.fromkeys(sharded.params, "of fully_shard")
+        for make_gates in seams.load_all("gates"):
+            gates = make_gates(model, wait)
+            self._removables.append(gates)
+            self.sharded |= gates.params
+            self.names |= dict.fromkeys(gates.params, gates.title)
         self.names |= {param: name for name, param in model.named_parameters()}
         # A graph reads all that it has read before, at addresses that are fixed. Waiting is no part of a capture.
         for name in ("capture_begin", "replay"):

@@ -13,12 +13,12 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_leaves
 
-from ebbtide.features.fsdp.local_shards import local_shard
 from ebbtide.features.overlap.gates import ForwardGates
 from ebbtide.features.overlap.holders import ReferenceCounts
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.forks import Rest, follow_forks, fork_lock
+from ebbtide.interleave.engine.params.local_shards import local_shard
 from ebbtide.interleave.engine.rules.rule import Scalars
 
 log = logging.getLogger("ebbtide")

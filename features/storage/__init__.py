@@ -9,6 +9,7 @@ FEATURE = Feature(
         "lanes": {"storage": "lanes:storage_lanes"},
         "plan-checks": {"storage": "storage_checks:check_storage"},
         "plan-passes": {"storage": "plan_pass:STORAGE_PASS"},
+        "services": {"storage": "engine.stored_states:StorageOptions"},
         "rates": {"storage": "rates:STORAGE_RATES"},
     },
 )

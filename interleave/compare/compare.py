@@ -10,13 +10,13 @@ from typing import TypeVar
 
 import torch
 
-from ebbtide import host_limits
+from ebbtide import host_limits, seams
 from ebbtide.errors import UserError
-from ebbtide.features.storage.engine.stored_states import StorageOptions
 from ebbtide.interleave.compare import results as figures
 from ebbtide.interleave.compare import runs as training_runs
 from ebbtide.interleave.compare.baselines import baseline_names, find_baseline
 from ebbtide.interleave.compare.testbed import Testbed, find_testbed
+from ebbtide.interleave.engine.runtime.backing import Backing
 from ebbtide.interleave.policies import Policy, as_policy
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.catalog import MachineArgument, find_machine
@@ -115,14 +115,15 @@ def _part_of_state(shape: training_runs.Shape, subgroup_params: int) -> float:
     return STATE_BYTES * (shape.params / 2 + _EXTRA_SUBGROUPS * subgroup_params)
 
 
-def _storage_options(config: CompareConfig, shape: training_runs.Shape, subgroup_params: int) -> StorageOptions | None:
+def _storage_options(config: CompareConfig, shape: training_runs.Shape, subgroup_params: int) -> Backing | None:
     """Return the folders and the host memory of a comparison with storage, None of one without."""
     if not config.storage:
         if config.host_bytes is not None:
             raise UserError("--host-free-bytes is for runs with storage: add --storage FOLDER")
         return None
     needed = (PARAM_BYTES + GRAD_BYTES) * shape.params + _part_of_state(shape, subgroup_params)
-    return StorageOptions(config.storage, byte_count(config.host_bytes or needed, "host_bytes"))
+    backing: Backing = seams.service("storage")(config.storage, byte_count(config.host_bytes or needed, "host_bytes"))
+    return backing
 
 
 def _waits(

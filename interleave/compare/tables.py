@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 from ebbtide.analysis.tables.table import Column, Table, View, ms, text
-from ebbtide.features.storage.policy import storage_summary
 from ebbtide.interleave.compare.results import Comparison, Pair
 from ebbtide.interleave.compare.runs import Shape
 from ebbtide.interleave.model.plan import RESOURCES
@@ -116,7 +115,7 @@ def _detailed_tables(comparison: Comparison) -> View:
     yield Table("busy", "Busy shares of the update, measured / predicted", columns, results)
     for result in results:
         if result.measured.plan.stored:
-            yield f"{result.policy}: {storage_summary(result.measured.plan, result.measured.workload)}"
+            yield f"{result.policy}: {result.measured.plan.remark}"
     counted = comparison.iterations - comparison.warmup_iterations
     for result in results:
         if result.counted < counted:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ebbtide.features.fsdp.local_shards import own_rank
 from ebbtide.features.overlap.pending_params import locked, weak_call
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.reference import LossScale, scalars_of
 from ebbtide.interleave.engine.options import OptimizerArguments, OptimizerOptions, shows_options
+from ebbtide.interleave.engine.params.local_shards import own_rank
 from ebbtide.interleave.engine.params.offloaded_params import OffloadedParams
 from ebbtide.interleave.engine.params.state_dict import RECORD, make_entry, make_record, read_state_dict
 from ebbtide.interleave.engine.rules.rule import GroupRules, Scalars, UpdateRule
@@ -92,7 +92,7 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     @property
     def storage_written_bytes(self) -> int:
         """Bytes of state written to `storage` so far, by steps and commits; drives are rated for so many (TBW)."""
-        return 0 if self._runner.storage is None else self._runner.storage.written_bytes
+        return self._runner.backing.written_bytes
 
     @property
     def ebbtide_state(self) -> list[tuple[str, torch.Tensor]]:

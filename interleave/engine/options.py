@@ -9,11 +9,12 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 import torch
 
+from ebbtide import seams
 from ebbtide.errors import SizeError
-from ebbtide.features.storage.engine.stored_states import StorageOptions
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.devices.opening import DeviceArgument, as_device
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.runtime.backing import Backing
 from ebbtide.interleave.model.operations import BOTH, OVERLAP, Overlap
 from ebbtide.interleave.policies import Policy, as_policy
 from ebbtide.machines.catalog import MachineArgument, find_machine
@@ -118,7 +119,7 @@ class OptimizerOptions:
         policy = self._policy_with_overlap(own if beside_step is None else beside_step)
         object.__setattr__(self, "policy", policy)
         object.__setattr__(self, "supported", own if beside_step is None else beside_step & policy.widest_overlap)
-        self.open_storage()
+        self.open_backing()
 
     @classmethod
     def of_arguments(
@@ -141,13 +142,14 @@ class OptimizerOptions:
         """Whether gradients are offloaded as soon as they are computed."""
         return self.gradients == "streamed"
 
-    def open_storage(self) -> StorageOptions | None:
-        """Return the storage of one engine, which opens files of its own; None without storage."""
+    def open_backing(self) -> Backing:
+        """Return the memory behind that of the host for one engine, which opens files of its own."""
         if self.storage is not None:
-            return StorageOptions(self.storage, self.host_memory_budget)
+            backing: Backing = seams.service("storage")(self.storage, self.host_memory_budget)
+            return backing
         if self.host_memory_budget is not None:
             raise EngineError("host_memory_budget needs storage=: a folder for state that host memory does not hold")
-        return None
+        return Backing()
 
     def _policy_with_overlap(self, supported: Overlap) -> Policy:
         """Return the policy with the option `overlap`, unless it has one. `auto` becomes what is supported. Raises

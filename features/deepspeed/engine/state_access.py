@@ -12,12 +12,12 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ebbtide.features.deepspeed.engine import subgroup_slices
-from ebbtide.features.fsdp.local_shards import own_rank
 from ebbtide.features.overlap.gates import MethodGate
-from ebbtide.features.storage.engine.commits import commit_place
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
+from ebbtide.interleave.engine.commits import commit_place
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.options import OptimizerOptions
+from ebbtide.interleave.engine.params.local_shards import own_rank
 from ebbtide.interleave.engine.params.state_dict import check_commit
 from ebbtide.interleave.engine.rules.adamw import ADAMW
 from ebbtide.interleave.engine.rules.rule import Group, Scalars, UpdateRule
@@ -111,7 +111,7 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         assert self._runner is not None
         engine = self._runner.rebuild(self._subgroups, len(self._slices), self._views.slice_buffers, commit)
         self._is_open = True
-        if commit is None and self._runner.storage is not None:
+        if commit is None and self._runner.backing.is_used:
             for number, value in enumerate(self._values()):
                 rows = len(self._rules[self._slices[number].group].row_names)
                 state = torch.zeros((rows, value.numel()), dtype=torch.float32, device="cpu")
@@ -138,7 +138,7 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         if self._runner is None:
             return
         self._runner.check_process()
-        if self._runner.closed and self._runner.storage is None:
+        if self._runner.closed and not self._runner.backing.is_used:
             return
         self._recall()
         self._views.show(self._engine.store.states, groups)
@@ -251,7 +251,7 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 f"this is not what commit() of an engine's optimizer has returned: it has no {min(missing)}"
             )
         assert self._runner is not None
-        if self._runner.storage is None:
+        if not self._runner.backing.is_used:
             place = commit_place(commit["storage"])
             raise EngineError(f"{place}, and this job has no storage: call enable(..., storage=FOLDER)")
         steps, groups = commit["steps"], commit["param_groups"]
@@ -263,7 +263,7 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         if self._cpu_adam is not None and "cpu_adam" not in commit:
             raise EngineError("this commit has no cpu_adam: load what commit() of an engine's optimizer has returned")
         check_commit(commit["storage"], self._commit_details(steps))
-        self._runner.storage.check(self._subgroups, commit["storage"])
+        self._runner.backing.check(self._subgroups, commit["storage"])
         if self._is_open:
             self._recall()
         self._clear_gradients()
@@ -332,7 +332,7 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         finally:
             for gate in self._gates:
                 gate.remove()
-            if self._runner is not None and self._runner.storage is not None:
+            if self._runner is not None and self._runner.backing.is_used:
                 # Before, since DeepSpeed reads the masters, which would read all state into host memory.
                 self._runner.close()
                 self._runner = None

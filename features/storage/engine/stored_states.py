@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from ebbtide import host_limits
-from ebbtide.features.storage.engine.commits import commit_place
 from ebbtide.features.storage.engine.direct_file import PAGE, aligned, memory_file_system
 from ebbtide.features.storage.engine.speed import probe_storage
 from ebbtide.features.storage.engine.state_file import StateFile
 from ebbtide.features.storage.kinds import path_of
+from ebbtide.interleave.engine.commits import commit_place
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.runtime.backing import BackedStates, Backing
 from ebbtide.interleave.engine.runtime.layout import Subgroup, state_elements, state_shape
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.machines.machine import Machine
@@ -28,7 +29,7 @@ log = logging.getLogger("ebbtide")
 _HOST_SHARE = 0.8
 
 
-class StoredStates:
+class StoredStates(BackedStates):
     """The states in files, one for each path. `run`: name of 16 bytes; `commit`: what `commit` has returned, None for
     new state. Raises EngineError if a file cannot be used; see StateFile."""
 
@@ -63,16 +64,15 @@ class StoredStates:
         self._loaded: dict[int, torch.Tensor] = {}
 
     @property
-    def host_bytes(self) -> int:
-        """Host memory of the buffers, in bytes."""
+    def host_bytes(self) -> int:  # type: ignore[override]
         return sum(buffer.nbytes for buffer in self._buffers)
 
     @property
-    def read_bytes(self) -> int:
+    def read_bytes(self) -> int:  # type: ignore[override]
         return sum(file.read_bytes for file in self.files)
 
     @property
-    def written_bytes(self) -> int:
+    def written_bytes(self) -> int:  # type: ignore[override]
         return sum(file.written_bytes for file in self.files)
 
     def has(self, subgroup: int) -> bool:
@@ -197,10 +197,12 @@ def _bytes_of(pages: torch.Tensor) -> memoryview:
     return memoryview(pages.numpy())
 
 
-class StorageOptions:
+class StorageOptions(Backing):
     """Folders for state that host memory does not hold, used at the same time with a file of this rank in each, and
     bytes of host memory for state and buffers (None: most of what is available). Raises EngineError if one is not
     valid."""
+
+    is_used = True
 
     def __init__(self, storage: str | Path | Sequence[str | Path], host_memory_budget: float | None) -> None:
         folders = [storage] if isinstance(storage, str | Path) else list(storage)
@@ -221,7 +223,7 @@ class StorageOptions:
         self._is_described = False
 
     @property
-    def written_bytes(self) -> int:
+    def written_bytes(self) -> int:  # type: ignore[override]
         """Bytes of state written so far."""
         return self._written_bytes + (0 if self._stored is None else self._stored.written_bytes)
 

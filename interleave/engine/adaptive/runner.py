@@ -3,15 +3,14 @@
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 import torch
 
-from ebbtide.features.storage.engine.commits import check_digest, commit_place, with_digest
 from ebbtide.interleave.engine.adaptive.planner import Planner, max_budget, min_budget
 from ebbtide.interleave.engine.adaptive.probe import probe
+from ebbtide.interleave.engine.commits import check_digest, with_digest
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.devices.opening import open_device
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
@@ -44,9 +43,9 @@ class AdaptiveRunner:
 
     def __init__(self, options: OptimizerOptions) -> None:
         self.options = options
-        self.storage = options.open_storage()
+        self.backing = options.open_backing()
         self._is_adaptive = options.policy.is_adaptive
-        self._needs_rates = self.storage is not None or options.policy.depends_on_rates
+        self._needs_rates = self.backing.is_used or options.policy.depends_on_rates
         self.kernel = CpuKernel(options.threads)
         self._device: Device | None = None
         # To call when the late operations of the last step have ended.
@@ -105,7 +104,7 @@ class AdaptiveRunner:
         engine, self._paused_engine = self._paused_engine, None
         if engine is not None:
             engine.after_fork(in_child)
-        if in_child and self.storage is not None:
+        if in_child and self.backing.is_used:
             self.leave_behind("its storage belongs to the process that was forked")
         elif in_child and self.uses_ranks:
             self.leave_behind("process groups of torch.distributed do not work in one")
@@ -185,7 +184,8 @@ class AdaptiveRunner:
         changed."""
         self.check_alive()
         if commit is not None:
-            self._check_commit(subgroups, commit)
+            check_digest(commit)
+            self.backing.check(subgroups, commit)
         self._state_share = min(map(_state_share, subgroups), default=1.0)
         planner = self._new_planner(self._rates(subgroups), subgroups)
         plan = planner.plan(self._current_budget())
@@ -195,21 +195,13 @@ class AdaptiveRunner:
             self.device.warm_up(dtypes, rule)
         # First, since the new one may use its files.
         self._close_engine()
-        stored = None if self.storage is None else self.storage.open(subgroups, self.device, commit)
-        engine = Engine(Store(subgroups, self.device, self.kernel, host_buffers, stored), params)
-        if stored is not None:
-            # States that the plan has there are then written to it.
-            stored.prepare(plan)
+        backed = self.backing.open(subgroups, self.device, commit)
+        engine = Engine(Store(subgroups, self.device, self.kernel, host_buffers, backed), params)
+        # States that the plan has there are then written to it.
+        backed.prepare(plan)
         self._closers.insert(0, engine.close)
         self._engine, self._planner, self._next_plan = engine, planner, plan
         return engine
-
-    def _check_commit(self, subgroups: Sequence[Subgroup], commit: Mapping[str, Any]) -> None:
-        """Raise EngineError if a commit is not whole, or the storage does not have it."""
-        check_digest(commit)
-        if self.storage is None:
-            raise EngineError(f"{commit_place(commit)}, and this optimizer has no storage: create it with storage=")
-        self.storage.check(subgroups, commit)
 
     def _rates(self, subgroups: Sequence[Subgroup]) -> Machine:
         """Return the rates to plan with: those corrected by the steps so far, those of the caller, or measured ones."""
@@ -220,7 +212,6 @@ class AdaptiveRunner:
         if options.machine is None and self._needs_rates:
             budget = options.memory_budget if options.memory_budget is not None else self.device.free_bytes()
             params = sum(subgroup.params for subgroup in subgroups)
-            host_bytes = None if self.storage is None else self.storage.host_bytes
             speculates = options.supported.backward
             machine = probe(
                 self.device,
@@ -228,10 +219,10 @@ class AdaptiveRunner:
                 params,
                 min_budget(budget),
                 speculates,
-                host_bytes,
+                self.backing.host_bytes,
                 most_frequent(subgroups, attrgetter("rule"), ADAMW),
             )
-        return replace(machine, storage=()) if self.storage is None else self.storage.added_to(machine)
+        return self.backing.added_to(machine)
 
     def set_plan(self) -> None:
         """Start the current plan from its beginning; after `rebuild` that is the plan for the new engine."""
@@ -301,9 +292,7 @@ class AdaptiveRunner:
         the caller, after the plan has stopped. Raises EngineError if there is no storage, or it is full; the commit
         before stays."""
         states = self.engine.store.states
-        if states.stored is None:
-            raise EngineError("commit() is for optimizers with storage=: save the state_dict() of others")
-        return with_digest({**states.stored.commit(states.read), **details})
+        return with_digest({**states.backed.commit(states.read), **details})
 
     def close(self) -> None:
         """End the threads and release all memory. Deleting this object does the same."""

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ebbtide.features.fsdp.local_shards import flat_like, local_shard, unflatten, wrap_shard
 from ebbtide.features.matrices.sharded_matrices import ShardedMatrices
 from ebbtide.features.overlap.pending_params import PendingParams
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.norm import total
+from ebbtide.interleave.engine.params.local_shards import flat_like, local_shard, unflatten, wrap_shard
 from ebbtide.interleave.engine.rules.rule import Scalars
 from ebbtide.interleave.engine.runtime.engine import Engine
 

@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from ebbtide.features.fsdp.local_shards import (
+from ebbtide.features.matrices.sharded_matrices import ShardedMatrices, sharded_matrices
+from ebbtide.features.overlap.pending_params import PendingParams
+from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
+from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.params import state_dict
+from ebbtide.interleave.engine.params.gradients import GradientCollector, GradientNorm
+from ebbtide.interleave.engine.params.local_shards import (
     check_apart,
     check_params,
     device_of,
@@ -15,12 +21,6 @@ from ebbtide.features.fsdp.local_shards import (
     local_shard,
     own_rank,
 )
-from ebbtide.features.matrices.sharded_matrices import ShardedMatrices, sharded_matrices
-from ebbtide.features.overlap.pending_params import PendingParams
-from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
-from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.params import state_dict
-from ebbtide.interleave.engine.params.gradients import GradientCollector, GradientNorm
 from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRule
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.layout import Subgroup, divide
@@ -72,7 +72,7 @@ class OffloadedParams:
     def plan_or_open(self, params: Sequence[torch.Tensor]) -> None:
         """Open the engine for new parameters, or `check` that there is a plan if they may still move."""
         self.check(params)
-        if (self._options.device is None and device_of(params).type == "cpu") or self._runner.storage is not None:
+        if (self._options.device is None and device_of(params).type == "cpu") or self._runner.backing.is_used:
             # With storage, since a checkpoint that is loaded next may name the file to use.
             self._runner.check(self._divide(params, self._sharded_matrices(params)))
         else:

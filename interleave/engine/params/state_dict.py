@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
-from ebbtide.features.fsdp.local_shards import (
+from ebbtide.features.rules.blocks import quantize_moment
+from ebbtide.interleave.engine.commits import check_digest
+from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.params.local_shards import (
     flat_like,
     local_shard,
     own_rank,
@@ -18,9 +21,6 @@ from ebbtide.features.fsdp.local_shards import (
     wrap_blocks,
     wrap_shard,
 )
-from ebbtide.features.rules.blocks import quantize_moment
-from ebbtide.features.storage.engine.commits import check_digest
-from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.rules.rule import MASTER_NAME, GroupRules, UpdateRule
 from ebbtide.interleave.engine.runtime.layout import (
     MASTER,

@@ -47,7 +47,7 @@ class SpeculativeUpdates:
 
     def spare(self, subgroup: int) -> torch.Tensor | None:
         """Return the memory for the new state; None to update the state in place."""
-        if not self._states.is_stored(subgroup):
+        if not self._states.is_backed(subgroup):
             return self._states.spares[subgroup]
         self._outdated.add(subgroup)
         return None
@@ -91,7 +91,7 @@ class SpeculativeUpdates:
         return [scalars[segment.param] for segment in self._subgroups[subgroup].segments]
 
     def _use(self, subgroup: int) -> None:
-        if self._states.is_stored(subgroup):
+        if self._states.is_backed(subgroup):
             self._outdated.discard(subgroup)
         else:
             self._states.use_spare(subgroup)

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from ebbtide.features.storage.engine.stored_states import StoredStates
 from ebbtide.interleave.engine.devices.device import Device, copy_now
 from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.rules.rule import UpdateInputs
 from ebbtide.interleave.engine.runtime.arena import Arena, Block, acquired_elements, gradient_elements
+from ebbtide.interleave.engine.runtime.backing import BackedStates
 from ebbtide.interleave.engine.runtime.layout import MASTER, ParamSegment, Subgroup, segment_rows, state_rows
 from ebbtide.interleave.engine.runtime.speculative import SpeculativeUpdates
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
@@ -78,7 +78,7 @@ def _load(target: str) -> Any:
 
 
 class Store:
-    """Performs operations on the state of subgroups, which it owns; for host_buffers and stored see SubgroupStates."""
+    """Performs operations on the state of subgroups, which it owns; for host_buffers and backed see SubgroupStates."""
 
     def __init__(
         self,
@@ -86,12 +86,12 @@ class Store:
         device: Device,
         kernel: CpuKernel,
         host_buffers: Sequence[torch.Tensor] | None = None,
-        stored: StoredStates | None = None,
+        backed: BackedStates | None = None,
     ) -> None:
         self.subgroups = subgroups
         self.device = device
         self._arena = Arena(device)
-        self.states = SubgroupStates(subgroups, device, self._arena, host_buffers, stored)
+        self.states = SubgroupStates(subgroups, device, self._arena, host_buffers, backed)
         self._buffers = TransferBuffers(subgroups, device)
         self._update = Update()
         self.speculative = SpeculativeUpdates(subgroups, self.states, self._buffers)
@@ -217,7 +217,7 @@ class Store:
         for subgroup in range(len(self.subgroups)):
             self.speculative.restore(subgroup)
             is_complete = subgroup in updated and (subgroup not in on_cpu or subgroup in uploaded)
-            if is_complete and not (self.states.is_stored(subgroup) and subgroup in self.states.on_host):
+            if is_complete and not (self.states.is_backed(subgroup) and subgroup in self.states.on_host):
                 continue
             with self.states.on_host_now(subgroup):
                 if not is_complete:

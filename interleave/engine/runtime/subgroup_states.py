@@ -5,11 +5,11 @@ from contextlib import contextmanager
 
 import torch
 
-from ebbtide.features.storage.engine.stored_states import StoredStates
 from ebbtide.interleave.engine.devices.device import Device, copy_now
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.host_arrays import row_stride
 from ebbtide.interleave.engine.runtime.arena import Arena, Block
+from ebbtide.interleave.engine.runtime.backing import BackedStates
 from ebbtide.interleave.engine.runtime.layout import (
     MASTER,
     ParamSegment,
@@ -24,7 +24,7 @@ from ebbtide.interleave.model.plan import Plan
 
 class SubgroupStates:
     """The state of each subgroup, of `state_shape`: master or remainder, and moments; on the host, on the device, or on
-    both while it is copied or where the device's is the newer one; with storage (`stored`) also in a file, or in a
+    both while it is copied or where the device's is the newer one; or behind the host's memory (`backed`), and in a
     buffer between its read and its write. `host_buffers` of the caller have it again after `move_all_to_host`."""
 
     def __init__(
@@ -33,10 +33,10 @@ class SubgroupStates:
         device: Device,
         arena: Arena,
         host_buffers: Sequence[torch.Tensor] | None = None,
-        stored: StoredStates | None = None,
+        backed: BackedStates | None = None,
     ) -> None:
         self.subgroups = subgroups
-        self.stored = stored
+        self.backed = backed or BackedStates()
         self._device = device
         self._arena = arena
         self._blocks: dict[int, Block] = {}
@@ -52,15 +52,14 @@ class SubgroupStates:
     @property
     def host_bytes(self) -> int:
         """Host memory of the states, in bytes."""
-        own = [state for subgroup, state in self.on_host.items() if not self.is_stored(subgroup)]
-        buffers = 0 if self.stored is None else self.stored.host_bytes
-        nbytes: int = buffers + sum(state.nbytes for state in (*own, *self.spares.values()))
+        own = [state for subgroup, state in self.on_host.items() if not self.is_backed(subgroup)]
+        nbytes: int = self.backed.host_bytes + sum(state.nbytes for state in (*own, *self.spares.values()))
         return nbytes
 
     @property
     def storage_bytes(self) -> tuple[int, int]:
         """Bytes read from and written to storage so far."""
-        return (0, 0) if self.stored is None else (self.stored.read_bytes, self.stored.written_bytes)
+        return self.backed.read_bytes, self.backed.written_bytes
 
     def named_rows(self) -> list[tuple[str, torch.Tensor]]:
         """Return the rows of all states by name; those of a state that is not in memory, on the device `meta`."""
@@ -75,9 +74,7 @@ class SubgroupStates:
     def read(self, subgroup: int) -> torch.Tensor:
         """Return the state of a subgroup, on the host. The caller must not write to it."""
         if subgroup not in self.on_device:
-            if subgroup not in self.on_host and self.stored is not None:
-                return self.stored.read(subgroup)
-            return self.on_host[subgroup]
+            return self.on_host[subgroup] if subgroup in self.on_host else self.backed.read(subgroup)
         state = torch.empty(state_shape(self.subgroups[subgroup]), dtype=torch.float32, device="cpu")
         copy_now(self._device, "d2h", [(self.on_device[subgroup], state)])
         return state
@@ -86,8 +83,8 @@ class SubgroupStates:
         """Set the state of a subgroup, on the host or the device."""
         if subgroup in self.on_device:
             copy_now(self._device, "h2d", [(state, self.on_device[subgroup])])
-        elif self.stored is not None and self.is_stored(subgroup):
-            self.stored.write(subgroup, state)
+        elif self.is_backed(subgroup):
+            self.backed.write(subgroup, state)
         else:
             self._allocated_on_host(subgroup).copy_(state)
 
@@ -115,42 +112,40 @@ class SubgroupStates:
             copy_now(self._device, "h2d", list(zip(edited, parts, strict=True)))
             return
         yield parts
-        if self.stored is not None and self.is_stored(subgroup):
+        if self.is_backed(subgroup):
             # Also where the state is in a buffer: it may be read again.
-            self.stored.write(subgroup, state)
+            self.backed.write(subgroup, state)
 
-    def is_stored(self, subgroup: int) -> bool:
-        """Return whether the plan has the state of a subgroup in storage."""
-        return self.stored is not None and self.stored.is_planned(subgroup)
+    def is_backed(self, subgroup: int) -> bool:
+        """Return whether the plan has the state of a subgroup behind the host's memory."""
+        return self.backed.is_planned(subgroup)
 
     def load(self, subgroup: int, buffer: int) -> None:
-        """Read a state from storage into a buffer of the plan."""
-        assert self.stored is not None
-        self.on_host[subgroup] = self.stored.load(subgroup, buffer)
+        """Read a state that is behind the host's memory into a buffer of the plan."""
+        self.on_host[subgroup] = self.backed.load(subgroup, buffer)
 
     def save(self, subgroup: int) -> None:
-        assert self.stored is not None
-        self.stored.save(subgroup)
+        """Write the state in a buffer back."""
+        self.backed.save(subgroup)
         del self.on_host[subgroup]
 
     def unload(self) -> None:
         """Forget what is in the buffers. No operation may run meanwhile, and none has changed it but in vain."""
-        for subgroup in [subgroup for subgroup in self.on_host if self.is_stored(subgroup)]:
+        for subgroup in [subgroup for subgroup in self.on_host if self.is_backed(subgroup)]:
             del self.on_host[subgroup]
 
     def reload(self, subgroup: int) -> None:
         """Read the state in a buffer again."""
-        assert self.stored is not None
-        self.stored.reload(subgroup)
+        self.backed.reload(subgroup)
 
     @contextmanager
     def on_host_now(self, subgroup: int) -> Iterator[torch.Tensor]:
-        """Provide the host memory of a state; one in storage is read before and written after."""
-        if subgroup not in self.on_host and self.stored is not None:
-            self.on_host[subgroup] = self.stored.read(subgroup)
+        """Provide the host memory of a state; one behind it is read before and written after."""
+        if subgroup not in self.on_host:
+            self.on_host[subgroup] = self.backed.read(subgroup)
         yield self.on_host[subgroup]
-        if self.stored is not None and self.is_stored(subgroup):
-            self.stored.write(subgroup, self.on_host.pop(subgroup))
+        if self.is_backed(subgroup):
+            self.backed.write(subgroup, self.on_host.pop(subgroup))
 
     def use_spare(self, subgroup: int) -> None:
         """Take the state in the spare as that of a subgroup; the memory of the old one is the spare from now on."""
@@ -179,7 +174,7 @@ class SubgroupStates:
             return
         self._plan = None
         self._move(self.on_device.keys() - staying, self.issue_to_host)
-        self._follow_storage(plan)
+        self._follow_backing(plan)
         resident = [state_elements(self.subgroups[subgroup]) for subgroup in sorted(plan.resident - staying)]
         self._arena.reserve([*resident, *sizes], kept_bytes)
         # Resident state first, while there are blocks of its exact size.
@@ -188,17 +183,15 @@ class SubgroupStates:
         self._allocate_on_host(plan)
         self._plan = plan
 
-    def _follow_storage(self, plan: Plan) -> None:
-        """Move states between host memory and storage as a plan has them."""
-        if self.stored is None:
-            return
-        self.stored.prepare(plan)
-        stored = plan.stored
-        for subgroup in stored & self.on_host.keys():
-            self.stored.move_in(subgroup, self.on_host.pop(subgroup))
+    def _follow_backing(self, plan: Plan) -> None:
+        """Move states between host memory and what is behind it as a plan has them."""
+        self.backed.prepare(plan)
         for subgroup in range(len(self.subgroups)):
-            if self.stored.has(subgroup) and subgroup not in stored:
-                self.stored.move_out(subgroup, self._allocated_on_host(subgroup))
+            if subgroup in self.on_host and self.is_backed(subgroup):
+                self.backed.move_in(subgroup, self.on_host.pop(subgroup))
+        for subgroup in range(len(self.subgroups)):
+            if self.backed.has(subgroup) and not self.is_backed(subgroup):
+                self.backed.move_out(subgroup, self._allocated_on_host(subgroup))
 
     def issue_to_device(self, subgroup: int) -> None:
         """Issue the move of a state from the host to the device."""
@@ -235,8 +228,7 @@ class SubgroupStates:
         self.on_device.clear()
         self.on_host.clear()
         self.spares.clear()
-        if self.stored is not None:
-            self.stored.close()
+        self.backed.close()
 
     def _move(self, subgroups: Collection[int], issue: Callable[[int], None]) -> None:
         """Move states, and return when they have moved, even if one cannot."""
@@ -251,13 +243,12 @@ class SubgroupStates:
         """Allocate host memory for the states that a plan has there at some time, and release that of the others."""
         for subgroup in () if self._host_buffers is not None else plan.resident:
             self.on_host.pop(subgroup, None)
-        stored = plan.stored
-        needed = plan.speculated - stored
+        needed = {subgroup for subgroup in plan.speculated if not self.is_backed(subgroup)}
         self.spares = {subgroup: spare for subgroup, spare in self.spares.items() if subgroup in needed}
         for subgroup in range(len(self.subgroups)):
-            if subgroup not in plan.resident and subgroup not in stored:
+            if subgroup not in plan.resident and not self.is_backed(subgroup):
                 self._allocated_on_host(subgroup)
-        # Of state in storage the file has the old version.
+        # Of state behind the host the old version is there.
         for subgroup in needed - self.spares.keys():
             self.spares[subgroup] = self._allocate(subgroup)
 

@@ -78,7 +78,7 @@ def test_engine__gives_no_buffer_to_two_states(twin: Twin, data: st.DataObject, 
         stored = WatchedStates(jitter, [Path(folder) / "state"], twin.subgroups, device, bytes(16))
         engine = Engine(Store(twin.subgroups, device, kernel, None, stored), len(twin.params))
         try:
-            engine.store.states.stored.prepare(plan)
+            engine.store.states.backed.prepare(plan)
             twin.begin(engine.store)
             engine.set_plan(plan, workload)
             for _ in range(3):

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor
 
-from ebbtide.features.fsdp.local_shards import flat_like, flat_view, local_shard
 from ebbtide.features.rules.remainder import split_tensor
 from ebbtide.interleave.engine.numerics import reference
 from ebbtide.interleave.engine.numerics.norm import sum_of_squares, total
 from ebbtide.interleave.engine.numerics.reference import LossScale
 from ebbtide.interleave.engine.numerics.rounding import FACTOR
+from ebbtide.interleave.engine.params.local_shards import flat_like, flat_view, local_shard
 from ebbtide.interleave.engine.rules.rule import GroupRules
 from tests.interleave.engine.states import bits
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from ebbtide.features.fsdp.local_shards import local_shard
 from ebbtide.interleave import InterleavedOptimizer
+from ebbtide.interleave.engine.params.local_shards import local_shard
 from ebbtide.interleave.engine.rules import find_rule
 from tests.interleave.engine.grid.devices import GridDevice
 from tests.interleave.engine.grid.job import Job
