@@ -18,8 +18,7 @@ from types import SimpleNamespace
 import torch
 from tables import machine_line, spread, table
 
-from ebbtide.features.overlap import compiled_beside
-from ebbtide.interleave.engine.numerics import compiled
+from ebbtide.interleave.engine.numerics import compiled, compiled_beside
 from ebbtide.interleave.engine.numerics.host_arrays import row_stride
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.rules.adamw import ADAMW, Hyper

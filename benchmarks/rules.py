@@ -34,7 +34,7 @@ GROUPS: dict[str, dict[str, Any]] = {"sgd": {"momentum": 0.9, "weight_decay": 0.
 
 
 def ebbtide_step(rule: UpdateRule, params: int, kernel: CpuKernel) -> Callable[[], object]:
-    shape = SHAPE if rule.finish is not None else None
+    shape = SHAPE if rule.whole_update is not None else None
     if rule.has_masters:
         dtypes, target, kernel_rule = rule.dtypes, torch.ones(params, dtype=torch.bfloat16), rule
     else:
@@ -59,13 +59,13 @@ def other_step(rule: UpdateRule, params: int, name: str) -> Callable[[], object]
         options |= {} if rule.name == "lion" else {"adamw_mode": rule.name == "adamw"}
     elif (make := getattr(torch.optim, rule.title, None)) is None:
         return None
-    elif rule.finish is None:
+    elif rule.whole_update is None:
         options[name] = True
     elif name == FOREACH:
         return None
     options.pop("stochastic_rounding", None)
     gradient = torch.full((params,), 1e-3, dtype=torch.bfloat16)
-    half, shape = torch.ones_like(gradient), (params,) if rule.finish is None else SHAPE
+    half, shape = torch.ones_like(gradient), (params,) if rule.whole_update is None else SHAPE
     master = torch.ones(shape)
     master.grad = torch.ones(shape)
     optimizer = make([master], **options)
@@ -101,7 +101,7 @@ def main() -> None:
     torch.set_num_threads(threads)
     kernel, rows = CpuKernel(threads), []
     for rule in RULES.values():
-        params = args.params * 1_000_000 if rule.finish is None else SHAPE[0] * SHAPE[1]
+        params = args.params * 1_000_000 if rule.whole_update is None else SHAPE[0] * SHAPE[1]
         steps = {"ebbtide": ebbtide_step(rule, params, kernel), "copy": copy_step(params, threads)}
         for name in OTHERS:
             if (name != DEEPSPEED or find_spec("deepspeed")) and (other := other_step(rule, params, name)):
@@ -116,7 +116,7 @@ def main() -> None:
         own, copied = statistics.median(times["ebbtide"]), statistics.median(times["copy"])
         nbytes = 2 + 2 * rule.state_bytes + (4 if rule.reads_params else 2)
         ratios = [f"{statistics.median(times[name]) / own:.2f}" if name in times else "-" for name in OTHERS]
-        copies = f"{nbytes / own / (8 / copied):.2f}" if rule.finish is None else "-"
+        copies = f"{nbytes / own / (8 / copied):.2f}" if rule.whole_update is None else "-"
         rows.append((f"`{rule.name}`", f"{own / params * 1e9:.3g}", *ratios, copies))
     print(f"{machine_line()}, torch {torch.__version__}, {args.params} M parameters, {args.rounds} rounds.\n")
     others = ("rate / torch's fused", "rate / torch's foreach", "rate / DeepSpeed's")

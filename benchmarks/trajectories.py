@@ -38,20 +38,21 @@ class DoubleOptimizer:
         factors = self.rule.factors(self.group, self.steps)
         for param, moments in self.states:
             gradient, own, result = param.grad.numpy(), param.detach().numpy(), None
-            if self.rule.parts is None or self.rule.finish is None:
+            whole = self.rule.whole_update
+            if whole is None:
                 own[...], *result = self.rule.formula(
                     gradient, own, *moments, *factors[: len(factors) - self.rule.rounds]
                 )
             else:
                 scalars = self.rule.scalars(self.group, self.steps)
-                parts = self.rule.parts(scalars, (param.shape[0], param.shape[1]))
+                parts = whole.parts(scalars, (param.shape[0], param.shape[1]))
                 direction, *result = self.rule.formula(gradient, 0 * own, *moments, *map(float, parts.scalars[1:]))
                 x = direction / np.linalg.norm(direction)
                 a, b, c = map(float, parts.coefficients)
                 for _ in range(parts.steps):
                     gram = x @ x.T
                     x = a * x + (b * gram + c * gram @ gram) @ x
-                (own[...],) = self.rule.finish.formula(x, own, *map(float, parts.finish_scalars[1:]))
+                (own[...],) = whole.finish.formula(x, own, *map(float, parts.finish_scalars[1:]))
             for moment, new in zip(moments, result, strict=True):
                 moment[...] = new
 

@@ -6,8 +6,8 @@
 import numpy as np
 from numba import carray
 
-from ebbtide.features.overlap.compiled_beside import stack_memory
 from ebbtide.interleave.engine.numerics.compiled import compile_loop
+from ebbtide.interleave.engine.numerics.compiled_beside import stack_memory
 
 # Elements of a product that are computed together, on the stack, and products that are added to each of them in turn.
 ROWS, _COLUMNS, _TERMS = 32, 256, 8

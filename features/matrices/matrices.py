@@ -10,37 +10,25 @@ fp32 products from the first to the last, beginning with 0, each operation round
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ebbtide.interleave.engine.rules.rule import MatrixParts, Scalars, UpdateRule
+from ebbtide.interleave.engine.rules.rule import Scalars
 
-# Updates elements as `reference.update`: (gradient, state, parameter or None, factors, rule).
-Update = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor | None, Scalars, UpdateRule], None]
 Multiply = Callable[[Any, Any], Any]
 
 
-def update_matrix(
-    grad: torch.Tensor,
-    state: Sequence[torch.Tensor],
-    out: torch.Tensor | None,
-    scalars: Scalars,
-    rule: UpdateRule,
-    shape: tuple[int, int],
-    update: Update,
-    orthogonalize: Callable[[torch.Tensor, tuple[int, int], MatrixParts], None],
-) -> None:
-    """Update a matrix of a shape, flat, by functions for its elements and for its products."""
-    assert rule.finish is not None
-    assert rule.parts is not None
-    parts = rule.parts(scalars, shape)
-    direction = torch.zeros(grad.numel(), dtype=torch.float32, device="cpu")
-    update(grad, (direction, *state[1:]), None, parts.scalars, rule)
-    orthogonalize(direction, shape, parts)
-    update(direction, state[:1], out, parts.finish_scalars, rule.finish)
+class MatrixParts(NamedTuple):
+    """The factors of an update: of the formula, of the products and of `finish`."""
+
+    scalars: Scalars
+    coefficients: tuple[np.float32, np.float32, np.float32]
+    steps: int
+    eps: np.float32
+    finish_scalars: Scalars
 
 
 def multiply(a: Any, b: Any) -> Any:

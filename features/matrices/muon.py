@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 
+from ebbtide.features.matrices.matrices import MatrixParts, multiply, orthogonalize
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.rules.rule import Group, MatrixParts, Scalars, UpdateRule, register
+from ebbtide.interleave.engine.rules.rule import Group, Scalars, UpdateRule, WholeUpdate, register
 
 _ADJUSTMENTS = None, "original", "match_rms_adamw"
 
@@ -61,7 +62,12 @@ register(
         formula=_formula,
         factors=_factors,
         check=_check,
-        finish=UpdateRule("muon-finish", "Muon", (), {}, _finish, lambda group, step: (1.0, 0.0)),
-        parts=_parts,
+        whole_update=WholeUpdate(
+            parts=_parts,
+            transform=orthogonalize,
+            multiply=multiply,
+            loops="ebbtide.features.matrices.compiled_matrices",
+            finish=UpdateRule("muon-finish", "Muon", (), {}, _finish, lambda group, step: (1.0, 0.0)),
+        ),
     )
 )

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import torch
 
-from ebbtide.features.rules.dynamic_type import VALUES
+from ebbtide.features.rules.blocks import quantize_moment, widen_moment
+from ebbtide.features.rules.dynamic_type import MIDDLES, VALUES
 from ebbtide.interleave.engine.rules.adamw import ADAMW
-from ebbtide.interleave.engine.rules.rule import register
+from ebbtide.interleave.engine.rules.rule import ScaledMoments, register
 
 register(
     replace(
@@ -15,7 +16,14 @@ register(
         title="AdamW8bit",
         moments=("state1", "state2"),
         moment_dtype=torch.uint8,
-        scales=("absmax1", "absmax2"),
-        constants={"qmap1": VALUES[0], "qmap2": VALUES[1]},
+        scaled=ScaledMoments(
+            names=("absmax1", "absmax2"),
+            values=VALUES,
+            middles=MIDDLES,
+            constants={"qmap1": VALUES[0], "qmap2": VALUES[1]},
+            widen=widen_moment,
+            quantize=quantize_moment,
+            loops="ebbtide.features.rules.compiled_blocks",
+        ),
     )
 )

@@ -15,7 +15,6 @@ import numpy as np
 from numba import carray
 from numba.extending import register_jitable
 
-from ebbtide.features.overlap.compiled_beside import address, slice_rows, stack_memory
 from ebbtide.features.rules.dynamic_type import MIDDLES, VALUES
 from ebbtide.interleave.engine.numerics.compiled import (
     F,
@@ -29,6 +28,7 @@ from ebbtide.interleave.engine.numerics.compiled import (
     store,
     with_functions,
 )
+from ebbtide.interleave.engine.numerics.compiled_beside import address, slice_rows, stack_memory
 from ebbtide.interleave.engine.rules.rule import BLOCK
 
 _SIGNED = np.int32

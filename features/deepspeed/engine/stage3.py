@@ -33,7 +33,7 @@ class InterleavedStage3(StateAccess):
 
     def __init__(self, module: Any, init_optimizer: Any, *args: Any, **kwargs: Any) -> None:
         rules = rules_of(init_optimizer)
-        if self.settings.storage is not None and any(rule.finish is not None for rule in rules):
+        if self.settings.storage is not None and any(rule.whole_update is not None for rule in rules):
             raise EngineError("Muon's state cannot be in storage under DeepSpeed: leave storage= out")
         # The policy decides where state is.
         kwargs["offload_ratio"] = 1.0
@@ -47,7 +47,7 @@ class InterleavedStage3(StateAccess):
         self._scale = 1.0
         # Others, such as torch's AdamW, compute their scalars in double precision.
         other = getattr(init_optimizer, "aux_optimizer", init_optimizer)
-        adam = next((rule for rule in rules if rule.finish is None), rules[0])
+        adam = next((rule for rule in rules if rule.whole_update is None), rules[0])
         self._cpu_adam = CpuAdamScalars(adam) if isinstance(other, DeepSpeedCPUAdam) else None
         self._ready_params = 0
         settings, masters = self.settings, self._masters
@@ -59,7 +59,7 @@ class InterleavedStage3(StateAccess):
             self.get_param_id(param): (group, param)
             for group, params in enumerate(self.fp16_groups)
             for param in params
-            if self._rules[group].finish is not None
+            if self._rules[group].whole_update is not None
         }
         divided = {number: ((param.ds_numel,), 0) for number, (_, param) in self._matrix_params.items()}
         device_name = str(self.fp16_partitioned_groups_flat[0].device)
@@ -134,7 +134,7 @@ class InterleavedStage3(StateAccess):
         self._exposed.pop(number, None)
         engine = self._engine
         for part in self._gradients.add(number, gradient.view(-1)):
-            if engine.is_running and self._rules[self._slices[part].group].finish is None:
+            if engine.is_running and self._rules[self._slices[part].group].whole_update is None:
                 engine.offload_gradient(part, self._gradients.pop(part, gradient.device))
         self._ready_params += gradient.numel()
         engine.report_progress(min(1.0, self._ready_params / self._gradients.params))
@@ -181,8 +181,9 @@ class InterleavedStage3(StateAccess):
         kernel, parts, factors = self._runner.kernel, {}, {}
         for number, (group, param) in self._matrix_params.items():
             rule, hyperparameters = self._rules[group], {**self._hyperparameters(group), "lr": 1.0}
-            assert rule.parts is not None
-            factors[number] = rule.parts(rule.scalars(hyperparameters, 1, 1 / self.loss_scale), tuple(param.ds_shape))
+            assert rule.whole_update is not None
+            scalars = rule.scalars(hyperparameters, 1, 1 / self.loss_scale)
+            factors[number] = rule.whole_update.parts(scalars, tuple(param.ds_shape))
             begin = param.partition_numel() * self._get_param_partition_rank(param)
             length = max(0, min(param.partition_numel(), param.ds_numel - begin))
             direction = torch.zeros(length, dtype=torch.float32, device="cpu")
@@ -195,7 +196,10 @@ class InterleavedStage3(StateAccess):
         whole = self._matrices.gather(parts)
         for number in self._matrices.own:
             direction = whole[number][0]
-            kernel.orthogonalize(direction, tuple(self._matrix_params[number][1].ds_shape), factors[number])
+            group, param = self._matrix_params[number]
+            whole_update = self._rules[group].whole_update
+            assert whole_update is not None
+            kernel.transform(whole_update, direction, tuple(param.ds_shape), factors[number])
             # The ratio of learning rates, by the shape.
             direction *= float(factors[number].finish_scalars[-1])
         self._matrices.scatter(whole, parts)
@@ -245,9 +249,9 @@ class InterleavedStage3(StateAccess):
     def _scalars(self, group: int, master: torch.Tensor) -> Scalars:
         rule, own = self._rules[group], self._hyperparameters(group)
         step = int(self.optimizer.state[master]["step"]) + 1
-        if rule.parts is not None:
+        if rule.whole_update is not None:
             # Updates of matrices are clipped, and have no loss scale.
-            factors = rule.parts(rule.scalars(own, step), (1, 1)).finish_scalars
+            factors = rule.whole_update.parts(rule.scalars(own, step), (1, 1)).finish_scalars
             return np.float32(self._scale * self.loss_scale), *factors[1:]
         return (self._cpu_adam or rule).scalars(own, step, self._scale)
 

@@ -44,7 +44,7 @@ def engine_subgroups(
 ) -> list[Subgroup]:
     """Return the slices as subgroups of the engine: each has one flat parameter. `rules` are by DeepSpeed's subgroup;
     of rules of whole matrices, the engine has the end."""
-    own = [rules[part.group].finish or rules[part.group] for part in slices]
+    own = [rules[part.group].ending for part in slices]
     return [
         Subgroup(part.params, dtype, (ParamSegment(number, 0, part.params, 0),), grad_dtype, rule=rule)
         for number, (part, rule) in enumerate(zip(slices, own, strict=True))
@@ -174,7 +174,7 @@ class HeldMasters:
         self._buffers = [device.allocate_host(shape, torch.float32) for shape in shapes]
         self.collect()
         # Host memory for the state of each slice, where the momentum of matrices is not the engine's.
-        rows = [len((rule.finish or rule).row_names) for rule in rules]
+        rows = [len(rule.ending.row_names) for rule in rules]
         self.slice_buffers = [self._buffers[of.group][: rows[of.group], of.begin : of.end] for of in slices]
 
     def show(self, states: SubgroupStates, groups: Iterable[int]) -> None:

@@ -80,7 +80,7 @@ def rules_of(optimizer: Any) -> list[UpdateRule]:
     rules = [find_rule("muon") if group.get("use_muon") else rule for group in optimizer.param_groups]
     for own, group in zip(rules, optimizer.param_groups, strict=True):
         check_group(own, group)
-        for param in group["params"] if own.finish is not None else ():
+        for param in group["params"] if own.whole_update is not None else ():
             shape = tuple(getattr(param, "ds_shape", param.shape))
             if len(shape) != 2 or getattr(param, "muon_num_heads", None):
                 raise EngineError(

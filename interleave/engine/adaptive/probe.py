@@ -49,9 +49,9 @@ def probe(
     max_params = params if device_bytes is None else int(device_bytes / (_DEVICE_STATES * state_bytes))
     cpu_params, params = min(params, _cpu_params(host_bytes, state_bytes)), max(1, min(params, _PARAMS, max_params))
     scalars = rule.scalars(rule.defaults, 1)
-    if rule.parts is not None:
-        # The products of matrices would take too long: the rates are those of the elements.
-        scalars = rule.parts(scalars, (1, 1)).scalars
+    if rule.whole_update is not None:
+        # Transforms would take too long: the rates are those of the elements.
+        scalars = rule.whole_update.parts(scalars, (1, 1)).scalars
     one_pass_bytes = GRAD_BYTES + 2 * state_bytes + (2 if is_half else 1) * PARAM_BYTES
     half = torch.zeros(cpu_params, dtype=torch.bfloat16, device="cpu")
     own = Subgroup(params, torch.bfloat16, (), torch.bfloat16, rule=rule)

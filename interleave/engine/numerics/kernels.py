@@ -5,21 +5,22 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
 
 from ebbtide import host_limits
-from ebbtide.features.matrices.matrices import orthogonalize, update_matrix
 from ebbtide.interleave.engine.forks import WorkQueue
 from ebbtide.interleave.engine.numerics import host_arrays
 from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
 from ebbtide.interleave.engine.numerics.fingerprint import KEYS, Words, memory_words
 from ebbtide.interleave.engine.numerics.norm import BLOCK as SUM_BLOCK
 from ebbtide.interleave.engine.numerics.norm import total
+from ebbtide.interleave.engine.numerics.whole_update import update_whole
 from ebbtide.interleave.engine.rules.adamw import ADAMW
-from ebbtide.interleave.engine.rules.rule import BLOCK, MatrixParts, Scalars, UpdateRange, UpdateRule
+from ebbtide.interleave.engine.rules.rule import BLOCK, Scalars, UpdateRange, UpdateRule, WholeUpdate
 from ebbtide.numa.binding import bind_thread, cpus_within
 from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 
@@ -53,13 +54,9 @@ class CpuKernel:
 
     def __init__(self, threads: int | None = None) -> None:
         # numba takes long to import, and code that only describes updates does not need it.
-        from ebbtide.features.matrices import compiled_matrices
-        from ebbtide.features.overlap import compiled_beside
-        from ebbtide.features.rules import compiled_blocks
-        from ebbtide.interleave.engine.numerics import compiled
+        from ebbtide.interleave.engine.numerics import compiled, compiled_beside
 
-        self._compiled, self._beside, self._matrices = compiled, compiled_beside, compiled_matrices
-        self._blocks = compiled_blocks
+        self._compiled, self._beside = compiled, compiled_beside
         self._wanted_threads = threads
         self._start(None)
 
@@ -73,8 +70,8 @@ class CpuKernel:
     def _start(self, node: int | None) -> None:
         self.threads = self._wanted_threads or _default_threads(node)
         self._pool = WorkQueue("ebbtide-cpu", self.threads, _prepare_thread, node)
-        # It starts with the first matrix. What it computes between products needs its flags, too.
-        self._matrix_thread = WorkQueue("ebbtide-matrix", 1, _prepare_thread, node)
+        # It starts with the first whole parameter. What it computes between products needs its flags, too.
+        self._whole_thread = WorkQueue("ebbtide-whole", 1, _prepare_thread, node)
 
     def update(
         self,
@@ -109,20 +106,21 @@ class CpuKernel:
         updates = [UpdateRange(*each) for each in ranges]
         if any(of.shape is not None for of in updates):
             for of in updates:
-                self._update_matrix(grad, state, out, of, share, rule)
+                self._update_whole(grad, state, out, of, share, rule)
             return
         gradient, rows = host_arrays.as_array(grad), [host_arrays.as_array(row) for row in state]
         parameter = None if out is None else host_arrays.as_array(out)
         loops = self._compiled.loops_of(rule)
+        scaled_update = None if rule.scaled is None else import_module(rule.scaled.loops).update_of(rule)
 
         def part(begin: int, end: int, of: UpdateRange) -> None:
             stored, scalars = gradient[begin:end], of.scalars
-            if rule.scales:
+            if scaled_update is not None:
                 own = rule.row_slices(begin, end, of.block + (begin - of.begin) // BLOCK)
                 master, *others = [row[part] for row, part in zip(rows, own, strict=True)]
                 codes, scales = tuple(others[: len(rule.moments)]), tuple(others[len(rule.moments) :])
                 half = () if parameter is None else (parameter[begin:end],)
-                self._blocks.update_of(rule)(stored, master, codes, scales, half, scalars)
+                scaled_update(stored, master, codes, scales, half, scalars)
                 return
             parts, position = tuple([row[begin:end] for row in rows]), of.position + begin - of.begin
             if parameter is None:
@@ -135,7 +133,7 @@ class CpuKernel:
         jobs = [(of.begin, of.end, of) for of in updates]
         self._run(part, jobs, BLOCK if rule.scales else _ALIGNMENT, max(1, round(share * self.threads)))
 
-    def _update_matrix(
+    def _update_whole(
         self,
         grad: torch.Tensor,
         state: Sequence[torch.Tensor],
@@ -150,23 +148,24 @@ class CpuKernel:
         def update(grad: Any, state: Any, out: Any, scalars: Scalars, own: UpdateRule) -> None:
             self.update(grad, state, out, scalars, share, own)
 
-        rows, products = [row[own] for row in state], partial(self.orthogonalize, share=share)
-        update_matrix(grad[own], rows, parameter, of.scalars, rule, of.shape, update, products)
+        assert rule.whole_update is not None
+        rows, transform = [row[own] for row in state], partial(self.transform, rule.whole_update, share=share)
+        update_whole(grad[own], rows, parameter, of.scalars, rule, of.shape, update, transform)
 
-    def orthogonalize(
-        self, direction: torch.Tensor, shape: tuple[int, int], parts: MatrixParts, share: float = 1
+    def transform(
+        self, whole: WholeUpdate, values: torch.Tensor, shape: tuple[int, int], parts: Any, share: float = 1
     ) -> None:
-        """Run `matrices.orthogonalize`."""
-        multiply = partial(self._multiply, share)
-        self._matrix_thread.submit(orthogonalize, direction, shape, parts, multiply, self.sum_of_squares).result()
+        """Run the transform of an update of whole parameters."""
+        multiply = partial(self._multiply, import_module(whole.loops), share)
+        self._whole_thread.submit(whole.transform, values, shape, parts, multiply, self.sum_of_squares).result()
 
-    def _multiply(self, share: float, a: Any, b: Any) -> Any:
+    def _multiply(self, loops: Any, share: float, a: Any, b: Any) -> Any:
         product = np.empty((len(a), b.shape[1]), np.float32)
 
         def part(begin: int, end: int, _: None) -> None:
-            self._matrices.multiply(a[begin:end], b, product[begin:end])
+            loops.multiply(a[begin:end], b, product[begin:end])
 
-        self._run(part, [(0, len(a), None)], self._matrices.ROWS, max(1, round(share * self.threads)), 1)
+        self._run(part, [(0, len(a), None)], loops.ROWS, max(1, round(share * self.threads)), 1)
         return product
 
     def update_beside(
@@ -188,7 +187,7 @@ class CpuKernel:
         for rows in (old, new):
             host_arrays.check_update("cpu", grad, rows, rule, out)
         host_arrays.check_disjoint(old, new, len(rule.row_names))
-        if rule.finish is not None or rule.scales or rule.split is not None:
+        if rule.whole_update is not None or rule.scales or rule.split is not None:
             for source, target in zip(old, new, strict=True):
                 target.copy_(source)
             self.update_ranges(grad, new, out, ranges, share, rule)
@@ -240,7 +239,7 @@ class CpuKernel:
         rule: UpdateRule = ADAMW,
     ) -> None:
         """Compile the loops for these dtypes of gradient and parameter, and run them on one element."""
-        scalars, shape = rule.scalars(rule.defaults, 1), (1, 1) if rule.finish is not None else None
+        scalars, shape = rule.scalars(rule.defaults, 1), (1, 1) if rule.whole_update is not None else None
         for grad_dtype, dtype in dtypes:
             grad, out = (torch.zeros(1, dtype=kind, device="cpu") for kind in (grad_dtype, dtype))
             state, written, own = rule.inputs(rule.zero_rows(1), out)
@@ -268,7 +267,7 @@ class CpuKernel:
         return sums.tobytes()
 
     def close(self) -> None:
-        self._matrix_thread.close()
+        self._whole_thread.close()
         self._pool.close()
 
     def _run(

@@ -8,7 +8,7 @@ before sums and from left to right, and
     out = p' in the parameter's precision     to nearest, ties to even; infinite beyond its range
 
 Moments in bfloat16 are converted to fp32 before the formula, which is exact, and rounded after it (`rounding`), like
-those in 8 bits (`blocks`).
+those in 8 bits (see ScaledMoments).
 
 The kernels of torch fuse some operations, and their vectorized root is not always rounded correctly. Multiplying by a
 scale of 1 changes no bit, so it is never skipped. A NaN result is stored as the one quiet NaN without sign and payload,
@@ -25,11 +25,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ebbtide.features.matrices.matrices import multiply, orthogonalize, update_matrix
-from ebbtide.features.rules.blocks import quantize_moment, widen_moment
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.norm import sum_of_squares
 from ebbtide.interleave.engine.numerics.rounding import random_bits
+from ebbtide.interleave.engine.numerics.whole_update import update_whole
 from ebbtide.interleave.engine.rules.adamw import ADAMW
 from ebbtide.interleave.engine.rules.rule import GroupRules, Scalars, UpdateRule
 
@@ -88,8 +87,10 @@ def update(
             part.detach().copy_(value)
         return
     if shape is not None:
-        products = partial(orthogonalize, multiply=multiply, sum_of_squares=sum_of_squares)
-        update_matrix(grad, state, out, scalars, rule, shape, update, products)
+        assert rule.whole_update is not None
+        own = rule.whole_update
+        transform = partial(own.transform, multiply=own.multiply, sum_of_squares=sum_of_squares)
+        update_whole(grad, state, out, scalars, rule, shape, update, transform)
         return
     scale, *factors = scalars
     grad = grad.detach()
@@ -100,15 +101,16 @@ def update(
     with np.errstate(all="ignore"):
         old = [row.detach().float().numpy() for row in state[: 1 + len(rule.moments)]]
         scales = state[len(old) :]
-        for number, row in enumerate(scales):
-            old[1 + number] = widen_moment(state[1 + number].numpy(), row.numpy(), number)
+        if rule.scaled is not None:
+            for number, row in enumerate(scales):
+                old[1 + number] = rule.scaled.widen(state[1 + number].numpy(), row.numpy(), number)
         results = rule.formula(grad.float().numpy() * scale, *old, *factors)
     master, *moments = map(canonical_nan, results)
     for row in (state[0],) if out is None else (state[0], out):
         _store(row.detach(), master)
     for number, (row, moment) in enumerate(zip(state[1:], moments, strict=False)):
-        if rule.scales:
-            row.numpy()[...], scales[number].numpy()[...] = quantize_moment(moment, number)
+        if rule.scaled is not None:
+            row.numpy()[...], scales[number].numpy()[...] = rule.scaled.quantize(moment, number)
         elif rule.rounds:
             own_noise = None if noise is None else noise >> np.uint32(16 * number) & np.uint32(0xFFFF)
             row.view(torch.uint16).numpy()[...] = bfloat16_bits(moment, own_noise)

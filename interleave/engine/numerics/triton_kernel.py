@@ -22,7 +22,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ebbtide.features.rules.dynamic_type import MIDDLES, VALUES
 from ebbtide.interleave.engine.numerics import triton_compiled as compiled
 from ebbtide.interleave.engine.numerics.fingerprint import BLOCK as FINGERPRINT_BLOCK
 from ebbtide.interleave.engine.numerics.fingerprint import KEYS
@@ -30,7 +29,7 @@ from ebbtide.interleave.engine.numerics.host_arrays import check_tensors, check_
 from ebbtide.interleave.engine.numerics.norm import BLOCK, total
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.rules.adamw import ADAMW
-from ebbtide.interleave.engine.rules.rule import UpdateRule
+from ebbtide.interleave.engine.rules.rule import ScaledMoments, UpdateRule
 
 
 class SharedHostMemory:
@@ -238,17 +237,26 @@ def _load_updates(updates: Sequence[TensorUpdate]) -> tuple[int, torch.Tensor]:
 
 
 def _other_columns(item: TensorUpdate) -> list[int]:
-    if not item.rule.scales:
+    scaled = item.rule.scaled
+    if scaled is None:
         return [item.position] if item.rule.rounds else []
     scales = item.state[1 + len(item.rule.moments) :]
-    return [tensor.data_ptr() for tensor in (_data_type(item.out.device), *scales)]
+    return [tensor.data_ptr() for tensor in (_data_type(scaled, item.out.device), *scales)]
 
 
-@cache
-def _data_type(device: torch.device) -> torch.Tensor:
+# By the identity of the moments, which rules keep.
+_DATA_TYPES: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+
+def _data_type(scaled: ScaledMoments, device: torch.device) -> torch.Tensor:
     """Return the numbers and the middles between them of each moment, 256 each."""
-    rows = [row for pair in zip(VALUES, MIDDLES, strict=True) for row in (*pair, np.full(1, np.inf, np.float32))]
-    return torch.from_numpy(np.concatenate(rows)).to(device)
+    key = id(scaled), device
+    if key not in _DATA_TYPES:
+        infinite = np.full(1, np.inf, np.float32)
+        pairs = zip(scaled.values, scaled.middles, strict=True)
+        rows = [row for values, middles in pairs for row in (values, middles, infinite)]
+        _DATA_TYPES[key] = torch.from_numpy(np.concatenate(rows)).to(device)
+    return _DATA_TYPES[key]
 
 
 @cache

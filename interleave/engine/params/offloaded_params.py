@@ -89,7 +89,7 @@ class OffloadedParams:
                     f"{rule.with_masters.name} for others"
                 )
         self._sharded_matrices(params)
-        if device_of(params).type != "cpu" and any(rule.finish is not None for rule in self._rules(params)):
+        if device_of(params).type != "cpu" and any(rule.whole_update is not None for rule in self._rules(params)):
             raise EngineError("rules of whole matrices run on the CPU only: use another rule for parameters on a GPU")
 
     def check_rules(self) -> None:
@@ -250,7 +250,7 @@ class OffloadedParams:
         return [rule_of[param] for param in params]
 
     def _sharded_matrices(self, params: Sequence[torch.Tensor]) -> ShardedMatrices:
-        return sharded_matrices(params, [rule.finish is not None for rule in self._rules(params)])
+        return sharded_matrices(params, [rule.whole_update is not None for rule in self._rules(params)])
 
     def _divide(self, params: Sequence[torch.Tensor], matrices: ShardedMatrices) -> Sequence[Subgroup]:
         shards, options = [local_shard(param) for param in params], self._options

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ebbtide.features.rules.blocks import quantize_moment
 from ebbtide.interleave.engine.commits import check_digest
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.params.local_shards import (
@@ -21,7 +20,7 @@ from ebbtide.interleave.engine.params.local_shards import (
     wrap_blocks,
     wrap_shard,
 )
-from ebbtide.interleave.engine.rules.rule import MASTER_NAME, GroupRules, UpdateRule
+from ebbtide.interleave.engine.rules.rule import MASTER_NAME, GroupRules, ScaledMoments, UpdateRule
 from ebbtide.interleave.engine.runtime.layout import (
     MASTER,
     param_rows,
@@ -220,7 +219,8 @@ def make_entry(rule: UpdateRule, param: torch.Tensor, state: ParamState, step: i
         entry[name] = wrap_blocks(param, row) if name in rule.scales else wrap_shard(param, unflatten(row, param))
     if rule.scales and parts_of(param) > 1:
         entry[_PARTS] = parts_of(param)
-    return entry | {name: torch.from_numpy(values.copy()) for name, values in rule.constants.items()}
+    constants = {} if rule.scaled is None else rule.scaled.constants
+    return entry | {name: torch.from_numpy(values.copy()) for name, values in constants.items()}
 
 
 def read_state_dict(
@@ -293,22 +293,23 @@ def _saved_names(
 
 
 def _with_codes(
-    rule: UpdateRule, param: torch.Tensor, entry: Mapping[str, Any], source: str, is_own: bool
+    rule: UpdateRule, scaled: ScaledMoments, param: torch.Tensor, entry: Mapping[str, Any], source: str, is_own: bool
 ) -> dict[str, Any]:
     """Return an entry of 8-bit moments as `make_entry` does; those of bitsandbytes may be nested, or in fp32."""
     whole = {
         **entry,
         **{name: row for part in entry.values() if isinstance(part, Mapping) for name, row in part.items()},
     }
-    for number, (name, scales) in enumerate(zip(rule.moments, rule.scales, strict=True)):
+    for number, (name, scales) in enumerate(zip(rule.moments, scaled.names, strict=True)):
         moment = whole.get(name)
         if isinstance(moment, torch.Tensor) and moment.is_floating_point() and not is_own:
             # bitsandbytes has fp32 moments for small parameters.
-            codes, largest = quantize_moment(local_shard(moment).detach().float().cpu().reshape(-1).numpy(), number)
+            values = local_shard(moment).detach().float().cpu().reshape(-1).numpy()
+            codes, largest = scaled.quantize(values, number)
             whole |= {name: torch.from_numpy(codes).view(local_shard(moment).shape), scales: torch.from_numpy(largest)}
     if (parts := whole.get(_PARTS, 1)) != parts_of(param):
         raise EngineError(f"{source} has {parts} shards, the parameter {parts_of(param)}: load it with as many ranks")
-    for name, values in rule.constants.items():
+    for name, values in scaled.constants.items():
         own, expected = whole.get(name), torch.from_numpy(values)
         if own is not None and not _is_close(own, expected):
             raise EngineError(f"{source}: {name} is not the data type of {rule.title}, `dynamic`")
@@ -341,8 +342,8 @@ def _parse_entry(
         raise EngineError(f"{source} is {type(entry).__name__}: {other}")
     if "max_exp_avg_sq" in entry:
         raise EngineError(f"{source} is of AMSGrad, which this optimizer does not support")
-    if rule.scales:
-        entry = _with_codes(rule, param, entry, source, is_own)
+    if rule.scaled is not None:
+        entry = _with_codes(rule, rule.scaled, param, entry, source, is_own)
     shard, rows = local_shard(param), []
     saved = rule.saved
     lengths = [part.stop for part in saved.row_slices(0, shard.numel(), 0)]

@@ -28,8 +28,8 @@ BLOCK = 256
 class UpdateRange(NamedTuple):
     """Elements of tensors that are updated with the same factors: from `begin` to the one before `end`.
 
-    `position` is that of the first element, for rules that round (see `numerics.rounding`); `shape` that of the matrix,
-    for rules of whole matrices; `block` is the first block, for moments in 8 bits."""
+    `position` is that of the first element, for rules that round (see `numerics.rounding`); `shape` that of the
+    parameter, for rules that update whole ones; `block` is the first block, for moments in 8 bits."""
 
     begin: int
     end: int
@@ -39,14 +39,45 @@ class UpdateRange(NamedTuple):
     block: int = 0
 
 
-class MatrixParts(NamedTuple):
-    """The factors of an update of a whole matrix: of the formula, of the products and of `finish` (see matrices.py)."""
+class WholeUpdate(NamedTuple):
+    """An update that transforms a whole parameter of two dimensions, besides the formula for each element.
 
-    scalars: Scalars
-    coefficients: tuple[np.float32, np.float32, np.float32]
-    steps: int
-    eps: np.float32
-    finish_scalars: Scalars
+    Attributes:
+        parts: Returns the parts of the factors, for a shape: `scalars` are for the formula, `finish_scalars` for
+            `finish`, the others for `transform`.
+        transform: Replaces the first result of the formula, flat: (values, shape, parts, multiply, sum of squares).
+        multiply: Returns the product of two arrays.
+        loops: The module of its compiled form, `multiply`, and of `ROWS`, the rows that are computed together.
+        finish: The rule, without moments, that takes the result as its gradient.
+    """
+
+    parts: Callable[[Scalars, tuple[int, int]], Any]
+    transform: Callable[..., None]
+    multiply: Callable[[Any, Any], Any]
+    loops: str
+    finish: UpdateRule
+
+
+class ScaledMoments(NamedTuple):
+    """Moments in 8 bits, with a scale for each block of `BLOCK` elements.
+
+    Attributes:
+        names: The names of the scales in state dicts, of each moment.
+        values: The numbers of the codes of each moment.
+        middles: The middles between them.
+        constants: What entries of state dicts have besides, the same for all parameters.
+        widen: Returns a moment in fp32: (codes, scales, number of the moment).
+        quantize: Returns codes and scales: (moment, number of the moment).
+        loops: The module of the compiled update, `update_of(rule)`.
+    """
+
+    names: tuple[str, ...]
+    values: Sequence[Any]
+    middles: Sequence[Any]
+    constants: Mapping[str, Any]
+    widen: Callable[[Any, Any, int], Any]
+    quantize: Callable[[Any, int], tuple[Any, Any]]
+    loops: str
 
 
 class SplitMaster(NamedTuple):
@@ -91,11 +122,8 @@ class UpdateRule:
         unsupported: Options of that optimizer that must be off.
         moment_dtype: float32, bfloat16 or uint8. The formula has fp32 moments in all cases. With bfloat16 the last
             factor of a step is not for it, but the seed of `numerics.rounding`, or 0 to round to nearest.
-        scales: With uint8 (see `numerics.blocks`), the names in state dicts of the scales of each moment.
-        constants: With uint8, what entries of state dicts have besides, the same for all parameters.
-        finish: For an update of whole matrices: the rule, without moments, that takes the result of their products as
-            its gradient. The first result of `formula` is the matrix to multiply then.
-        parts: Returns the parts of the factors, for a matrix of a shape.
+        scaled: With uint8, how moments are scaled.
+        whole_update: How whole parameters are updated; None if each element is for itself.
         has_masters: Whether the state has a row of masters; without one the parameters are the masters.
         split: How that row has a part of the masters only; None if it has fp32 masters.
         whole: The same rule with a row of fp32 masters; None for a rule that has one.
@@ -110,13 +138,21 @@ class UpdateRule:
     check: Callable[[Group], None] = field(repr=False, default=lambda group: None)
     unsupported: tuple[str, ...] = ("maximize", "differentiable")
     moment_dtype: torch.dtype = torch.float32
-    scales: tuple[str, ...] = ()
-    constants: Mapping[str, Any] = field(repr=False, default_factory=dict)
-    finish: UpdateRule | None = None
-    parts: Callable[[Scalars, tuple[int, int]], MatrixParts] | None = field(repr=False, default=None)
+    scaled: ScaledMoments | None = field(repr=False, default=None)
+    whole_update: WholeUpdate | None = field(repr=False, default=None)
     has_masters: bool = True
     split: SplitMaster | None = None
     whole: UpdateRule | None = field(repr=False, default=None)
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """The names of the scales of moments in state dicts; none but for moments in 8 bits."""
+        return () if self.scaled is None else self.scaled.names
+
+    @property
+    def ending(self) -> UpdateRule:
+        """The rule of the end of an update: `finish` where whole parameters are updated, else this."""
+        return self if self.whole_update is None else self.whole_update.finish
 
     @property
     def with_masters(self) -> UpdateRule:
@@ -125,8 +161,8 @@ class UpdateRule:
 
     @cached_property
     def without_masters(self) -> UpdateRule:
-        """The rule of fp32 parameters, which are their own masters. Matrices keep a row of them."""
-        if self.split is not None or self.finish is not None or not self.has_masters:
+        """The rule of fp32 parameters, which are their own masters, but not where whole ones are updated."""
+        if self.split is not None or self.whole_update is not None or not self.has_masters:
             return self
         return replace(self, has_masters=False, whole=self.with_masters)
 
@@ -194,7 +230,7 @@ class UpdateRule:
     @property
     def has_ranges(self) -> bool:
         """Whether an update needs to know where parameters begin, so that their ranges are not merged."""
-        return self.rounds or bool(self.scales) or self.finish is not None
+        return self.rounds or bool(self.scales) or self.whole_update is not None
 
     def formula_with(self, arithmetic: Mapping[str, Any]) -> Callable[..., Any]:
         """Return the formula with other functions in place of `divide`, `square_root` and `sign`."""

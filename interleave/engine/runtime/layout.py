@@ -78,7 +78,7 @@ def divide(
             close()
             dtype, rule = kinds[index]
         begin = 0
-        if rule.finish is not None and param.numel():
+        if rule.whole_update is not None and param.numel():
             if size + param.numel() > subgroup_params:
                 close()
             segments.append(ParamSegment(index, 0, param.numel(), size, tuple(param.shape)))

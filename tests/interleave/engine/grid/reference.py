@@ -28,7 +28,7 @@ class ReferenceParam:
         self.param, self.rule, self._factors = param, rule.with_masters, rule.scalars
         self.has_remainders, self.has_masters = rule.split is not None, rule.has_masters
         self.step = 0
-        self.is_whole = rule.finish is not None and hasattr(param, "full_tensor")
+        self.is_whole = rule.whole_update is not None and hasattr(param, "full_tensor")
         value = self._value()
         self.rows = list(self.rule.zero_rows(len(value)))
         self.rows[0].copy_(value)
@@ -97,7 +97,7 @@ class ReferenceParam:
         """Update the parameter, which has a number in the optimizer, by its gradient."""
         self.step += 1
         value = self._value()
-        shape = tuple(self.param.shape) if self.rule.finish is not None else None
+        shape = tuple(self.param.shape) if self.rule.whole_update is not None else None
         scalars, position = self._factors(group, self.step, scale), number * FACTOR
         out = None if self.has_remainders or not self.has_masters else value
         rows = self.rows if self.has_masters else [value, *self.rows[1:]]

@@ -212,7 +212,7 @@ class Training:
         is_last = any(param is one for one in self.net.layers[-1].parameters())
         if self.job.second_rule is not None and is_last:
             rules.insert(0, self.job.second_rule)
-        return next(rule for rule in rules if param.dim() == 2 or find_rule(rule).finish is None)
+        return next(rule for rule in rules if param.dim() == 2 or find_rule(rule).whole_update is None)
 
     def open(self, stack: ExitStack) -> None:
         """Move layers and make the optimizer; the end of the stack closes them."""

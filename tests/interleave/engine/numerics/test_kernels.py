@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from numba import njit
 
 from ebbtide import host_limits
-from ebbtide.features.overlap import compiled_beside
-from ebbtide.interleave.engine.numerics import compiled, reference
+from ebbtide.interleave.engine.numerics import compiled, compiled_beside, reference
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.rules.adamw import ADAMW, Hyper
 from tests.conftest import run_process
