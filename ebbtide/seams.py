@@ -26,11 +26,13 @@ so that a command loads what it needs alone.
 | setups | `read(section) -> FrameworkSetup`, by the key of its section in meta.json | `framework_setup` |
 | sources | the name of the command that makes traces of a source, by the source in meta.json | `next_line` |
 | splits | `split(version) -> StateSplit`, by the same key: which state a framework keeps on the device | `split_of` |
+| step-hooks | `make(calls, model)`: returns a `StepHooks`, or None | `StepCalls`, of an optimizer |
 
 | service | signature |
 | --- | --- |
 | adviser | `TraceAdviser(trace)`: advice that was simulated, for findings and reports |
 | calibrate | `calibrate_alone(seconds, name) -> Machine` |
+| exchange | `exchange(params, are_whole) -> Exchange`: of parameters that rules update as a whole |
 | layer-comparison | a module like `interleave.compare.comparison`, for `compare --layers` |
 | measure-cpu | `measure_cpu(params, threads) -> Machine` |
 | metrics-server | `serve_metrics(text) -> MetricsServer`: listens on `[HOST:]PORT` |
@@ -75,6 +77,7 @@ SEAMS = (
     "setups",
     "sources",
     "splits",
+    "step-hooks",
 )
 _GROUP = "ebbtide.features"
 

@@ -18,7 +18,7 @@ from tests.conftest import WITHOUT_FEATURES, run_process
 ROOT = Path(__file__).parents[1]
 FEATURES = sorted(path for path in (ROOT / "features").iterdir() if (path / "__init__.py").exists())
 # Imports of features by the core. Lower it with each that goes.
-MAX_EXCEPTIONS = 9
+MAX_EXCEPTIONS = 4
 
 COMMAND = '''
 from ebbtide.cli.command import command

@@ -2,4 +2,6 @@
 
 from ebbtide.seams import Feature
 
-FEATURE = Feature("matrices", {"rules": {"muon": "muon"}})
+FEATURE = Feature(
+    "matrices", {"rules": {"muon": "muon"}, "services": {"exchange": "sharded_matrices:sharded_matrices"}}
+)

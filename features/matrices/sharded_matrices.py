@@ -1,33 +1,29 @@
 """Matrices that are sharded over ranks and updated as a whole: each by one rank, its owner."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.interleave.engine.params.exchange import Exchange, Shape, Tensors
 from ebbtide.interleave.engine.params.local_shards import local_shard
 
-# Tensors of a matrix, such as its gradient alone or the rows of its state.
-Tensors = Sequence[torch.Tensor]
-Shape = tuple[int, ...]
 
-
-class ShardedMatrices:
+class ShardedMatrices(Exchange):
     """Matrices whose parts the ranks of a process group have: their shapes and the divided dimension, by index.
 
     Parts are as torch.chunk makes them. The owners: the largest matrices first, each goes to the rank with the fewest
-    elements so far. Tensors of a matrix are flat: whole on the owner, and empty on the other ranks. Every rank must
-    call each method, in the same order. Messages are on a device."""
+    elements so far. Messages are on a device."""
 
     def __init__(self, divided: Mapping[int, tuple[Shape, int]], group: Any = None, device: str = "cpu") -> None:
+        super().__init__()
         self._divided, self._group, self._device = divided, group, device
         self._ranks: int = dist.get_world_size(group) if divided else 1
         loads = [0] * self._ranks
         # In the order of messages, as are the shapes of those of which this rank is the owner.
-        self.owners: dict[int, int] = {}
         for index in sorted(divided, key=lambda index: -math.prod(divided[index][0])):
             owner = self.owners[index] = loads.index(min(loads))
             loads[owner] += math.prod(divided[index][0])
@@ -35,7 +31,6 @@ class ShardedMatrices:
         self.own = {index: divided[index][0] for index, owner in self.owners.items() if owner == own_rank}
 
     def gather(self, parts: Mapping[int, Tensors], are_read: bool = True) -> dict[int, Tensors]:
-        """Return tensors of matrices, by index, whose parts on this rank are these, flat; or only memory for them."""
         sizes = {index: math.prod(shape) for index, shape in self.own.items()}
         whole: dict[int, Tensors] = {}
         for index, own in parts.items():
@@ -45,21 +40,15 @@ class ShardedMatrices:
         return whole
 
     def scatter(self, whole: Mapping[int, Tensors], parts: Mapping[int, Tensors]) -> None:
-        """Write this rank's parts of tensors of matrices, by index, to tensors, flat."""
         if parts:
             self._exchange(self._by_rank(whole), self._by_owner(parts))
 
     def add(self, values: Mapping[int, float]) -> dict[int, float]:
-        """Return for each matrix the sum of a value over the ranks; 0 where a rank does not give it."""
         if not self.owners:
             return {}
         sums = torch.tensor([values.get(index, 0.0) for index in self.owners], dtype=torch.float64).to(self._device)
         dist.all_reduce(sums, group=self._group)
         return dict(zip(self.owners, sums.tolist(), strict=True))
-
-    def on_any_rank(self, indices: Iterable[int]) -> set[int]:
-        """Return the matrices whose index any rank gives, when all ranks have called this."""
-        return {index for index, count in self.add(dict.fromkeys(indices, 1.0)).items() if count}
 
     def _by_owner(self, parts: Mapping[int, Tensors]) -> list[list[torch.Tensor]]:
         owners = [(owner, parts[index]) for index, owner in self.owners.items() if index in parts]

@@ -6,6 +6,7 @@ FEATURE = Feature(
     "overlap",
     {
         "plan-checks": {"overlap": "overlap_checks:check_overlap"},
+        "step-hooks": {"overlap": "pending_params:pending_params"},
         "services": {"redone-plan": "speculation:redone"},
     },
 )

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ebbtide.features.overlap.pending_params import locked, weak_call
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.reference import LossScale, scalars_of
@@ -17,6 +16,7 @@ from ebbtide.interleave.engine.options import OptimizerArguments, OptimizerOptio
 from ebbtide.interleave.engine.params.local_shards import own_rank
 from ebbtide.interleave.engine.params.offloaded_params import OffloadedParams
 from ebbtide.interleave.engine.params.state_dict import RECORD, make_entry, make_record, read_state_dict
+from ebbtide.interleave.engine.params.step_calls import locked, weak_call
 from ebbtide.interleave.engine.rules.rule import GroupRules, Scalars, UpdateRule
 from ebbtide.interleave.engine.runtime.executor import deferred_interrupts
 from ebbtide.interleave.model.plan import Plan
@@ -60,15 +60,14 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._runner = AdaptiveRunner(options)
         callbacks = weak_call(self._expected_scalars), weak_call(self._rule_of_params)
         self._offloaded = OffloadedParams(self._runner, *callbacks)
-        self._pending = self._offloaded.pending
-        self._pending.finish_after(self)
+        self._calls = self._offloaded.calls
+        self._calls.finish_after(self)
         try:
             super().__init__(params, self._rules.defaults)
-            if (model := keywords.get("model")) is not None:
-                self._pending.guard(model)
+            self._calls.add_hooks(keywords.get("model"))
             self._offloaded.plan_or_open(self._params_with_state())
         except BaseException:
-            self._pending.remove_guards()
+            self._calls.close()
             self._runner.close()
             raise
 
@@ -138,7 +137,7 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._check_groups()
         # Not deferred: the engine may take long to open, and other ranks may never come.
         offloaded.open(params)
-        offloaded.matrices.on_any_rank(())
+        offloaded.exchange.on_any_rank(())
         try:
             with deferred_interrupts():
                 values, gradients, updated = offloaded.begin_step(params)
@@ -153,9 +152,9 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     record = partial(offloaded.record_values, values)
                     scalars = self._scalars(updated, scale)
                     try:
-                        self._pending.step(values, scalars, partial(self._end_step, updated), record)
+                        self._calls.step(values, scalars, partial(self._end_step, updated), record)
                     finally:
-                        offloaded.write_matrices(values, updated)
+                        offloaded.write_parts(values, updated)
         except BaseException:
             with deferred_interrupts():
                 offloaded.discard_step()
@@ -247,7 +246,7 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Wait until the last step has written all parameters. Only with `overlap` it may not have when it returned.
 
         Raises EngineError as `step`, or if the job wrote to a parameter before."""
-        self._pending.finish()
+        self._calls.finish()
 
     @contextmanager
     def hold_steps(self) -> Iterator[None]:
@@ -255,7 +254,7 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
         A thread that saves checkpoints reads `model.state_dict()`, whose tensors are the parameters themselves, and
         `state_dict()` inside it, to have both after the same step. Raises EngineError as `synchronize`."""
-        with self._pending.lock:
+        with self._calls.lock:
             self.synchronize()
             yield
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from ebbtide.features.matrices.sharded_matrices import ShardedMatrices
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
+from ebbtide.interleave.engine.params.exchange import Exchange
 from ebbtide.interleave.engine.params.gradients import GradientNorm
 from ebbtide.interleave.engine.rules.adamw import Hyper
 from tests.cuda_runtime.launch_recorder import LaunchRecorder
@@ -115,7 +115,7 @@ def test_step__of_580_tensors_has_few_launches_and_compiles_nothing(recorder: La
 
     params = [torch.zeros(length + index % 3, dtype=torch.bfloat16) for index, length in enumerate(model_tensors())]
     values = [param[index % 3 :] for index, param in enumerate(params)]
-    norm = GradientNorm(LaunchingDevice(), ShardedMatrices({}), max_norm=1.0)  # type: ignore[arg-type]
+    norm = GradientNorm(LaunchingDevice(), Exchange(), max_norm=1.0)  # type: ignore[arg-type]
 
     triton_kernel.gpu_fingerprint(values)()
     assert recorder.kernels == ["load_table", "block_fingerprints"]

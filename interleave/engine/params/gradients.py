@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ebbtide.features.matrices.sharded_matrices import ShardedMatrices
-from ebbtide.features.overlap.pending_params import PendingParams
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.norm import total
+from ebbtide.interleave.engine.params.exchange import Exchange
 from ebbtide.interleave.engine.params.local_shards import flat_like, local_shard, unflatten, wrap_shard
+from ebbtide.interleave.engine.params.step_calls import StepCalls
 from ebbtide.interleave.engine.rules.rule import Scalars
 from ebbtide.interleave.engine.runtime.engine import Engine
 
@@ -25,9 +25,9 @@ _EPS = 1e-6
 class GradientNorm:
     """Adds up the squares of a step's gradients on all ranks, and returns the factor that scales and clips them."""
 
-    def __init__(self, device: Device, matrices: ShardedMatrices, max_norm: float | None) -> None:
+    def __init__(self, device: Device, exchange: Exchange, max_norm: float | None) -> None:
         self._device = device
-        self._matrices = matrices
+        self._exchange = exchange
         self._max_norm = max_norm
         # The indices of parameters, and the function that waits for the sums of squares of their gradients.
         self._pending: list[tuple[Sequence[int], Callable[[], list[float]]]] = []
@@ -52,7 +52,7 @@ class GradientNorm:
                 # One that was added again, after an interrupt, has its last values.
                 sums.setdefault(index, value)
         self.clear()
-        whole = self._matrices.add(sums)
+        whole = self._exchange.add(sums)
         others = {param: sums.get(index, 0.0) for index, param in enumerate(params) if index not in whole}
         norm = math.sqrt(_sum_over_ranks(others, whole.values())) / loss_scale
         if not math.isfinite(norm):
@@ -99,24 +99,24 @@ class GradientCollector:
     """Collects the gradients of parameters for an engine, over as many backwards as the step before had. Streamed
     gradients are offloaded when they are computed for the last time, and `p.grad` is a placeholder. If a job sets that
     to None, or runs one more backward, they are recalled and submitted at the step. `expected_scalars` returns the
-    factors of a step that is neither clipped nor skipped. Those of sharded matrices are gathered at the step."""
+    factors of a step that is neither clipped nor skipped. Those of an exchange are gathered at the step."""
 
     def __init__(
         self,
         params: Sequence[torch.Tensor],
-        matrices: ShardedMatrices,
+        exchange: Exchange,
         engine: Engine,
         norm: GradientNorm,
         streamed: bool,
-        pending: PendingParams,
+        calls: StepCalls,
         expected_scalars: Callable[[], Sequence[Scalars | None] | None],
     ) -> None:
         self._params = params
-        self._matrices = matrices
+        self._exchange = exchange
         self._engine = engine
         self._norm = norm
         self._streamed = streamed
-        self._pending = pending
+        self._calls = calls
         self._expected_scalars = expected_scalars
         # The placeholders in p.grad of the offloaded gradients, by the parameter's index.
         self._placeholders: dict[int, torch.Tensor] = {}
@@ -135,7 +135,7 @@ class GradientCollector:
 
     def collect(self) -> dict[int, torch.Tensor]:
         """Return the gradients that were not offloaded, flat, by the parameter's index."""
-        self._pending.finish_updates()
+        self._calls.finish_updates()
         engine = self._engine
         if not (engine.is_running and all(map(self._is_unchanged, engine.update.offloaded))):
             self.recall()
@@ -147,7 +147,7 @@ class GradientCollector:
 
     def recall(self) -> None:
         """Put offloaded gradients back into `p.grad`, with what was added to them since, and stop the plan."""
-        self._pending.finish_updates()
+        self._calls.finish_updates()
         gradients = self._engine.recall_gradients([local_shard(param).detach() for param in self._params])
         for index, gradient in gradients.items():
             param, placeholder = self._params[index], self._placeholders.get(index)
@@ -180,7 +180,7 @@ class GradientCollector:
 
     def _count_gradient(self, index: int) -> None:
         """Count a gradient that a backward has computed. What this raises, the backward raises."""
-        self._pending.check_gradient(index)
+        self._calls.check_gradient(index)
         self._times[index] += 1
         if self._times[index] == self._expected_times[index]:
             self._ready_size += self._sizes[index]
@@ -192,11 +192,11 @@ class GradientCollector:
         if engine.device.is_capturing():
             # The gradients are computed when the graph is replayed, and are submitted at the step.
             return
-        self._pending.finish_updates()
+        self._calls.finish_updates()
         # None: the optimizer is gone.
         if engine.needs_assumption and (expected := self._expected_scalars()) is not None:
             engine.assume(expected)
-        is_offloaded = index in self._matrices.owners or index in engine.update.offloaded
+        is_offloaded = index in self._exchange.owners or index in engine.update.offloaded
         if self._streamed and engine.is_running and not is_offloaded:
             gradient = _flat_gradient(param)
             self._norm.add_all({index: gradient})

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from ebbtide.features.matrices.sharded_matrices import ShardedMatrices, sharded_matrices
-from ebbtide.features.overlap.pending_params import PendingParams
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.params import state_dict
+from ebbtide.interleave.engine.params.exchange import Exchange, exchange_of
 from ebbtide.interleave.engine.params.gradients import GradientCollector, GradientNorm
 from ebbtide.interleave.engine.params.local_shards import (
     check_apart,
@@ -21,6 +20,7 @@ from ebbtide.interleave.engine.params.local_shards import (
     local_shard,
     own_rank,
 )
+from ebbtide.interleave.engine.params.step_calls import StepCalls
 from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRule
 from ebbtide.interleave.engine.runtime.engine import Engine
 from ebbtide.interleave.engine.runtime.layout import Subgroup, divide
@@ -49,8 +49,8 @@ class OffloadedParams:
         self.params: list[torch.Tensor] = []
         # Whether the parameters of the constructor were checked or opened.
         self.is_checked = False
-        self.pending = PendingParams(runner)
-        self.matrices = ShardedMatrices({})
+        self.calls = StepCalls(runner)
+        self.exchange = Exchange()
         self._runner = runner
         self._options = runner.options
         self._expected_scalars = expected_scalars
@@ -74,7 +74,7 @@ class OffloadedParams:
         self.check(params)
         if (self._options.device is None and device_of(params).type == "cpu") or self._runner.backing.is_used:
             # With storage, since a checkpoint that is loaded next may name the file to use.
-            self._runner.check(self._divide(params, self._sharded_matrices(params)))
+            self._runner.check(self._divide(params, exchange_of(params, self._rules(params))))
         else:
             self._set_params(params)
         self.is_checked = True
@@ -88,9 +88,9 @@ class OffloadedParams:
                     f"a parameter is {param.dtype}: {rule.name} is for {rule.split.param_dtype} parameters; use "
                     f"{rule.with_masters.name} for others"
                 )
-        self._sharded_matrices(params)
+        exchange_of(params, self._rules(params))
         if device_of(params).type != "cpu" and any(rule.whole_update is not None for rule in self._rules(params)):
-            raise EngineError("rules of whole matrices run on the CPU only: use another rule for parameters on a GPU")
+            raise EngineError("rules of whole parameters run on the CPU only: use another rule for parameters on a GPU")
 
     def check_rules(self) -> None:
         """Raise EngineError if the job has given a parameter another rule, whose state it does not have."""
@@ -118,18 +118,18 @@ class OffloadedParams:
 
     def gather(self) -> list[state_dict.ParamState]:
         """Return the state of every parameter after the last step, in new host memory. The plan goes on afterwards."""
-        self.pending.finish()
+        self.calls.finish()
         if not self.params:
             return []
         engine, own, rules = self._runner.engine, self._values(), self._own_rules
         values, has_parts = self._whole_values(own, False), any(rule.split is not None for rule in rules)
         with engine.paused():
             changed = self._changed(own)[0] if has_parts else set()
-            changed |= self.matrices.on_any_rank(changed)
+            changed |= self.exchange.on_any_rank(changed)
             states = state_dict.gather_states(rules, engine.store.states, values, changed, self._loaded)
-        whole = {index: states[index] for index in self.matrices.owners}
+        whole = {index: states[index] for index in self.exchange.owners}
         parts = {index: [row.new_empty(own[index].numel()) for row in state] for index, state in whole.items()}
-        self.matrices.scatter(whole, parts)
+        self.exchange.scatter(whole, parts)
         return [tuple(parts.get(index, state)) for index, state in enumerate(states)]
 
     def load(self, params: Sequence[torch.Tensor], states: Sequence[state_dict.ParamState | None]) -> None:
@@ -147,7 +147,7 @@ class OffloadedParams:
     def commit(self, steps: Sequence[int]) -> dict[str, Any]:
         """Return `AdaptiveRunner.commit`, with masters that follow the parameters, and recall offloaded gradients.
         `steps`: the number of updates of each parameter."""
-        self.pending.finish()
+        self.calls.finish()
         self._follow_values()
         self._stop()
         return self._runner.commit(params=self._describe(self.params), steps=list(steps), rank=own_rank())
@@ -168,7 +168,7 @@ class OffloadedParams:
         """Submit the gradients, after the last step has ended and changed parameters are followed. Returns parameters
         as the engine has them, flat; gradients that were not offloaded, by index; and the indices of all gradients."""
         engine = self.open(params)
-        self.pending.finish_updates()
+        self.calls.finish_updates()
         if engine.update.phase is UpdatePhase.SUBMITTED:
             # An interrupt came before the step before was discarded.
             self.collector.recall()
@@ -177,29 +177,29 @@ class OffloadedParams:
                 "step() cannot be captured in a CUDA graph: capture forward and backward only, and call step() after "
                 "each replay"
             )
-        self.pending.begin_step()
+        self.calls.begin_step()
         self._follow_layouts()
         own_params = set(self.params)
         if any(param not in own_params and param.grad is not None for param in params):
             self.add(params)
         values, engine = self._follow_values(), self._runner.engine
         gradients = self.collector.collect()
-        missing = self.matrices.on_any_rank(gradients) - gradients.keys()
+        missing = self.exchange.on_any_rank(gradients) - gradients.keys()
         gradients |= {index: torch.zeros_like(flat_view(self.params[index])) for index in missing}
-        parts = {index: [gradient] for index, gradient in gradients.items() if index in self.matrices.owners}
-        gradients |= {index: gradient for index, (gradient,) in self.matrices.gather(parts).items()}
+        parts = {index: [gradient] for index, gradient in gradients.items() if index in self.exchange.owners}
+        gradients |= {index: gradient for index, (gradient,) in self.exchange.gather(parts).items()}
         if not engine.is_running:
             self._runner.set_plan()
         engine.submit_gradients(gradients)
         return values, gradients, gradients.keys() | engine.update.offloaded
 
-    def write_matrices(self, values: Sequence[torch.Tensor], updated: Collection[int]) -> None:
-        """Write the parts of sharded matrices after a step. Raises EngineError if a rank has lost its state."""
+    def write_parts(self, values: Sequence[torch.Tensor], updated: Collection[int]) -> None:
+        """Write the parts of exchanged parameters after a step. Raises EngineError if a rank has lost its state."""
         is_lost = self._runner.closed
-        if self.matrices.on_any_rank(self.matrices.owners if is_lost else ()) and not is_lost:
+        if self.exchange.on_any_rank(self.exchange.owners if is_lost else ()) and not is_lost:
             self._runner.close()
             raise EngineError("an update failed midway on another rank, whose state is lost: resume from a checkpoint")
-        written = [index for index in updated if index in self.matrices.owners]
+        written = [index for index in updated if index in self.exchange.owners]
         if written and not is_lost:
             self._write_parts(values, written)
             self.record_values(values, written)
@@ -220,16 +220,16 @@ class OffloadedParams:
         """Take the values of parameters, of these indices or all, as those that masters round to. After a step these
         are those that it has written, since the job may have changed others."""
         recorded = range(len(values)) if indices is None else list(indices)
-        own = [flat_view(self.params[index]) if index in self.matrices.owners else values[index] for index in recorded]
+        own = [flat_view(self.params[index]) if index in self.exchange.owners else values[index] for index in recorded]
         fingerprints = cache(self._runner.device.fingerprint(own))
         self._fingerprints |= {index: (fingerprints, place) for place, index in enumerate(recorded)}
 
     def close(self) -> None:
         """Finish late operations, stop watching backwards, and close the engine."""
         try:
-            self.pending.finish()
+            self.calls.finish()
         finally:
-            self.pending.remove_guards()
+            self.calls.close()
             if self.params:
                 self.collector.close()
             self._runner.close()
@@ -249,13 +249,10 @@ class OffloadedParams:
         rule_of = self._rule_of_params()
         return [rule_of[param] for param in params]
 
-    def _sharded_matrices(self, params: Sequence[torch.Tensor]) -> ShardedMatrices:
-        return sharded_matrices(params, [rule.whole_update is not None for rule in self._rules(params)])
-
-    def _divide(self, params: Sequence[torch.Tensor], matrices: ShardedMatrices) -> Sequence[Subgroup]:
+    def _divide(self, params: Sequence[torch.Tensor], exchange: Exchange) -> Sequence[Subgroup]:
         shards, options = [local_shard(param) for param in params], self._options
-        for index in matrices.owners:
-            shards[index] = torch.empty(matrices.own.get(index, 0), dtype=shards[index].dtype, device="meta")
+        for index in exchange.owners:
+            shards[index] = torch.empty(exchange.own.get(index, 0), dtype=shards[index].dtype, device="meta")
         return divide(shards, options.subgroup_params, self._rules(params))
 
     @torch.inference_mode(False)  # type: ignore[untyped-decorator]
@@ -270,18 +267,18 @@ class OffloadedParams:
         if self._options.device is None and device != self._device:
             self._runner.open_device(device)
             self._device = device
-        matrices = self._sharded_matrices(params)
-        engine = self._runner.rebuild(self._divide(params, matrices), len(params), commit=commit)
+        exchange = exchange_of(params, self._rules(params))
+        engine = self._runner.rebuild(self._divide(params, exchange), len(params), commit=commit)
         if self.params:
             self.collector.close()
-        self.matrices = matrices
-        self.norm = GradientNorm(self._runner.device, self.matrices, self._options.max_grad_norm)
+        self.exchange = exchange
+        self.norm = GradientNorm(self._runner.device, self.exchange, self._options.max_grad_norm)
         self.collector = GradientCollector(
-            params, self.matrices, engine, self.norm, self._options.streamed, self.pending, self._expected_scalars
+            params, self.exchange, engine, self.norm, self._options.streamed, self.calls, self._expected_scalars
         )
         self.params, self._own_rules = list(params), self._rules(params)
         self._runner.uses_ranks = any(hasattr(param, "to_local") for param in params)
-        self.pending.set_params(self.params, self.matrices.owners)
+        self.calls.set_params(self.params, self.exchange.owners)
         self._fingerprints.clear()
         self._layouts = _layouts(params)
         if commit is None:
@@ -294,8 +291,8 @@ class OffloadedParams:
 
     def _set_states(self, engine: Engine, states: Sequence[state_dict.ParamState | None]) -> None:
         own = self._values()
-        parts = {index: state for index in self.matrices.owners if (state := states[index]) is not None}
-        whole = self.matrices.gather(parts)
+        parts = {index: state for index in self.exchange.owners if (state := states[index]) is not None}
+        whole = self.exchange.gather(parts)
         states = [tuple(whole[index]) if index in whole else state for index, state in enumerate(states)]
         values = self._whole_values(own, True)
         try:
@@ -318,14 +315,14 @@ class OffloadedParams:
         return [flat_view(param) for param in self.params]
 
     def _whole_values(self, values: Sequence[torch.Tensor], are_read: bool) -> list[torch.Tensor]:
-        """Return parameters as the engine has them: for sharded matrices, whole ones or memory for them."""
-        parts = {index: [values[index]] for index in self.matrices.owners}
-        whole = self.matrices.gather(parts, are_read)
+        """Return parameters as the engine has them: for exchanged ones, whole ones or memory for them."""
+        parts = {index: [values[index]] for index in self.exchange.owners}
+        whole = self.exchange.gather(parts, are_read)
         return [whole[index][0] if index in whole else value for index, value in enumerate(values)]
 
     def _write_parts(self, values: Sequence[torch.Tensor], indices: Iterable[int]) -> None:
         parts = {index: [flat_view(self.params[index])] for index in indices}
-        self.matrices.scatter({index: [values[index]] for index in parts}, parts)
+        self.exchange.scatter({index: [values[index]] for index in parts}, parts)
 
     def _follow_layouts(self) -> None:
         """Open the engine again if parameters have moved, or changed their dtype, before the first step."""
@@ -357,9 +354,9 @@ class OffloadedParams:
             self._addresses = addresses
         changed, fingerprints = self._changed(values)
         changed |= self._loaded.keys()
-        matrices = self.matrices.on_any_rank(changed)
-        changed |= matrices
-        values = self._whole_values(values, bool(matrices))
+        exchanged = self.exchange.on_any_rank(changed)
+        changed |= exchanged
+        values = self._whole_values(values, bool(exchanged))
         if changed:
             engine = self._runner.engine
             with engine.paused():

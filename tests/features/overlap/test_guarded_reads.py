@@ -246,7 +246,7 @@ def test_fork__gives_the_child_the_updated_parameters_and_nothing_to_wait_for() 
     for _ in range(2):
         model(torch.ones(1, 64)).sum().backward()
         optimizer.step()
-    assert optimizer._pending.is_active
+    assert optimizer._calls.is_active
     fork = multiprocessing.get_context("fork")
     queue = fork.SimpleQueue()
     child = fork.Process(target=lambda: queue.put([float(param.detach().sum()) for param in model.parameters()]))

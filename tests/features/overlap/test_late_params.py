@@ -183,7 +183,7 @@ def test_step__waits_for_parameters_of_which_the_job_keeps_views() -> None:
     try:
         for _ in range(3):
             _step(net, optimizer)
-        assert optimizer._pending.is_active
+        assert optimizer._calls.is_active
         assert type(net.second.weight) is nn.Parameter
         assert type(net.second.bias) is not nn.Parameter
         expected = view.clone()

@@ -83,7 +83,7 @@ def reads_of_late_parameters(rank: int, folder: Path) -> Result:
         model = sharded()
         with late_optimizer(model, "kept", "none" if case == "no overlap" else "forward") as optimizer:
             if case == "no gates":
-                optimizer._pending.remove_guards()
+                optimizer._calls.close()
             data, part, released = batches(torch.float32), slice(rank, None, RANKS), threading.Event()
             # The first step compiles the kernels.
             loss_of(model, next(data), 0, part).backward()

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from ebbtide.features.matrices.sharded_matrices import ShardedMatrices
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
+from ebbtide.interleave.engine.params.exchange import Exchange
 from ebbtide.interleave.engine.params.gradients import GradientNorm
 
 
@@ -69,7 +69,7 @@ def test_gradient_norm__is_that_of_all_gradients_however_they_are_added() -> Non
     params = [torch.full((length,), 2.0) for length in (3, 0, 5, 1, 7)]
     device = CountingDevice()
     for parts in ([[0, 1, 2, 4]], [[4], [0, 2], [1]]):
-        norm = GradientNorm(device, ShardedMatrices({}), max_norm=3.0)
+        norm = GradientNorm(device, Exchange(), max_norm=3.0)
         for indices in parts:
             norm.add_all({index: params[index] for index in indices})
         # Fifteen elements of 2: the norm is the root of 60.

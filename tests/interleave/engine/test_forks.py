@@ -106,7 +106,7 @@ class ForkingJob:
         """Put something in flight."""
         if self.in_flight == "late updates":
             self.iterate()
-            assert self.optimizer._pending.is_active
+            assert self.optimizer._calls.is_active
         elif self.in_flight in ("weights", "activations"):
             self.forward()
         else:

@@ -92,7 +92,7 @@ MECHANISMS = {
         (
             (LateParams, "set", lambda *_: None),
             (PendingParams, "wait_for", lambda *_: None),
-            (PendingParams, "check_gradient", lambda *_: None),
+            (PendingParams, "gradient_ready", lambda *_: None),
             (ForwardGates, "is_gated", lambda *_: True),
         ),
         is_late,
