@@ -16,7 +16,7 @@ so that a command loads what it needs alone.
 | lanes | `lanes(machine)`, which yields each `Lane` and `Pool` | `interleave.simulation.lanes` |
 | names | an object that the core's packages offer as their own: `interleave.offload_activations` | `public_name` |
 | plan-checks | `check(plan, workload)`: raises PlanError | `Plan.validate` |
-| plan-passes | a `PlanPass`: it changes the plans of policies, the first in the list all others' | `Policy.plan` |
+| plan-passes | a `PlanPass`: it changes the plans of policies | `Policy.plan` |
 | plots | a `PlotKind` | `ebbtide plot` |
 | policies | a module of policies, decorated with `policies.registry.policy` | `interleave.policies` |
 | rates | an `ObservedRates`: rates of a machine that the steps of a job show | `engine.adaptive.rates` |
@@ -31,6 +31,7 @@ so that a command loads what it needs alone.
 | service | signature |
 | --- | --- |
 | adviser | `TraceAdviser(trace)`: advice that was simulated, for findings and reports |
+| beside-step | `beside_step(plan, workload, assignment, overlap) -> Plan`: with updates in other phases |
 | calibrate | `calibrate_alone(seconds, name) -> Machine` |
 | exchange | `exchange(params, are_whole) -> Exchange`: of parameters that rules update as a whole |
 | layer-comparison | a module like `interleave.compare.comparison`, for `compare --layers` |

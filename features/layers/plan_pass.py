@@ -19,6 +19,8 @@ class LayerPass:
     """Plans the layers of a workload that has some, and the state with what they leave."""
 
     name: ClassVar[str] = "layers"
+    position: ClassVar[int] = 10
+    in_memory: ClassVar[bool] = False
     options: ClassVar[Mapping[str, tuple[str, ...]]] = LAYER_OPTIONS
 
     def plan(self, make: Maker, policy: Policy, workload: Workload, machine: Machine) -> Plan:

@@ -6,7 +6,11 @@ FEATURE = Feature(
     "overlap",
     {
         "plan-checks": {"overlap": "overlap_checks:check_overlap"},
+        "plan-passes": {"overlap": "plan_pass:OVERLAP_PASS"},
         "step-hooks": {"overlap": "pending_params:pending_params"},
-        "services": {"redone-plan": "speculation:redone"},
+        "services": {
+            "beside-step": "plan_pass:beside_step",
+            "redone-plan": "speculation:redone",
+        },
     },
 )

@@ -14,6 +14,8 @@ class StoragePass:
     """Keeps state in storage as far as the machine has storage, and host memory does not hold all state."""
 
     name: ClassVar[str] = "storage"
+    position: ClassVar[int] = 20
+    in_memory: ClassVar[bool] = False
     options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def plan(self, make: Maker, policy: Policy, workload: Workload, machine: Machine) -> Plan:

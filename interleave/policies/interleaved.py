@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 
 from ebbtide.errors import PolicyError
-from ebbtide.features.overlap.policy import with_overlap
 from ebbtide.interleave.model.operations import OVERLAP
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
@@ -38,7 +37,7 @@ def interleaved(workload: Workload, machine: Machine, policy: Policy) -> Plan:
         builder.resident(subgroup, last)
     if not resident.start:
         _interleave(builder, on_cpu, on_gpu, policy.options["params"])
-    return with_overlap(builder.plan(), workload, machine, policy.overlap)
+    return builder.plan()
 
 
 def _interleave(builder: PlanBuilder, on_cpu: Sequence[int], on_gpu: Sequence[int], params: str) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from operator import attrgetter
 from typing import ClassVar, NamedTuple, Protocol
 
 from ebbtide import seams
@@ -24,10 +25,14 @@ class PlanPass(Protocol):
 
     Attributes:
         name: Its name, by which a policy says that it does what the pass does itself (`RegisteredPolicy.without`).
+        position: Passes with a higher one come before, nearer to the policy.
+        in_memory: Whether it is also for plans as if host and device memory held everything (`plan_in_memory`).
         options: Options that each built-in policy has for it: their values, the default first.
     """
 
     name: ClassVar[str]
+    position: ClassVar[int]
+    in_memory: ClassVar[bool]
     options: ClassVar[Mapping[str, tuple[str, ...]]]
 
     def plan(self, make: Maker, policy: Policy, workload: Workload, machine: Machine) -> Plan:
@@ -40,8 +45,8 @@ class PlanPass(Protocol):
 @cache
 def plan_passes() -> Sequence[PlanPass]:
     """Return the passes of all features, the outermost first."""
-    passes: Sequence[PlanPass] = seams.load_all("plan-passes")
-    return passes
+    passes: list[PlanPass] = seams.load_all("plan-passes")
+    return sorted(passes, key=attrgetter("position"))
 
 
 @cache
@@ -217,15 +222,23 @@ class Policy:
             PolicyError: The policy cannot plan this workload.
             MachineError: The machine lacks a rate that the policy needs.
         """
-        make: Maker = Policy.plan_in_memory
-        for one in reversed(plan_passes()):
+        return self._make_plan(workload, machine, plan_passes())
+
+    def plan_in_memory(self, workload: Workload, machine: Machine) -> Plan:
+        """Make the plan as if host memory held all state, and weights and activations stayed where they are."""
+        return self._make_plan(workload, machine, [one for one in plan_passes() if one.in_memory])
+
+    def _make_plan(self, workload: Workload, machine: Machine, passes: Sequence[PlanPass]) -> Plan:
+        make: Maker = _plan_alone
+        for one in reversed(passes):
             if one.name not in self.registered.without:
                 make = partial(one.plan, make)
         return make(self, workload, machine)
 
-    def plan_in_memory(self, workload: Workload, machine: Machine) -> Plan:
-        """Make the plan without passes over it: as if host memory held all state."""
-        return self.registered.function(workload, machine, self)
+
+def _plan_alone(policy: Policy, workload: Workload, machine: Machine) -> Plan:
+    """Make the plan of a policy without any pass over it."""
+    return policy.registered.function(workload, machine, policy)
 
 
 def is_choice(text: str, choices: Sequence[str]) -> bool:
@@ -320,8 +333,8 @@ def policy(
     return register
 
 
-# Registers another system, whose plans the engine cannot run, and whose state is in storage only as it has it there.
-system = partial(policy, simulation_only=True, without=("storage",))
+# Registers another system, whose plans the engine cannot run: its updates run, and its state is, where it has them.
+system = partial(policy, simulation_only=True, without=("overlap", "storage"))
 
 
 def with_values(policies: Iterable[RegisteredPolicy]) -> str:

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from ebbtide.features.overlap.policy import with_overlap
 from ebbtide.interleave.model.operations import OVERLAP
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
@@ -37,7 +36,7 @@ def twin_flow(workload: Workload, machine: Machine, policy: Policy) -> Plan:
 def pipelined(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Update all subgroups on the CPU, conversions and copies overlapped: the fair baseline for interleaving."""
     policy.reject_value()
-    return with_overlap(split_plan(workload, policy, range(0)), workload, machine, policy.overlap)
+    return split_plan(workload, policy, range(0))
 
 
 @policy("gpu-only", DefaultRun("gpu-only", position=60))

@@ -3,9 +3,8 @@
 from collections import deque
 from dataclasses import replace
 
-from ebbtide.features.overlap.policy import late
-from ebbtide.features.overlap.speculation import speculate
-from ebbtide.interleave.model.operations import Overlap
+from ebbtide import seams
+from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import STEP, UPDATE, Plan, gradient_ready_points
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
@@ -44,10 +43,8 @@ def plan_of(workload: Workload, memory: FreeMemory, assignment: Assignment, text
         builder.resident(subgroup)
     add_on_cpu()
     plan = builder.plan(validate=False)
-    if overlap.backward:
-        plan = speculate(plan, workload, assignment.speculated, assignment.uploads_first and not overlap.forward)
-    if overlap.forward:
-        plan = late(plan, workload, frozenset() if assignment.moved_late else frozenset(moved))
+    if overlap != NO_OVERLAP:
+        plan = seams.service("beside-step")(plan, workload, assignment, overlap)
     return replace(plan, cpu_share=assignment.cpu_share) if assignment.on_cpu else plan
 
 
