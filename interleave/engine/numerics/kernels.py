@@ -253,18 +253,26 @@ class CpuKernel:
             self.fingerprint(out)
 
     def fingerprint(self, values: torch.Tensor) -> bytes:
-        """Return `fingerprint.fingerprint` of a contiguous tensor with one dimension, by the calling thread."""
+        """Return `fingerprint.fingerprint` of a contiguous tensor with one dimension."""
         return self.fingerprints([values])[0]
 
     def fingerprints(self, values: Sequence[torch.Tensor]) -> list[bytes]:
-        """Return `fingerprint` of each tensor, by the calling thread."""
+        """Return `fingerprint` of each tensor, by the calling thread where they are small."""
         host_arrays.check_each("cpu", values)
-        return [self._fingerprint(memory_words(array)) for array in host_arrays.as_arrays(values)]
+        arrays = list(map(memory_words, host_arrays.as_arrays(values)))
+        sums = [np.empty((-(-words.size // FINGERPRINT_BLOCK), len(KEYS)), np.uint64) for words in arrays]
+        if sum(words.size for words in arrays) < _MIN_SLICE * len(arrays):
+            for words, own_sums in zip(arrays, sums, strict=True):
+                self._compiled.fingerprint(words, KEYS, own_sums)
+        else:
+            jobs = [(0, words.size, (words, own_sums)) for words, own_sums in zip(arrays, sums, strict=True)]
+            self._run(self._fingerprint_part, jobs, FINGERPRINT_BLOCK, self.threads)
+        return [own_sums.tobytes() for own_sums in sums]
 
-    def _fingerprint(self, words: Words) -> bytes:
-        sums = np.empty((-(-words.size // FINGERPRINT_BLOCK), len(KEYS)), np.uint64)
-        self._compiled.fingerprint(words, KEYS, sums)
-        return sums.tobytes()
+    def _fingerprint_part(self, begin: int, end: int, arrays: tuple[Words, Any]) -> None:
+        words, sums = arrays
+        blocks = slice(begin // FINGERPRINT_BLOCK, -(-end // FINGERPRINT_BLOCK))
+        self._compiled.fingerprint(words[begin:end], KEYS, sums[blocks])
 
     def close(self) -> None:
         self._whole_thread.close()
