@@ -196,9 +196,9 @@ class Engine:
         update = self.update
         try:
             run = self._executor.finish()
-        except OperationFailed as failure:
+        except OperationFailed:
             update.phase = UpdatePhase.LOST
-            self.store.complete(failure.run.plan, failure.run.done)
+            self.store.complete()
             update.phase = UpdatePhase.RECOVERED
             raise
         except BaseException:

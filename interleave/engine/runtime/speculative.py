@@ -9,6 +9,7 @@ from ebbtide.interleave.engine.rules.rule import Scalars
 from ebbtide.interleave.engine.runtime.layout import Subgroup
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 from ebbtide.interleave.engine.runtime.transfer_buffers import TransferBuffers
+from ebbtide.interleave.engine.runtime.update import Update
 
 
 class SpeculativeUpdates:
@@ -21,10 +22,11 @@ class SpeculativeUpdates:
         self._states = states
         self._buffers = buffers
         self._lock = fork_lock()
-        self.begin_step()
+        self.begin_step(Update())
 
-    def begin_step(self) -> None:
-        """Forget the updates of the step before. No operation may run meanwhile."""
+    def begin_step(self, update: Update) -> None:
+        """Speculate on an update, and forget the one before. No operation may run meanwhile."""
+        self._update = update
         # The factors that the updates that have begun assumed, by subgroup: of its segments, None after `invalidate`.
         self._assumed: dict[int, list[Scalars | None] | None] = {}
         self._ended: set[int] = set()
@@ -96,3 +98,4 @@ class SpeculativeUpdates:
         else:
             self._states.use_spare(subgroup)
             self._buffers.use_spare(subgroup)
+        self._update.updated.add(subgroup)

@@ -126,10 +126,15 @@ class Store:
         return not elements or self._arena.fits(elements)
 
     def end(self, op: Op) -> None:
-        """Release what nobody needs any more, after an operation was done."""
+        """Take an operation as done, and release what nobody needs any more."""
         if op.kind == "gradient down":
             self._drop_gradients(op.subgroup)
-        elif find_kind(op.kind).gives is not None:
+        elif op.kind == "upload":
+            self.update.written.add(op.subgroup)
+        elif op.kind == "update" and op.resource == "gpu":
+            self.update.updated.add(op.subgroup)
+            self.update.written.add(op.subgroup)
+        if find_kind(op.kind).gives is not None:
             self._arena.trim()
 
     @property
@@ -140,7 +145,7 @@ class Store:
     @update.setter
     def update(self, update: Update) -> None:
         self._update = update
-        self.speculative.begin_step()
+        self.speculative.begin_step(update)
 
     def subgroups_of(self, param: int) -> set[int]:
         """Return the subgroups that have elements of a parameter."""
@@ -199,16 +204,15 @@ class Store:
         self._cpu_share = plan.cpu_share
         self._buffers.prepare(plan)
 
-    def complete(self, plan: Plan, done: Sequence[bool]) -> None:
-        """Complete a step on the CPU after an operation failed; then no state is on the device. `done` says which
-        operations of the plan were done. Raises EngineError if an update failed: its state is lost."""
+    def complete(self) -> None:
+        """Complete the update on the CPU after an operation failed; then no state is on the device.
+
+        Raises EngineError if an update in place failed: its state is lost."""
         # What the job has issued, gradients among it, is done.
         self.device.record("job").synchronize()
-        if unfinished := self.update.unfinished:
+        update = self.update
+        if unfinished := update.unfinished:
             raise EngineError(f"the update of subgroup {min(unfinished)} failed midway: its state is lost")
-        updated = {op.subgroup for op, is_done in zip(plan.ops, done, strict=True) if is_done and op.kind == "update"}
-        uploaded = {op.subgroup for op, is_done in zip(plan.ops, done, strict=True) if is_done and op.kind == "upload"}
-        on_cpu = {op.subgroup for op in plan.ops if op.kind == "update" and op.resource == "cpu"}
         self._returned.release()
         self.states.move_all_to_host()
         self._arena.release()
@@ -216,21 +220,20 @@ class Store:
         self._cast_subgroups = set()
         for subgroup in range(len(self.subgroups)):
             self.speculative.restore(subgroup)
-            is_complete = subgroup in updated and (subgroup not in on_cpu or subgroup in uploaded)
-            if is_complete and not (self.states.is_backed(subgroup) and subgroup in self.states.on_host):
+            if subgroup in update.written and not self.states.is_loaded(subgroup):
                 continue
             with self.states.on_host_now(subgroup):
-                if not is_complete:
-                    self._complete_subgroup(subgroup, subgroup in updated)
+                if subgroup not in update.written:
+                    self._complete_subgroup(subgroup)
         # The next plan has pinned ones again.
         self._buffers.clear()
 
-    def _complete_subgroup(self, subgroup: int, is_updated: bool) -> None:
+    def _complete_subgroup(self, subgroup: int) -> None:
         """Update a subgroup on the CPU, or only take its parameters from the master, and copy them to the device."""
         # It is enough for this step that there is host memory.
         self._buffers.ensure("upload", subgroup, pinned=False)
         self._refresh_params(subgroup)
-        if is_updated:
+        if subgroup in self.update.updated:
             self.cast_master(subgroup)
         else:
             if subgroup not in self.update.copied:
@@ -290,9 +293,11 @@ class Store:
         self._refresh_params(subgroup)
         state, params = self.states.on_host[subgroup], self._buffers.params[subgroup]
         rows, out, rule = self._host_rows(subgroup, state, params)
-        self.update.unfinished.add(subgroup)
-        self._kernel.update_ranges(gradient, rows, out, self.update.ranges(own), self._cpu_share, rule)
-        self.update.unfinished.discard(subgroup)
+        update = self.update
+        update.unfinished.add(subgroup)
+        self._kernel.update_ranges(gradient, rows, out, update.ranges(own), self._cpu_share, rule)
+        update.unfinished.discard(subgroup)
+        update.updated.add(subgroup)
 
     def update_on_gpu(self, op: Op) -> None:
         """Issue the update of a subgroup on the device."""

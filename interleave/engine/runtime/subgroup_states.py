@@ -120,6 +120,10 @@ class SubgroupStates:
         """Return whether the plan has the state of a subgroup behind the host's memory."""
         return self.backed.is_planned(subgroup)
 
+    def is_loaded(self, subgroup: int) -> bool:
+        """Return whether a state that is behind the host's memory is in a buffer."""
+        return self.is_backed(subgroup) and subgroup in self.on_host
+
     def load(self, subgroup: int, buffer: int) -> None:
         """Read a state that is behind the host's memory into a buffer of the plan."""
         self.on_host[subgroup] = self.backed.load(subgroup, buffer)

@@ -42,6 +42,8 @@ class Update:
         copied: Subgroups whose gradients are on the host.
         missing: By subgroup: how many of its parameters have gradients that are not offloaded.
         marks: By subgroup: what its offloaded gradients are issued before.
+        updated: Subgroups whose newest state is that of this update.
+        written: Subgroups whose parameters on the device are those of this update.
         unfinished: Subgroups whose update has started and not ended: if it raises, nobody knows what it has changed.
         backward_mark: A mark of when the backward began; None before.
         step_mark: The same of the step.
@@ -60,6 +62,8 @@ class Update:
     copied: set[int] = field(default_factory=set)
     missing: list[int] = field(default_factory=list)
     marks: list[list[Mark]] = field(default_factory=list)
+    updated: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)
     unfinished: set[int] = field(default_factory=set)
     backward_mark: Mark | None = None
     step_mark: Mark | None = None
