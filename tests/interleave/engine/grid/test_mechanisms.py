@@ -12,6 +12,7 @@ from ebbtide.features.layers.engine.transfers import StorageTransfers, bytes_of
 from ebbtide.features.overlap.gates import ForwardGates
 from ebbtide.features.overlap.pending_params import LateParams, PendingParams
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.engine.params.step_calls import StepCalls
 from ebbtide.interleave.engine.runtime.store import Store
 from tests.conftest import slow
 from tests.interleave.engine.grid.draw import draw_job
@@ -97,6 +98,8 @@ MECHANISMS = {
         ),
         is_late,
     ),
+    "parameters that a step may leave late": Mechanism(((PendingParams, "decided", lambda *_: None),), is_late),
+    "records of what a late step has written": Mechanism(((StepCalls, "record", lambda *_: None),), is_late),
     "copies of changed parameters": Mechanism(((Store, "forget_params", lambda *_: None),), has_remainders),
 }
 
