@@ -90,10 +90,12 @@ class Feature:
     Attributes:
         name: The name of its folder.
         seams: By seam and key, the object: `module` or `module:name`, relative to the package.
+        needs: The names of features without which it plugs in nothing.
     """
 
     name: str
     seams: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if unknown := sorted({*self.seams}.difference(SEAMS)):
@@ -131,7 +133,9 @@ def features() -> dict[str, Feature]:
 
     packages = [f"{_GROUP}.{module.name}" for module in iter_modules(_own_folders())]
     packages += [entry.value for entry in entry_points(group=_GROUP)]
-    return {package: import_module(package).FEATURE for package in packages}
+    present = {package: import_module(package).FEATURE for package in packages}
+    names = {feature.name for feature in present.values()}
+    return {package: feature for package, feature in present.items() if names.issuperset(feature.needs)}
 
 
 def _own_folders() -> list[str]:

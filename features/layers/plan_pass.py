@@ -21,6 +21,7 @@ class LayerPass:
     name: ClassVar[str] = "layers"
     position: ClassVar[int] = 10
     in_memory: ClassVar[bool] = False
+    offers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     options: ClassVar[Mapping[str, tuple[str, ...]]] = LAYER_OPTIONS
 
     def plan(self, make: Maker, policy: Policy, workload: Workload, machine: Machine) -> Plan:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ebbtide.features.overlap.policy import late, with_overlap
 from ebbtide.features.overlap.speculation import speculate
-from ebbtide.interleave.model.operations import Overlap
+from ebbtide.interleave.model.operations import OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.registry import Maker, Policy
@@ -19,6 +19,7 @@ class OverlapPass:
     name: ClassVar[str] = "overlap"
     position: ClassVar[int] = 30
     in_memory: ClassVar[bool] = True
+    offers: ClassVar[Mapping[str, tuple[str, ...]]] = {"overlap": OVERLAP}
     options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def plan(self, make: Maker, policy: Policy, workload: Workload, machine: Machine) -> Plan:

@@ -5,11 +5,11 @@ from dataclasses import replace
 from functools import cache
 
 from ebbtide.features.overlap.speculation import speculate
-from ebbtide.features.storage.policy import with_fitting_storage
 from ebbtide.interleave.model.kinds import find_kind, from_backward
 from ebbtide.interleave.model.operations import Hold, Overlap, overlaps_of
 from ebbtide.interleave.model.plan import BACKWARD, Op, Plan, forward_points
 from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.policies.registry import complete
 from ebbtide.interleave.simulation.simulator import simulate_steps
 from ebbtide.machines.machine import Machine
 
@@ -43,7 +43,7 @@ def with_overlap(plan: Plan, workload: Workload, machine: Machine, option: str) 
         return late(plan, workload).validate(workload)
 
     def cost(candidate: Plan) -> tuple[bool, bool, float]:
-        return simulate_steps(with_fitting_storage(candidate, workload, machine), workload, machine).cost(machine)
+        return simulate_steps(complete(candidate, workload, machine), workload, machine).cost(machine)
 
     plans = [plan]
     for overlap in overlaps:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from ebbtide.features.storage.policy import with_default_storage, with_storage
+from ebbtide.features.storage.policy import with_fitting_storage, with_storage
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.registry import Maker, Policy
@@ -16,6 +16,7 @@ class StoragePass:
     name: ClassVar[str] = "storage"
     position: ClassVar[int] = 20
     in_memory: ClassVar[bool] = False
+    offers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def plan(self, make: Maker, policy: Policy, workload: Workload, machine: Machine) -> Plan:
@@ -23,8 +24,8 @@ class StoragePass:
         return with_storage(make(policy, workload, machine), workload, machine)
 
     def complete(self, plan: Plan, workload: Workload, machine: Machine) -> Plan:
-        """Return a plan with the default layout of its state in storage."""
-        return with_default_storage(plan, workload, machine)
+        """Return a plan with the default layout of its state in storage, or the smallest if that does not fit."""
+        return with_fitting_storage(plan, workload, machine)
 
 
 STORAGE_PASS = StoragePass()

@@ -13,4 +13,5 @@ FEATURE = Feature(
             "pytorch": "pytorch",
         },
     },
+    needs=("overlap", "storage"),
 )

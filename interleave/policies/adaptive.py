@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ebbtide.interleave.model.operations import OVERLAP, overlaps_of
+from ebbtide.interleave.model.operations import overlaps_of
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.registry import DefaultRun, Policy, policy
@@ -12,7 +12,7 @@ from ebbtide.machines.machine import Machine
 _NEEDED = ("h2d_bytes_per_s", "d2h_bytes_per_s", "host_memory_bytes_per_s", "cpu_update_params_per_s")
 
 
-@policy("adaptive", DefaultRun("adaptive", position=50), without=("overlap",), overlap=OVERLAP)
+@policy("adaptive", DefaultRun("adaptive", position=50), without=("overlap",), takes=("overlap",))
 def adaptive(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Keep state resident in memory that is always free, park it in windows, stream it or update on the CPU, as the
     rates allow."""

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 
 from ebbtide.errors import PolicyError
-from ebbtide.interleave.model.operations import OVERLAP
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
@@ -14,7 +13,7 @@ from ebbtide.machines.machine import Machine
 BUFFERS = 2
 
 
-@policy("interleaved", DefaultRun("interleaved:2", position=40), grads=GRADS, params=PARAMS, overlap=OVERLAP)
+@policy("interleaved", DefaultRun("interleaved:2", position=40), grads=GRADS, takes=("overlap",), params=PARAMS)
 def interleaved(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Fetch every K-th subgroup, update it on the GPU and flush it while the CPU updates the others; K@R does so
     within the share R that is offloaded, and keeps the rest resident."""

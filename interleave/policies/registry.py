@@ -27,12 +27,14 @@ class PlanPass(Protocol):
         name: Its name, by which a policy says that it does what the pass does itself (`RegisteredPolicy.without`).
         position: Passes with a higher one come before, nearer to the policy.
         in_memory: Whether it is also for plans as if host and device memory held everything (`plan_in_memory`).
+        offers: Options for it that a policy may take (`policy`): their values, the default first.
         options: Options that each built-in policy has for it: their values, the default first.
     """
 
     name: ClassVar[str]
     position: ClassVar[int]
     in_memory: ClassVar[bool]
+    offers: ClassVar[Mapping[str, tuple[str, ...]]]
     options: ClassVar[Mapping[str, tuple[str, ...]]]
 
     def plan(self, make: Maker, policy: Policy, workload: Workload, machine: Machine) -> Plan:
@@ -53,6 +55,12 @@ def plan_passes() -> Sequence[PlanPass]:
 def pass_options() -> Mapping[str, tuple[str, ...]]:
     """Return the options that built-in policies have for passes."""
     return {name: values for one in plan_passes() for name, values in one.options.items()}
+
+
+@cache
+def offered_options() -> Mapping[str, tuple[str, ...]]:
+    """Return the options for passes that policies may take."""
+    return {name: values for one in plan_passes() for name, values in one.offers.items()}
 
 
 def complete(plan: Plan, workload: Workload, machine: Machine) -> Plan:
@@ -319,11 +327,15 @@ def policy(
     /,
     simulation_only: bool = False,
     without: Iterable[str] = (),
+    takes: Iterable[str] = (),
     **options: tuple[str, ...],
 ) -> Callable[[PolicyFunction], PolicyFunction]:
-    """Register the decorated function as a policy, with the attributes of `RegisteredPolicy`."""
+    """Register the decorated function as a policy, with the attributes of `RegisteredPolicy`.
+
+    `takes`: names of options of passes (`PlanPass.offers`) that it has, too, where their feature is there."""
 
     def register(function: PolicyFunction) -> PolicyFunction:
+        options.update({key: values for key, values in offered_options().items() if key in takes})
         if isinstance(run, DefaultRun):
             options.update(pass_options())
         summary = (function.__doc__ or "").strip().split("\n")[0]

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from ebbtide.interleave.model.operations import OVERLAP
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
@@ -32,7 +31,7 @@ def twin_flow(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     return plan if workload.in_own_engine else with_gradient_buffers(plan, workload, offloads=True)
 
 
-@policy("pipelined", DefaultRun("pipelined", position=30), grads=GRADS, params=PARAMS, overlap=OVERLAP)
+@policy("pipelined", DefaultRun("pipelined", position=30), grads=GRADS, takes=("overlap",), params=PARAMS)
 def pipelined(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Update all subgroups on the CPU, conversions and copies overlapped: the fair baseline for interleaving."""
     policy.reject_value()

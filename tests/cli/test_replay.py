@@ -292,6 +292,7 @@ def test_replay__bad_input_is_one_line_and_changes_no_file(folder: Path, capsys:
         assert {name: after[name] for name in after if "__pycache__" not in name} == before, arguments
 
 
+@needs_all_features
 def test_replay__shows_late_updates_and_their_bound_where_no_policy_is_named(folder: Path, capsys: Printed) -> None:
     late = answer(capsys, "--workload w.json --machine m.json")["late"]
     assert [result["policy"] for result in late["results"]] == ["adaptive,overlap=forward"]

@@ -6,7 +6,6 @@ import torch
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from tests.conftest import torch_on_one_thread
 from tests.interleave.engine.compile_once import compile_once
-from tests.interleave.engine.speculating import speculating
 from tests.interleave.quick_plans import plan_quickly
 
 one_thread = pytest.fixture(scope="session", autouse=True)(torch_on_one_thread)
@@ -30,5 +29,8 @@ def own_linear(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def speculating_policy() -> Iterator[None]:
+    # It needs a feature, which tests of the core run without.
+    from tests.interleave.engine.speculating import speculating
+
     with speculating():
         yield

@@ -19,6 +19,7 @@ class Marking:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.offers: dict[str, tuple[str, ...]] = {}
         self.in_memory = name == "inner"
         self.options = {name: ("off", "on")}
 

@@ -189,8 +189,9 @@ def test_subgroups__are_those_printed_or_configured(printed: list[int], subgroup
     assert workload_of(job.trace).subgroups == (PARAMS,)
 
 
+@pytest.mark.usefixtures("stub_framework")
 def test_workload_of__takes_bytes_from_the_dtypes() -> None:
-    job = offloaded(1).meta(model={"dtypes": {"torch.float32": 10, "torch.float16": 3}})
+    job = split_by_stub(1).meta(model={"dtypes": {"torch.float32": 10, "torch.float16": 3}})
     workload = workload_of(job.meta(optimizers=[{"params": PARAMS, "state_dtypes": {"torch.float32": PARAMS}}]).trace)
     # A master weight and a momentum.
     assert (workload.param_bytes, workload.grad_bytes, workload.state_bytes) == (4, 4, 8)
