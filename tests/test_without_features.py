@@ -1,4 +1,4 @@
-"""The core without features, and the whole without each feature that the core does not import yet."""
+"""The core without features, and the whole without each of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,16 +22,7 @@ TIMEOUT_S = 1500.0
 PYTHON = (sys.executable, "-m")
 
 
-def imported_by_core() -> set[str]:
-    """Return the features that an exception of the import contract names."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (layers,) = [contract for contract in contracts if contract["type"] == "layers"]
-    public = ("ebbtide.profiler ", "ebbtide.interleave ", "ebbtide ", "ebbtide.interleave.deepspeed ")
-    lines = [line for line in layers["ignore_imports"] if not line.startswith((*public, "ebbtide.profiler.importers"))]
-    return set(re.findall(r"-> ebbtide\.features\.(\w+)", "\n".join(lines)))
-
-
-FREE = [folder.name for folder in FEATURES if folder.name not in imported_by_core()]
+NAMES = [folder.name for folder in FEATURES]
 
 
 def copy_without(names: list[str], folder: Path) -> Path:
@@ -56,15 +46,14 @@ def run_in(folder: Path, *words: str | Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
-def test_core__passes_its_tests_without_the_features_that_it_does_not_import(tmp_path: Path) -> None:
-    assert len(FREE) >= 12
-    folder = copy_without(FREE, tmp_path)
+def test_core__passes_its_tests_without_features(tmp_path: Path) -> None:
+    folder = copy_without(NAMES, tmp_path)
     ignored = [f"--ignore=tests/{name}" for name in NOT_OF_THE_CORE]
     run_in(folder, *PYTHON, "pytest", "-q", "-n", "2", "--dist", "worksteal", "-m", "not slow", "tests", *ignored)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FREE)
+@pytest.mark.parametrize("name", NAMES)
 def test_feature__can_be_deleted_alone(name: str, tmp_path: Path) -> None:
     folder = copy_without([name], tmp_path)
     project = folder / "pyproject.toml"
