@@ -14,7 +14,7 @@ from ebbtide.machines.machine import Machine
 
 
 class OverlapPass:
-    """Applies the option `overlap` of policies that do not search for plans with it themselves."""
+    """Applies the option `overlap` of policies that take it, and do not search for plans with it themselves."""
 
     name: ClassVar[str] = "overlap"
     position: ClassVar[int] = 30
@@ -24,7 +24,9 @@ class OverlapPass:
 
     def plan(self, make: Maker, policy: Policy, workload: Workload, machine: Machine) -> Plan:
         """Return the plan of a policy with the best updates that its option allows."""
-        return with_overlap(make(policy, workload, machine), workload, machine, policy.overlap)
+        plan = make(policy, workload, machine)
+        is_taken = "overlap" in policy.registered.takes
+        return with_overlap(plan, workload, machine, policy.overlap) if is_taken else plan
 
     def complete(self, plan: Plan, workload: Workload, machine: Machine) -> Plan:
         """Return a plan as it is."""

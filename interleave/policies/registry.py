@@ -302,12 +302,14 @@ class RegisteredPolicy:
     name: str
     function: PolicyFunction
     options: Mapping[str, tuple[str, ...]]  # The values that each option may have, the default first.
-    summary: str  # First line of the function's docstring.
+    summary: str  # First paragraph of the function's docstring.
     # How the policy is run by default, or where all systems are asked for; None: only by its name.
     run: DefaultRun | SystemRun | None = None
     simulation_only: bool = False  # Whether the engine cannot run its plans; `replay` can.
     # Names of passes over plans that are left out: it does that itself, or not at all.
     without: frozenset[str] = frozenset()
+    # Names of options that passes offer (`PlanPass.offers`), of those that it has.
+    takes: frozenset[str] = frozenset()
 
     @property
     def typical(self) -> Policy:
@@ -332,21 +334,24 @@ def policy(
 ) -> Callable[[PolicyFunction], PolicyFunction]:
     """Register the decorated function as a policy, with the attributes of `RegisteredPolicy`.
 
-    `takes`: names of options of passes (`PlanPass.offers`) that it has, too, where their feature is there."""
+    Of the options that it `takes`, it has those whose feature is there."""
 
     def register(function: PolicyFunction) -> PolicyFunction:
-        options.update({key: values for key, values in offered_options().items() if key in takes})
+        taken = {key: values for key, values in offered_options().items() if key in takes}
+        options.update(taken)
         if isinstance(run, DefaultRun):
             options.update(pass_options())
-        summary = (function.__doc__ or "").strip().split("\n")[0]
-        POLICIES[name] = RegisteredPolicy(name, function, options, summary, run, simulation_only, frozenset(without))
+        summary = " ".join((function.__doc__ or "").strip().split("\n\n")[0].split())
+        POLICIES[name] = RegisteredPolicy(
+            name, function, options, summary, run, simulation_only, frozenset(without), frozenset(taken)
+        )
         return function
 
     return register
 
 
-# Registers another system, whose plans the engine cannot run: its updates run, and its state is, where it has them.
-system = partial(policy, simulation_only=True, without=("overlap", "storage"))
+# Registers another system, whose plans the engine cannot run, and whose state is in storage only as it has it there.
+system = partial(policy, simulation_only=True, without=("storage",))
 
 
 def with_values(policies: Iterable[RegisteredPolicy]) -> str:

@@ -15,7 +15,7 @@ from ebbtide.machines.machine import Machine
 def speculating() -> Iterator[None]:
     """Register a policy that speculates a number of subgroups; `speculating` alone does all."""
 
-    @policy("speculating", without=("overlap",), overlap=("backward", "both"), base=("pipelined", "interleaved:2"))
+    @policy("speculating", overlap=("backward", "both"), base=("pipelined", "interleaved:2"))
     def speculating(workload: Workload, machine: Machine, chosen: Policy) -> Plan:
         """Speculate."""
         plan = as_policy(chosen.options["base"]).plan_in_memory(workload, machine)
