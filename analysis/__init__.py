@@ -1,4 +1,5 @@
-"""Explains traces: metrics per phase, windows of free memory, findings, plots and reports."""
+"""Explains traces: metrics per phase, windows of free memory, findings, plots and
+reports."""
 
 from typing import TYPE_CHECKING, Any
 

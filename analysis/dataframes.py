@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_type_hints
 if TYPE_CHECKING:
     import pandas as pd
 
-# pandas dtype of each type of a dataclass field. Missing integers keep their other digits (`Int64`).
+# pandas dtype of each type of a dataclass field. Missing integers keep their other
+# digits (`Int64`).
 _DTYPES: dict[Any, str] = {
     int: "int64",
     int | None: "Int64",
@@ -27,13 +28,18 @@ class TabularResult:
     _table: ClassVar[str]
 
     def __init_subclass__(cls, table: str = "", **options: Any) -> None:
-        """Take the name of the field, a list or tuple of dataclasses, that is the main table."""
+        """Take the name of the field, a list or tuple of dataclasses, that is the main
+        table."""
         super().__init_subclass__(**options)
         cls._table = table
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return its main table: a row per entry, with the fields of the entries as columns."""
-        return to_frame(getattr(self, self._table), get_args(get_type_hints(type(self))[self._table])[0])
+        """Return its main table: a row per entry, with the fields of the entries as
+        columns."""
+        return to_frame(
+            getattr(self, self._table),
+            get_args(get_type_hints(type(self))[self._table])[0],
+        )
 
     def as_json(self) -> Any:
         """Return the object that the command prints with `--json`."""
@@ -41,20 +47,26 @@ class TabularResult:
 
     def __repr__(self) -> str:
         rows = len(self.to_pandas())
-        return f"<{type(self).__name__}: {rows:,} row{'s' if rows != 1 else ''}; to_pandas(), as_json()>"
+        return (
+            f"<{type(self).__name__}: {rows:,} row{'s' if rows != 1 else ''}; "
+            "to_pandas(), as_json()>"
+        )
 
     def _repr_html_(self) -> str:
         return str(self.to_pandas()._repr_html_())
 
 
 def to_frame(rows: Iterable[Any], kind: type) -> pd.DataFrame:
-    """Make a table of dataclass instances: a row each, a column per field. A field that is a dataclass gives a column
-    per field of it, FIELD_SUBFIELD; tuples and lists are kept as Python objects."""
+    """Make a table of dataclass instances: a row each, a column per field. A field that
+    is a dataclass gives a column per field of it, FIELD_SUBFIELD; tuples and lists are
+    kept as Python objects."""
     import pandas as pd
 
     dtypes = _dtypes(kind)
     table = pd.DataFrame([_flat(asdict(row)) for row in rows], columns=list(dtypes))
-    return table.astype({column: dtype for column, dtype in dtypes.items() if dtype is not None})
+    return table.astype(
+        {column: dtype for column, dtype in dtypes.items() if dtype is not None}
+    )
 
 
 def _dtypes(kind: type) -> dict[str, str | None]:
@@ -63,7 +75,9 @@ def _dtypes(kind: type) -> dict[str, str | None]:
     for field in fields(kind):
         hint = hints[field.name]
         if hasattr(hint, "__dataclass_fields__"):
-            dtypes |= {f"{field.name}_{name}": dtype for name, dtype in _dtypes(hint).items()}
+            dtypes |= {
+                f"{field.name}_{name}": dtype for name, dtype in _dtypes(hint).items()
+            }
         else:
             dtypes[field.name] = _DTYPES.get(hint)
     return dtypes

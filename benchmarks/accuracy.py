@@ -1,9 +1,11 @@
-"""Compare predictions with measured runs, and write docs/accuracy.md, its picture, and what ebbtide prints of it.
+"""Compare predictions with measured runs, and write docs/accuracy.md, its picture, and
+what ebbtide prints of it.
 
     python benchmarks/accuracy.py
 
-Blind: `SET.predicted.csv` in benchmarks/accuracy was committed before `SET.measured.csv` was read. Fitted: predicted
-now, by priors that some of these runs have corrected.
+Blind: `SET.predicted.csv` in benchmarks/accuracy was committed before
+`SET.measured.csv` was read. Fitted: predicted now, by priors that some of these runs
+have corrected.
 """
 
 from __future__ import annotations
@@ -23,14 +25,24 @@ from published import jobs as published_jobs
 from published import simulated_sample
 
 ROOT = Path(__file__).parents[1]
-# Sets that were predicted before their times were read, with the priors before 2026-11-26 and with those since.
+# Sets that were predicted before their times were read, with the priors before
+# 2026-11-26 and with those since.
 FIRST = {
-    "streamed": "ml_dataflow: Llama-like models whose weights and state are streamed from the host",
+    "streamed": (
+        "ml_dataflow: Llama-like models whose weights and state are streamed from the "
+        "host"
+    ),
     "llm-foundry": "llm-foundry: MPT on 8 to 512 GPUs with FSDP, bf16",
     "torchtitan": "torchtitan: Llama 3.1 8B on 8 and 128 GPUs with FSDP, bf16",
-    "deepspeed": "Deep Optimizer States: ZeRO-3 with offload, four ranks bound to NUMA nodes",
-    "deepspeed-unbound": "Deep Optimizer States: one, two and four ranks that are not bound",
-    "fine-tuning": "fms-acceleration: full fine-tuning of 1 to 8 B on 1 to 4 GPUs with FSDP, bf16",
+    "deepspeed": (
+        "Deep Optimizer States: ZeRO-3 with offload, four ranks bound to NUMA nodes"
+    ),
+    "deepspeed-unbound": (
+        "Deep Optimizer States: one, two and four ranks that are not bound"
+    ),
+    "fine-tuning": (
+        "fms-acceleration: full fine-tuning of 1 to 8 B on 1 to 4 GPUs with FSDP, bf16"
+    ),
 }
 SECOND = {
     "internevo": "InternEvo: 7 B on 8 to 1,024 GPUs",
@@ -71,14 +83,31 @@ CARDS = {
     "gb200": "GB200",
 }
 GOOD_SHARE, GOOD_ERROR = 0.75, 0.15
-_ALL_KERNELS = "its forward runs kernels of larger heads, too ([layers](layers.md#attention))"
+_ALL_KERNELS = (
+    "its forward runs kernels of larger heads, too ([layers](layers.md#attention))"
+)
 REASONS = {
     ("streamed", "A100"): f"{_ALL_KERNELS}: 0.3 of the peak; alone 0.72",
-    ("streamed", "RTX 5090"): "heads of 64 are faster than those of 128 on this card; the prior had them slower",
-    ("torchtitan", "H100"): "cards of 500 W and 2.4 TB/s, selective checkpointing: within 9 % with these stated",
-    ("deepspeed", "A100"): "20B, 256 heads of 16: scores of attention were charged 1.5 times their traffic",
-    ("deepspeed", "H100"): "2 to 16 % too slow, most for small models and blocking copies; the cause is not separated",
-    ("fine-tuning", "A100"): "too slow: with the priors of today +12 %; the rest is not separated",
+    (
+        "streamed",
+        "RTX 5090",
+    ): "heads of 64 are faster than those of 128 on this card; the prior had them slower",
+    (
+        "torchtitan",
+        "H100",
+    ): "cards of 500 W and 2.4 TB/s, selective checkpointing: within 9 % with these stated",
+    (
+        "deepspeed",
+        "A100",
+    ): "20B, 256 heads of 16: scores of attention were charged 1.5 times their traffic",
+    (
+        "deepspeed",
+        "H100",
+    ): "2 to 16 % too slow, most for small models and blocking copies; the cause is not separated",
+    (
+        "fine-tuning",
+        "A100",
+    ): "too slow: with the priors of today +12 %; the rest is not separated",
     (
         "internevo",
         "A100",
@@ -91,9 +120,15 @@ REASONS = {
     ("from-0-to-agi", "RTX 3090"): "240 W instead of 350",
     ("pax", "A100"): "without Transformer Engine 26 % too fast, with it 11 %",
     ("pax", "H100"): "too fast; the cause is not separated",
-    ("llm-c", "A100"): "124M and 350M 29 and 38 % too slow, though 13 % on H100; the cause is not separated",
+    (
+        "llm-c",
+        "A100",
+    ): "124M and 350M 29 and 38 % too slow, though 13 % on H100; the cause is not separated",
     ("xtuner", "A100"): "70B on 4 hosts: exchanges are counted as within one",
-    ("fp4-fa4", "GB200"): "too fast, within ranges that are wide: no product was measured on this card",
+    (
+        "fp4-fa4",
+        "GB200",
+    ): "too fast, within ranges that are wide: no product was measured on this card",
 }
 
 
@@ -123,7 +158,9 @@ class Comparison:
     @property
     def card(self) -> str:
         """The GPU."""
-        return next(name for key, name in CARDS.items() if self.job.machine.startswith(key))
+        return next(
+            name for key, name in CARDS.items() if self.job.machine.startswith(key)
+        )
 
     @property
     def short_card(self) -> str:
@@ -131,23 +168,39 @@ class Comparison:
         return {"H100 80GB HBM3": "H100", "A100-SXM": "A100"}.get(self.card, self.card)
 
 
-def compare(name: str, predicted: Callable[[str, Job], Prediction | None]) -> list[Comparison]:
+def compare(
+    name: str, predicted: Callable[[str, Job], Prediction | None]
+) -> list[Comparison]:
     """Return the runs of a set with their predictions."""
     with (FOLDER / f"{name}.measured.csv").open() as file:
         rows = csv.DictReader(line for line in file if not line.startswith("#"))
         measured = {row["name"]: float(row["step_s"]) for row in rows}
-    pairs = [(job, predicted(name, job)) for job in read_rows(Job, FOLDER / f"{name}.jobs.csv")]
-    return [Comparison(job, one, measured[job.name]) for job, one in pairs if one is not None]
+    pairs = [
+        (job, predicted(name, job))
+        for job in read_rows(Job, FOLDER / f"{name}.jobs.csv")
+    ]
+    return [
+        Comparison(job, one, measured[job.name])
+        for job, one in pairs
+        if one is not None
+    ]
 
 
 def stored() -> Callable[[str, Job], Prediction]:
     """Return a function that looks up predictions that were committed."""
-    files = {name: {one.name: one for one in read_rows(Prediction, FOLDER / f"{name}.predicted.csv")} for name in BLIND}
+    files = {
+        name: {
+            one.name: one
+            for one in read_rows(Prediction, FOLDER / f"{name}.predicted.csv")
+        }
+        for name in BLIND
+    }
     return lambda name, job: files[name][job.name]
 
 
 def cells(rows: list[Comparison]) -> list[str]:
-    """Return runs, held share, width, median of errors and of their sizes, and the largest, as cells."""
+    """Return runs, held share, width, median of errors and of their sizes, and the
+    largest, as cells."""
     errors = [row.error for row in rows]
     sizes = [abs(error) for error in errors]
     return [
@@ -168,8 +221,11 @@ def coverage(rows: list[Comparison]) -> float:
     return sum(row.holds for row in rows) / len(rows)
 
 
-def by_card(rows: Iterable[Comparison], by_size: bool = False) -> dict[str, list[Comparison]]:
-    """Return the rows by GPU, or by GPU and size of the model (which names of streamed jobs have)."""
+def by_card(
+    rows: Iterable[Comparison], by_size: bool = False
+) -> dict[str, list[Comparison]]:
+    """Return the rows by GPU, or by GPU and size of the model (which names of streamed
+    jobs have)."""
     groups: dict[str, list[Comparison]] = defaultdict(list)
     for row in rows:
         size = f", {row.job.name.split('_')[1].upper()}" if by_size else ""
@@ -179,11 +235,14 @@ def by_card(rows: Iterable[Comparison], by_size: bool = False) -> dict[str, list
 
 def table(head: list[str], rows: Iterable[list[str]]) -> str:
     """Return a Markdown table."""
-    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows))
+    return "".join(
+        f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows)
+    )
 
 
 def misses(blind: dict[str, list[Comparison]]) -> list[list[str]]:
-    """Return the groups whose ranges hold less than three quarters, or whose median is off, the worst first."""
+    """Return the groups whose ranges hold less than three quarters, or whose median is
+    off, the worst first."""
     groups = [
         (name, group, rows)
         for name, all_rows in blind.items()
@@ -191,22 +250,35 @@ def misses(blind: dict[str, list[Comparison]]) -> list[list[str]]:
     ]
 
     def is_bad(rows: list[Comparison]) -> bool:
-        return coverage(rows) < GOOD_SHARE or abs(statistics.median(row.error for row in rows)) > GOOD_ERROR
+        return (
+            coverage(rows) < GOOD_SHARE
+            or abs(statistics.median(row.error for row in rows)) > GOOD_ERROR
+        )
 
-    bad = sorted((one for one in groups if is_bad(one[2])), key=lambda one: coverage(one[2]))
+    bad = sorted(
+        (one for one in groups if is_bad(one[2])), key=lambda one: coverage(one[2])
+    )
     return [
-        [name, card, *cells(rows)[:4], REASONS.get((name, card.partition(",")[0]), "not known")]
+        [
+            name,
+            card,
+            *cells(rows)[:4],
+            REASONS.get((name, card.partition(",")[0]), "not known"),
+        ]
         for name, card, rows in bad
     ]
 
 
 def updates() -> list[float]:
-    """Return the errors of updates of published runs, each by a fit to the other runs of its job."""
+    """Return the errors of updates of published runs, each by a fit to the other runs
+    of its job."""
     errors = []
     for job in published_jobs():
         for name, run in job.runs.items():
             machine = job.fit(other for other in job.runs if other != name).machine
-            errors.append(simulated_sample(run.sample, machine).update_s / run.sample.update_s - 1)
+            errors.append(
+                simulated_sample(run.sample, machine).update_s / run.sample.update_s - 1
+            )
     return errors
 
 
@@ -215,15 +287,30 @@ def blind_table(titles: dict[str, str], blind: dict[str, list[Comparison]]) -> s
     rows = []
     for name, title in titles.items():
         groups = by_card(blind[name])
-        rows.append([f"**{title}**", "all" if len(groups) > 1 else next(iter(groups)), *cells(blind[name])])
+        rows.append(
+            [
+                f"**{title}**",
+                "all" if len(groups) > 1 else next(iter(groups)),
+                *cells(blind[name]),
+            ]
+        )
         if len(groups) > 1:
-            rows += [[title.partition(":")[0], card, *cells(group)] for card, group in groups.items()]
+            rows += [
+                [title.partition(":")[0], card, *cells(group)]
+                for card, group in groups.items()
+            ]
     return table(["set", "GPU", *HEAD], rows)
 
 
-def page(blind: dict[str, list[Comparison]], fitted: dict[str, list[Comparison]], errors: list[float]) -> str:
+def page(
+    blind: dict[str, list[Comparison]],
+    fitted: dict[str, list[Comparison]],
+    errors: list[float],
+) -> str:
     """Return docs/accuracy.md: `page.md` beside the sets, with figures and tables."""
-    everything, second = ([row for name in names for row in blind[name]] for names in (BLIND, SECOND))
+    everything, second = (
+        [row for name in names for row in blind[name]] for names in (BLIND, SECOND)
+    )
     sizes = [abs(error) for error in errors]
     return (
         (FOLDER / "page.md")
@@ -243,7 +330,10 @@ def page(blind: dict[str, list[Comparison]], fitted: dict[str, list[Comparison]]
             sets_held=sum(coverage(blind[name]) >= GOOD_SHARE for name in SECOND),
             first=blind_table(FIRST, blind),
             second=blind_table(SECOND, blind),
-            fitted=table(["set", *HEAD], [[title, *cells(fitted[name])] for name, title in FITTED.items()]),
+            fitted=table(
+                ["set", *HEAD],
+                [[title, *cells(fitted[name])] for name, title in FITTED.items()],
+            ),
             updates=len(errors),
             mean=f"{100 * statistics.mean(sizes):.1f}",
             largest=f"{100 * max(sizes):.1f}",
@@ -254,10 +344,14 @@ def page(blind: dict[str, list[Comparison]], fitted: dict[str, list[Comparison]]
 def draw(blind: dict[str, list[Comparison]], path: Path) -> None:
     """Draw measured over predicted times, of the sets of each time below each other."""
     figure, both = plt.subplots(2, figsize=(9, 9), layout="constrained")
-    for axes, names, priors in zip(both, (SECOND, FIRST), ("of 2026-11-26", "before 2026-11-26"), strict=True):
+    for axes, names, priors in zip(
+        both, (SECOND, FIRST), ("of 2026-11-26", "before 2026-11-26"), strict=True
+    ):
         _draw_sets(axes, {name: blind[name] for name in names})
         axes.set_title(
-            f"Predicted blind, with the priors {priors}: each run, and the median 80 % range (grey)", fontsize=10
+            f"Predicted blind, with the priors {priors}: each run, and the median 80 "
+            "% range (grey)",
+            fontsize=10,
         )
     figure.savefig(path, dpi=110)
 
@@ -268,21 +362,41 @@ def _draw_sets(axes: Axes, sets: dict[str, list[Comparison]]) -> None:
         for card, rows in by_card(all_rows).items():
             place = len(labels)
             ratios = sorted(row.measured_s / row.prediction.likely_s for row in rows)
-            offsets = [place - 0.3 + 0.6 * (number + 0.5) / len(ratios) for number in range(len(ratios))]
-            low = statistics.median(row.prediction.low_s / row.prediction.likely_s for row in rows)
-            high = statistics.median(row.prediction.high_s / row.prediction.likely_s for row in rows)
-            axes.fill_between([place - 0.4, place + 0.4], low, high, color="0.85", linewidth=0)
+            offsets = [
+                place - 0.3 + 0.6 * (number + 0.5) / len(ratios)
+                for number in range(len(ratios))
+            ]
+            low = statistics.median(
+                row.prediction.low_s / row.prediction.likely_s for row in rows
+            )
+            high = statistics.median(
+                row.prediction.high_s / row.prediction.likely_s for row in rows
+            )
+            axes.fill_between(
+                [place - 0.4, place + 0.4], low, high, color="0.85", linewidth=0
+            )
             axes.plot(offsets, ratios, ".", markersize=3, color="tab:blue")
-            labels.append(f"{name}, {card}: {100 * coverage(rows):.0f} % of {len(rows):,}")
+            labels.append(
+                f"{name}, {card}: {100 * coverage(rows):.0f} % of {len(rows):,}"
+            )
     axes.axhline(1, color="0.4", linewidth=0.8)
-    axes.set_xticks(range(len(labels)), labels, fontsize=7, rotation=40, ha="right", rotation_mode="anchor")
+    axes.set_xticks(
+        range(len(labels)),
+        labels,
+        fontsize=7,
+        rotation=40,
+        ha="right",
+        rotation_mode="anchor",
+    )
     axes.set_yscale("log")
     axes.set_yticks([0.5, 0.7, 1, 1.5, 2], ["0.5", "0.7", "1", "1.5", "2"])
     axes.minorticks_off()
     axes.set_ylabel("measured / predicted")
 
 
-def record(blind: dict[str, list[Comparison]], errors: list[float]) -> dict[str, object]:
+def record(
+    blind: dict[str, list[Comparison]], errors: list[float]
+) -> dict[str, object]:
     """Return what ebbtide prints: ranges of iterations by GPU, and held-out updates."""
     everything = [row for rows in blind.values() for row in rows]
     groups: dict[str, list[Comparison]] = {"all": everything}
@@ -292,7 +406,10 @@ def record(blind: dict[str, list[Comparison]], errors: list[float]) -> dict[str,
     return {
         "date": "2026-11-26",
         "page": "docs/accuracy.md",
-        "iterations": {name: {"runs": len(rows), "held": round(coverage(rows), 3)} for name, rows in groups.items()},
+        "iterations": {
+            name: {"runs": len(rows), "held": round(coverage(rows), 3)}
+            for name, rows in groups.items()
+        },
         "updates": {
             "runs": len(errors),
             "mean_error": round(statistics.mean(sizes), 4),

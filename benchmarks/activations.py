@@ -1,12 +1,14 @@
-"""Measure the cost of `offload_activations` where it moves nothing, and draw memory where it moves much.
+"""Measure the cost of `offload_activations` where it moves nothing, and draw memory
+where it moves much.
 
     python benchmarks/activations.py overhead
     python benchmarks/activations.py comparison
     python benchmarks/activations.py picture -o docs/pictures/activations.png
 
-The job is the decoder of `examples/train_gpt.py` on the CPU, with an emulated device. The overhead is CPU time of the
-training thread, of steps with and without in turn. The comparison is the CPU time of the fingerprints, and of watching
-for effects, in steps that recompute all layers. The picture counts what autograd holds for the backward.
+The job is the decoder of `examples/train_gpt.py` on the CPU, with an emulated device.
+The overhead is CPU time of the training thread, of steps with and without in turn. The
+comparison is the CPU time of the fingerprints, and of watching for effects, in steps
+that recompute all layers. The picture counts what autograd holds for the backward.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ def make_model() -> GPT:
 
 
 def overhead(repeats: int) -> None:
-    """Print the median CPU time of a step without and with, of steps of one model in turn.
+    """Print the median CPU time of a step without and with, of steps of one model in
+    turn.
 
     Two models differ by more than that, with their memory."""
     model = make_model()
@@ -75,12 +78,16 @@ def overhead(repeats: int) -> None:
     for _ in range(5):
         step()
     forwards = [vars(block).pop("forward") for block in model.blocks]
-    times: dict[str, list[float]] = {name: [] for name in ("plain", "with", "plain again")}
+    times: dict[str, list[float]] = {
+        name: [] for name in ("plain", "with", "plain again")
+    }
     for repeat in range(repeats):
         items = [*times.items()]
         # Each is first, second and third equally often.
         for name, values in items[repeat % 3 :] + items[: repeat % 3]:
-            for block, forward in zip(model.blocks, forwards if name == "with" else (), strict=False):
+            for block, forward in zip(
+                model.blocks, forwards if name == "with" else (), strict=False
+            ):
                 block.forward = forward
             start = time.thread_time()
             step()
@@ -88,8 +95,13 @@ def overhead(repeats: int) -> None:
             for block in model.blocks:
                 vars(block).pop("forward", None)
     for name, values in times.items():
-        ratio = statistics.median(value / base for value, base in zip(values, times["plain"], strict=True))
-        print(f"{name:12} median {statistics.median(values):6.2f} ms, {100 * (ratio - 1):+.2f} % in pairs")
+        ratio = statistics.median(
+            value / base for value, base in zip(values, times["plain"], strict=True)
+        )
+        print(
+            f"{name:12} median {statistics.median(values):6.2f} ms, "
+            f"{100 * (ratio - 1):+.2f} % in pairs"
+        )
 
 
 class _Scale(torch.nn.Module):
@@ -124,11 +136,15 @@ def hook_cost(steps: int) -> None:
         differences.append(run(steps) - plain)
         for layer in model:
             vars(layer).pop("forward")
-    print(f"hooks of {LAYERS} layers: {min(differences):.0f} to {max(differences):.0f} us of CPU time a step")
+    print(
+        f"hooks of {LAYERS} layers: {min(differences):.0f} to {max(differences):.0f} "
+        "us of CPU time a step"
+    )
 
 
 def comparison(repeats: int, width: int, layers: int, length: int) -> None:
-    """Print which share of the CPU time of steps that recompute all layers the comparison takes."""
+    """Print which share of the CPU time of steps that recompute all layers the
+    comparison takes."""
     torch.manual_seed(0)
     model = GPT(64, length, layers, width, width // 64)
     tokens = torch.randint(0, 64, (1, length))
@@ -148,7 +164,9 @@ def comparison(repeats: int, width: int, layers: int, length: int) -> None:
     for _ in range(4):
         model(tokens).sum().backward()
     recomputed = [*owner.choices.values()].count("recompute")
-    recomputation.fingerprint_tensor = timed("fingerprints", recomputation.fingerprint_tensor)
+    recomputation.fingerprint_tensor = timed(
+        "fingerprints", recomputation.fingerprint_tensor
+    )
     effects.Watch.change = timed("watching", effects.Watch.change)
     effects.Watch.is_current = timed("watching", effects.Watch.is_current)
     recomputation.global_states = timed("generators", recomputation.global_states)
@@ -160,14 +178,24 @@ def comparison(repeats: int, width: int, layers: int, length: int) -> None:
         step_s = time.thread_time() - start
         for name, seconds in [*spent.items(), ("all", sum(spent.values()))]:
             shares.setdefault(name, []).append(seconds / step_s)
-    each = ", ".join(f"{name} {100 * statistics.median(values):.2f} %" for name, values in shares.items())
-    print(f"width {width}, {length} tokens, {recomputed} of {layers} layers recomputed, step {step_s:.2f} s: {each}")
+    each = ", ".join(
+        f"{name} {100 * statistics.median(values):.2f} %"
+        for name, values in shares.items()
+    )
+    print(
+        f"width {width}, {length} tokens, {recomputed} of {layers} layers recomputed, "
+        f"step {step_s:.2f} s: {each}"
+    )
 
 
 def memory_without() -> list[tuple[float, int]]:
     """Return what autograd holds over a step of the plain job."""
     model, device = make_model(), LoggingDevice()
-    memory, own, step = LayerMemoryCount(device, None, "activations"), storages_of(model), make_step(model)
+    memory, own, step = (
+        LayerMemoryCount(device, None, "activations"),
+        storages_of(model),
+        make_step(model),
+    )
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -187,7 +215,11 @@ def memory_without() -> list[tuple[float, int]]:
 class _Hooked:
     """A forward whose saved tensors are counted."""
 
-    def __init__(self, forward: Callable[..., torch.Tensor], count: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        forward: Callable[..., torch.Tensor],
+        count: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
         self._forward, self._count = forward, count
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -195,8 +227,11 @@ class _Hooked:
             return self._forward(x)
 
 
-def memory_with(layers: float, link_bytes_per_s: float) -> tuple[list[tuple[float, int]], list[str]]:
-    """Return the memory over a step, with a budget of some layers, and the layers' kinds."""
+def memory_with(
+    layers: float, link_bytes_per_s: float
+) -> tuple[list[tuple[float, int]], list[str]]:
+    """Return the memory over a step, with a budget of some layers, and the layers'
+    kinds."""
     model, device = make_model(), LoggingDevice(link_bytes_per_s)
     budget = layers * max(size for _, size in memory_without()) / LAYERS
     with offload_activations(model, memory_budget=budget, device=device) as activations:
@@ -214,16 +249,29 @@ def picture(path: Path) -> None:
     curves = [("kept: without offload_activations", memory_without())]
     for layers, rate in ((7.0, 4e7), (3.2, 2e9)):
         log, kinds = memory_with(layers, rate)
-        counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-        curves.append((f"budget of {layers:g} layers, link {rate / 1e9:g} GB/s: {counts}", log))
+        counts = ", ".join(
+            f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)
+        )
+        curves.append(
+            (f"budget of {layers:g} layers, link {rate / 1e9:g} GB/s: {counts}", log)
+        )
     figure = Figure(figsize=(9, 3.4), dpi=110, layout="constrained")
     axes = figure.subplots()
     for (label, log), color in zip(curves, _COLORS, strict=True):
         start, end = log[0][0], log[-1][0]
         times = [(at - start) / (end - start) for at, _ in log]
-        axes.step(times, [size / 2**20 for _, size in log], where="post", label=label, color=color, lw=1.4)
+        axes.step(
+            times,
+            [size / 2**20 for _, size in log],
+            where="post",
+            label=label,
+            color=color,
+            lw=1.4,
+        )
     axes.set(
-        xlabel="share of the time from the first saved tensor to the last released one", xlim=(0, 1), ylim=(0, None)
+        xlabel="share of the time from the first saved tensor to the last released one",
+        xlim=(0, 1),
+        ylim=(0, None),
     )
     axes.set_ylabel("saved for the backward, MiB")
     axes.legend(fontsize=8, loc="upper right")
@@ -232,10 +280,14 @@ def picture(path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("overhead", "comparison", "picture"))
     parser.add_argument("-o", "--output", type=Path, default=Path("activations.png"))
-    parser.add_argument("--repeats", type=int, default=200, help="pairs of steps; default 200")
+    parser.add_argument(
+        "--repeats", type=int, default=200, help="pairs of steps; default 200"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.what == "picture":

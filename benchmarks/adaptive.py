@@ -1,10 +1,11 @@
-"""Distance of `adaptive` from the bound, on random machines and workloads: its exposed time over the bound with whole
-subgroups, its iteration over the bound.
+"""Distance of `adaptive` from the bound, on random machines and workloads: its exposed
+time over the bound with whole subgroups, its iteration over the bound.
 
     python benchmarks/adaptive.py [--count 300] [--seed 0] [--worst 0]
 
-Rates, sizes, phases and free memory are drawn from wide ranges around machines with one GPU of 80 GB a rank. Exposed
-times below 1 ms count as 1 ms. Prints Markdown; --worst adds the cases that are farthest off.
+Rates, sizes, phases and free memory are drawn from wide ranges around machines with one
+GPU of 80 GB a rank. Exposed times below 1 ms count as 1 ms. Prints Markdown; --worst
+adds the cases that are farthest off.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from ebbtide.interleave.simulation.bound import bound
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 
-OTHERS = ("pipelined", "twin-flow:0.5", "twin-flow:0.8", "interleaved:2", "interleaved:3", "interleaved:4")
+OTHERS = (
+    "pipelined",
+    "twin-flow:0.5",
+    "twin-flow:0.8",
+    "interleaved:2",
+    "interleaved:3",
+    "interleaved:4",
+)
 Draw = Callable[[float, float], float]
 
 
@@ -67,8 +75,11 @@ def random_machine(draw: np.random.Generator) -> Machine:
     )
 
 
-def random_workload(draw: np.random.Generator, clipping: bool = True, uneven: bool = False) -> Workload:
-    """Draw a workload. uneven: subgroups are whole tensors, so they differ by up to a third."""
+def random_workload(
+    draw: np.random.Generator, clipping: bool = True, uneven: bool = False
+) -> Workload:
+    """Draw a workload. uneven: subgroups are whole tensors, so they differ by up to a
+    third."""
     log_uniform = _log_uniform(draw)
     count, params = round(log_uniform(8, 200)), log_uniform(0.3e9, 10e9)
     shares = draw.uniform(0.75, 1.0, count) if uneven else np.ones(count)
@@ -82,8 +93,14 @@ def random_workload(draw: np.random.Generator, clipping: bool = True, uneven: bo
     free: FreeMemorySteps = ((0.0, top),)
     if draw.random() < 0.6:
         free = (
-            *((other * (position > 0) + forward * position, top * share) for position, share in falls),
-            *((other + forward + backward * position, top * share) for position, share in rises),
+            *(
+                (other * (position > 0) + forward * position, top * share)
+                for position, share in falls
+            ),
+            *(
+                (other + forward + backward * position, top * share)
+                for position, share in rises
+            ),
         )
     return Workload(
         name="random",
@@ -110,12 +127,16 @@ def case(seed: int, number: int, clipping: bool, uneven: bool) -> Case:
     workload = random_workload(draw, clipping, uneven)
     schedule = simulate(make_plan("adaptive", workload, machine), workload, machine)
     limits = bound(workload, machine)
-    others = (simulate(make_plan(policy, workload, machine), workload, machine) for policy in OTHERS)
+    others = (
+        simulate(make_plan(policy, workload, machine), workload, machine)
+        for policy in OTHERS
+    )
     return Case(
         number,
         max(schedule.exposed_s, 1e-3) / max(limits.exposed_whole_s, 1e-3),
         schedule.iteration_s / limits.iteration_s,
-        min(other.iteration_s for other in others if other.fits_device(None)) / schedule.iteration_s,
+        min(other.iteration_s for other in others if other.fits_device(None))
+        / schedule.iteration_s,
         schedule,
         replace(machine, name=f"seed {seed}, case {number}"),
     )
@@ -131,16 +152,26 @@ def row(name: str, ratios: Iterable[float]) -> str:
 def worst_row(worst: Case) -> str:
     workload, plan = worst.schedule.workload, worst.schedule.plan
     clipping = "on" if workload.clipping else "off"
-    description = f"{len(workload.subgroups)} subgroups, clipping {clipping}, {plan.remark}"
-    return f"| {worst.number} | {worst.exposed:.3f} | {worst.iteration:.3f} | {worst.others:.2f} | {description} |"
+    description = (
+        f"{len(workload.subgroups)} subgroups, clipping {clipping}, {plan.remark}"
+    )
+    return (
+        f"| {worst.number} | {worst.exposed:.3f} | {worst.iteration:.3f} | "
+        f"{worst.others:.2f} | {description} |"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--worst", type=int, default=0, help="print so many of the cases farthest from the bound (default: 0)"
+        "--worst",
+        type=int,
+        default=0,
+        help="print so many of the cases farthest from the bound (default: 0)",
     )
     options = parser.parse_args()
     kinds = {
@@ -149,17 +180,38 @@ def main() -> None:
         "no clipping, even subgroups": (False, False),
     }
     print(f"{options.count} random machines and workloads each, seed {options.seed}.\n")
-    print("| over | median | p75 | p90 | max | within 5 % | within 10 % |\n|" + " --- |" * 7)
+    print(
+        "| over | median | p75 | p90 | max | within 5 % | within 10 % |\n|"
+        + " --- |" * 7
+    )
     farthest = {}
     for name, (clipping, uneven) in kinds.items():
-        cases = [case(options.seed, number, clipping, uneven) for number in range(options.count)]
-        print(row(f"{name}: exposed, its bound with whole subgroups", (c.exposed for c in cases)))
+        cases = [
+            case(options.seed, number, clipping, uneven)
+            for number in range(options.count)
+        ]
+        print(
+            row(
+                f"{name}: exposed, its bound with whole subgroups",
+                (c.exposed for c in cases),
+            )
+        )
         print(row(f"{name}: iteration, its bound", (c.iteration for c in cases)))
-        print(row(f"{name}: iteration, that of the best other policy", (1 / c.others for c in cases)))
-        farthest[name] = sorted(cases, key=lambda c: c.exposed, reverse=True)[: options.worst]
+        print(
+            row(
+                f"{name}: iteration, that of the best other policy",
+                (1 / c.others for c in cases),
+            )
+        )
+        farthest[name] = sorted(cases, key=lambda c: c.exposed, reverse=True)[
+            : options.worst
+        ]
     for name, cases in farthest.items():
         if cases:
-            print(f"\nFarthest, {name}:\n\n| case | exposed | iteration | others | |\n| --- | --- | --- | --- | --- |")
+            print(
+                f"\nFarthest, {name}:\n\n| case | exposed | iteration | others | |\n| "
+                "--- | --- | --- | --- | --- |"
+            )
             print("\n".join(worst_row(worst) for worst in cases))
 
 

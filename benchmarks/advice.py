@@ -1,11 +1,13 @@
-"""Check that no advice of findings, replay --recommend, plan and report is slower than the job, or does not fit.
+"""Check that no advice of findings, replay --recommend, plan and report is slower than
+the job, or does not fit.
 
     python benchmarks/advice.py [--workloads 300] [--part I/N] [--without-rule]
 
-All replayable traces in traces/ on 12 machines, and random workloads, with short searches; see
-tests/features/advise/advice_checks.py. The report prints the findings. `--without-rule` takes the comparison with
-the job out, so that the checks have to fail. `--part 2/8` runs every eighth case from the second one on. Prints
-counts, and each failure in a line.
+All replayable traces in traces/ on 12 machines, and random workloads, with short
+searches; see tests/features/advise/advice_checks.py. The report prints the findings.
+`--without-rule` takes the comparison with the job out, so that the checks have to fail.
+`--part 2/8` runs every eighth case from the second one on. Prints counts, and each
+failure in a line.
 """
 
 from __future__ import annotations
@@ -39,7 +41,13 @@ class Count:
     """Counts of cases, settings and failures of one kind of source."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.cases, self.settings, self.failures, self.impossible = name, 0, 0, 0, 0
+        self.name, self.cases, self.settings, self.failures, self.impossible = (
+            name,
+            0,
+            0,
+            0,
+            0,
+        )
 
     def add(self, label: str, run: Callable[[], int]) -> None:
         """Run the checks of one case."""
@@ -48,7 +56,10 @@ class Count:
             self.settings += run()
         except AssertionError as error:
             self.failures += 1
-            print(f"{label}: {str(error).splitlines()[0] if str(error) else 'failed'}", flush=True)
+            print(
+                f"{label}: {str(error).splitlines()[0] if str(error) else 'failed'}",
+                flush=True,
+            )
         except (MachineError, PolicyError, WorkloadError) as error:
             self.impossible += 1
             print(f"{label}: no advice: {error}", flush=True)
@@ -57,7 +68,8 @@ class Count:
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: {self.cases} cases, {self.settings} settings advised, {self.failures} failures, "
+            f"{self.name}: {self.cases} cases, {self.settings} settings advised, "
+            f"{self.failures} failures, "
             f"{self.impossible} without advice by an error"
         )
 
@@ -78,7 +90,11 @@ def cases(workloads: int) -> Iterator[CheckedCase]:
         trace = open_trace(path)
         yield CheckedCase("findings", path.stem, partial(checks.check_findings, trace))
         for name in checks.MACHINES:
-            yield CheckedCase("traces", f"{path.stem} on {name}", partial(checks.check_trace, trace, preset(name)))
+            yield CheckedCase(
+                "traces",
+                f"{path.stem} on {name}",
+                partial(checks.check_trace, trace, preset(name)),
+            )
 
 
 def check_seed(seed: int) -> int:

@@ -1,12 +1,15 @@
-"""Compare DeepSpeed's SuperOffload and ZenFlow with its plain offload and with ebbtide: time, losses and weights.
+"""Compare DeepSpeed's SuperOffload and ZenFlow with its plain offload and with ebbtide:
+time, losses and weights.
 
     PYTHONPATH=. python benchmarks/deepspeed_rivals.py [--forward-ms 100] [--backward-ms 300] [--overlap none]
 
-All train one bf16 model on the same batches, with the optimizer's state in host memory. Each runs in its own process,
-they take turns in changing order, and ratios are within a round. The reference of DeepSpeed's is its plain offload,
-that of ebbtide's is ebbtide's own with everything on the CPU: the two round differently. Without a GPU, the forward and
-the backward of a GPU are timed waits that take no core, so that updates can hide behind them; the checks by which
-DeepSpeed refuses SuperOffload and ZenFlow's stage 3 on its CPU accelerator are lifted. Prints Markdown.
+All train one bf16 model on the same batches, with the optimizer's state in host memory.
+Each runs in its own process, they take turns in changing order, and ratios are within a
+round. The reference of DeepSpeed's is its plain offload, that of ebbtide's is ebbtide's
+own with everything on the CPU: the two round differently. Without a GPU, the forward
+and the backward of a GPU are timed waits that take no core, so that updates can hide
+behind them; the checks by which DeepSpeed refuses SuperOffload and ZenFlow's stage 3 on
+its CPU accelerator are lifted. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -28,12 +31,26 @@ from tables import machine_line, spread, table
 
 def run(name: str, args: argparse.Namespace, weights: Path) -> dict[str, Any] | str:
     """Measure in another process; return its results, or an error message."""
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    environment = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), **os.environ, **ranks}
+    ranks = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    environment = {
+        "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+        **os.environ,
+        **ranks,
+    }
     environment["MASTER_PORT"] = str(20_000 + time.monotonic_ns() % 20_000)
     options = [*sys.argv[1:], "--measure", name, "--weights", str(weights)]
     done = subprocess.run(
-        [sys.executable, __file__, *options], env=environment, capture_output=True, text=True, check=False, timeout=600
+        [sys.executable, __file__, *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
     if done.returncode:
         return (done.stderr.strip().splitlines() or ["it failed"])[-1]
@@ -46,17 +63,44 @@ def run(name: str, args: argparse.Namespace, weights: Path) -> dict[str, Any] | 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flags.add_argument("--blocks", type=int, default=4)
-    flags.add_argument("--width", type=int, default=1024, help="a block has 8 width**2 parameters")
-    flags.add_argument("--subgroup", type=int, default=8, help="parameters of a subgroup in millions")
-    flags.add_argument("--forward-ms", type=float, default=100.0, help="emulated forward of a GPU (only without a GPU)")
-    flags.add_argument("--backward-ms", type=float, default=300.0, help="the same for the backward")
-    flags.add_argument("--clip", type=float, default=0.0, help="largest gradient norm; 0: no clipping")
+    flags.add_argument(
+        "--width", type=int, default=1024, help="a block has 8 width**2 parameters"
+    )
+    flags.add_argument(
+        "--subgroup", type=int, default=8, help="parameters of a subgroup in millions"
+    )
+    flags.add_argument(
+        "--forward-ms",
+        type=float,
+        default=100.0,
+        help="emulated forward of a GPU (only without a GPU)",
+    )
+    flags.add_argument(
+        "--backward-ms", type=float, default=300.0, help="the same for the backward"
+    )
+    flags.add_argument(
+        "--clip", type=float, default=0.0, help="largest gradient norm; 0: no clipping"
+    )
     flags.add_argument("--policy", default="pipelined", help="policy of ebbtide")
-    flags.add_argument("--overlap", default="none", choices=["none", "forward", "backward", "both", "auto"])
+    flags.add_argument(
+        "--overlap",
+        default="none",
+        choices=["none", "forward", "backward", "both", "auto"],
+    )
     flags.add_argument("--rounds", type=int, default=3)
-    flags.add_argument("--steps", type=int, default=8, help="steps of each process, without those for warm-up")
+    flags.add_argument(
+        "--steps",
+        type=int,
+        default=8,
+        help="steps of each process, without those for warm-up",
+    )
     flags.add_argument("--contestant", action="append", choices=NAMES)
-    flags.add_argument("--as-shipped", dest="lift_checks", action="store_false", help="do not lift DeepSpeed's checks")
+    flags.add_argument(
+        "--as-shipped",
+        dest="lift_checks",
+        action="store_false",
+        help="do not lift DeepSpeed's checks",
+    )
     flags.add_argument("--measure", choices=NAMES, help=argparse.SUPPRESS)
     flags.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
     args = flags.parse_args()
@@ -67,11 +111,16 @@ def main() -> None:
     if args.measure:
         print(json.dumps(measure(args.measure, args)))
         return
-    names = [REFERENCE, *(name for name in args.contestant or NAMES if name != REFERENCE)]
+    names = [
+        REFERENCE,
+        *(name for name in args.contestant or NAMES if name != REFERENCE),
+    ]
     errors: dict[str, str] = {}
     rounds: list[dict[str, dict[str, Any]]] = []
     with tempfile.TemporaryDirectory() as folder:
-        files = {name: Path(folder, f"{number}.pt") for number, name in enumerate(names)}
+        files = {
+            name: Path(folder, f"{number}.pt") for number, name in enumerate(names)
+        }
         for number in range(args.rounds):
             rounds.append({})
             for name in names if number % 2 else reversed(names):
@@ -82,7 +131,13 @@ def main() -> None:
                     rounds[-1][name] = result
         if REFERENCE in errors:
             sys.exit(f"{REFERENCE} does not run here: {errors[REFERENCE]}")
-        report(args, names, rounds, errors, {name: torch.load(files[name]) for name in names if name not in errors})
+        report(
+            args,
+            names,
+            rounds,
+            errors,
+            {name: torch.load(files[name]) for name in names if name not in errors},
+        )
 
 
 def setup_line(args: argparse.Namespace, params: int) -> str:
@@ -91,7 +146,10 @@ def setup_line(args: argparse.Namespace, params: int) -> str:
 
     import torch
 
-    waits = f"no GPU (emulated forward {args.forward_ms:g} ms, backward {args.backward_ms:g} ms)"
+    waits = (
+        f"no GPU (emulated forward {args.forward_ms:g} ms, backward "
+        f"{args.backward_ms:g} ms)"
+    )
     parts = [
         time.strftime("%Y-%m-%d"),
         machine_line(),
@@ -102,7 +160,8 @@ def setup_line(args: argparse.Namespace, params: int) -> str:
         f"clipping {args.clip:g}",
         f"policy {args.policy}",
         f"overlap {args.overlap}",
-        f"{args.rounds} rounds of {args.steps} steps: median of the rounds' means (minimum to maximum)",
+        f"{args.rounds} rounds of {args.steps} steps: median of the rounds' means "
+        "(minimum to maximum)",
     ]
     return ", ".join(parts)
 
@@ -122,15 +181,42 @@ def report(
             continue
         own = [results[name] for results in rounds]
         ratios = [
-            spread([results[REFERENCE][part] / results[name][part] for results in rounds], 2)
+            spread(
+                [results[REFERENCE][part] / results[name][part] for results in rounds],
+                2,
+            )
             for part in ("step", "iteration")
         ]
         reference = rounds[-1].get(reference_of(name))
-        same = "?" if reference is None else "yes" if own[-1]["losses"] == reference["losses"] else "no"
-        difference = float((weights[name] - weights[REFERENCE]).abs().max()) / LEARNING_RATE
-        rows.append([name, spread([result["step"] for result in own], 1), *ratios, same, f"{difference:.2g}"])
-    heads = ["contestant", "step, ms", "step of ZeRO-Offload / step", "same for iteration"]
-    heads += ["losses bit-equal to its reference", "largest difference of weights to ZeRO-Offload, in learning rates"]
+        same = (
+            "?"
+            if reference is None
+            else "yes"
+            if own[-1]["losses"] == reference["losses"]
+            else "no"
+        )
+        difference = (
+            float((weights[name] - weights[REFERENCE]).abs().max()) / LEARNING_RATE
+        )
+        rows.append(
+            [
+                name,
+                spread([result["step"] for result in own], 1),
+                *ratios,
+                same,
+                f"{difference:.2g}",
+            ]
+        )
+    heads = [
+        "contestant",
+        "step, ms",
+        "step of ZeRO-Offload / step",
+        "same for iteration",
+    ]
+    heads += [
+        "losses bit-equal to its reference",
+        "largest difference of weights to ZeRO-Offload, in learning rates",
+    ]
     table(heads, rows)
 
 

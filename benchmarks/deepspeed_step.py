@@ -1,11 +1,13 @@
-"""Measure the step of ebbtide in DeepSpeed and DeepSpeed's own, on the same model and data.
+"""Measure the step of ebbtide in DeepSpeed and DeepSpeed's own, on the same model and
+data.
 
     python benchmarks/deepspeed_step.py [--params 100] [--rounds 5] [--steps 8] [--contestant NAME]...
 
-Each contestant is DeepSpeed's ZeRO stage 3 with an offloaded optimizer in bf16 with clipping, on a large version of the
-GPT of examples/; only the step differs. Each runs in its own process, they take turns in changing order, and ratios are
-within a round. Without a GPU only the work of the host is measured, and contestants that need a GPU are left out.
-Prints Markdown; with --losses the losses of each step instead.
+Each contestant is DeepSpeed's ZeRO stage 3 with an offloaded optimizer in bf16 with
+clipping, on a large version of the GPT of examples/; only the step differs. Each runs
+in its own process, they take turns in changing order, and ratios are within a round.
+Without a GPU only the work of the host is measured, and contestants that need a GPU are
+left out. Prints Markdown; with --losses the losses of each step instead.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ CONTESTANTS: dict[str, tuple[dict[str, Any], str | None]] = {
     "ebbtide interleaved:2": ({}, "interleaved:2"),
     "ebbtide adaptive": ({}, "adaptive"),
 }
-# DeepSpeed's CPU accelerator emulates the GPU: contestants that use it would show nothing.
+# DeepSpeed's CPU accelerator emulates the GPU: contestants that use it would show
+# nothing.
 ON_CPU = (OFFLOAD, "ebbtide zero-offload", "ebbtide pipelined")
 WIDTH, CONTEXT = 1024, 64
 PARTS = ("forward", "backward", "step", "iteration")
@@ -48,21 +51,31 @@ def config(pinned: bool, subgroup: int, changes: dict[str, Any]) -> dict[str, An
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "offload_optimizer": offload, "sub_group_size": subgroup},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": offload,
+            "sub_group_size": subgroup,
+        },
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
         "steps_per_print": 1_000_000,
     }
 
 
 def measure(name: str, params: int, subgroup: int, steps: int) -> dict[str, Any]:
-    """Return the median milliseconds of each part of an iteration, after two for warm-up, and all losses."""
+    """Return the median milliseconds of each part of an iteration, after two for
+    warm-up, and all losses."""
     import deepspeed
     import torch
 
     sys.path.append(str(FOLDER.parent / "examples"))
     from train_gpt import GPT
 
-    for key, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+    for key, value in (
+        ("RANK", "0"),
+        ("LOCAL_RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "127.0.0.1"),
+    ):
         os.environ.setdefault(key, value)
     os.environ.setdefault("MASTER_PORT", str(20_000 + os.getpid() % 20_000))
     changes, policy = CONTESTANTS[name]
@@ -75,7 +88,9 @@ def measure(name: str, params: int, subgroup: int, steps: int) -> dict[str, Any]
         enable(policy, subgroup_params=subgroup)
     on_gpu = torch.cuda.is_available()
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config(on_gpu, subgroup, changes)
+        model=model,
+        model_parameters=model.parameters(),
+        config=config(on_gpu, subgroup, changes),
     )
     tokens = torch.randint(0, 64, (1, CONTEXT + 1), device=engine.device)
 
@@ -89,16 +104,23 @@ def measure(name: str, params: int, subgroup: int, steps: int) -> dict[str, Any]
     for _ in range(steps + 2):
         times = [now()]
         logits = engine(tokens[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), tokens[:, 1:].flatten()
+        )
         times.append(now())
         engine.backward(loss)
         times.append(now())
         engine.step()
         times.append(now())
-        for part, begin, end in zip(PARTS, (*times[:3], times[0]), (*times[1:], times[3]), strict=True):
+        for part, begin, end in zip(
+            PARTS, (*times[:3], times[0]), (*times[1:], times[3]), strict=True
+        ):
             part_ms[part].append((end - begin) * 1e3)
         losses.append(loss.item())
-    return {**{part: statistics.median(values[2:]) for part, values in part_ms.items()}, "losses": losses}
+    return {
+        **{part: statistics.median(values[2:]) for part, values in part_ms.items()},
+        "losses": losses,
+    }
 
 
 def run(name: str, args: argparse.Namespace) -> dict[str, Any] | str:
@@ -107,7 +129,11 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any] | str:
     options = [*sizes, "--steps", str(args.steps), "--measure", name]
     environment = {**os.environ, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
     done = subprocess.run(
-        [sys.executable, __file__, *options], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, __file__, *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         return (done.stderr.strip().splitlines() or ["it failed"])[-1]
@@ -123,26 +149,49 @@ def machine() -> str:
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return f"{machine_line()}, {gpu}, torch {torch.__version__}, DeepSpeed {version('deepspeed')}"
+    return (
+        f"{machine_line()}, {gpu}, torch {torch.__version__}, DeepSpeed "
+        f"{version('deepspeed')}"
+    )
 
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flags.add_argument("--params", type=int, default=100, help="parameters in millions")
-    flags.add_argument("--subgroup", type=int, default=10, help="parameters of a subgroup in millions")
+    flags.add_argument(
+        "--subgroup", type=int, default=10, help="parameters of a subgroup in millions"
+    )
     flags.add_argument("--rounds", type=int, default=5)
-    flags.add_argument("--steps", type=int, default=8, help="steps of each process, without two for warm-up")
-    flags.add_argument("--losses", action="store_true", help="print the losses of one round instead")
+    flags.add_argument(
+        "--steps",
+        type=int,
+        default=8,
+        help="steps of each process, without two for warm-up",
+    )
+    flags.add_argument(
+        "--losses", action="store_true", help="print the losses of one round instead"
+    )
     flags.add_argument("--contestant", action="append", choices=list(CONTESTANTS))
     flags.add_argument("--measure", choices=list(CONTESTANTS), help=argparse.SUPPRESS)
     args = flags.parse_args()
     use_own_extensions()
     if args.measure:
-        print(json.dumps(measure(args.measure, args.params * 1_000_000, args.subgroup * 1_000_000, args.steps)))
+        print(
+            json.dumps(
+                measure(
+                    args.measure,
+                    args.params * 1_000_000,
+                    args.subgroup * 1_000_000,
+                    args.steps,
+                )
+            )
+        )
         return
     import torch
 
-    names = args.contestant or list(CONTESTANTS if torch.cuda.is_available() else ON_CPU)
+    names = args.contestant or list(
+        CONTESTANTS if torch.cuda.is_available() else ON_CPU
+    )
     names = [OFFLOAD, *(name for name in names if name != OFFLOAD)]
     if args.losses:
         side_by_side(args, {name: run(name, args) for name in names})
@@ -161,20 +210,38 @@ def main() -> None:
     report(args, names, rounds, errors)
 
 
-def side_by_side(args: argparse.Namespace, results: dict[str, dict[str, Any] | str]) -> None:
-    ran = {name: result["losses"] for name, result in results.items() if not isinstance(result, str)}
+def side_by_side(
+    args: argparse.Namespace, results: dict[str, dict[str, Any] | str]
+) -> None:
+    ran = {
+        name: result["losses"]
+        for name, result in results.items()
+        if not isinstance(result, str)
+    }
     print(f"{time.strftime('%Y-%m-%d')}, {machine()}, {args.params} M parameters\n")
     table(["step", *ran], ([f"{step}", *(f"{losses[step]:.6f}" for losses in ran.values())]
                            for step in range(args.steps + 2)))  # fmt: skip
-    print("\n".join(f"{name}: not run: {error}" for name, error in results.items() if isinstance(error, str)))
+    print(
+        "\n".join(
+            f"{name}: not run: {error}"
+            for name, error in results.items()
+            if isinstance(error, str)
+        )
+    )
 
 
 def report(
-    args: argparse.Namespace, names: list[str], rounds: list[dict[str, dict[str, Any]]], errors: dict[str, str]
+    args: argparse.Namespace,
+    names: list[str],
+    rounds: list[dict[str, dict[str, Any]]],
+    errors: dict[str, str],
 ) -> None:
     if OFFLOAD in errors:
         sys.exit(f"{OFFLOAD} does not run here: {errors[OFFLOAD]}")
-    setup = f"{args.params} M parameters, {args.rounds} rounds of {args.steps} steps: median (minimum to maximum)"
+    setup = (
+        f"{args.params} M parameters, {args.rounds} rounds of {args.steps} steps: "
+        "median (minimum to maximum)"
+    )
     print(f"{time.strftime('%Y-%m-%d')}, {machine()}, {setup}\n")
     rows = []
     for name in names:
@@ -182,11 +249,24 @@ def report(
             rows.append([name, f"not measured: {errors[name]}", "", "", ""])
             continue
         ratios = [
-            spread([results[OFFLOAD][part] / results[name][part] for results in rounds], 2)
+            spread(
+                [results[OFFLOAD][part] / results[name][part] for results in rounds], 2
+            )
             for part in ("step", "backward", "iteration")
         ]
-        rows.append([name, spread([results[name]["step"] for results in rounds], 0), *ratios])
-    table(["contestant", "step, ms", "step of ZeRO-Offload / step", "same for backward", "same for iteration"], rows)
+        rows.append(
+            [name, spread([results[name]["step"] for results in rounds], 0), *ratios]
+        )
+    table(
+        [
+            "contestant",
+            "step, ms",
+            "step of ZeRO-Offload / step",
+            "same for backward",
+            "same for iteration",
+        ],
+        rows,
+    )
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@
     python benchmarks/dry_run.py --script nanoGPT/train.py --dataset=openwebtext --device=cuda
     python benchmarks/dry_run.py --script transformers/examples/pytorch/language-modeling/run_clm.py --do_train
 
-Without a script the job is a decoder in bfloat16 with torch's AdamW, batch 1 and context 2048, for two iterations; the
-default size has 12.9e9 parameters. A script is run unmodified in its folder, with the arguments behind it, and its
-files are checked to be the same afterwards. Prints Markdown.
+Without a script the job is a decoder in bfloat16 with torch's AdamW, batch 1 and
+context 2048, for two iterations; the default size has 12.9e9 parameters. A script is
+run unmodified in its folder, with the arguments behind it, and its files are checked to
+be the same afterwards. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--width", type=int, default=5120)
-    parser.add_argument("--script", nargs=argparse.REMAINDER, help="a script of yours and its arguments")
+    parser.add_argument(
+        "--script", nargs=argparse.REMAINDER, help="a script of yours and its arguments"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         job, output = Path(folder, "job.py"), Path(folder, "run.ebb")
@@ -87,19 +90,37 @@ def main() -> None:
         if args.script:
             job = Path(args.script[0]).resolve()
             command = [job.name, *args.script[1:]]
-        words = [sys.executable, "-m", "ebbtide", "dry-run", "-o", str(output), "--", "python", *command]
+        words = [
+            sys.executable,
+            "-m",
+            "ebbtide",
+            "dry-run",
+            "-o",
+            str(output),
+            "--",
+            "python",
+            *command,
+        ]
         before = digests(job.parent)
         start_s = time.perf_counter()
-        with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=job.parent) as process:
+        with subprocess.Popen(
+            words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=job.parent
+        ) as process:
             messages = process.stderr.read().decode() if process.stderr else ""
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         elapsed_s = time.perf_counter() - start_s
         if process.returncode:
-            raise SystemExit(f"the dry run failed with status {process.returncode}:\n{messages}")
+            raise SystemExit(
+                f"the dry run failed with status {process.returncode}:\n{messages}"
+            )
         after = digests(job.parent)
         if args.script and after != before:
-            changed = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+            changed = sorted(
+                name
+                for name in {*before, *after}
+                if before.get(name) != after.get(name)
+            )
             raise SystemExit(f"the dry run changed files: {', '.join(changed)}")
         trace = open_trace(output)
         peaks = trace.memory(0).groupby("pool", observed=True)["bytes"].max()
@@ -111,7 +132,14 @@ def main() -> None:
             f"{usage.ru_utime + usage.ru_stime:.0f}",
             f"{usage.ru_maxrss * 1024 / 1e9:.2f}",
         ]
-    header = ["parameters, G", "peak requested, GB", "peak reserved, GB", "time, s", "CPU time, s", "host memory, GB"]
+    header = [
+        "parameters, G",
+        "peak requested, GB",
+        "peak reserved, GB",
+        "time, s",
+        "CPU time, s",
+        "host memory, GB",
+    ]
     print(f"{machine_line()}\n")
     table(header, [row])
 

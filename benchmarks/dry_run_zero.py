@@ -2,10 +2,11 @@
 
     python benchmarks/dry_run_zero.py [--ranks 4]
 
-The job is the one with 11.3e9 parameters ("13B") of the published measurements of Deep Optimizer States: ZeRO stage 3
-with the optimizer offloaded, 4 A100, micro-batch 1, context 2048, activation checkpointing. Its model is rebuilt from
-the arguments of Megatron-DeepSpeed in the log, with attention in parts. The log is of an older DeepSpeed. Prints
-Markdown.
+The job is the one with 11.3e9 parameters ("13B") of the published measurements of Deep
+Optimizer States: ZeRO stage 3 with the optimizer offloaded, 4 A100, micro-batch 1,
+context 2048, activation checkpointing. Its model is rebuilt from the arguments of
+Megatron-DeepSpeed in the log, with attention in parts. The log is of an older
+DeepSpeed. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from tables import machine_line, table
 
 from ebbtide.profiler.trace import open_trace
 
-# From log-13B-tp1-dp4-...-flush_async0-opt_gaps0.log: bytes that the caching allocator has handed out, in GiB, as
-# DeepSpeed states them from the second iteration on.
+# From log-13B-tp1-dp4-...-flush_async0-opt_gaps0.log: bytes that the caching allocator
+# has handed out, in GiB, as DeepSpeed states them from the second iteration on.
 MEASURED_GIB = {
     "after deepspeed.initialize": 6.20,
     "before the forward": 6.53,
@@ -44,7 +45,10 @@ CONFIG = {
         "sub_group_size": 100_000_000,
         "overlap_comm": True,
     },
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1},
+    },
     "gradient_clipping": 1.0,
     "bf16": {"enabled": True},
     "steps_per_print": 1_000_000,
@@ -125,9 +129,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         job, output = Path(folder, "job.py"), Path(folder, "run.ebb")
         job.write_text(JOB, encoding="utf-8")
-        words = ["dry-run", "-o", str(output), "--gpu", "a100-40gb-published", "--ranks", str(args.ranks)]
+        words = [
+            "dry-run",
+            "-o",
+            str(output),
+            "--gpu",
+            "a100-40gb-published",
+            "--ranks",
+            str(args.ranks),
+        ]
         start_s = time.perf_counter()
-        command = [sys.executable, "-m", "ebbtide", *words, "--", "python", str(job), json.dumps(CONFIG)]
+        command = [
+            sys.executable,
+            "-m",
+            "ebbtide",
+            *words,
+            "--",
+            "python",
+            str(job),
+            json.dumps(CONFIG),
+        ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             text = process.stdout.read()
@@ -135,26 +156,40 @@ def main() -> None:
             process.returncode = os.waitstatus_to_exitcode(status)
         elapsed_s = time.perf_counter() - start_s
         if process.returncode:
-            raise SystemExit(f"the dry run failed with status {process.returncode}:\n{text}")
+            raise SystemExit(
+                f"the dry run failed with status {process.returncode}:\n{text}"
+            )
         initialized = re.search(r"^GIB ([\d.]+)$", text, re.MULTILINE)
         assert initialized is not None
-        predicted = {"after deepspeed.initialize": float(initialized[1]), **sizes_gib(output)}
+        predicted = {
+            "after deepspeed.initialize": float(initialized[1]),
+            **sizes_gib(output),
+        }
         trace = open_trace(output)
         params = trace.meta.ranks[0].model.total_params
     print(machine_line())
     for note in trace.meta.notes:
         if note.startswith("host memory"):
             print(note)
-    print(f"\n{params / 1e9:.2f}e9 parameters: {elapsed_s:.0f} s, {usage.ru_maxrss / 1e6:.2f} GB resident\n")
+    print(
+        f"\n{params / 1e9:.2f}e9 parameters: {elapsed_s:.0f} s, "
+        f"{usage.ru_maxrss / 1e6:.2f} GB resident\n"
+    )
     rows = [
-        [name, f"{size:.2f}", f"{predicted[name]:.2f}", f"{100 * (predicted[name] / size - 1):+.1f} %"]
+        [
+            name,
+            f"{size:.2f}",
+            f"{predicted[name]:.2f}",
+            f"{100 * (predicted[name] / size - 1):+.1f} %",
+        ]
         for name, size in MEASURED_GIB.items()
     ]
     table(["allocated, GiB", "measured", "predicted", "error"], rows)
 
 
 def sizes_gib(path: Path) -> dict[str, float]:
-    """Return the bytes that the caching allocator has handed out, at edges and peaks of the last iteration's phases."""
+    """Return the bytes that the caching allocator has handed out, at edges and peaks of
+    the last iteration's phases."""
     trace = open_trace(path)
     phases = trace.phases(0)
     memory = trace.memory(0)
@@ -167,7 +202,9 @@ def sizes_gib(path: Path) -> dict[str, float]:
     sizes = {"before the forward": at(last.loc["forward", "start_ns"])}
     for phase in ("forward", "backward"):
         start_ns, end_ns = last.loc[phase, "start_ns"], last.loc[phase, "end_ns"]
-        inside = line[(line["t_ns"] >= start_ns) & (line["t_ns"] <= end_ns)]["bytes"].max()
+        inside = line[(line["t_ns"] >= start_ns) & (line["t_ns"] <= end_ns)][
+            "bytes"
+        ].max()
         sizes[f"peak of the {phase}"] = max(at(start_ns), float(inside) / 2**30)
         sizes[f"after the {phase}"] = at(end_ns)
     return {**sizes, "after the update": at(last.loc["update", "end_ns"])}

@@ -1,15 +1,15 @@
-"""Plant one fault in each of 20 jobs, and count those that `findings` or `doctor` names, and alarms on 20 healthy ones.
+"""Plant one fault in each of 20 jobs, and count those that `findings` or `doctor`
+names, and alarms on 20 healthy ones.
 
     python benchmarks/faults.py [--only NAME ...] [--folder FOLDER]
 
-Kinds: `run`, a job of `fault_jobs.py` that is recorded here, or the command of a job that doctor reads on this host;
-`mock`, doctor here with the NVML of tests/nvml_mock; `dry-run`, a job for a GPU; `recorded`, a run of others on GPUs
-with the fault (traces/); `edited`, such a run without the fault, into whose tables it was written as a recording
-would have it. Needs gcc for the mock, and root for the job in a control group of its own. Prints Markdown.
+Kinds: `run`, a job of `fault_jobs.py` that is recorded here, or the command of a job
+that doctor reads on this host; `mock`, doctor here with the NVML of tests/nvml_mock;
+`dry-run`, a job for a GPU; `recorded`, a run of others on GPUs with the fault
+(traces/); `edited`, such a run without the fault, into whose tables it was written as a
+recording would have it. Needs gcc for the mock, and root for the job in a control group
+of its own. Prints Markdown.
 """
-
-# ruff: noqa: E501
-from __future__ import annotations
 
 import argparse
 import json
@@ -34,8 +34,15 @@ MIB = 2**20
 MEMORY_LIMIT = 2048 * MIB
 GROUPS = Path("/sys/fs/cgroup/memory")
 A100 = "a100-40gb-published"
-# True statements on the recorded jobs, which have these causes of slowness beside the planted ones.
-TRUE = ("free-memory", "cpu-bound-update", "gradient-round-trip", "exposed-communication", "launch-bound")
+# True statements on the recorded jobs, which have these causes of slowness beside the
+# planted ones.
+TRUE = (
+    "free-memory",
+    "cpu-bound-update",
+    "gradient-round-trip",
+    "exposed-communication",
+    "launch-bound",
+)
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,11 @@ class Case:
     """A job, or a host.
 
     Attributes:
-        expected: Rules of findings or checks of doctor that name the fault; none of a healthy job.
+        expected: Rules of findings or checks of doctor that name the fault; none of a
+            healthy job.
         kind: The origin, see above.
-        findings: Returns the rules or checks that were reported, given a folder to write to.
+        findings: Returns the rules or checks that were reported, given a folder to
+            write to.
         fault: The fault in words.
         true: Rules that may be reported of a healthy job.
     """
@@ -58,11 +67,15 @@ class Case:
     true: tuple[str, ...] = ()
 
 
-def ebbtide(*arguments: object, prefix: Sequence[object] = (), **environment: str) -> str:
+def ebbtide(
+    *arguments: object, prefix: Sequence[object] = (), **environment: str
+) -> str:
     """Run a command and return its standard output."""
     command = [*map(str, prefix), sys.executable, "-m", "ebbtide", *map(str, arguments)]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    run = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    run = subprocess.run(
+        command, capture_output=True, text=True, env=variables, check=False
+    )
     if run.returncode:
         raise RuntimeError(f"{' '.join(command)}: {run.stderr[-500:]}")
     return run.stdout
@@ -70,11 +83,18 @@ def ebbtide(*arguments: object, prefix: Sequence[object] = (), **environment: st
 
 def rules(trace: Path) -> set[str]:
     """Return the rules that `ebbtide findings` reports of a trace."""
-    return {finding["rule"] for finding in json.loads(ebbtide("findings", trace, "--json"))["findings"]}
+    return {
+        finding["rule"]
+        for finding in json.loads(ebbtide("findings", trace, "--json"))["findings"]
+    }
 
 
 def recorded(
-    fault: str, *options: str, ranks: int = 1, prefix: Sequence[object] = (), threads: int = 1
+    fault: str,
+    *options: str,
+    ranks: int = 1,
+    prefix: Sequence[object] = (),
+    threads: int = 1,
 ) -> Callable[[Path], set[str]]:
     """Return a function that records a job on this host."""
 
@@ -82,7 +102,13 @@ def recorded(
         launch = (
             [sys.executable]
             if ranks == 1
-            else [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+            else [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node",
+                str(ranks),
+            ]
         )
         trace = folder / "run.ebb"
         command = ["profile", "-o", trace, *options, "--", *launch, JOB, fault]
@@ -97,16 +123,31 @@ def predicted(fault: str) -> Callable[[Path], set[str]]:
 
     def run(folder: Path) -> set[str]:
         trace = folder / "run.ebb"
-        ebbtide("dry-run", "-o", trace, "--machine", A100, "--", sys.executable, JOB, fault, "gpu")
+        ebbtide(
+            "dry-run",
+            "-o",
+            trace,
+            "--machine",
+            A100,
+            "--",
+            sys.executable,
+            JOB,
+            fault,
+            "gpu",
+        )
         return rules(trace)
 
     return run
 
 
 def doctor(
-    *command: str, prefix: Sequence[object] = (), card: dict[str, object] | None = None, **environment: str
+    *command: str,
+    prefix: Sequence[object] = (),
+    card: dict[str, object] | None = None,
+    **environment: str,
 ) -> Callable[[Path], set[str]]:
-    """Return a function that runs doctor on this host. `card`: changes of an H100 that NVML shows."""
+    """Return a function that runs doctor on this host. `card`: changes of an H100 that
+    NVML shows."""
 
     def run(folder: Path) -> set[str]:
         variables = dict(environment)
@@ -115,15 +156,20 @@ def doctor(
             from tests.nvml_mock.cards import H100, write_description
 
             variables["LD_LIBRARY_PATH"] = str(compile_library(folder / "nvml"))
-            variables["NVML_MOCK"] = str(write_description(folder / "nvml.txt", [replace(H100, **card)]))  # type: ignore[arg-type]
-        checks = json.loads(ebbtide("doctor", "--json", "--", *command, prefix=prefix, **variables))["checks"]
+            variables["NVML_MOCK"] = str(
+                write_description(folder / "nvml.txt", [replace(H100, **card)])
+            )  # type: ignore[arg-type]
+        checks = json.loads(
+            ebbtide("doctor", "--json", "--", *command, prefix=prefix, **variables)
+        )["checks"]
         return {check["name"] for check in checks if check["state"] == "warning"}
 
     return run
 
 
 def in_group(fault: str, limit_bytes: int) -> Callable[[Path], set[str]]:
-    """Return a function that records a job in a control group with a limit of memory."""
+    """Return a function that records a job in a control group with a limit of
+    memory."""
 
     def run(folder: Path) -> set[str]:
         with memory_group(limit_bytes) as group:
@@ -145,8 +191,11 @@ def memory_group(limit_bytes: int) -> Iterator[Path]:
         group.rmdir()
 
 
-def stored(name: str, edit: Callable[[Path], None] | None = None) -> Callable[[Path], set[str]]:
-    """Return a function that reads a trace of traces/, or a copy of it with changed tables."""
+def stored(
+    name: str, edit: Callable[[Path], None] | None = None
+) -> Callable[[Path], set[str]]:
+    """Return a function that reads a trace of traces/, or a copy of it with changed
+    tables."""
 
     def run(folder: Path) -> set[str]:
         trace = TRACES / f"{name}.ebb"
@@ -158,7 +207,9 @@ def stored(name: str, edit: Callable[[Path], None] | None = None) -> Callable[[P
     return run
 
 
-def change_table(name: str, change: Callable[[pd.DataFrame], pd.DataFrame]) -> Callable[[Path], None]:
+def change_table(
+    name: str, change: Callable[[pd.DataFrame], pd.DataFrame]
+) -> Callable[[Path], None]:
     """Return an edit of a table of every rank."""
 
     def edit(trace: Path) -> None:
@@ -169,10 +220,18 @@ def change_table(name: str, change: Callable[[pd.DataFrame], pd.DataFrame]) -> C
 
 
 def pageable(rows: pd.DataFrame) -> pd.DataFrame:
-    """Copy to the device from pageable memory: at 2.8 GB/s, as others measured, one after the other."""
+    """Copy to the device from pageable memory: at 2.8 GB/s, as others measured, one
+    after the other."""
     down = rows["direction"] == "h2d"
-    longer = (rows["bytes"] / 2.8).where(down, rows["end_ns"] - rows["start_ns"]).astype("int64")
-    return rows.assign(host_memory=rows["host_memory"].mask(down, "pageable"), end_ns=rows["start_ns"] + longer)
+    longer = (
+        (rows["bytes"] / 2.8)
+        .where(down, rows["end_ns"] - rows["start_ns"])
+        .astype("int64")
+    )
+    return rows.assign(
+        host_memory=rows["host_memory"].mask(down, "pageable"),
+        end_ns=rows["start_ns"] + longer,
+    )
 
 
 def hot(rows: pd.DataFrame) -> pd.DataFrame:
@@ -186,16 +245,24 @@ def hot(rows: pd.DataFrame) -> pd.DataFrame:
 def swap(rows: pd.DataFrame) -> pd.DataFrame:
     """Have 6 GiB of each rank in swap."""
     first = rows["t_ns"].min(), rows["t_ns"].max()
-    added = pd.DataFrame({"t_ns": first, "device": "cpu", "pool": "swap", "bytes": 6 << 30})
+    added = pd.DataFrame(
+        {"t_ns": first, "device": "cpu", "pool": "swap", "bytes": 6 << 30}
+    )
     return pd.concat([rows, added]).sort_values("t_ns", kind="stable")
 
 
 def remote_node(trace: Path) -> None:
-    """Run each rank on the cores of the other of two NUMA nodes, with its memory there."""
+    """Run each rank on the cores of the other of two NUMA nodes, with its memory
+    there."""
     file = trace / "meta.json"
     meta = json.loads(file.read_text())
     meta.setdefault("host", {})["numa_nodes"] = [
-        {"node": node, "cpus": f"{32 * node}-{32 * node + 31}", "memory_bytes": 256 << 30} for node in range(2)
+        {
+            "node": node,
+            "cpus": f"{32 * node}-{32 * node + 31}",
+            "memory_bytes": 256 << 30,
+        }
+        for node in range(2)
     ]
     for rank in meta["ranks"]:
         rank["numa"] = {"cpu_nodes": [1], "memory_bytes": {"1": 60 << 30}}
@@ -258,14 +325,19 @@ def report(case: Case) -> set[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", help="Names of cases")
     only = parser.parse_args().only
     print(machine_line(), flush=True)
     # One thread on two cores would be a fault of its own.
     os.environ.pop("OMP_NUM_THREADS", None)
     rows, named, alarms = [], 0, 0
-    faults, healthy = ([case for case in cases if not only or case.name in only] for cases in (FAULTS, HEALTHY))
+    faults, healthy = (
+        [case for case in cases if not only or case.name in only]
+        for cases in (FAULTS, HEALTHY)
+    )
     for case in faults:
         reported = report(case)
         hit = [rule for rule in case.expected if rule in reported]
@@ -287,7 +359,10 @@ def main() -> None:
         print("...", case.name, *sorted(false), file=sys.stderr, flush=True)
         if false:
             print(f"- {case.name}: {', '.join(sorted(false))}")
-    print(f"\n{named} of {len(faults)} faults named, {alarms} false alarms on {len(healthy)} healthy jobs")
+    print(
+        f"\n{named} of {len(faults)} faults named, {alarms} false alarms on "
+        f"{len(healthy)} healthy jobs"
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""Updates of published runs that no fit has seen, against machines that are fitted to other models.
+"""Updates of published runs that no fit has seen, against machines that are fitted to
+other models.
 
     python benchmarks/held_out.py FOLDER
 
-FOLDER holds logs of github.com/mauryaavinash95/deep-optimizer-states-results, found by name. Updates on H100 are
-predicted by the preset `h100-80gb-sxm-published`, those on A100 by `a100-40gb-published`, and those of A100 ranks that
-are not bound to cores by a fit to the runs with one and two ranks of `traces/`. Backwards that wait for blocking copies
-are predicted with the compute of the same job's runs with asynchronous copies. Prints Markdown, see docs/validation.md.
+FOLDER holds logs of github.com/mauryaavinash95/deep-optimizer-states-results, found by
+name. Updates on H100 are predicted by the preset `h100-80gb-sxm-published`, those on
+A100 by `a100-40gb-published`, and those of A100 ranks that are not bound to cores by a
+fit to the runs with one and two ranks of `traces/`. Backwards that wait for blocking
+copies are predicted with the compute of the same job's runs with asynchronous copies.
+Prints Markdown, see docs/validation.md.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ LINKS = {"H100": (5, 16), "A100": (4, 16)}
 
 
 def card_of(text: str) -> str:
-    """Return the card of a log: the A100 runs were made by another user than those on H100."""
+    """Return the card of a log: the A100 runs were made by another user than those on
+    H100."""
     return "A100" if "/home/am6429" in text else "H100"
 
 
@@ -49,15 +53,22 @@ def unbound_machine() -> Machine:
 
 
 def sample_of_log(path: Path, card: str, folder: Path) -> FitSample:
-    trace = import_trace([path], folder / f"{path.stem}.ebb", hardware=Hardware(link=LINKS[card]))
+    trace = import_trace(
+        [path], folder / f"{path.stem}.ebb", hardware=Hardware(link=LINKS[card])
+    )
     return sample_of(trace)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
-    machines = {"H100": preset("h100-80gb-sxm-published"), "A100": preset("a100-40gb-published")}
+    machines = {
+        "H100": preset("h100-80gb-sxm-published"),
+        "A100": preset("a100-40gb-published"),
+    }
     unbound = unbound_machine()
     rows, errors = [], defaultdict(list)
     blocking, compute_s = [], defaultdict(list)
@@ -67,7 +78,10 @@ def main() -> None:
             if match is None:
                 continue
             card = card_of(text)
-            run = f"{path.parent.name[:30]}/{match['model']} dp{match['dp']} tp{match['tp']} b{match['batch']}"
+            run = (
+                f"{path.parent.name[:30]}/{match['model']} dp{match['dp']} "
+                f"tp{match['tp']} b{match['batch']}"
+            )
             run += f" r{match['ratio']} a{match['asynchronous']} k{match['stride']}"
             (folder := Path(work) / str(number)).mkdir()
             try:
@@ -78,9 +92,20 @@ def main() -> None:
             is_bound = "numactl" in text
             machine = machines[card] if is_bound or card == "H100" else unbound
             predicted = sample.simulate(machine).update_s
-            group = f"{card} {match['model']} {sample.ranks} ranks a host {'bound' if is_bound else 'not bound'}"
+            group = (
+                f"{card} {match['model']} {sample.ranks} ranks a host "
+                f"{'bound' if is_bound else 'not bound'}"
+            )
             errors[group].append(predicted / sample.update_s - 1)
-            rows.append([run, group, f"{sample.update_s:.3f}", f"{predicted:.3f}", percent(predicted, sample.update_s)])
+            rows.append(
+                [
+                    run,
+                    group,
+                    f"{sample.update_s:.3f}",
+                    f"{predicted:.3f}",
+                    percent(predicted, sample.update_s),
+                ]
+            )
             job = f"{group}, ratio {float(match['ratio']):g}, batch {match['batch']}"
             if sample.backward_s is not None and is_bound:
                 blocking.append((job, sample, machine))
@@ -100,15 +125,31 @@ def main() -> None:
         ],
     )
     table(
-        ["job", "blocking backward, s", "asynchronous, s", "wait, s/Gparam", "predicted, s", "error"],
-        [blocking_row(job, sample, machine, compute_s[job]) for job, sample, machine in blocking if compute_s[job]],
+        [
+            "job",
+            "blocking backward, s",
+            "asynchronous, s",
+            "wait, s/Gparam",
+            "predicted, s",
+            "error",
+        ],
+        [
+            blocking_row(job, sample, machine, compute_s[job])
+            for job, sample, machine in blocking
+            if compute_s[job]
+        ],
     )
 
 
-def blocking_row(job: str, sample: FitSample, machine: Machine, compute_s: list[float]) -> list[str]:
-    """Return a row of a backward that waits for its copies, predicted from backwards of the same job that do not."""
+def blocking_row(
+    job: str, sample: FitSample, machine: Machine, compute_s: list[float]
+) -> list[str]:
+    """Return a row of a backward that waits for its copies, predicted from backwards of
+    the same job that do not."""
     alone_s, measured_s = statistics.median(compute_s), sample.backward_s or 0.0
-    schedule = replace(sample, workload=replace(sample.workload, backward_s=alone_s)).simulate(machine)
+    schedule = replace(
+        sample, workload=replace(sample.workload, backward_s=alone_s)
+    ).simulate(machine)
     copied = sum(op.params for op in schedule.plan.ops if op.is_blocking)
     return [
         job,

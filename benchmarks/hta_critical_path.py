@@ -2,10 +2,11 @@
 
     python benchmarks/hta_critical_path.py --hta-python PATH FILE:ANNOTATION:INSTANCE...
 
-PATH is the Python of an environment with HTA. Each window is a torch.profiler trace, an annotation (`ProfilerStep`;
-empty for the whole file) and its number. HTA gives some edges of its graph no weight. The script goes along HTA's own
-path and sums the time of those edges: between outermost operators (DEPENDENCY), within calls that wait, and from work
-to a call that waits for it (SYNC_DEPENDENCY). Prints Markdown, in ms.
+PATH is the Python of an environment with HTA. Each window is a torch.profiler trace, an
+annotation (`ProfilerStep`; empty for the whole file) and its number. HTA gives some
+edges of its graph no weight. The script goes along HTA's own path and sums the time of
+those edges: between outermost operators (DEPENDENCY), within calls that wait, and from
+work to a call that waits for it (SYNC_DEPENDENCY). Prints Markdown, in ms.
 """
 
 from __future__ import annotations
@@ -48,13 +49,25 @@ COLUMNS = {
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flags.add_argument("windows", nargs="+", metavar="FILE:ANNOTATION:INSTANCE")
-    flags.add_argument("--hta-python", required=True, help="Python of an environment with HTA")
+    flags.add_argument(
+        "--hta-python", required=True, help="Python of an environment with HTA"
+    )
     args = flags.parse_args()
     rows = []
     for window in args.windows:
-        run = subprocess.run([args.hta_python, "-c", HTA, window], capture_output=True, text=True, check=True)
+        run = subprocess.run(
+            [args.hta_python, "-c", HTA, window],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         figures = json.loads(run.stdout.splitlines()[-1])
-        rows.append([f"`{window.rpartition('/')[2]}`", *(f"{figures.get(key, 0.0):,.3f}" for key in COLUMNS)])
+        rows.append(
+            [
+                f"`{window.rpartition('/')[2]}`",
+                *(f"{figures.get(key, 0.0):,.3f}" for key in COLUMNS),
+            ]
+        )
     table(["window", *COLUMNS.values()], rows)
 
 

@@ -1,12 +1,14 @@
-"""Measure the update on the CPU: ebbtide's kernel, torch's AdamW, DeepSpeed's CPU Adam, and the memory bandwidth.
+"""Measure the update on the CPU: ebbtide's kernel, torch's AdamW, DeepSpeed's CPU Adam,
+and the memory bandwidth.
 
     python benchmarks/kernels.py [--deepspeed-python PATH] [--rounds 7] [--params 100] [--seconds 3]
 
-Each takes a bf16 gradient and returns a bf16 parameter; master and moments are fp32. Torch and DeepSpeed need an
-fp32 gradient, so their casts count. PATH is the Python of an environment with DeepSpeed, if this one does not have it.
-The memory bandwidth is the best of three loops over fp32 arrays on as many threads (bytes read and written, without
-write-allocate traffic). Each runs in its own process, they take turns in changing order, and ratios are within a round.
-Prints Markdown.
+Each takes a bf16 gradient and returns a bf16 parameter; master and moments are fp32.
+Torch and DeepSpeed need an fp32 gradient, so their casts count. PATH is the Python of
+an environment with DeepSpeed, if this one does not have it. The memory bandwidth is the
+best of three loops over fp32 arrays on as many threads (bytes read and written, without
+write-allocate traffic). Each runs in its own process, they take turns in changing
+order, and ratios are within a round. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ STEPS = {OURS: ebbtide_step, TORCH: torch_step, DEEPSPEED: deepspeed_step}
 
 
 def rate(step: Callable[[], object], amount: float, seconds: float) -> float:
-    """Return the amount per second: the median of all runs after two that compile and touch the memory."""
+    """Return the amount per second: the median of all runs after two that compile and
+    touch the memory."""
     step()
     step()
     lengths = []
@@ -81,7 +84,8 @@ def rate(step: Callable[[], object], amount: float, seconds: float) -> float:
 
 
 def bandwidth(params: int, threads: int, seconds: float) -> dict[str, float]:
-    """Return the bytes per second of copy (a = b), triad (a = b + s * c) and scaling in place (a = s * a)."""
+    """Return the bytes per second of copy (a = b), triad (a = b + s * c) and scaling in
+    place (a = s * a)."""
     import numpy as np
     from numba import njit
 
@@ -109,7 +113,11 @@ def bandwidth(params: int, threads: int, seconds: float) -> dict[str, float]:
         def part(number: int, compiled: Any = compiled) -> None:
             compiled(*(array[edges[number] : edges[number + 1]] for array in arrays))
 
-        rates[loop.__name__] = rate(lambda part=part: list(pool.map(part, range(threads))), moved * params, seconds)
+        rates[loop.__name__] = rate(
+            lambda part=part: list(pool.map(part, range(threads))),
+            moved * params,
+            seconds,
+        )
     return rates
 
 
@@ -120,7 +128,8 @@ def measure(name: str, params: int, threads: int, seconds: float) -> dict[str, f
 
 
 def first_call_s() -> tuple[float, float]:
-    """Return the seconds that the first update of a new process takes, without and with a compiled kernel on disk."""
+    """Return the seconds that the first update of a new process takes, without and with
+    a compiled kernel on disk."""
     code = (
         "import time, torch; begun = time.perf_counter()\n"
         "from ebbtide.features.calibrate.cpu import OnePassAdamW\n"
@@ -129,15 +138,31 @@ def first_call_s() -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", code]
         environment = {**os.environ, "NUMBA_CACHE_DIR": folder}
-        runs = [subprocess.run(command, env=environment, capture_output=True, check=True) for _ in range(2)]
+        runs = [
+            subprocess.run(command, env=environment, capture_output=True, check=True)
+            for _ in range(2)
+        ]
     return float(runs[0].stdout), float(runs[1].stdout)
 
 
 def run(name: str, python: str, args: argparse.Namespace) -> dict[str, float] | str:
     """Measure in another process; return its rates, or an error message."""
-    options = ["--params", str(args.params), "--seconds", str(args.seconds), "--measure", name]
+    options = [
+        "--params",
+        str(args.params),
+        "--seconds",
+        str(args.seconds),
+        "--measure",
+        name,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
-    done = subprocess.run([python, __file__, *options], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [python, __file__, *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         return (done.stderr.strip().splitlines() or ["it failed"])[-1]
     rates: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -146,8 +171,13 @@ def run(name: str, python: str, args: argparse.Namespace) -> dict[str, float] | 
 
 
 def machine(deepspeed_python: str) -> str:
-    code = "from importlib.metadata import version; print(version('deepspeed'), 'with torch', version('torch'))"
-    versions = subprocess.run([deepspeed_python, "-c", code], capture_output=True, text=True, check=False)
+    code = (
+        "from importlib.metadata import version; print(version('deepspeed'), 'with "
+        "torch', version('torch'))"
+    )
+    versions = subprocess.run(
+        [deepspeed_python, "-c", code], capture_output=True, text=True, check=False
+    )
     other = f", DeepSpeed {versions.stdout.strip()}" if versions.returncode == 0 else ""
     import torch
 
@@ -159,20 +189,32 @@ def main() -> None:
     flags.add_argument("--deepspeed-python", default=sys.executable)
     flags.add_argument("--rounds", type=int, default=7)
     flags.add_argument("--params", type=int, default=100, help="parameters in millions")
-    flags.add_argument("--seconds", type=float, default=3.0, help="duration of each measurement in s")
+    flags.add_argument(
+        "--seconds", type=float, default=3.0, help="duration of each measurement in s"
+    )
     flags.add_argument("--measure", choices=[*STEPS, MEMORY], help=argparse.SUPPRESS)
     args = flags.parse_args()
     if args.measure:
         threads = len(os.sched_getaffinity(0))
-        print(json.dumps(measure(args.measure, args.params * 1_000_000, threads, args.seconds)))
+        print(
+            json.dumps(
+                measure(args.measure, args.params * 1_000_000, threads, args.seconds)
+            )
+        )
         return
     errors: dict[str, str] = {}
     rounds: list[dict[str, dict[str, float]]] = []
     for number in range(args.rounds):
-        names = [name for name in (MEMORY, OURS, TORCH, DEEPSPEED) if name not in errors]
+        names = [
+            name for name in (MEMORY, OURS, TORCH, DEEPSPEED) if name not in errors
+        ]
         results = {}
         for name in names if number % 2 else reversed(names):
-            result = run(name, args.deepspeed_python if name == DEEPSPEED else sys.executable, args)
+            result = run(
+                name,
+                args.deepspeed_python if name == DEEPSPEED else sys.executable,
+                args,
+            )
             if isinstance(result, str):
                 errors[name] = result
             else:
@@ -181,8 +223,14 @@ def main() -> None:
     report(args, rounds, errors)
 
 
-def report(args: argparse.Namespace, rounds: list[dict[str, dict[str, float]]], errors: dict[str, str]) -> None:
-    setup = f"{args.params} M parameters, {args.rounds} rounds: median (minimum to maximum)"
+def report(
+    args: argparse.Namespace,
+    rounds: list[dict[str, dict[str, float]]],
+    errors: dict[str, str],
+) -> None:
+    setup = (
+        f"{args.params} M parameters, {args.rounds} rounds: median (minimum to maximum)"
+    )
     print(f"{time.strftime('%Y-%m-%d')}, {machine(args.deepspeed_python)}, {setup}\n")
     print("| update | Gparam/s | rate of ebbtide / rate | 28 B x rate / bandwidth |")
     print("| --- | --- | --- | --- |")
@@ -191,15 +239,28 @@ def report(args: argparse.Namespace, rounds: list[dict[str, dict[str, float]]], 
             print(f"| {name} | not measured: {errors[name]} | | |")
             continue
         rates = [results[name]["params_per_s"] for results in rounds]
-        ratios = [results[OURS]["params_per_s"] / own for results, own in zip(rounds, rates, strict=True)]
-        shares = [BYTES * own / max(results[MEMORY].values()) for results, own in zip(rounds, rates, strict=True)]
-        print(f"| {name} | {spread([own / 1e9 for own in rates], 2)} | {spread(ratios, 2)} | {spread(shares, 2)} |")
+        ratios = [
+            results[OURS]["params_per_s"] / own
+            for results, own in zip(rounds, rates, strict=True)
+        ]
+        shares = [
+            BYTES * own / max(results[MEMORY].values())
+            for results, own in zip(rounds, rates, strict=True)
+        ]
+        print(
+            f"| {name} | {spread([own / 1e9 for own in rates], 2)} | "
+            f"{spread(ratios, 2)} | {spread(shares, 2)} |"
+        )
     print("\n| loop over memory | GB/s |\n| --- | --- |")
     for loop in rounds[0][MEMORY]:
-        print(f"| {loop} | {spread([results[MEMORY][loop] / 1e9 for results in rounds], 1)} |")
+        print(
+            f"| {loop} | "
+            f"{spread([results[MEMORY][loop] / 1e9 for results in rounds], 1)} |"
+        )
     uncached, cached = (f"{seconds:.1f} s" for seconds in first_call_s())
     print(
-        f"\nFirst update of a new process: {uncached} (import of numba, compilation), then {cached} (compiled before)."
+        f"\nFirst update of a new process: {uncached} (import of numba, compilation), "
+        f"then {cached} (compiled before)."
     )
 
 

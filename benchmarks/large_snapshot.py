@@ -1,15 +1,18 @@
-"""Measure the memory and time in which ebbtide imports a large memory snapshot and says what its peak consists of.
+"""Measure the memory and time in which ebbtide imports a large memory snapshot and says
+what its peak consists of.
 
     python benchmarks/large_snapshot.py [--gb 1 4] [--folder FOLDER]
 
-The snapshot is written to FOLDER (the default is that of temporary files) as torch's Python writer does, which takes
-two minutes per GB. Of each command: wall and CPU seconds, and the most resident memory of all its processes together,
-read every 20 ms (memory that they share counts in each). Prints Markdown.
+The snapshot is written to FOLDER (the default is that of temporary files) as torch's
+Python writer does, which takes two minutes per GB. Of each command: wall and CPU
+seconds, and the most resident memory of all its processes together, read every 20 ms
+(memory that they share counts in each). Prints Markdown.
 
-The file has the proportions of a recorded training step: three events per block (allocation, release requested and
-completed), stacks of 30 to 80 frames with those of C++, a list of frames for each allocation and each release, which
-share the dicts of frames, and one segment per 20 blocks. `pickle.dumps(pickle.loads(file), 4)` are the same bytes (a
-test compares them).
+The file has the proportions of a recorded training step: three events per block
+(allocation, release requested and completed), stacks of 30 to 80 frames with those of
+C++, a list of frames for each allocation and each release, which share the dicts of
+frames, and one segment per 20 blocks. `pickle.dumps(pickle.loads(file), 4)` are the
+same bytes (a test compares them).
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ _START_US = 1_750_000_000_000_000
 
 
 class Writer:
-    """Writes the opcodes of `pickle.dump(..., protocol=4)` for objects whose sharing is that of torch's snapshots."""
+    """Writes the opcodes of `pickle.dump(..., protocol=4)` for objects whose sharing is
+    that of torch's snapshots."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -50,7 +54,8 @@ class Writer:
         return self._file.tell()
 
     def put(self, key: object = None) -> bytes:
-        """Return the opcode that memoizes an object, which `reference(key)` gets later."""
+        """Return the opcode that memoizes an object, which `reference(key)` gets
+        later."""
         if key is not None:
             self._memo[key] = self._size
         self._size += 1
@@ -60,14 +65,19 @@ class Writer:
         index = self._memo.get(key)
         if index is None:
             return None
-        return b"h" + bytes([index]) if index < 256 else b"j" + index.to_bytes(4, "little")
+        return (
+            b"h" + bytes([index]) if index < 256 else b"j" + index.to_bytes(4, "little")
+        )
 
     def text(self, text: str) -> bytes:
         data = text.encode()
-        return self.reference(text) or b"\x8c" + bytes([len(data)]) + data + self.put(text)
+        return self.reference(text) or b"\x8c" + bytes([len(data)]) + data + self.put(
+            text
+        )
 
     def value(self, data: bytes) -> None:
-        """Add the opcodes of a value, or those that begin it. A frame of 64 KiB may end before a value."""
+        """Add the opcodes of a value, or those that begin it. A frame of 64 KiB may end
+        before a value."""
         if len(self._frame) >= _FRAME_BYTES:
             self.end_frame()
         self._frame += data
@@ -101,14 +111,17 @@ class Writer:
             self._frame += b"e" if len(batch) > 1 else b"a"
 
     def mapping(self, pairs: dict[str, Any]) -> None:
-        """Add a dict with at least two keys whose values are numbers, text, or functions that add the value."""
+        """Add a dict with at least two keys whose values are numbers, text, or
+        functions that add the value."""
         self.value(b"}" + self.put() + b"(")
         for key, value in pairs.items():
             self.value(self.text(key))
             if callable(value):
                 value()
             else:
-                self.value(self.text(value) if isinstance(value, str) else integer(value))
+                self.value(
+                    self.text(value) if isinstance(value, str) else integer(value)
+                )
         self.end(b"u")
 
 
@@ -129,7 +142,9 @@ def write_snapshot(path: Path, size_bytes: int) -> int:
     with path.open("wb") as file:
         writer = Writer(file)
         snapshot = _Snapshot(writer, size_bytes)
-        writer.mapping({"segments": snapshot.add_segments, "device_traces": snapshot.add_traces})
+        writer.mapping(
+            {"segments": snapshot.add_segments, "device_traces": snapshot.add_traces}
+        )
         writer.end(b".")
         writer.end_frame()
     return snapshot.events
@@ -143,7 +158,11 @@ class _Snapshot:
         self._size_bytes = size_bytes
         self._random = random.Random(0)
         self._stacks = [
-            [f"f{self._random.randrange(_FRAMES)}" for _ in range(self._random.randint(30, 80))] for _ in range(_STACKS)
+            [
+                f"f{self._random.randrange(_FRAMES)}"
+                for _ in range(self._random.randint(30, 80))
+            ]
+            for _ in range(_STACKS)
         ]
         self._lists = 0
         self.events = 0
@@ -154,28 +173,58 @@ class _Snapshot:
     def _add_segment(self, number: int) -> None:
         def add_blocks() -> None:
             address = _ADDRESS + (number << 26)
-            block = {"address": address, "size": 1 << 26, "requested_size": 1 << 26, "state": "inactive"}
+            block = {
+                "address": address,
+                "size": 1 << 26,
+                "requested_size": 1 << 26,
+                "state": "inactive",
+            }
             self._writer.items(iter([block]), self._writer.mapping)
 
-        segment = {"device": 0, "address": _ADDRESS + (number << 26), "total_size": 1 << 26, "stream": 0}
+        segment = {
+            "device": 0,
+            "address": _ADDRESS + (number << 26),
+            "total_size": 1 << 26,
+            "stream": 0,
+        }
         self._writer.mapping({**segment, "segment_type": "large", "blocks": add_blocks})
 
     def add_traces(self) -> None:
-        self._writer.items(iter([self._event_rows()]), lambda rows: self._writer.items(rows, self._add_event))
+        self._writer.items(
+            iter([self._event_rows()]),
+            lambda rows: self._writer.items(rows, self._add_event),
+        )
 
     def _event_rows(self) -> Iterator[tuple[str, int, int, int, int, str]]:
-        """Yield (action, address, size, stack, time in us, name of the list) until the file is large enough."""
+        """Yield (action, address, size, stack, time in us, name of the list) until the
+        file is large enough."""
         time_us = _START_US
-        sizes = [self._random.randrange(512, 1 << 21, 512) for _ in range(_BLOCKS_PER_STEP)]
+        sizes = [
+            self._random.randrange(512, 1 << 21, 512) for _ in range(_BLOCKS_PER_STEP)
+        ]
         for number in range(_BLOCKS_PER_STEP // 20):
-            yield "segment_alloc", _ADDRESS + (number << 26), 1 << 26, number % _STACKS, time_us, f"s{number}"
+            yield (
+                "segment_alloc",
+                _ADDRESS + (number << 26),
+                1 << 26,
+                number % _STACKS,
+                time_us,
+                f"s{number}",
+            )
         while self._writer.written_bytes < self._size_bytes:
             order = [*range(_BLOCKS_PER_STEP)]
             for block in order:
                 time_us += 7
                 self._lists += 1
                 address = _ADDRESS + (block << 22)
-                yield "alloc", address, sizes[block], block % _STACKS, time_us, f"l{self._lists}"
+                yield (
+                    "alloc",
+                    address,
+                    sizes[block],
+                    block % _STACKS,
+                    time_us,
+                    f"l{self._lists}",
+                )
             for block in reversed(order):
                 time_us += 9
                 self._lists += 1
@@ -186,8 +235,16 @@ class _Snapshot:
     def _add_event(self, row: tuple[str, int, int, int, int, str]) -> None:
         action, address, size, stack, time_us, frames = row
         self.events += 1
-        event = {"action": action, "addr": address, "size": size, "stream": 0, "time_us": time_us}
-        self._writer.mapping({**event, "frames": lambda: self._add_frames(frames, self._stacks[stack])})
+        event = {
+            "action": action,
+            "addr": address,
+            "size": size,
+            "stream": 0,
+            "time_us": time_us,
+        }
+        self._writer.mapping(
+            {**event, "frames": lambda: self._add_frames(frames, self._stacks[stack])}
+        )
 
     def _add_frames(self, name: str, frames: list[str]) -> None:
         writer = self._writer
@@ -212,40 +269,60 @@ class _Snapshot:
         python = number % 3 == 0
         file = f"/job/module_{number}.py" if python else "??"
         writer.value(b"}" + writer.put(key) + b"(")
-        for field, value in (("filename", file), ("line", number), ("name", f"call_{number}")):
+        for field, value in (
+            ("filename", file),
+            ("line", number),
+            ("name", f"call_{number}"),
+        ):
             writer.value(writer.text(field))
-            writer.value(integer(value) if isinstance(value, int) else writer.text(value))
+            writer.value(
+                integer(value) if isinstance(value, int) else writer.text(value)
+            )
         writer.end(b"u")
 
 
 def resident_bytes(process: int) -> int:
-    """Return the resident memory of a process and of those that it started; 0 of one that has ended."""
+    """Return the resident memory of a process and of those that it started; 0 of one
+    that has ended."""
     try:
         pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
         children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
     except OSError:
         return 0
-    return pages * os.sysconf("SC_PAGE_SIZE") + sum(resident_bytes(int(child)) for child in children)
+    return pages * os.sysconf("SC_PAGE_SIZE") + sum(
+        resident_bytes(int(child)) for child in children
+    )
 
 
 def cost(*arguments: object) -> tuple[str, str, str]:
     """Run a command of ebbtide; return its wall s, CPU s and peak GB."""
     before, begin, peak = os.times(), time.perf_counter(), 0
     command = [sys.executable, "-m", "ebbtide", *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT
+    ) as process:
         while process.poll() is None:
             peak = max(peak, resident_bytes(process.pid))
             time.sleep(0.02)
     if process.returncode:
         sys.exit(f"{' '.join(command)} failed")
     after = os.times()
-    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
+    cpu_s = (
+        after.children_user
+        + after.children_system
+        - before.children_user
+        - before.children_system
+    )
     return f"{time.perf_counter() - begin:.0f}", f"{cpu_s:.0f}", f"{peak / 1e9:.2f}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, nargs="+", default=[1.0], help="Sizes of snapshots in GB")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--gb", type=float, nargs="+", default=[1.0], help="Sizes of snapshots in GB"
+    )
     parser.add_argument("--folder", help="Folder for the snapshots and traces")
     options = parser.parse_args()
     from tables import machine_line, table
@@ -256,8 +333,22 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             snapshot, trace = Path(folder) / "snapshot.pickle", Path(folder) / "run.ebb"
             events = f"{write_snapshot(snapshot, int(size * 1e9)):,}"
-            rows.append((f"{size:g} GB", events, "import", *cost("import", snapshot, "-o", trace)))
-            rows.append((f"{size:g} GB", events, "memory --at peak", *cost("memory", trace, "--at", "peak")))
+            rows.append(
+                (
+                    f"{size:g} GB",
+                    events,
+                    "import",
+                    *cost("import", snapshot, "-o", trace),
+                )
+            )
+            rows.append(
+                (
+                    f"{size:g} GB",
+                    events,
+                    "memory --at peak",
+                    *cost("memory", trace, "--at", "peak"),
+                )
+            )
     table(("snapshot", "events", "command", "wall s", "CPU s", "peak GB"), rows)
 
 

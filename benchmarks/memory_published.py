@@ -2,8 +2,9 @@
 
     python benchmarks/memory_published.py [--only NAME]
 
-The environment needs timm, torchvision, transformers, torchao, bitsandbytes, torchtune and litgpt beside ebbtide. All
-jobs run in this process, one after the other, on tensors without values. Prints Markdown.
+The environment needs timm, torchvision, transformers, torchao, bitsandbytes, torchtune
+and litgpt beside ebbtide. All jobs run in this process, one after the other, on tensors
+without values. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -29,8 +30,18 @@ AO = "pytorch/ao, torchao/optim/README.md"
 TUNE = "pytorch/torchtune, README.md (0.3 and later)"
 LIT = "Lightning-AI/litgpt, config_hub/finetune/README.md"
 ALL = "query key value projection mlp head"
-VIT_H = {"model": "vit_huge_patch14_224", "batch": 8, "amp": True, "checkpointing": False}
-VIT_G = {"model": "vit_giant_patch14_dinov2", "batch": 32, "amp": False, "checkpointing": True}
+VIT_H = {
+    "model": "vit_huge_patch14_224",
+    "batch": 8,
+    "amp": True,
+    "checkpointing": False,
+}
+VIT_G = {
+    "model": "vit_giant_patch14_dinov2",
+    "batch": 32,
+    "amp": False,
+    "checkpointing": True,
+}
 LLAMA_2 = {"model": "llama2_7b", "batch": 2, "length": 256, "in_backward": False}
 LLAMA_3 = {"batch": 2, "length": 2048}
 
@@ -57,24 +68,41 @@ class PublishedPeak:
 
 def _vit_h(title: str, optimizer: str, size: float) -> PublishedPeak:
     arguments = {**VIT_H, "optimizer": optimizer}
-    return PublishedPeak(f"ViT-H, {title}", AO, "rtx4090", size, GB, "allocated", "vit", arguments)
+    return PublishedPeak(
+        f"ViT-H, {title}", AO, "rtx4090", size, GB, "allocated", "vit", arguments
+    )
 
 
 def _vit_g(title: str, size: float, **changes: Any) -> PublishedPeak:
     arguments = {**VIT_G, "optimizer": "AdamW", **changes}
-    return PublishedPeak(f"ViT-g, {title}", AO, "rtx4090", size, GB, "allocated", "vit", arguments)
+    return PublishedPeak(
+        f"ViT-g, {title}", AO, "rtx4090", size, GB, "allocated", "vit", arguments
+    )
 
 
 def _llama_2(optimizer: str, size: float) -> PublishedPeak:
     arguments = {**LLAMA_2, "optimizer": optimizer}
     title = f"Llama 2 7B, bf16, {optimizer}"
-    return PublishedPeak(title, AO, "a100-80gb-sxm", size, GIB, "allocated", "torchtune_full", arguments)
+    return PublishedPeak(
+        title, AO, "a100-80gb-sxm", size, GIB, "allocated", "torchtune_full", arguments
+    )
 
 
 def _litgpt(
-    model: str, size: float, batch: int, rank: int, layers: str = "query value", **changes: Any
+    model: str,
+    size: float,
+    batch: int,
+    rank: int,
+    layers: str = "query value",
+    **changes: Any,
 ) -> PublishedPeak:
-    arguments = {"model": model, "batch": batch, "rank": rank, "layers": layers, **changes}
+    arguments = {
+        "model": model,
+        "batch": batch,
+        "rank": rank,
+        "layers": layers,
+        **changes,
+    }
     method = f"LoRA of rank {rank}" if rank else "full"
     title = f"{model}, bf16, {method}, {batch} x 512"
     title += f", {changes['steps']} micro-batches" if "steps" in changes else ""
@@ -120,7 +148,8 @@ PEAKS = (
     _litgpt("stablelm-base-alpha-3b", 8.58, 1, 32),
     _litgpt("tiny-llama-1.1b", 13.50, 8, 32, ALL),
     _litgpt("tiny-llama-1.1b", 14.10, 4, 0),
-    _litgpt("tiny-llama-1.1b", 14.10, 4, 0, steps=2),  # found after the comparison of the row before
+    # found after the comparison of the row before
+    _litgpt("tiny-llama-1.1b", 14.10, 4, 0, steps=2),
     # NVML's figure, less the 1,343 MiB that it has for a context and one small tensor.
     PublishedPeak(
         "BERT large, fp32, Trainer, 4 x 512", "huggingface/transformers, model_memory_anatomy.md", "a100-80gb-sxm",
@@ -143,12 +172,25 @@ def row_of(peak: PublishedPeak) -> list[str]:
     """Run the job of a published peak, and return its row."""
     start_s = time.perf_counter()
     unit = {GIB: "GiB", GB: "GB", MIB: "MiB"}[peak.unit]
-    size = predicted_bytes(peak.job, json.dumps(peak.arguments), peak.gpu)[peak.pool] / peak.unit
+    size = (
+        predicted_bytes(peak.job, json.dumps(peak.arguments), peak.gpu)[peak.pool]
+        / peak.unit
+    )
     error = f"{100 * (size / peak.size - 1):+.1f} %"
     print(
-        f"{peak.title}: {size:,.2f} {unit}, {error}, {time.perf_counter() - start_s:.0f} s", file=sys.stderr, flush=True
+        f"{peak.title}: {size:,.2f} {unit}, {error}, "
+        f"{time.perf_counter() - start_s:.0f} s",
+        file=sys.stderr,
+        flush=True,
     )
-    return [peak.title, peak.source, peak.pool, f"{peak.size:,} {unit}", f"{size:,.2f}", error]
+    return [
+        peak.title,
+        peak.source,
+        peak.pool,
+        f"{peak.size:,} {unit}",
+        f"{size:,.2f}",
+        error,
+    ]
 
 
 @cache
@@ -159,7 +201,9 @@ def predicted_bytes(job: str, arguments: str, gpu: str) -> dict[str, int]:
     with DryRun(DryRunOptions(iterations=3, machine=machine, device_name=name)) as run:
         getattr(memory_published_jobs, job)(**json.loads(arguments))
     torch.set_default_dtype(torch.float32)  # jobs change it
-    _, _, allocated, reserved = (max(column) for column in zip(*run.memory.timeline, strict=True))
+    _, _, allocated, reserved = (
+        max(column) for column in zip(*run.memory.timeline, strict=True)
+    )
     return {"allocated": allocated, "reserved": reserved}
 
 

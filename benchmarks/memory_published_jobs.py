@@ -1,8 +1,10 @@
-"""The training jobs of published memory figures, which `memory_published.py` runs in dry runs.
+"""The training jobs of published memory figures, which `memory_published.py` runs in
+dry runs.
 
 python memory_published_jobs.py JOB OPTIONS-AS-JSON
 
-Models are made from their configurations, and data is random: neither changes the memory.
+Models are made from their configurations, and data is random: neither changes the
+memory.
 """
 
 from __future__ import annotations
@@ -17,28 +19,54 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-# Fake forms of torchvision's own operations, which a build for another torch lacks, and which these jobs do not use.
-sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")
+# Fake forms of torchvision's own operations, which a build for another torch lacks, and
+# which these jobs do not use.
+sys.modules["torchvision._meta_registrations"] = types.ModuleType(
+    "torchvision._meta_registrations"
+)
 
 
 def bert(**arguments: Any) -> None:
-    """BERT large for classification in Hugging Face's Trainer, 512 sequences of 512 tokens."""
+    """BERT large for classification in Hugging Face's Trainer, 512 sequences of 512
+    tokens."""
     import transformers
 
     config = transformers.BertConfig(
-        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096, vocab_size=30522
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        intermediate_size=4096,
+        vocab_size=30522,
     )
     config._attn_implementation = "eager"  # the figures are older than others
     model = transformers.BertForSequenceClassification(config).to("cuda")
-    rows = [{"input_ids": torch.randint(100, 30000, (512,)), "labels": torch.tensor(row % 2)} for row in range(512)]
+    rows = [
+        {
+            "input_ids": torch.randint(100, 30000, (512,)),
+            "labels": torch.tensor(row % 2),
+        }
+        for row in range(512)
+    ]
     options = transformers.TrainingArguments(
-        output_dir="tmp", num_train_epochs=1, report_to="none", disable_tqdm=True, **arguments
+        output_dir="tmp",
+        num_train_epochs=1,
+        report_to="none",
+        disable_tqdm=True,
+        **arguments,
     )
     transformers.Trainer(model=model, args=options, train_dataset=rows).train()
 
 
-def vit(model: str, batch: int, optimizer: str, amp: bool, checkpointing: bool, offload: str | None = None) -> None:
-    """A vision transformer of timm, as benchmarks/benchmark_low_bit_adam.py of torchao trains it."""
+def vit(
+    model: str,
+    batch: int,
+    optimizer: str,
+    amp: bool,
+    checkpointing: bool,
+    offload: str | None = None,
+) -> None:
+    """A vision transformer of timm, as benchmarks/benchmark_low_bit_adam.py of torchao
+    trains it."""
     import timm
 
     network = timm.create_model(model, pretrained=False, num_classes=45, img_size=224)
@@ -50,7 +78,10 @@ def vit(model: str, batch: int, optimizer: str, amp: bool, checkpointing: bool, 
     steps = optimizer_of(network.parameters(), optimizer, offload)
     network.train()
     while True:
-        images, labels = torch.randn(batch, 3, 224, 224), torch.zeros(batch, dtype=torch.long)
+        images, labels = (
+            torch.randn(batch, 3, 224, 224),
+            torch.zeros(batch, dtype=torch.long),
+        )
         images = images if amp else images.bfloat16()
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=amp):
             loss = functional.cross_entropy(network(images.cuda()), labels.cuda())
@@ -75,12 +106,16 @@ def optimizer_of(parameters: Any, name: str, offload: str | None = None) -> Any:
     kind = kinds[name]
     if offload:
         kind = partial(
-            torchao.optim.CPUOffloadOptimizer, optimizer_class=kind, offload_gradients=offload == "gradients"
+            torchao.optim.CPUOffloadOptimizer,
+            optimizer_class=kind,
+            offload_gradients=offload == "gradients",
         )
     return kind(parameters, lr=1e-4)
 
 
-def torchtune_full(model: str, optimizer: str, batch: int, length: int, in_backward: bool) -> None:
+def torchtune_full(
+    model: str, optimizer: str, batch: int, length: int, in_backward: bool
+) -> None:
     """Full fine-tuning with torchtune's model and loss in bf16, with checkpointing."""
     from torchtune import training
     from torchtune.modules.loss import CEWithChunkedOutputLoss
@@ -90,7 +125,10 @@ def torchtune_full(model: str, optimizer: str, batch: int, length: int, in_backw
     loss_of = CEWithChunkedOutputLoss()
     network.set_num_output_chunks(loss_of.num_output_chunks)
     if in_backward:
-        steps = {parameter: optimizer_of([parameter], optimizer) for parameter in network.parameters()}
+        steps = {
+            parameter: optimizer_of([parameter], optimizer)
+            for parameter in network.parameters()
+        }
         training.register_optim_in_bwd_hooks(model=network, optim_dict=steps)
         finish = training.create_optim_in_bwd_wrapper(model=network, optim_dict=steps)
     else:
@@ -99,7 +137,8 @@ def torchtune_full(model: str, optimizer: str, batch: int, length: int, in_backw
 
 
 def torchtune_lora(model: str, batch: int, length: int, quantized: bool) -> None:
-    """LoRA with torchtune's model and loss in bf16, with checkpointing, as its single-device configurations have it."""
+    """LoRA with torchtune's model and loss in bf16, with checkpointing, as its
+    single-device configurations have it."""
     from torchtune import training
     from torchtune.modules.loss import CEWithChunkedOutputLoss
     from torchtune.modules.peft import get_adapter_params, set_trainable_params
@@ -121,24 +160,43 @@ def torchtune_lora(model: str, batch: int, length: int, quantized: bool) -> None
     _train_torchtune(network, loss_of, optimizer, batch, length)
 
 
-def litgpt(model: str, batch: int, rank: int, layers: str, dropout: float = 0.05, steps: int = 1) -> None:
-    """LitGPT's model, loss and loop in bf16, 512 tokens, with LoRA of a rank (0: full fine-tuning) on `layers`.
+def litgpt(
+    model: str,
+    batch: int,
+    rank: int,
+    layers: str,
+    dropout: float = 0.05,
+    steps: int = 1,
+) -> None:
+    """LitGPT's model, loss and loop in bf16, 512 tokens, with LoRA of a rank (0: full
+    fine-tuning) on `layers`.
 
     `steps`: micro-batches whose gradients are added.
     """
     import litgpt.lora
     from litgpt.utils import chunked_cross_entropy
 
-    kinds = {f"lora_{kind}": kind in layers for kind in ("query", "key", "value", "projection", "mlp", "head")}
-    options = {"lora_r": rank, "lora_alpha": 16, "lora_dropout": dropout, **kinds} if rank else {}
+    kinds = {
+        f"lora_{kind}": kind in layers
+        for kind in ("query", "key", "value", "projection", "mlp", "head")
+    }
+    options = (
+        {"lora_r": rank, "lora_alpha": 16, "lora_dropout": dropout, **kinds}
+        if rank
+        else {}
+    )
     package = litgpt.lora if rank else litgpt.model
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        network = package.GPT((litgpt.lora.Config if rank else litgpt.Config).from_name(model, **options))
+        network = package.GPT(
+            (litgpt.lora.Config if rank else litgpt.Config).from_name(model, **options)
+        )
     if rank:
         litgpt.lora.mark_only_lora_as_trainable(network)
     network.max_seq_length = 512
-    optimizer = torch.optim.AdamW([one for one in network.parameters() if one.requires_grad], lr=2e-4)
+    optimizer = torch.optim.AdamW(
+        [one for one in network.parameters() if one.requires_grad], lr=2e-4
+    )
     while True:
         for _ in range(steps):
             tokens = torch.randint(0, 32_000, (batch, 512)).cuda()
@@ -150,15 +208,21 @@ def litgpt(model: str, batch: int, rank: int, layers: str, dropout: float = 0.05
 
 
 def _torchtune_model(name: str) -> Any:
-    family = next(family for family in ("llama3_1", "llama3_2", "llama2") if family in name)
+    family = next(
+        family for family in ("llama3_1", "llama3_2", "llama2") if family in name
+    )
     return getattr(importlib.import_module(f"torchtune.models.{family}"), name)
 
 
-def _train_torchtune(network: Any, loss_of: Any, optimizer: Any, batch: int, length: int) -> None:
+def _train_torchtune(
+    network: Any, loss_of: Any, optimizer: Any, batch: int, length: int
+) -> None:
     from torchtune import training
     from torchtune.modules import TransformerSelfAttentionLayer
 
-    training.set_activation_checkpointing(network, auto_wrap_policy={TransformerSelfAttentionLayer})
+    training.set_activation_checkpointing(
+        network, auto_wrap_policy={TransformerSelfAttentionLayer}
+    )
     ignored = torch.full((batch, 1), loss_of.ignore_index, device="cuda")
     while True:
         tokens = torch.randint(0, 32_000, (batch, length)).cuda()

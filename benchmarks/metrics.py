@@ -28,13 +28,18 @@ HEAP = kinds.POOLS.index("heap")
 
 
 def best(values: list[float]) -> float:
-    """Return the least of some times: other processes of the machine only add to them."""
+    """Return the least of some times: other processes of the machine only add to
+    them."""
     return min(values)
 
 
 def bookkeeping_us() -> float:
-    """Return microseconds that the figures take of a step of three phases with a memory reading at each boundary."""
-    records = [PhaseRecord(phase, phase, 0, 0, phase, phase + 1, None, None) for phase in range(3)]
+    """Return microseconds that the figures take of a step of three phases with a memory
+    reading at each boundary."""
+    records = [
+        PhaseRecord(phase, phase, 0, 0, phase, phase + 1, None, None)
+        for phase in range(3)
+    ]
     readings = [(HEAP, HOST, 10**9)]
     times = []
     for _ in range(ROUNDS):
@@ -55,7 +60,9 @@ def query_us() -> float:
     figures = IterationFigures()
     for step in range(200):
         for phase in range(3):
-            figures.add_phase(PhaseRecord(phase, 3 * step + phase, 0, 0, 0, 1, None, None), True)
+            figures.add_phase(
+                PhaseRecord(phase, 3 * step + phase, 0, 0, 0, 1, None, None), True
+            )
         figures.add_memory([(HEAP, HOST, 10**9)])
         figures.end_iteration(step)
     times = []
@@ -68,10 +75,13 @@ def query_us() -> float:
 
 
 class GrowingRank:
-    """One rank of a recording, whose iterations the benchmark writes. An iteration takes 100 ms, read every 25 ms."""
+    """One rank of a recording, whose iterations the benchmark writes. An iteration
+    takes 100 ms, read every 25 ms."""
 
     def __init__(self, folder: Path, rank: int, ranks: int) -> None:
-        self._spool = Spool(str(folder / f"agent-{socket.gethostname()}-{os.getpid()}.{rank:x}.spool"))
+        self._spool = Spool(
+            str(folder / f"agent-{socket.gethostname()}-{os.getpid()}.{rank:x}.spool")
+        )
         self._spool.put_header(rank, ranks, rank)
         self._iterations = 0
 
@@ -80,22 +90,42 @@ class GrowingRank:
         for number in range(self._iterations, self._iterations + iterations):
             start_ns = number * 100_000_000
             for phase in range(3):
-                begin_ns, end_ns = start_ns + 30_000_000 * phase, start_ns + 30_000_000 * (phase + 1)
+                begin_ns, end_ns = (
+                    start_ns + 30_000_000 * phase,
+                    start_ns + 30_000_000 * (phase + 1),
+                )
                 self._spool.put_memory(HEAP, HOST, begin_ns, 10**9 + number)
-                self._spool.put_phase(phase, 3 * number + phase + 1, 0, 0, begin_ns, end_ns)
+                self._spool.put_phase(
+                    phase, 3 * number + phase + 1, 0, 0, begin_ns, end_ns
+                )
                 self._spool.put_memory(HEAP, HOST, end_ns, 10**9)
-            self._spool.put(kinds.ITERATION, a=number, b=3 * number + 3, x=start_ns + 90_000_000)
+            self._spool.put(
+                kinds.ITERATION, a=number, b=3 * number + 3, x=start_ns + 90_000_000
+            )
         self._iterations += iterations
         self._spool.flush()
 
 
 def scrape_ms(ranks: int) -> float:
-    """Return milliseconds of CPU time of a scrape, ten seconds of the job after the one before."""
+    """Return milliseconds of CPU time of a scrape, ten seconds of the job after the one
+    before."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder)
         (trace / "spool").mkdir()
-        host = {"name": socket.gethostname(), "cpu": {"device": "cpu", "kind": "cpu", "capacity_bytes": 2**36}}
-        write_meta(trace, {"state": "recording", "source": "recorded", "host": host, "ranks": [], "notes": []})
+        host = {
+            "name": socket.gethostname(),
+            "cpu": {"device": "cpu", "kind": "cpu", "capacity_bytes": 2**36},
+        }
+        write_meta(
+            trace,
+            {
+                "state": "recording",
+                "source": "recorded",
+                "host": host,
+                "ranks": [],
+                "notes": [],
+            },
+        )
         growing = [GrowingRank(trace / "spool", rank, ranks) for rank in range(ranks)]
         collector = LiveTraceCollector(trace)
         times = []
@@ -112,9 +142,18 @@ def scrape_ms(ranks: int) -> float:
 def main() -> None:
     print(machine_line(), "\n")
     rows = [
-        ("the recorder keeps the figures, per step of three phases", f"{bookkeeping_us():.1f} us"),
+        (
+            "the recorder keeps the figures, per step of three phases",
+            f"{bookkeeping_us():.1f} us",
+        ),
         ("`ebbtide.metrics()` on the CPU", f"{query_us():.0f} us"),
-        *((f"a scrape, {ranks} rank{'s' if ranks > 1 else ''}", f"{scrape_ms(ranks):.0f} ms") for ranks in RANKS),
+        *(
+            (
+                f"a scrape, {ranks} rank{'s' if ranks > 1 else ''}",
+                f"{scrape_ms(ranks):.0f} ms",
+            )
+            for ranks in RANKS
+        ),
     ]
     table(("what", "CPU time"), rows)
 

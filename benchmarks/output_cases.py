@@ -1,4 +1,5 @@
-"""The outputs that `same_output.py` keeps: commands, plots, plans with their schedules, and bits of training jobs."""
+"""The outputs that `same_output.py` keeps: commands, plots, plans with their schedules,
+and bits of training jobs."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from ebbtide.interleave.simulation.simulator import simulate  # noqa: E402
 from ebbtide.machines.catalog import preset  # noqa: E402
 from tests.features.advise.advice_checks import MACHINES, random_workload  # noqa: E402
 
-# Name of the output -> words of the command, where T is the trace and NEXT the trace after it.
+# Name of the output -> words of the command, where T is the trace and NEXT the trace
+# after it.
 COMMANDS = {
     "summary": "summary T",
     "windows": "windows T",
@@ -55,8 +57,18 @@ PLOTS = {
     "plot-all": "plot T --kind all -o FILE",
 }
 POLICIES = (
-    *("zero-offload", "zero-offload,grads=blocking", "twin-flow:0.4", "pipelined", "interleaved:2"),
-    *("interleaved:3@0.6", "pipelined,overlap=forward", "interleaved:2,overlap=backward"),
+    *(
+        "zero-offload",
+        "zero-offload,grads=blocking",
+        "twin-flow:0.4",
+        "pipelined",
+        "interleaved:2",
+    ),
+    *(
+        "interleaved:3@0.6",
+        "pipelined,overlap=forward",
+        "interleaved:2,overlap=backward",
+    ),
     *("interleaved:2,overlap=both", "gpu-only", "adaptive", "adaptive,overlap=both"),
 )
 # What differs between two runs of the same code: identifiers of elements of a picture.
@@ -75,7 +87,8 @@ class Case:
 class Scope:
     """The traces, machines, workloads and jobs whose outputs are kept.
 
-    `of_machines`: the commands of MACHINE_COMMANDS that run for each trace and machine."""
+    `of_machines`: the commands of MACHINE_COMMANDS that run for each trace and
+    machine."""
 
     traces: tuple[str, ...]
     machines: tuple[str, ...]
@@ -86,21 +99,37 @@ class Scope:
 
 def all_traces() -> tuple[str, ...]:
     """Return the traces of the repository, by relative paths, which outputs name."""
-    return tuple(sorted(f"traces/{path.name}" for path in (ROOT / "traces").glob("*.ebb")))
+    return tuple(
+        sorted(f"traces/{path.name}" for path in (ROOT / "traces").glob("*.ebb"))
+    )
 
 
 SCOPES = {
     "quick": Scope(
         traces=(
-            *("traces/a100-13b-interleaved-2.ebb", "traces/a100-ranks2-async.ebb", "traces/a100-torch-profiler.ebb"),
-            *("traces/h100-20b-async.ebb", "traces/h100-20b-blocking.ebb", "traces/h100-20b-ratio0.5-async.ebb"),
+            *(
+                "traces/a100-13b-interleaved-2.ebb",
+                "traces/a100-ranks2-async.ebb",
+                "traces/a100-torch-profiler.ebb",
+            ),
+            *(
+                "traces/h100-20b-async.ebb",
+                "traces/h100-20b-blocking.ebb",
+                "traces/h100-20b-ratio0.5-async.ebb",
+            ),
         ),
         machines=("a100-40gb-published", "rtx4090"),
         of_machines=("recommend", "plan"),
         workloads=30,
         jobs=30,
     ),
-    "whole": Scope(all_traces(), MACHINES, of_machines=tuple(MACHINE_COMMANDS), workloads=300, jobs=300),
+    "whole": Scope(
+        all_traces(),
+        MACHINES,
+        of_machines=tuple(MACHINE_COMMANDS),
+        workloads=300,
+        jobs=300,
+    ),
 }
 
 
@@ -109,13 +138,18 @@ def cases(scope: Scope) -> Iterator[Case]:
     for trace, after in pairwise([*scope.traces, scope.traces[0]]):
         stem = Path(trace).stem
         for name, command in COMMANDS.items():
-            yield Case(f"{stem}.{name}", partial(command_output, command, T=trace, NEXT=after))
+            yield Case(
+                f"{stem}.{name}", partial(command_output, command, T=trace, NEXT=after)
+            )
         for name, command in PLOTS.items():
             yield Case(f"{stem}.{name}", partial(plot_output, command, trace))
         for machine in scope.machines:
             for name in scope.of_machines:
                 command = MACHINE_COMMANDS[name]
-                yield Case(f"{stem}.{machine}.{name}", partial(command_output, command, T=trace, M=machine))
+                yield Case(
+                    f"{stem}.{machine}.{name}",
+                    partial(command_output, command, T=trace, M=machine),
+                )
     for seed in range(scope.workloads):
         yield Case(f"workload-{seed}", partial(schedules_output, seed))
     for seed in range(scope.jobs):
@@ -147,35 +181,50 @@ def plot_output(command: str, trace: str) -> str:
         result = run_command([words.get(word, word) for word in command.split()])
         if result["status"]:
             return as_text({"status": result["status"], "stderr": result["stderr"]})
-        return _SVG_IDS.sub(r"\1", re.sub(r"<dc:date>.*?</dc:date>", "", file.read_text()))
+        return _SVG_IDS.sub(
+            r"\1", re.sub(r"<dc:date>.*?</dc:date>", "", file.read_text())
+        )
 
 
 def schedules_output(seed: int) -> str:
-    """Return the plan and the times of each policy for a random workload on a random machine."""
+    """Return the plan and the times of each policy for a random workload on a random
+    machine."""
     draw = random.Random(seed)
-    workload, machine = random_workload(draw), preset(draw.choice(MACHINES)).for_ranks(1)
+    workload, machine = (
+        random_workload(draw),
+        preset(draw.choice(MACHINES)).for_ranks(1),
+    )
     result = {}
     for policy in POLICIES:
         try:
-            result[policy] = _fields(simulate(make_plan(policy, workload, machine), workload, machine))
+            result[policy] = _fields(
+                simulate(make_plan(policy, workload, machine), workload, machine)
+            )
         except UserError as error:
             result[policy] = {"error": str(error)}
     return as_text(result)
 
 
 def _fields(schedule: Schedule) -> dict[str, Any]:
-    """Return what a schedule holds, with the operations of its plan as lists of their fields."""
+    """Return what a schedule holds, with the operations of its plan as lists of their
+    fields."""
     plan = schedule.plan
     return {
         "plan": {**asdict(plan), "ops": [op._asdict() for op in plan.ops]},
         "starts": schedule.starts,
         "ends": schedule.ends,
-        "phases": [schedule.other_s, schedule.forward_s, schedule.backward_s, schedule.update_s],
+        "phases": [
+            schedule.other_s,
+            schedule.forward_s,
+            schedule.backward_s,
+            schedule.update_s,
+        ],
     }
 
 
 def job_output(seed: int) -> str:
-    """Return the results of a random training job, as digests of their bits, or the error that it ends in."""
+    """Return the results of a random training job, as digests of their bits, or the
+    error that it ends in."""
     # These import torch, which the other outputs do not need.
     from tests.interleave.engine.grid.draw import draw_job
     from tests.interleave.engine.grid.judge import train

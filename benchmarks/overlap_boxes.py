@@ -1,11 +1,13 @@
-"""Gains of updates beside the step over `adaptive`, simulated on four boxes, beside those of an earlier estimate.
+"""Gains of updates beside the step over `adaptive`, simulated on four boxes, beside
+those of an earlier estimate.
 
     python benchmarks/overlap_boxes.py
 
-Two boxes are machines that were fitted to published runs, with 10 GB of free device memory; two are given by their
-rates. Updates out of place run at the rate in place, and clipping changes 5 % of the steps. The estimate let parameters
-be uploaded before it was known whether their update is valid; the column "uploaded before" does so too, which no plan
-may. Prints Markdown.
+Two boxes are machines that were fitted to published runs, with 10 GB of free device
+memory; two are given by their rates. Updates out of place run at the rate in place, and
+clipping changes 5 % of the steps. The estimate let parameters be uploaded before it was
+known whether their update is valid; the column "uploaded before" does so too, which no
+plan may. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -54,12 +56,29 @@ class EstimatedBox(NamedTuple):
 def boxes() -> Iterator[EstimatedBox]:
     """Yield the boxes. A subgroup has 1e8 parameters."""
     published = (
-        ("20B on 4 H100", "h100-20b-async", "h100-80gb-sxm-published", {"forward": 1.25, "backward": 1.38}),
-        ("13B on 4 A100", "a100-13b-async", "a100-40gb-published", {"forward": 1.23, "backward": 1.37}),
+        (
+            "20B on 4 H100",
+            "h100-20b-async",
+            "h100-80gb-sxm-published",
+            {"forward": 1.25, "backward": 1.38},
+        ),
+        (
+            "13B on 4 A100",
+            "a100-13b-async",
+            "a100-40gb-published",
+            {"forward": 1.23, "backward": 1.37},
+        ),
     )
     for title, trace, machine, estimates in published:
-        workload = replace(workload_of(open_trace(TRACES / f"{trace}.ebb")), gpu_free=((0.0, 10 * GB),))
-        yield EstimatedBox(title, workload, replace(preset(machine), cpu_out_of_place_share=1.0), estimates)
+        workload = replace(
+            workload_of(open_trace(TRACES / f"{trace}.ebb")), gpu_free=((0.0, 10 * GB),)
+        )
+        yield EstimatedBox(
+            title,
+            workload,
+            replace(preset(machine), cpu_out_of_place_share=1.0),
+            estimates,
+        )
     desktop = Machine(
         name="desktop",
         gpu_memory_bytes=24 * GB,
@@ -84,7 +103,9 @@ def boxes() -> Iterator[EstimatedBox]:
         other_s=0.05,
         gpu_free=((0.0, 5 * GB),),
     )
-    yield EstimatedBox("7B on a desktop", job, desktop, {"forward": 1.20, "backward": 1.40})
+    yield EstimatedBox(
+        "7B on a desktop", job, desktop, {"forward": 1.20, "backward": 1.40}
+    )
     superchip = replace(
         desktop,
         name="GH200-like",
@@ -96,20 +117,36 @@ def boxes() -> Iterator[EstimatedBox]:
         cpu_update_params_per_s=12e9,
         gpu_update_params_per_s=120e9,
     )
-    job = replace(job, name="25B", params=25 * 10**9, forward_s=0.92, backward_s=2.76, gpu_free=((0.0, 20 * GB),))
-    yield EstimatedBox("25B on a GH200-like box", job, superchip, {"forward": 1.21, "backward": 1.38})
+    job = replace(
+        job,
+        name="25B",
+        params=25 * 10**9,
+        forward_s=0.92,
+        backward_s=2.76,
+        gpu_free=((0.0, 20 * GB),),
+    )
+    yield EstimatedBox(
+        "25B on a GH200-like box", job, superchip, {"forward": 1.21, "backward": 1.38}
+    )
 
 
 def with_early_uploads(plan: Plan) -> Plan:
-    """Return a plan that uploads parameters when they are updated, whether the update is valid or not."""
+    """Return a plan that uploads parameters when they are updated, whether the update
+    is valid or not."""
     clip = next((index for index, op in enumerate(plan.ops) if op.kind == "clip"), -1)
 
     def early(index: int) -> bool:
-        return plan.ops[index].kind == "upload" and plan.ops[index].subgroup in plan.speculated
+        return (
+            plan.ops[index].kind == "upload"
+            and plan.ops[index].subgroup in plan.speculated
+        )
 
     points = {op.subgroup: op.start for op in plan.ops if op.is_speculative}
     ops = [
-        op._replace(start=points[op.subgroup], after=tuple(before for before in op.after if before != clip))
+        op._replace(
+            start=points[op.subgroup],
+            after=tuple(before for before in op.after if before != clip),
+        )
         if early(index)
         else op
         for index, op in enumerate(plan.ops)
@@ -133,7 +170,9 @@ def rows_of(box: EstimatedBox) -> Iterator[list[str]]:
         estimate = box.estimates.get(name)
         uploaded_before = "-"
         if plan.speculated:
-            early_s = simulate_steps(with_early_uploads(plan), box.workload, box.machine).mean("iteration_s")
+            early_s = simulate_steps(
+                with_early_uploads(plan), box.workload, box.machine
+            ).mean("iteration_s")
             uploaded_before = f"{plain_s / early_s:.2f}x"
         yield [
             box.title,
@@ -143,7 +182,9 @@ def rows_of(box: EstimatedBox) -> Iterator[list[str]]:
             f"{mean_s - box.workload.compute_s:.3f}",
             f"{plain_s / mean_s:.2f}x",
             "-" if estimate is None else f"{estimate:.2f}x",
-            "-" if estimate is None else f"{100 * (plain_s / mean_s / estimate - 1):+.0f} %",
+            "-"
+            if estimate is None
+            else f"{100 * (plain_s / mean_s / estimate - 1):+.0f} %",
             uploaded_before,
             f"{len(plan.speculated)} of {plan.subgroups}",
             f"{planning_s:.1f}",
@@ -151,8 +192,13 @@ def rows_of(box: EstimatedBox) -> Iterator[list[str]]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    head = "box | overlap | iteration, s | bound, s | exposed, s | gain | estimate | difference | uploaded before"
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
+    head = (
+        "box | overlap | iteration, s | bound, s | exposed, s | gain | estimate | "
+        "difference | uploaded before"
+    )
     rows = [row for box in boxes() for row in rows_of(box)]
     table([*head.split(" | "), "speculated subgroups", "planning, s"], rows)
 

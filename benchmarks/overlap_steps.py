@@ -1,12 +1,15 @@
-"""Exposed time of the optimizer with updates inside the backward and under the next forward, beside its prediction.
+"""Exposed time of the optimizer with updates inside the backward and under the next
+forward, beside its prediction.
 
     python benchmarks/overlap_steps.py [--params 48e6] [--steps 12] [--clipped 0 0.05 0.5 1]
 
-The device is emulated: its link is throttled, the updates of the CPU are real. The job's forward and backward are
-timed waits, so that they take no core. Each policy trains the same job in turns; a share of the steps is clipped.
-Exposed time is the iteration less that of the job without an optimizer. Predictions use the rates measured here
-before, and the policy's plan at the end. The fingerprints and norms that the emulated device computes on the job's
-thread are measured alone, as the overhead of a step. Prints Markdown.
+The device is emulated: its link is throttled, the updates of the CPU are real. The
+job's forward and backward are timed waits, so that they take no core. Each policy
+trains the same job in turns; a share of the steps is clipped. Exposed time is the
+iteration less that of the job without an optimizer. Predictions use the rates measured
+here before, and the policy's plan at the end. The fingerprints and norms that the
+emulated device computes on the job's thread are measured alone, as the overhead of a
+step. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -32,16 +35,21 @@ POLICIES = ("none", "forward", "backward", "both", "auto")
 
 
 class _Wait(torch.autograd.Function):  # type: ignore[misc]
-    """A layer that waits in the forward and in the backward, whose gradient of the weight is given."""
+    """A layer that waits in the forward and in the backward, whose gradient of the
+    weight is given."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, layer: Layer) -> torch.Tensor:
+    def forward(
+        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, layer: Layer
+    ) -> torch.Tensor:
         ctx.layer = layer
         time.sleep(layer.forward_s)
         return inputs.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(
+        ctx: Any, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
         time.sleep(ctx.layer.backward_s)
         return gradient, ctx.layer.gradient, None
 
@@ -99,7 +107,12 @@ class Run:
 
 def make_layers(shape: Shape) -> list[Layer]:
     torch.manual_seed(0)
-    return [Layer(shape.params // LAYERS, shape.forward_s / LAYERS, shape.backward_s / LAYERS) for _ in range(LAYERS)]
+    return [
+        Layer(
+            shape.params // LAYERS, shape.forward_s / LAYERS, shape.backward_s / LAYERS
+        )
+        for _ in range(LAYERS)
+    ]
 
 
 def measure_job(shape: Shape, steps: int) -> float:
@@ -115,11 +128,15 @@ def measure_job(shape: Shape, steps: int) -> float:
     return statistics.median(times)
 
 
-def train(overlap: str, shape: Shape, clipped: float, steps: int, testbed: Testbed) -> Run:
+def train(
+    overlap: str, shape: Shape, clipped: float, steps: int, testbed: Testbed
+) -> Run:
     job_s = measure_job(shape, steps)
     layers = make_layers(shape)
     model = torch.nn.Sequential(*layers)
-    options: dict[str, Any] = {} if overlap == "none" else {"overlap": overlap, "model": model}
+    options: dict[str, Any] = (
+        {} if overlap == "none" else {"overlap": overlap, "model": model}
+    )
     device = testbed.make_device()
     optimizer = InterleavedAdamW(
         model.parameters(),
@@ -160,16 +177,30 @@ def train(overlap: str, shape: Shape, clipped: float, steps: int, testbed: Testb
             device.close()
     compute_s = shape.forward_s + shape.backward_s
     predicted = simulate_steps(plan, workload, testbed.machine)
-    shares = {kind: len(values) / sum(map(len, times.values())) for kind, values in times.items()}
-    iteration_s = sum(shares[kind] * statistics.median(values) for kind, values in times.items() if values)
-    return Run(iteration_s, iteration_s - job_s, predicted.mean("iteration_s") - compute_s, len(plan.speculated))
+    shares = {
+        kind: len(values) / sum(map(len, times.values()))
+        for kind, values in times.items()
+    }
+    iteration_s = sum(
+        shares[kind] * statistics.median(values)
+        for kind, values in times.items()
+        if values
+    )
+    return Run(
+        iteration_s,
+        iteration_s - job_s,
+        predicted.mean("iteration_s") - compute_s,
+        len(plan.speculated),
+    )
 
 
 def measure_overhead(shape: Shape, testbed: Testbed) -> float:
     """Return the time that a step's fingerprints and norm of all gradients take, s."""
     device = testbed.make_device()
     assert device is not None
-    values = [torch.zeros(shape.params // LAYERS, dtype=torch.bfloat16) for _ in range(LAYERS)]
+    values = [
+        torch.zeros(shape.params // LAYERS, dtype=torch.bfloat16) for _ in range(LAYERS)
+    ]
     times = []
     for _ in range(5):
         begin_s = time.perf_counter()
@@ -181,42 +212,79 @@ def measure_overhead(shape: Shape, testbed: Testbed) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--params", type=float, default=48e6)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--link", type=float, default=1e9, help="bytes/s of the emulated link, each way")
+    parser.add_argument(
+        "--link", type=float, default=1e9, help="bytes/s of the emulated link, each way"
+    )
     parser.add_argument("--forward", type=float, default=0.15, help="s")
     parser.add_argument("--backward", type=float, default=0.45, help="s")
-    parser.add_argument("--clipped", type=float, nargs="+", default=[0.0, 0.05, 0.5, 1.0])
+    parser.add_argument(
+        "--clipped", type=float, nargs="+", default=[0.0, 0.05, 0.5, 1.0]
+    )
     arguments = parser.parse_args()
     shape = Shape(int(arguments.params), arguments.forward, arguments.backward)
     testbed = find_testbed(shape.params, 0.0, arguments.link, None)
     machine = replace(testbed.machine, step_overhead_s=measure_overhead(shape, testbed))
     testbed = replace(testbed, machine=machine)
     print(
-        f"{shape.params / 1e6:.0f} M parameters, forward {shape.forward_s} s, backward {shape.backward_s} s;", end=" "
+        f"{shape.params / 1e6:.0f} M parameters, forward {shape.forward_s} s, "
+        f"backward {shape.backward_s} s;",
+        end=" ",
     )
     print(
-        f"link {arguments.link / 1e9:g} GB/s, CPU {(machine.cpu_update_params_per_s or 0) / 1e6:.0f} Mparam/s,", end=" "
+        f"link {arguments.link / 1e9:g} GB/s, CPU "
+        f"{(machine.cpu_update_params_per_s or 0) / 1e6:.0f} Mparam/s,",
+        end=" ",
     )
     print(f"overhead of a step {1e3 * (machine.step_overhead_s or 0):.0f} ms\n")
-    print("| clipped | overlap | speculated | iteration | exposed | of `none` | predicted | measured / predicted |")
+    print(
+        "| clipped | overlap | speculated | iteration | exposed | of `none` | "
+        "predicted | measured / predicted |"
+    )
     print("| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for clipped in arguments.clipped:
         runs: dict[str, list[Run]] = {overlap: [] for overlap in POLICIES}
         for _ in range(arguments.rounds):
             for overlap in POLICIES:
-                runs[overlap].append(train(overlap, shape, clipped, arguments.steps, testbed))
+                runs[overlap].append(
+                    train(overlap, shape, clipped, arguments.steps, testbed)
+                )
                 gc.collect()
         medians = {
-            overlap: tuple(statistics.median(getattr(run, key) for run in each) for key in Run.__dataclass_fields__)
+            overlap: tuple(
+                statistics.median(getattr(run, key) for run in each)
+                for key in Run.__dataclass_fields__
+            )
             for overlap, each in runs.items()
         }
-        for overlap, (iteration_s, exposed_s, predicted_s, speculated) in medians.items():
-            times = [f"{1e3 * seconds:.0f} ms" for seconds in (iteration_s, exposed_s, predicted_s)]
-            ratios = [f"{exposed_s / other:.2f}" for other in (medians["none"][1], predicted_s)]
-            cells = [f"{clipped:.0%}", overlap, f"{speculated:.0f}", *times[:2], ratios[0], times[2], ratios[1]]
+        for overlap, (
+            iteration_s,
+            exposed_s,
+            predicted_s,
+            speculated,
+        ) in medians.items():
+            times = [
+                f"{1e3 * seconds:.0f} ms"
+                for seconds in (iteration_s, exposed_s, predicted_s)
+            ]
+            ratios = [
+                f"{exposed_s / other:.2f}"
+                for other in (medians["none"][1], predicted_s)
+            ]
+            cells = [
+                f"{clipped:.0%}",
+                overlap,
+                f"{speculated:.0f}",
+                *times[:2],
+                ratios[0],
+                times[2],
+                ratios[1],
+            ]
             print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -1,10 +1,12 @@
-"""Measure how fast host memory is taken before it is pinned, and what huge pages gain in the update on the CPU.
+"""Measure how fast host memory is taken before it is pinned, and what huge pages gain
+in the update on the CPU.
 
     python benchmarks/pinned_memory.py [--gb 2] [--rounds 5]
 
-`allocate_pinned` touches memory with huge pages on all threads of the rank, and then registers it. Pinning itself needs
-a GPU and is not in these figures: without a touch before, it also takes the pages, 4 KiB at a time on one thread. Every
-round measures all in turns. Prints Markdown.
+`allocate_pinned` touches memory with huge pages on all threads of the rank, and then
+registers it. Pinning itself needs a GPU and is not in these figures: without a touch
+before, it also takes the pages, 4 KiB at a time on one thread. Every round measures all
+in turns. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -39,10 +41,14 @@ def take(nbytes: int, pages: int, threads: int) -> tuple[float, torch.Tensor]:
 
 
 def update_seconds(memory: torch.Tensor, kernel: CpuKernel) -> float:
-    """Return the seconds of an update whose state, gradient and parameter are in this memory."""
+    """Return the seconds of an update whose state, gradient and parameter are in this
+    memory."""
     params = len(memory) // 16 // 64 * 64
     state = memory[: 12 * params].view(torch.float32).view(3, params)
-    grad, out = (memory[begin * params : (begin + 2) * params].view(torch.bfloat16) for begin in (12, 14))
+    grad, out = (
+        memory[begin * params : (begin + 2) * params].view(torch.bfloat16)
+        for begin in (12, 14)
+    )
     kernel.update(grad, tuple(state), out, Hyper().scalars(1))
     begin_s = time.perf_counter()
     kernel.update(grad, tuple(state), out, Hyper().scalars(2))
@@ -51,27 +57,40 @@ def update_seconds(memory: torch.Tensor, kernel: CpuKernel) -> float:
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=2.0, help="memory to take in GB (default 2)")
-    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (default 5)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--gb", type=float, default=2.0, help="memory to take in GB (default 2)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of rounds (default 5)"
+    )
     arguments = parser.parse_args()
     nbytes, threads = int(arguments.gb * 1e9), host_limits.rank_cores()
     cases: dict[str, Callable[[], tuple[float, torch.Tensor]]] = {
         "4 KiB pages, one thread": lambda: take(nbytes, mmap.MADV_NOHUGEPAGE, 1),
-        f"4 KiB pages, {threads} threads": lambda: take(nbytes, mmap.MADV_NOHUGEPAGE, threads),
+        f"4 KiB pages, {threads} threads": lambda: take(
+            nbytes, mmap.MADV_NOHUGEPAGE, threads
+        ),
         "huge pages, one thread": lambda: take(nbytes, mmap.MADV_HUGEPAGE, 1),
-        f"huge pages, {threads} threads": lambda: take(nbytes, mmap.MADV_HUGEPAGE, threads),
+        f"huge pages, {threads} threads": lambda: take(
+            nbytes, mmap.MADV_HUGEPAGE, threads
+        ),
     }
     taken: dict[str, list[float]] = {name: [] for name in cases}
     updated: dict[str, list[float]] = {name: [] for name in cases}
     with closing(CpuKernel()) as kernel:
         for _ in range(arguments.rounds):
             for name, case in cases.items():
-                # Uncounted: a virtual machine may have given its free huge pages back to the host.
+                # Uncounted: a virtual machine may have given its free huge pages back
+                # to the host.
                 case()
                 seconds, memory = case()
                 taken[name].append(nbytes / 1e9 / seconds)
-                updated[name].append(len(memory) / 16e6 / update_seconds(memory, kernel))
+                updated[name].append(
+                    len(memory) / 16e6 / update_seconds(memory, kernel)
+                )
                 del memory
     print(machine_line(), end="\n\n")
     rows = [[name, spread(taken[name], 2), spread(updated[name], 0)] for name in cases]

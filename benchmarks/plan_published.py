@@ -1,9 +1,11 @@
-"""Accuracy of `ebbtide plan` against the published training runs of `traces/`: ranges, and the order of policies.
+"""Accuracy of `ebbtide plan` against the published training runs of `traces/`: ranges,
+and the order of policies.
 
     python benchmarks/plan_published.py
 
-Rates are fitted to all runs of a job but the predicted one. Forward and backward are those of another run, or of the
-run itself, of which then only the update is predicted. Prints Markdown, see docs/plan.md.
+Rates are fitted to all runs of a job but the predicted one. Forward and backward are
+those of another run, or of the run itself, of which then only the update is predicted.
+Prints Markdown, see docs/plan.md.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ from tables import machine_line, percent, table
 
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.features.advise.job.sources import BatchSettings, job_of_trace
-from ebbtide.features.advise.machine_plan import MachinePlan, PlanRequest, plan_for_machine
+from ebbtide.features.advise.machine_plan import (
+    MachinePlan,
+    PlanRequest,
+    plan_for_machine,
+)
 from ebbtide.features.calibrate.fitting.from_traces import MachineFit, fit
 from ebbtide.features.calibrate.fitting.samples import FitSample, sample_of
 from ebbtide.machines.catalog import preset
@@ -56,13 +62,18 @@ class Prediction:
     @property
     def seconds(self) -> tuple[float, float, float]:
         """Low, likely and high iteration."""
-        values = self.plan.iteration_low_ms, self.plan.iteration_ms, self.plan.iteration_high_ms
+        values = (
+            self.plan.iteration_low_ms,
+            self.plan.iteration_ms,
+            self.plan.iteration_high_ms,
+        )
         low, likely, high = (float(value or "nan") / 1e3 for value in values)
         return low, likely, high
 
     @property
     def holds(self) -> bool:
-        """Whether the range holds the measured iteration and is at most 20 % wide to either side."""
+        """Whether the range holds the measured iteration and is at most 20 % wide to
+        either side."""
         low, likely, high = self.seconds
         narrow = low >= likely / (1 + MAX_RANGE) and high <= likely * (1 + MAX_RANGE)
         return narrow and low <= self.run.iteration_s <= high
@@ -71,7 +82,10 @@ class Prediction:
 def runs(prefix: str) -> list[Run]:
     """Return the runs whose names have a prefix."""
     traces = [open_trace(path) for path in sorted(TRACES.glob(f"{prefix}*.ebb"))]
-    return [Run(trace, sample_of(trace), (summarize(trace).iteration_ms or 0.0) / 1e3) for trace in traces]
+    return [
+        Run(trace, sample_of(trace), (summarize(trace).iteration_ms or 0.0) / 1e3)
+        for trace in traces
+    ]
 
 
 def predictions(prefix: str, base: Machine, own_times: bool) -> Iterator[Prediction]:
@@ -80,7 +94,8 @@ def predictions(prefix: str, base: Machine, own_times: bool) -> Iterator[Predict
     Args:
         prefix: The prefix of the names of its traces.
         base: The machine whose sizes and GPU count, without its fitted rates.
-        own_times: Whether forward and backward are those of the run itself; else they are those of another run.
+        own_times: Whether forward and backward are those of the run itself; else they
+            are those of another run.
     """
     every = runs(prefix)
     asynchronous = {run.name: run for run in every if not run.name.endswith(BLOCKING)}
@@ -95,17 +110,29 @@ def predictions(prefix: str, base: Machine, own_times: bool) -> Iterator[Predict
             gpu=base.gpu,
             extra={"fit": _about(result, others)},
         )
-        # The recorded backward of a blocking run waited for copies: its compute is that of the asynchronous run.
+        # The recorded backward of a blocking run waited for copies: its compute is that
+        # of the asynchronous run.
         own = asynchronous[run.name.replace(BLOCKING, "-async")]
         reference = own if own_times else _reference(run, list(asynchronous.values()))
         job = job_of_trace(reference.trace, BatchSettings())
-        yield Prediction(run, plan_for_machine(job, machine, PlanRequest(policies=(run.sample.policy,))))
+        yield Prediction(
+            run,
+            plan_for_machine(job, machine, PlanRequest(policies=(run.sample.policy,))),
+        )
 
 
 def _reference(run: Run, asynchronous: list[Run]) -> Run:
-    """Return another run with as many ranks: if possible the one that offloads everything, without interleaving."""
-    others = [other for other in asynchronous if other.name != run.name and other.sample.ranks == run.sample.ranks]
-    return next((other for other in others if other.sample.policy.name == "zero-offload"), others[0])
+    """Return another run with as many ranks: if possible the one that offloads
+    everything, without interleaving."""
+    others = [
+        other
+        for other in asynchronous
+        if other.name != run.name and other.sample.ranks == run.sample.ranks
+    ]
+    return next(
+        (other for other in others if other.sample.policy.name == "zero-offload"),
+        others[0],
+    )
 
 
 def _about(result: MachineFit, fitted: list[Run]) -> dict[str, Any]:
@@ -118,7 +145,8 @@ def _about(result: MachineFit, fitted: list[Run]) -> dict[str, Any]:
 
 
 def wrong_order(rows: list[Prediction]) -> list[tuple[str, str]]:
-    """Return the pairs of runs, measured as different, that are predicted in the other order."""
+    """Return the pairs of runs, measured as different, that are predicted in the other
+    order."""
     wrong = []
     for first, second in combinations(rows, 2):
         measured, predicted = (
@@ -147,30 +175,59 @@ def show(title: str, rows: list[Prediction]) -> None:
                 f"{100 * (high / likely - 1):+.0f} %",
             ]
         )
-    table(["run", "measured, s", "predicted, s", "error", "range, s", "holds it", "widest side"], cells)
+    table(
+        [
+            "run",
+            "measured, s",
+            "predicted, s",
+            "error",
+            "range, s",
+            "holds it",
+            "widest side",
+        ],
+        cells,
+    )
     wrong = wrong_order(rows)
     holding = sum(row.holds for row in rows)
-    print(f"Ranges of at most +-20 % that hold the measured iteration: {holding} of {len(rows)}.")
-    print(f"Pairs in the wrong order: {', '.join(f'{a} and {b}' for a, b in wrong) or 'none'}.\n")
+    print(
+        f"Ranges of at most +-20 % that hold the measured iteration: {holding} of "
+        f"{len(rows)}."
+    )
+    print(
+        "Pairs in the wrong order: "
+        f"{', '.join(f'{a} and {b}' for a, b in wrong) or 'none'}.\n"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.parse_args()
     print(f"Computed on {machine_line()}.\n")
-    for own_times, source in ((False, "another run"), (True, "the run itself, without its update")):
+    for own_times, source in (
+        (False, "another run"),
+        (True, "the run itself, without its update"),
+    ):
         print(f"### Forward and backward of {source}\n")
         everything: list[Prediction] = []
         for prefix, title, name in (
             ("h100-20b", "20B on 4 H100 80 GB", "h100-80gb-sxm-published"),
             ("a100-13b", "13B on 4 A100 40 GB", "a100-40gb-published"),
-            ("a100-ranks", "13B on one and two A100 40 GB, not bound to cores", "a100-40gb-published"),
+            (
+                "a100-ranks",
+                "13B on one and two A100 40 GB, not bound to cores",
+                "a100-40gb-published",
+            ),
         ):
             rows = list(predictions(prefix, preset(name), own_times))
             everything += rows
             show(title, rows)
         holding = sum(row.holds for row in everything)
-        print(f"All: {holding} of {len(everything)} ({100 * holding / len(everything):.0f} %).\n")
+        print(
+            f"All: {holding} of {len(everything)} "
+            f"({100 * holding / len(everything):.0f} %).\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The published training runs of `traces/`, as samples that a machine can be fitted to."""
+"""The published training runs of `traces/`, as samples that a machine can be fitted
+to."""
 
 from __future__ import annotations
 
@@ -35,10 +36,12 @@ class PublishedJob:
     Attributes:
         title: The job and its machine in words.
         runs: Runs with asynchronous gradient copies.
-        blocking: Runs with blocking copies, by the name of the run that is otherwise the same.
+        blocking: Runs with blocking copies, by the name of the run that is otherwise
+            the same.
         fitted: Runs from which the others are predicted.
         static: The run that offloads everything and does not interleave.
-        free_known: Whether the memory of the device was recorded, and not only the allocator's lines of a log.
+        free_known: Whether the memory of the device was recorded, and not only the
+            allocator's lines of a log.
     """
 
     title: str
@@ -53,24 +56,31 @@ class PublishedJob:
         return fit([self.runs[name].sample for name in names])
 
     def machine(self, names: Iterable[str], blocking: Iterable[str]) -> Machine:
-        """Fit a machine to some of the runs, and the rate of blocking copies to some of the blocking runs."""
+        """Fit a machine to some of the runs, and the rate of blocking copies to some of
+        the blocking runs."""
         return self.with_blocking(self.fit(names).machine, blocking)
 
     def interleaved(self) -> str:
-        """Return the run that offloads everything and interleaves every second subgroup."""
+        """Return the run that offloads everything and interleaves every second
+        subgroup."""
         return self.static.replace("-async", "-interleaved-2")
 
     def blocking_sample(self, name: str) -> FitSample:
-        """Return a blocking run with the compute of its asynchronous run, since the waiting was not recorded."""
-        return replace(self.blocking[name].sample, workload=self.runs[name].sample.workload)
+        """Return a blocking run with the compute of its asynchronous run, since the
+        waiting was not recorded."""
+        return replace(
+            self.blocking[name].sample, workload=self.runs[name].sample.workload
+        )
 
     def with_blocking(self, machine: Machine, names: Iterable[str]) -> Machine:
-        """Fit the rate of blocking gradient copies, which asynchronous runs do not determine, to these runs."""
+        """Fit the rate of blocking gradient copies, which asynchronous runs do not
+        determine, to these runs."""
         measured = replace(machine, d2h_pageable_bytes_per_s=None)
         return fit([self.blocking_sample(name) for name in names], measured).machine
 
     def with_current_rounding(self) -> PublishedJob:
-        """Return the job with resident subgroups chosen as a current DeepSpeed does, not as the one that ran (0.13)."""
+        """Return the job with resident subgroups chosen as a current DeepSpeed does,
+        not as the one that ran (0.13)."""
 
         def changed(run: PublishedRun) -> PublishedRun:
             workload = replace(run.sample.workload, framework=None)
@@ -109,7 +119,9 @@ def jobs() -> tuple[PublishedJob, PublishedJob]:
     return h100, a100
 
 
-def _job(prefix: str, title: str, fitted: tuple[str, ...], free_known: bool) -> PublishedJob:
+def _job(
+    prefix: str, title: str, fitted: tuple[str, ...], free_known: bool
+) -> PublishedJob:
     asynchronous: dict[str, PublishedRun] = {}
     blocking: dict[str, PublishedRun] = {}
     for path in sorted(TRACES.glob(f"{prefix}*.ebb")):
@@ -122,4 +134,6 @@ def _job(prefix: str, title: str, fitted: tuple[str, ...], free_known: bool) -> 
             blocking[trace.name.replace(BLOCKING, "-async")] = run
         else:
             asynchronous[trace.name] = run
-    return PublishedJob(title, asynchronous, blocking, fitted, f"{prefix}-async", free_known)
+    return PublishedJob(
+        title, asynchronous, blocking, fitted, f"{prefix}-async", free_known
+    )

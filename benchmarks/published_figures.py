@@ -1,4 +1,5 @@
-"""Published figures beside simulated ones, and rates that are fitted to some of them."""
+"""Published figures beside simulated ones, and rates that are fitted to some of
+them."""
 
 from __future__ import annotations
 
@@ -35,13 +36,16 @@ class Figure:
 
 
 def box(name: str) -> Machine:
-    """Return a preset without its limit of host memory, which a fitted rate of the CPU includes."""
-    return replace(preset(name), host_memory_bytes_per_s=1e13, duplex_bytes_per_s=None, box=None)
+    """Return a preset without its limit of host memory, which a fitted rate of the CPU
+    includes."""
+    return replace(
+        preset(name), host_memory_bytes_per_s=1e13, duplex_bytes_per_s=None, box=None
+    )
 
 
 def fitted_rate(seconds: Callable[[float], float], published_s: float) -> float:
-    """Return the rate, from 1e6 to 1e12 a second, at which what takes less time at a higher rate takes as long as
-    published."""
+    """Return the rate, from 1e6 to 1e12 a second, at which what takes less time at a
+    higher rate takes as long as published."""
     low, high = 1e6, 1e12
     for _ in range(_STEPS):
         rate = (low * high) ** 0.5

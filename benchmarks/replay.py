@@ -1,10 +1,12 @@
-"""Time of a replay: planning and simulating, by policy and number of subgroups; the default table; whole processes.
+"""Time of a replay: planning and simulating, by policy and number of subgroups; the
+default table; whole processes.
 
     python benchmarks/replay.py [--rounds 5] [--subgroups 100 1000 10000 100000] [--limit 60] [--policy P]...
 
-The job of examples/workload-13b.json, divided into more and more subgroups, on a preset machine. Times exclude the
-start of this process; whole commands are timed separately. A policy that took longer than the limit (s) is not run on
-more subgroups. Prints Markdown.
+The job of examples/workload-13b.json, divided into more and more subgroups, on a preset
+machine. Times exclude the start of this process; whole commands are timed separately. A
+policy that took longer than the limit (s) is not run on more subgroups. Prints
+Markdown.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def one_policy(policy: str, subgroups: int, rounds: int) -> list[float]:
 
 def spread(times: Sequence[float]) -> str:
     """Return median, least and most in milliseconds."""
-    median, low, high = (1e3 * value for value in (statistics.median(times), min(times), max(times)))
+    median, low, high = (
+        1e3 * value for value in (statistics.median(times), min(times), max(times))
+    )
     digits = 0 if median >= 100 else 1
     return f"{median:,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
 
@@ -82,7 +86,8 @@ def policy_row(policy: str, sizes: Sequence[int], rounds: int, limit: float) -> 
 
 
 def growth(medians: Sequence[tuple[int, float]]) -> str:
-    """Return the exponent by which time grows with subgroups, between the two largest sizes that were run."""
+    """Return the exponent by which time grows with subgroups, between the two largest
+    sizes that were run."""
     if len(medians) < 2:
         return "-"
     (small, before), (large, after) = medians[-2:]
@@ -100,35 +105,54 @@ def command_rows(rounds: int) -> list[str]:
         commands = {
             "`python -c pass`": [sys.executable, "-c", "pass"],
             "`ebbtide replay --help`": [*command, "--help"],
-            f"`ebbtide replay`, one policy, {TABLE_SUBGROUPS:,} subgroups": [*with_job, *one_policy_only],
+            f"`ebbtide replay`, one policy, {TABLE_SUBGROUPS:,} subgroups": [
+                *with_job,
+                *one_policy_only,
+            ],
             f"`ebbtide replay`, default table, {TABLE_SUBGROUPS:,} subgroups": with_job,
         }
         return [
-            f"| {name}, whole process | {spread(process_seconds(argv, rounds))} |" for name, argv in commands.items()
+            f"| {name}, whole process | {spread(process_seconds(argv, rounds))} |"
+            for name, argv in commands.items()
         ]
 
 
 def process_seconds(command: Sequence[str], rounds: int) -> list[float]:
-    return seconds(lambda: subprocess.run(command, check=True, capture_output=True), rounds)
+    return seconds(
+        lambda: subprocess.run(command, check=True, capture_output=True), rounds
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--subgroups", type=int, nargs="+", default=[100, 1000, 10_000, 100_000])
+    parser.add_argument(
+        "--subgroups", type=int, nargs="+", default=[100, 1000, 10_000, 100_000]
+    )
     parser.add_argument("--limit", type=float, default=60.0)
     parser.add_argument("--policy", action="append", dest="policies")
     args = parser.parse_args()
-    print(f"{time.strftime('%Y-%m-%d')}, {machine_line()}, {args.rounds} rounds: median (least to most) in ms\n")
+    print(
+        f"{time.strftime('%Y-%m-%d')}, {machine_line()}, {args.rounds} rounds: median "
+        "(least to most) in ms\n"
+    )
     sizes = sorted(args.subgroups)
-    print(f"| plan and simulate | {' | '.join(f'{size:,} subgroups' for size in sizes)} | grows with exponent |")
+    print(
+        f"| plan and simulate | {' | '.join(f'{size:,} subgroups' for size in sizes)} "
+        "| grows with exponent |"
+    )
     print("|" + " --- |" * (len(sizes) + 2))
     for policy in args.policies or POLICIES:
         print(policy_row(policy, sizes, args.rounds, args.limit), flush=True)
     machine = preset(MACHINE)
     table = seconds(lambda: replay(job_of(TABLE_SUBGROUPS), machine), args.rounds)
     print("\n| | ms |\n| --- | --- |")
-    print(f"| default table with its bounds, {TABLE_SUBGROUPS:,} subgroups, in process | {spread(table)} |")
+    print(
+        f"| default table with its bounds, {TABLE_SUBGROUPS:,} subgroups, in process | "
+        f"{spread(table)} |"
+    )
     print("\n".join(command_rows(args.rounds)))
 
 

@@ -1,4 +1,5 @@
-"""The jobs that `deepspeed_rivals.py` compares: one model, trained by DeepSpeed's optimizers and by ebbtide's."""
+"""The jobs that `deepspeed_rivals.py` compares: one model, trained by DeepSpeed's
+optimizers and by ebbtide's."""
 
 from __future__ import annotations
 
@@ -10,11 +11,18 @@ from typing import Any
 
 REFERENCE = "DeepSpeed ZeRO-Offload"
 EBBTIDE = "ebbtide: "
-ZENFLOW = {"topk_ratio": 0.1, "select_strategy": "step", "select_interval": 8, "update_interval": 2}
+ZENFLOW = {
+    "topk_ratio": 0.1,
+    "select_strategy": "step",
+    "select_interval": 8,
+    "update_interval": 2,
+}
 # Name -> changes to zero_optimization.
 DEEPSPEED: dict[str, dict[str, Any]] = {
     REFERENCE: {},
-    "DeepSpeed SuperOffload": {"offload_optimizer": {"device": "cpu", "super_offload": True}},
+    "DeepSpeed SuperOffload": {
+        "offload_optimizer": {"device": "cpu", "super_offload": True}
+    },
     "DeepSpeed ZenFlow": {"zenflow": ZENFLOW},
     "DeepSpeed ZenFlow, overlap_step": {"zenflow": {**ZENFLOW, "overlap_step": True}},
 }
@@ -23,13 +31,15 @@ ENGINE, OPTIMIZER = EBBTIDE + "enable()", EBBTIDE + "InterleavedAdamW"
 ON_CPU = ", zero-offload"
 NAMES = (*DEEPSPEED, ENGINE + ON_CPU, ENGINE, OPTIMIZER + ON_CPU, OPTIMIZER)
 PARTS = ("forward", "backward", "step", "iteration")
-# ZenFlow starts its process in the first interval, and SuperOffload's worker is ready after the first step.
+# ZenFlow starts its process in the first interval, and SuperOffload's worker is ready
+# after the first step.
 WARM_UP = 4
 LEARNING_RATE = 1e-4
 
 
 def build_model(args: argparse.Namespace) -> Any:
-    """Return the model: blocks of two matrices, each with its share of the emulated forward and backward."""
+    """Return the model: blocks of two matrices, each with its share of the emulated
+    forward and backward."""
     import torch
     from torch import nn
 
@@ -47,7 +57,10 @@ def build_model(args: argparse.Namespace) -> Any:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.up, self.down = nn.Linear(args.width, 4 * args.width), nn.Linear(4 * args.width, args.width)
+            self.up, self.down = (
+                nn.Linear(args.width, 4 * args.width),
+                nn.Linear(4 * args.width, args.width),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             out = x + self.down(torch.relu(self.up(x)))
@@ -69,30 +82,44 @@ def deepspeed_engine(name: str, model: Any, args: argparse.Namespace) -> Any:
 
         if args.lift_checks:
             lift_device_checks()
-    offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "sub_group_size": args.subgroup * 1_000_000}
+    offload = {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "sub_group_size": args.subgroup * 1_000_000,
+    }
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": args.clip,
         "bf16": {"enabled": True},
         "zero_optimization": {**offload, **DEEPSPEED.get(name, {})},
-        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": LEARNING_RATE, "weight_decay": 0.01},
+        },
         "steps_per_print": 1_000_000,
     }
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    return deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )[0]
 
 
 def policy_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
     if name.endswith(ON_CPU):
         return {"policy": "zero-offload"}
-    return {"policy": args.policy} | ({} if args.overlap == "none" else {"overlap": args.overlap})
+    return {"policy": args.policy} | (
+        {} if args.overlap == "none" else {"overlap": args.overlap}
+    )
 
 
 def reference_of(name: str) -> str:
     return name.removesuffix(ON_CPU) + ON_CPU if name.startswith(EBBTIDE) else REFERENCE
 
 
-def contestant(name: str, args: argparse.Namespace) -> tuple[Any, Callable[[Any], None], Callable[[], None], Any]:
-    """Return (callable model, backward of a loss, step, function that yields all weights)."""
+def contestant(
+    name: str, args: argparse.Namespace
+) -> tuple[Any, Callable[[Any], None], Callable[[], None], Any]:
+    """Return (callable model, backward of a loss, step, function that yields all
+    weights)."""
     import torch
 
     model = build_model(args)
@@ -121,14 +148,20 @@ def contestant(name: str, args: argparse.Namespace) -> tuple[Any, Callable[[Any]
 
         for parameter in engine.module.parameters():
             with deepspeed.zero.GatheredParameters([parameter]):
-                # ZenFlow's stage 3 has the matrices transposed, except within a forward and a backward.
-                yield parameter.t() if engine.zenflow and parameter.dim() > 1 else parameter
+                # ZenFlow's stage 3 has the matrices transposed, except within a forward
+                # and a backward.
+                yield (
+                    parameter.t()
+                    if engine.zenflow and parameter.dim() > 1
+                    else parameter
+                )
 
     return engine, engine.backward, engine.step, gathered_weights
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the mean milliseconds of each part of an iteration, after some for warm-up, and all losses."""
+    """Return the mean milliseconds of each part of an iteration, after some for
+    warm-up, and all losses."""
     import torch
 
     model, backward, step, weights = contestant(name, args)
@@ -143,7 +176,9 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     part_ms: dict[str, list[float]] = {part: [] for part in PARTS}
     losses = []
     for _ in range(args.steps + WARM_UP):
-        batch = torch.randn(1, args.width, generator=generator).to(device, torch.bfloat16)
+        batch = torch.randn(1, args.width, generator=generator).to(
+            device, torch.bfloat16
+        )
         times = [now()]
         loss = model(batch).float().square().mean()
         times.append(now())
@@ -151,8 +186,16 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         times.append(now())
         step()
         times.append(now())
-        for part, begin, end in zip(PARTS, (*times[:3], times[0]), (*times[1:], times[3]), strict=True):
+        for part, begin, end in zip(
+            PARTS, (*times[:3], times[0]), (*times[1:], times[3]), strict=True
+        ):
             part_ms[part].append((end - begin) * 1e3)
         losses.append(loss.item())
-    torch.save(torch.cat([weight.detach().float().cpu().flatten() for weight in weights()]), args.weights)
-    return {**{part: statistics.mean(values[WARM_UP:]) for part, values in part_ms.items()}, "losses": losses}
+    torch.save(
+        torch.cat([weight.detach().float().cpu().flatten() for weight in weights()]),
+        args.weights,
+    )
+    return {
+        **{part: statistics.mean(values[WARM_UP:]) for part, values in part_ms.items()},
+        "losses": losses,
+    }

@@ -3,14 +3,17 @@
     python benchmarks/same_output.py [--scope quick|whole] [--only TEXT]
     python benchmarks/same_output.py --store [--scope quick|whole]
 
-The first makes each output (`output_cases.py`: commands as screens and as JSON, plots as drawing commands, plans with
-the times of their operations, and bits of training jobs) and compares its digest with that in `goldens/`. Where
-digests differ and the values of the named commit are in `.goldens/`, it prints each path that differs: `-` it is gone,
-`+` it is new, `~` its value is another one; numbers may differ by a relative 1e-12. It ends with status 1 if anything
-differs. The second stores digests and values of the present code.
+The first makes each output (`output_cases.py`: commands as screens and as JSON, plots
+as drawing commands, plans with the times of their operations, and bits of training
+jobs) and compares its digest with that in `goldens/`. Where digests differ and the
+values of the named commit are in `.goldens/`, it prints each path that differs: `-` it
+is gone, `+` it is new, `~` its value is another one; numbers may differ by a relative
+1e-12. It ends with status 1 if anything differs. The second stores digests and values
+of the present code.
 
-Values of the commit that `goldens/` names: check it out, and run the second there. Bits of training jobs depend on
-the kind of CPU and the release of torch: they are compared where both are those of the digests.
+Values of the commit that `goldens/` names: check it out, and run the second there. Bits
+of training jobs depend on the kind of CPU and the release of torch: they are compared
+where both are those of the digests.
 """
 
 from __future__ import annotations
@@ -76,13 +79,17 @@ def compare(name: str, text: str, golden: str | None, values: Path) -> list[str]
         return []
     stored = values / name
     if not stored.exists():
-        return [f"~ {name}: its digest differs, and there are no values to compare with"]
+        return [
+            f"~ {name}: its digest differs, and there are no values to compare with"
+        ]
     return list(differences(parsed(stored.read_text()), parsed(text), name))
 
 
 def commit() -> str:
     """Return the commit that is checked out."""
-    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def make(case: Any) -> tuple[str, str]:
@@ -92,7 +99,9 @@ def make(case: Any) -> tuple[str, str]:
 
 def main() -> int:
     """Compare outputs with the golden ones, or store them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--scope", choices=("quick", "whole"), default="quick")
     parser.add_argument("--store", action="store_true")
     parser.add_argument("--only", default="")
@@ -109,22 +118,44 @@ def main() -> int:
     golden = {"commit": commit(), "machine": machine(), "digests": {}}
     if not options.store:
         if not file.exists():
-            parser.error(f"no golden outputs of this scope are stored: run with --store --scope {options.scope} first")
+            parser.error(
+                "no golden outputs of this scope are stored: run with --store --scope "
+                f"{options.scope} first"
+            )
         golden = json.loads(file.read_text())
     values = VALUES / golden["commit"][:12]
-    chosen = [case for case in cases(SCOPES[options.scope]) if options.only in case.name]
+    chosen = [
+        case for case in cases(SCOPES[options.scope]) if options.only in case.name
+    ]
     if golden["machine"] != machine():
-        print(f"bits of jobs are those of {golden['machine']}: they are left out here, on {machine()}")
+        print(
+            f"bits of jobs are those of {golden['machine']}: they are left out here, "
+            f"on {machine()}"
+        )
         chosen = [case for case in chosen if not case.name.startswith("job-")]
     with Pool(options.processes) as pool:
         outputs = pool.imap_unordered(make, chosen)
         if options.store:
             digests = store(outputs, values)
-            file.write_text(json.dumps(golden | {"digests": digests}, indent=0, sort_keys=True) + "\n")
+            file.write_text(
+                json.dumps(golden | {"digests": digests}, indent=0, sort_keys=True)
+                + "\n"
+            )
             return 0
-        differing = [compare(name, text, golden["digests"].get(name), values) for name, text in outputs]
+        differing = [
+            compare(name, text, golden["digests"].get(name), values)
+            for name, text in outputs
+        ]
     lines = sorted(chain.from_iterable(differing))
-    print("\n".join([*lines, f"{len(chosen)} outputs, {len(lines)} differences, {time.perf_counter() - start:.0f} s"]))
+    print(
+        "\n".join(
+            [
+                *lines,
+                f"{len(chosen)} outputs, {len(lines)} differences, "
+                f"{time.perf_counter() - start:.0f} s",
+            ]
+        )
+    )
     return int(bool(lines))
 
 

@@ -1,11 +1,12 @@
-"""The search for plans of `adaptive` on 200 fixed random jobs: mean iterations and CPU times, of which two commits'
-are compared.
+"""The search for plans of `adaptive` on 200 fixed random jobs: mean iterations and CPU
+times, of which two commits' are compared.
 
     python benchmarks/search.py BEFORE.json [--count 200] [--seed 0]
     python benchmarks/search.py AFTER.json --before BEFORE.json
 
-Writes a line for each job, and prints Markdown: how much longer iterations are than before, and the share of the CPU
-time. Free memory, clipping, overlap and sizes of subgroups are drawn as in `adaptive.py`.
+Writes a line for each job, and prints Markdown: how much longer iterations are than
+before, and the share of the CPU time. Free memory, clipping, overlap and sizes of
+subgroups are drawn as in `adaptive.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from ebbtide.interleave.simulation.simulator import simulate_steps
 
 
 class Job(NamedTuple):
-    """A job, its mean iteration, compute, bound of plans of whole subgroups, and CPU time of the search, s."""
+    """A job, its mean iteration, compute, bound of plans of whole subgroups, and CPU
+    time of the search, s."""
 
     number: int
     overlap: str
@@ -43,7 +45,9 @@ def search(seed: int, number: int) -> Job:
     draw = np.random.default_rng([seed, number])
     machine = random_machine(draw)
     clipping = bool(draw.random() < 0.7)
-    workload = random_workload(draw, clipping=clipping, uneven=bool(draw.random() < 0.5))
+    workload = random_workload(
+        draw, clipping=clipping, uneven=bool(draw.random() < 0.5)
+    )
     overlap = OVERLAPS[number % len(OVERLAPS)] if clipping else "none"
     start_s = time.process_time()
     plan = make_plan(f"adaptive,overlap={overlap}", workload, machine)
@@ -60,7 +64,8 @@ def search(seed: int, number: int) -> Job:
 
 
 def exposed_over_bound(jobs: list[Job]) -> str:
-    """Return median and 90th percentile of exposed time over the bound's, of jobs where that is over 1 ms."""
+    """Return median and 90th percentile of exposed time over the bound's, of jobs where
+    that is over 1 ms."""
     ratios = [
         (job.rating_s - job.compute_s) / (job.bound_s - job.compute_s)
         for job in jobs
@@ -105,7 +110,9 @@ def main() -> None:
             print(json.dumps(jobs[-1]._asdict()), file=lines, flush=True)
     before = {}
     if options.before:
-        old = [Job(**json.loads(line)) for line in options.before.read_text().splitlines()]
+        old = [
+            Job(**json.loads(line)) for line in options.before.read_text().splitlines()
+        ]
         before = {job.number: job for job in old}
     head = [
         "overlap",
@@ -116,7 +123,9 @@ def main() -> None:
         "most",
         "CPU time",
     ]
-    groups = {name: [job for job in jobs if job.overlap == name] for name in OVERLAPS} | {"all": jobs}
+    groups = {
+        name: [job for job in jobs if job.overlap == name] for name in OVERLAPS
+    } | {"all": jobs}
     table(head, [row(name, group, before) for name, group in groups.items() if group])
 
 

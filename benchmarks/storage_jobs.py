@@ -1,4 +1,5 @@
-"""The jobs that `storage.py` compares: one model with state in files, by DeepSpeed's ZeRO-Infinity and by ebbtide."""
+"""The jobs that `storage.py` compares: one model with state in files, by DeepSpeed's
+ZeRO-Infinity and by ebbtide."""
 
 from __future__ import annotations
 
@@ -14,15 +15,22 @@ from typing import Any
 
 from rival_jobs import build_model
 
-# Buffers of a subgroup's fp32 numbers that DeepSpeed needs to read ahead and write behind.
+# Buffers of a subgroup's fp32 numbers that DeepSpeed needs to read ahead and write
+# behind.
 BUFFERS = 12
 LEARNING_RATE, MAX_NORM = 1e-4, 1.0
 BEST = "ZeRO-Infinity, pipelines, gradients in host memory"
 # Name -> (changes to offload_optimizer, whether gradients stay in host memory).
 DEEPSPEED: dict[str, tuple[dict[str, Any], bool]] = {
     "ZeRO-Infinity, defaults": ({}, False),
-    "ZeRO-Infinity, pipelines": ({"pipeline_read": True, "pipeline_write": True, "buffer_count": BUFFERS}, False),
-    BEST: ({"pipeline_read": True, "pipeline_write": True, "buffer_count": BUFFERS}, True),
+    "ZeRO-Infinity, pipelines": (
+        {"pipeline_read": True, "pipeline_write": True, "buffer_count": BUFFERS},
+        False,
+    ),
+    BEST: (
+        {"pipeline_read": True, "pipeline_write": True, "buffer_count": BUFFERS},
+        True,
+    ),
 }
 # Name -> (overlap, rule).
 EBBTIDE = {
@@ -35,21 +43,26 @@ _WARM_UP = 3
 
 
 def block_params(width: int) -> int:
-    """Return the parameters of a block of the model, which is a subgroup of DeepSpeed's."""
+    """Return the parameters of a block of the model, which is a subgroup of
+    DeepSpeed's."""
     return 8 * width**2 + 5 * width
 
 
 def host_bytes(width: int, blocks: int) -> int:
-    """Return the host memory of DeepSpeed's best configuration: its buffers, and fp32 gradients."""
+    """Return the host memory of DeepSpeed's best configuration: its buffers, and fp32
+    gradients."""
     return 4 * BUFFERS * block_params(width) + 4 * blocks * block_params(width)
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Run a job; return medians of ms and bytes per step, the losses, and the peak of its memory."""
+    """Run a job; return medians of ms and bytes per step, the losses, and the peak of
+    its memory."""
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         make = _ebbtide_job if name in EBBTIDE else _deepspeed_job
         iterate = make(name, folder, args)
-        values: dict[str, list[float]] = {key: [] for key in ("step", "iteration", "read", "written")}
+        values: dict[str, list[float]] = {
+            key: [] for key in ("step", "iteration", "read", "written")
+        }
         losses = []
         for _ in range(args.steps + _WARM_UP):
             before, begin_s = _io_bytes(), time.perf_counter()
@@ -61,13 +74,22 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
                 values[key].append(after[key] - before[key])
             losses.append(loss)
         peak_kib = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
-        result: dict[str, Any] = {key: statistics.median(numbers[_WARM_UP:]) for key, numbers in values.items()}
-        return {**result, "losses": losses, "peak_bytes": int(peak_kib.group(1)) * 1024 if peak_kib else 0}
+        result: dict[str, Any] = {
+            key: statistics.median(numbers[_WARM_UP:])
+            for key, numbers in values.items()
+        }
+        return {
+            **result,
+            "losses": losses,
+            "peak_bytes": int(peak_kib.group(1)) * 1024 if peak_kib else 0,
+        }
 
 
 def _io_bytes() -> dict[str, int]:
     """Return the bytes that this process has moved from and to drives."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    fields = dict(
+        line.split(": ") for line in Path("/proc/self/io").read_text().splitlines()
+    )
     return {"read": int(fields["read_bytes"]), "written": int(fields["write_bytes"])}
 
 
@@ -77,7 +99,9 @@ Iterate = Callable[[], tuple[float, float]]
 def _batch(args: argparse.Namespace) -> Any:
     import torch
 
-    return torch.randn(1, args.width, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    return torch.randn(1, args.width, generator=torch.Generator().manual_seed(1)).to(
+        torch.bfloat16
+    )
 
 
 def _ebbtide_job(name: str, folder: str, args: argparse.Namespace) -> Iterate:
@@ -85,7 +109,11 @@ def _ebbtide_job(name: str, folder: str, args: argparse.Namespace) -> Iterate:
 
     from ebbtide.interleave import InterleavedOptimizer
 
-    model, batch, (overlap, rule) = build_model(args).to(torch.bfloat16), _batch(args), EBBTIDE[name]
+    model, batch, (overlap, rule) = (
+        build_model(args).to(torch.bfloat16),
+        _batch(args),
+        EBBTIDE[name],
+    )
     optimizer = InterleavedOptimizer(
         model.parameters(),
         rule,
@@ -115,12 +143,18 @@ def _ebbtide_job(name: str, folder: str, args: argparse.Namespace) -> Iterate:
 def _deepspeed_job(name: str, folder: str, args: argparse.Namespace) -> Iterate:
     import deepspeed
 
-    for key, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+    for key, value in (
+        ("RANK", "0"),
+        ("LOCAL_RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "127.0.0.1"),
+    ):
         os.environ.setdefault(key, value)
     os.environ.setdefault("MASTER_PORT", str(20_000 + os.getpid() % 20_000))
     changes, keeps_gradients = DEEPSPEED[name]
     size = block_params(args.width)
-    # Tensors below the block size are not swapped: it is above the largest gradient, and below a subgroup.
+    # Tensors below the block size are not swapped: it is above the largest gradient,
+    # and below a subgroup.
     largest, subgroup = 16 * args.width**2, 4 * size
     block = (largest + subgroup) // 2 // 4096 * 4096
     config = {
@@ -130,14 +164,24 @@ def _deepspeed_job(name: str, folder: str, args: argparse.Namespace) -> Iterate:
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": size,
-            "offload_optimizer": {"device": "nvme", "nvme_path": folder, "pin_memory": False, **changes},
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": folder,
+                "pin_memory": False,
+                **changes,
+            },
         },
-        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": LEARNING_RATE, "weight_decay": 0.01},
+        },
         "steps_per_print": 1_000_000,
         **({"aio": {"block_size": block}} if keeps_gradients else {}),
     }
     model = build_model(args)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     batch = _batch(args).to(engine.device)
 
     def iterate() -> tuple[float, float]:

@@ -1,4 +1,5 @@
-"""Runs of ml_dataflow, which streams all layers of a model, and their workloads and predicted steps by rates of cards.
+"""Runs of ml_dataflow, which streams all layers of a model, and their workloads and
+predicted steps by rates of cards.
 
 Data are those of `benchmarks/accuracy/`; settings are apart from times.
 """
@@ -12,8 +13,17 @@ from typing import NamedTuple
 
 from accuracy_jobs import FOLDER, Job, attention_work, read_rows
 
-from ebbtide.features.layers.systems.ml_dataflow import dataflow_layers, dataflow_plan, slots_in
-from ebbtide.interleave.model.workload import ActivationForm, Layer, Workload, with_layers
+from ebbtide.features.layers.systems.ml_dataflow import (
+    dataflow_layers,
+    dataflow_plan,
+    slots_in,
+)
+from ebbtide.interleave.model.workload import (
+    ActivationForm,
+    Layer,
+    Workload,
+    with_layers,
+)
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 
@@ -25,8 +35,9 @@ SHAPES = {
     15009316864: (14336, 1024, 128),
     32762757120: (27648, 1024, 128),
 }
-# Peaks of data sheets: bf16 with sums in fp32, bytes of device memory, of the link in a direction (PCIe 4 or 5), and of
-# host memory by ml_dataflow's README, which does not say the A100's.
+# Peaks of data sheets: bf16 with sums in fp32, bytes of device memory, of the link in a
+# direction (PCIe 4 or 5), and of host memory by ml_dataflow's README, which does not
+# say the A100's.
 SHEETS = {
     "h100-80gb": (989.5e12, 3350e9, 64e9, 307.2e9),
     "a100-80gb-sxm": (312e12, 2039e9, 32e9, math.inf),
@@ -39,7 +50,8 @@ FEWEST_ROUNDS, MOST_ROUNDS = 2, 4
 
 @dataclass(frozen=True)
 class Settings:
-    """Budgets, memory and mix of a run: activations on the host by form, and on the device."""
+    """Budgets, memory and mix of a run: activations on the host by form, and on the
+    device."""
 
     name: str
     host_gib: float
@@ -55,8 +67,8 @@ class Settings:
 
 
 class Rates(NamedTuple):
-    """Shares of a data sheet's peaks: of products, of attention's forward by the size of its heads, of link and device
-    memory."""
+    """Shares of a data sheet's peaks: of products, of attention's forward by the size
+    of its heads, of link and device memory."""
 
     product: float = 0.75
     attention: float = 0.55
@@ -92,8 +104,14 @@ def runs() -> list[tuple[Job, Settings]]:
     """Return all runs."""
     pairs = []
     for name in ("streamed-8b", "streamed"):
-        settings = {one.name: one for one in read_rows(Settings, FOLDER / f"{name}.settings.csv")}
-        pairs += [(job, settings[job.name]) for job in read_rows(Job, FOLDER / f"{name}.jobs.csv")]
+        settings = {
+            one.name: one
+            for one in read_rows(Settings, FOLDER / f"{name}.settings.csv")
+        }
+        pairs += [
+            (job, settings[job.name])
+            for job in read_rows(Job, FOLDER / f"{name}.jobs.csv")
+        ]
     return pairs
 
 
@@ -107,11 +125,14 @@ def measured_s() -> dict[str, float]:
 
 
 def workload_of(job: Job, settings: Settings, rates: Rates, rounds: int) -> Workload:
-    """Return the workload of some rounds of a run: the time of each chunk by its work and the rates."""
+    """Return the workload of some rounds of a run: the time of each chunk by its work
+    and the rates."""
     peak, memory_rate, _, _ = SHEETS[job.machine]
     d, tokens = job.hidden, settings.chunk_tokens
     e, kv, head_size = SHAPES[job.params]
-    attention_rate = peak * (rates.attention if head_size == 128 else rates.attention_64)
+    attention_rate = peak * (
+        rates.attention if head_size == 128 else rates.attention_64
+    )
     chunks = max(1, chunks_of(job, settings))
     if job.sequence <= tokens:
         contexts = [job.sequence / 2] * chunks
@@ -124,14 +145,27 @@ def workload_of(job: Job, settings: Settings, rates: Rates, rounds: int) -> Work
     forward_work, backward_work = attention_work(job.machine, head_size)
     once_s = [4 * tokens * context * d / attention_rate for context in contexts]
     attention_s = [forward_work * one for one in once_s]
-    forward_s = [products_s + one + elementwise_s * (16 * d + 6 * e) for one in attention_s]
-    backward_s = [
-        2 * products_s + backward_work / rates.backward * one + elementwise_s * (30 * d + 18 * e) for one in once_s
+    forward_s = [
+        products_s + one + elementwise_s * (16 * d + 6 * e) for one in attention_s
     ]
-    # Up to the products that "all" holds: the backward computes the activation function after them in any form.
-    again_s = 2 * tokens * (2 * d * d + 2 * d * e) / (peak * rates.product) + elementwise_s * 8 * d
+    backward_s = [
+        2 * products_s
+        + backward_work / rates.backward * one
+        + elementwise_s * (30 * d + 18 * e)
+        for one in once_s
+    ]
+    # Up to the products that "all" holds: the backward computes the activation function
+    # after them in any form.
+    again_s = (
+        2 * tokens * (2 * d * d + 2 * d * e) / (peak * rates.product)
+        + elementwise_s * 8 * d
+    )
     total = [a + b for a, b in zip(forward_s, backward_s, strict=True)]
-    sizes = 2 * tokens * (d + 2 * kv), 2 * tokens * (2 * d + 2 * kv) + 4 * tokens * job.heads, 0
+    sizes = (
+        2 * tokens * (d + 2 * kv),
+        2 * tokens * (2 * d + 2 * kv) + 4 * tokens * job.heads,
+        0,
+    )
     full = 2 * tokens * (4 * d + 2 * kv + 2 * e)
     count = chunks * rounds
     attention_again_s = rounds * (sum(attention_s) + chunks * again_s)
@@ -140,8 +174,13 @@ def workload_of(job: Job, settings: Settings, rates: Rates, rounds: int) -> Work
         ActivationForm("input and attention", sizes[1] * count, again_s * count),
         ActivationForm("input", sizes[0] * count, attention_again_s),
     )
-    layer = Layer("layer", params, rounds * sum(forward_s), rounds * sum(backward_s), forms)
-    head_s = 2 * tokens * d * job.vocabulary / (peak * rates.product) + elementwise_s * 4 * job.vocabulary
+    layer = Layer(
+        "layer", params, rounds * sum(forward_s), rounds * sum(backward_s), forms
+    )
+    head_s = (
+        2 * tokens * d * job.vocabulary / (peak * rates.product)
+        + elementwise_s * 4 * job.vocabulary
+    )
     layers = [layer] * job.layers
     workload = Workload(
         name=job.name,
@@ -153,17 +192,25 @@ def workload_of(job: Job, settings: Settings, rates: Rates, rounds: int) -> Work
         gpu_free=((0.0, free_bytes(job, settings)),),
         clipping=False,
     )
-    return with_layers(workload, layers, [one for _ in range(rounds) for one in total], job.name)
+    return with_layers(
+        workload, layers, [one for _ in range(rounds) for one in total], job.name
+    )
 
 
 def chunks_of(job: Job, settings: Settings) -> int:
     """Return the chunks of a round."""
-    acts = settings.saved_input + settings.saved_attention + settings.saved_full + settings.on_device
+    acts = (
+        settings.saved_input
+        + settings.saved_attention
+        + settings.saved_full
+        + settings.on_device
+    )
     return acts // job.layers
 
 
 def free_bytes(job: Job, settings: Settings) -> float:
-    """Return the device memory that is left for layers: all but embedding, head and buffers of fixed size."""
+    """Return the device memory that is left for layers: all but embedding, head and
+    buffers of fixed size."""
     d, tokens, vocabulary = job.hidden, settings.chunk_tokens, job.vocabulary
     e, kv, _ = SHAPES[job.params]
     context = 4 * 2 * max(tokens, job.sequence) * kv
@@ -174,7 +221,16 @@ def free_bytes(job: Job, settings: Settings) -> float:
     head = tokens * ((d + 2 * vocabulary) * 2 + 4)
     working = 2 * tokens * (4 * d + 2 * kv + 2 * e)
     buffers = 2 * tokens * d * 2 + tokens * (d + e) * 2
-    used = context + workspace + ends + transitions + head + working + buffers + 200 * 2**20
+    used = (
+        context
+        + workspace
+        + ends
+        + transitions
+        + head
+        + working
+        + buffers
+        + 200 * 2**20
+    )
     return max(0.0, settings.device_gib * GIB - used)
 
 
@@ -192,10 +248,14 @@ def machine_of(job: Job, rates: Rates) -> Machine:
 
 
 def step_s(job: Job, settings: Settings, rates: Rates) -> float:
-    """Return the predicted step of a run, s. Rounds are alike: of many, only some are simulated."""
+    """Return the predicted step of a run, s. Rounds are alike: of many, only some are
+    simulated."""
     if settings.rounds <= MOST_ROUNDS:
         return _simulated_s(job, settings, rates, settings.rounds)
-    few, more = (_simulated_s(job, settings, rates, number) for number in (FEWEST_ROUNDS, FEWEST_ROUNDS + 1))
+    few, more = (
+        _simulated_s(job, settings, rates, number)
+        for number in (FEWEST_ROUNDS, FEWEST_ROUNDS + 1)
+    )
     return few + (settings.rounds - FEWEST_ROUNDS) * (more - few)
 
 
@@ -204,4 +264,6 @@ def _simulated_s(job: Job, settings: Settings, rates: Rates, rounds: int) -> flo
     slots = slots_in(workload, rounds)._replace(activations=settings.on_device)
     numbers = [settings.saved_full, settings.saved_attention, settings.saved_input]
     layers = dataflow_layers(workload, rounds, slots, numbers)
-    return simulate(dataflow_plan("ml-dataflow", workload, layers), workload, machine_of(job, rates)).iteration_s
+    return simulate(
+        dataflow_plan("ml-dataflow", workload, layers), workload, machine_of(job, rates)
+    ).iteration_s

@@ -1,11 +1,13 @@
-"""Time of a pass of the streaming examples by tile size and slots: measured, predicted, and bound (docs/streaming.md).
+"""Time of a pass of the streaming examples by tile size and slots: measured, predicted,
+and bound (docs/streaming.md).
 
     PYTHONPATH=. python benchmarks/streaming.py bounds
     PYTHONPATH=. python benchmarks/streaming.py layouts --plot docs/pictures/streaming.png
 
-The device is emulated: copies are throttled, and the computation is a timed wait around the real arithmetic. So times
-show what plan and executor lose, not how fast a GPU is. All settings are measured in turn, several times, and the
-median is reported. `bounds` exits with 1 if a pass takes more than 15 % longer than its bound.
+The device is emulated: copies are throttled, and the computation is a timed wait around
+the real arithmetic. So times show what plan and executor lose, not how fast a GPU is.
+All settings are measured in turn, several times, and the median is reported. `bounds`
+exits with 1 if a pass takes more than 15 % longer than its bound.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from examples.streaming.tile_stream import TileStream
 
 ROWS, COLUMNS, WIDTH = 8192, 1024, 32
 MATRIX_BYTES = 4 * ROWS * COLUMNS
-# Links so slow that delays of other work on the host, a millisecond at times, are small beside a tile of 256 rows.
+# Links so slow that delays of other work on the host, a millisecond at times, are small
+# beside a tile of 256 rows.
 BOUND_LINK_BYTES_PER_S, LAYOUT_LINK_BYTES_PER_S = 25e6, 50e6
 MEMORY_BYTES = 14e6
 TILE_ROWS = (16, 32, 64, 128, 256, 512, 1024)
@@ -49,7 +52,8 @@ class StreamJob:
         name: Its name.
         slots: The number of slots that its passes need.
         uses_factor: Whether its passes fetch the factor and flush it.
-        other_elements: Number of fp32 elements that it allocates besides tiles, by rows of a tile.
+        other_elements: Number of fp32 elements that it allocates besides tiles, by rows
+            of a tile.
         run: Runs two passes.
     """
 
@@ -86,15 +90,21 @@ class Measurement(NamedTuple):
 
 def make_jobs() -> list[StreamJob]:
     generator = torch.Generator().manual_seed(0)
-    left, right = (torch.rand(*shape, generator=generator) for shape in ((ROWS, WIDTH), (WIDTH, COLUMNS)))
+    left, right = (
+        torch.rand(*shape, generator=generator)
+        for shape in ((ROWS, WIDTH), (WIDTH, COLUMNS))
+    )
     return [
         StreamJob(
             "svd",
             2,
             False,
             lambda tile_rows: svd.other_elements(COLUMNS, WIDTH),
-            # The last pass also writes the factor; its traffic to the host is 3 % of that to the device.
-            lambda stream: svd.randomized_svd(stream, WIDTH - svd.OVERSAMPLING, power=1),
+            # The last pass also writes the factor; its traffic to the host is 3 % of
+            # that to the device.
+            lambda stream: svd.randomized_svd(
+                stream, WIDTH - svd.OVERSAMPLING, power=1
+            ),
         ),
         StreamJob(
             "nmf",
@@ -106,7 +116,9 @@ def make_jobs() -> list[StreamJob]:
     ]
 
 
-def measure(settings: Iterable[Setting], matrix: torch.Tensor, repetitions: int) -> dict[Setting, Measurement]:
+def measure(
+    settings: Iterable[Setting], matrix: torch.Tensor, repetitions: int
+) -> dict[Setting, Measurement]:
     """Measure all settings in turn, and each of them `repetitions` times."""
     order = list(settings)
     schedules: dict[Setting, list[Schedule]] = defaultdict(list)
@@ -116,13 +128,17 @@ def measure(settings: Iterable[Setting], matrix: torch.Tensor, repetitions: int)
             job, tile_rows, slots, memory_bytes, link_bytes_per_s, compute_s = setting
             device = EmulatedDevice(memory_bytes, link_bytes_per_s, link_bytes_per_s)
             others = job.other_elements(tile_rows)
-            with TileStream(device, matrix, WIDTH, tile_rows, slots, memory_bytes, others, compute_s) as stream:
+            with TileStream(
+                device, matrix, WIDTH, tile_rows, slots, memory_bytes, others, compute_s
+            ) as stream:
                 job.run(stream)
             device.close()
             schedules[setting] += stream.schedules
             layouts[setting] = stream.layout
     return {
-        setting: Measurement(layouts[setting], median(schedule.update_s for schedule in runs), runs)
+        setting: Measurement(
+            layouts[setting], median(schedule.update_s for schedule in runs), runs
+        )
         for setting, runs in schedules.items()
     }
 
@@ -138,21 +154,33 @@ def emulated_rates(setting: Setting) -> Machine:
 
 
 def bound_table(jobs: list[StreamJob], matrix: torch.Tensor, repetitions: int) -> bool:
-    """Print measured passes against their bound, and return whether all are close to it."""
+    """Print measured passes against their bound, and return whether all are close to
+    it."""
     settings = [
-        Setting(job, 256, job.slots, memory, BOUND_LINK_BYTES_PER_S, ratio * MATRIX_BYTES / BOUND_LINK_BYTES_PER_S)
+        Setting(
+            job,
+            256,
+            job.slots,
+            memory,
+            BOUND_LINK_BYTES_PER_S,
+            ratio * MATRIX_BYTES / BOUND_LINK_BYTES_PER_S,
+        )
         for job in jobs
         for memory in (None, MEMORY_BYTES)
         for ratio in (0.5, 1.0, 2.0)
     ]
     print("job  slots  computation/link  resident  pass (ms)  bound (ms)  pass/bound")
     worst = 0.0
-    for setting, (layout, pass_s, schedules) in measure(settings, matrix, repetitions).items():
+    for setting, (layout, pass_s, schedules) in measure(
+        settings, matrix, repetitions
+    ).items():
         least_s = bound_s(schedules[0].plan, emulated_rates(setting))
         worst = max(worst, pass_s / least_s)
         print(
-            f"{setting.job.name} {setting.slots:6} {setting.compute_s / setting.link_s:17.1f} "
-            f"{100 * layout.resident_share:7.0f} % {1e3 * pass_s:10.0f} {1e3 * least_s:11.0f} {pass_s / least_s:11.3f}"
+            f"{setting.job.name} {setting.slots:6} "
+            f"{setting.compute_s / setting.link_s:17.1f} "
+            f"{100 * layout.resident_share:7.0f} % {1e3 * pass_s:10.0f} "
+            f"{1e3 * least_s:11.0f} {pass_s / least_s:11.3f}"
         )
     print(f"largest ratio {worst:.3f}")
     return worst <= 1 + TOLERANCE
@@ -161,7 +189,8 @@ def bound_table(jobs: list[StreamJob], matrix: torch.Tensor, repetitions: int) -
 def layout_table(
     jobs: list[StreamJob], matrix: torch.Tensor, repetitions: int
 ) -> list[tuple[Setting, Measurement, float]]:
-    """Print measured and predicted passes by tile size and slots. Returns (setting, measurement, predicted s)."""
+    """Print measured and predicted passes by tile size and slots. Returns (setting,
+    measurement, predicted s)."""
     # As long as the copies of what is not resident: the hardest case for the overlap.
     compute_s = (MATRIX_BYTES - MEMORY_BYTES) / LAYOUT_LINK_BYTES_PER_S
     link_and_computation = LAYOUT_LINK_BYTES_PER_S, compute_s
@@ -177,45 +206,80 @@ def layout_table(
         passes = [
             schedule
             for rows in RATE_TILE_ROWS
-            for schedule in measured[Setting(job, rows, 1, MEMORY_BYTES, *link_and_computation)].schedules
+            for schedule in measured[
+                Setting(job, rows, 1, MEMORY_BYTES, *link_and_computation)
+            ].schedules
         ]
         machine = measure_rates(passes)
         print(
-            f"{job.name}, rates of passes with 1 slot and {RATE_TILE_ROWS[0]} or {RATE_TILE_ROWS[1]} rows: "
-            f"{(machine.h2d_bytes_per_s or 0) / 1e6:.1f} MB/s, {machine.gpu_update_params_per_s:,.0f} rows/s, "
+            f"{job.name}, rates of passes with 1 slot and {RATE_TILE_ROWS[0]} or "
+            f"{RATE_TILE_ROWS[1]} rows: "
+            f"{(machine.h2d_bytes_per_s or 0) / 1e6:.1f} MB/s, "
+            f"{machine.gpu_update_params_per_s:,.0f} rows/s, "
             f"{1e6 * (machine.operation_s or 0):.0f} us an operation"
         )
-        print("tile rows  slots  resident  measured (ms)  predicted (ms)  predicted/measured")
+        print(
+            "tile rows  slots  resident  measured (ms)  predicted (ms)  "
+            "predicted/measured"
+        )
         for setting in [setting for setting in settings if setting.job is job]:
             measurement = measured[setting]
-            predicted = predict_pass(measurement.layout, job.uses_factor, job.uses_factor, machine).pass_s
+            predicted = predict_pass(
+                measurement.layout, job.uses_factor, job.uses_factor, machine
+            ).pass_s
             results.append((setting, measurement, predicted))
             print(
-                f"{setting.tile_rows:9} {setting.slots:6} {100 * measurement.layout.resident_share:7.0f} % "
-                f"{1e3 * measurement.pass_s:14.0f} {1e3 * predicted:15.0f} {predicted / measurement.pass_s:19.3f}"
+                f"{setting.tile_rows:9} {setting.slots:6} "
+                f"{100 * measurement.layout.resident_share:7.0f} % "
+                f"{1e3 * measurement.pass_s:14.0f} {1e3 * predicted:15.0f} "
+                f"{predicted / measurement.pass_s:19.3f}"
             )
     return results
 
 
 def draw(results: list[tuple[Setting, Measurement, float]], path: Path) -> None:
-    """Draw the time of a pass by tile size: per number of slots a line of predictions and markers of measurements."""
+    """Draw the time of a pass by tile size: per number of slots a line of predictions
+    and markers of measurements."""
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     jobs = list(dict.fromkeys(setting.job for setting, _, _ in results))
-    figure, axes = plt.subplots(1, len(jobs), figsize=(9.5, 4.6), sharey=True, layout="constrained")
-    styles = dict(zip(SLOTS, (("#d55e00", "o", "-"), ("#0072b2", "s", "--"), ("#009e73", "^", ":")), strict=True))
+    figure, axes = plt.subplots(
+        1, len(jobs), figsize=(9.5, 4.6), sharey=True, layout="constrained"
+    )
+    styles = dict(
+        zip(
+            SLOTS,
+            (("#d55e00", "o", "-"), ("#0072b2", "s", "--"), ("#009e73", "^", ":")),
+            strict=True,
+        )
+    )
     for axis, job in zip(axes, jobs, strict=True):
         for slots, (color, marker, line) in styles.items():
-            rows = [result for result in results if result[0].job is job and result[0].slots == slots]
-            sizes = [measurement.layout.tile_bytes / 2**20 for _, measurement, _ in rows]
+            rows = [
+                result
+                for result in results
+                if result[0].job is job and result[0].slots == slots
+            ]
+            sizes = [
+                measurement.layout.tile_bytes / 2**20 for _, measurement, _ in rows
+            ]
             predicted = [1e3 * seconds for _, _, seconds in rows]
             label = f"{slots} slot{'s' if slots > 1 else ''}"
             axis.plot(sizes, predicted, line, color=color, label=f"{label}, predicted")
             measured = [1e3 * measurement.pass_s for _, measurement, _ in rows]
-            axis.plot(sizes, measured, marker, color=color, markersize=5, label=f"{label}, measured")
+            axis.plot(
+                sizes,
+                measured,
+                marker,
+                color=color,
+                markersize=5,
+                label=f"{label}, measured",
+            )
         compute_s = max(setting.compute_s for setting, _, _ in results)
-        axis.axhline(1e3 * compute_s, color="#444444", linewidth=1, label="bound: computation")
+        axis.axhline(
+            1e3 * compute_s, color="#444444", linewidth=1, label="bound: computation"
+        )
         axis.set_xscale("log", base=2)
         axis.set_xticks(sizes, [f"{size:.2g}" for size in sizes])
         axis.set_title(job.name.upper())
@@ -223,15 +287,28 @@ def draw(results: list[tuple[Setting, Measurement, float]], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylim(bottom=0)
     axes[0].set_ylabel("time of a pass (ms)")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+    )
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=("bounds", "layouts"), help="the table to measure")
-    parser.add_argument("--repetitions", type=int, default=5, help="runs of each setting (default 5)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table `layouts`")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "table", choices=("bounds", "layouts"), help="the table to measure"
+    )
+    parser.add_argument(
+        "--repetitions", type=int, default=5, help="runs of each setting (default 5)"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the table `layouts`"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     matrix = torch.rand(ROWS, COLUMNS, generator=torch.Generator().manual_seed(1))

@@ -2,8 +2,8 @@
 
     python benchmarks/super_offload_rollback.py
 
-DeepSpeed computes the old state from the new one. It calls this only for a step whose norm is not finite. Prints
-Markdown.
+DeepSpeed computes the old state from the new one. It calls this only for a step whose
+norm is not finite. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ def share(mask: torch.Tensor) -> str:
 
 
 def rollback(gradient: torch.Tensor) -> list[str]:
-    """Return what differs after three steps, and a fourth one with `gradient` that is rolled back."""
+    """Return what differs after three steps, and a fourth one with `gradient` that is
+    rolled back."""
     torch.manual_seed(0)
     master = torch.nn.Parameter(torch.randn(PARAMS) * 0.02)
     optimizer = DeepSpeedCPUAdam([master], lr=LEARNING_RATE, weight_decay=0.01)
     for _ in range(3):
         master.grad = torch.randn(PARAMS)
         optimizer.step_subgroup(0)
-    state = [master.detach(), optimizer.state[0]["exp_avg"], optimizer.state[0]["exp_avg_sq"]]
+    state = [
+        master.detach(),
+        optimizer.state[0]["exp_avg"],
+        optimizer.state[0]["exp_avg_sq"],
+    ]
     before = [tensor.clone() for tensor in state]
     master.grad = gradient
     optimizer.step_subgroup(0)
@@ -45,8 +50,17 @@ def main() -> None:
     use_own_extensions()
     print(f"{time.strftime('%Y-%m-%d')}, {machine_line()}, torch {torch.__version__}\n")
     finite, infinite = torch.randn(PARAMS), torch.full((PARAMS,), float("inf"))
-    heads = ["gradients of the step", "weights with their old bits", "first moments", "second moments"]
-    heads += ["largest difference of a weight, in learning rates", "weights that are 0", "moments that are NaN"]
+    heads = [
+        "gradients of the step",
+        "weights with their old bits",
+        "first moments",
+        "second moments",
+    ]
+    heads += [
+        "largest difference of a weight, in learning rates",
+        "weights that are 0",
+        "moments that are NaN",
+    ]
     table(heads, [["finite", *rollback(finite)], ["infinite", *rollback(infinite)]])
 
 

@@ -1,4 +1,5 @@
-"""Prints Markdown tables and the description of this machine for the other benchmarks."""
+"""Prints Markdown tables and the description of this machine for the other
+benchmarks."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ def percent(predicted: float, measured: float) -> str:
 def spread(values: Sequence[float], digits: int) -> str:
     """Return `median (minimum to maximum)`."""
     low, high = min(values), max(values)
-    return f"{statistics.median(values):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+    return (
+        f"{statistics.median(values):.{digits}f} ({low:.{digits}f} to "
+        f"{high:.{digits}f})"
+    )
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -29,7 +33,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def machine_line() -> str:
-    """Return the processor, the cores that this process may use, and the version of Python."""
+    """Return the processor, the cores that this process may use, and the version of
+    Python."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     name = cpu.group(1) if cpu else platform.machine()
-    return f"{name}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}"
+    return (
+        f"{name}, {len(os.sched_getaffinity(0))} cores, Python "
+        f"{platform.python_version()}"
+    )

@@ -1,9 +1,10 @@
-"""Accuracy of the simulator against measurements: published training runs, some fitted, the others predicted.
+"""Accuracy of the simulator against measurements: published training runs, some fitted,
+the others predicted.
 
     python benchmarks/validation.py
 
-The runs are those of the authors of Deep Optimizer States (Middleware '24) in `traces/`. Prints Markdown, see
-docs/validation.md.
+The runs are those of the authors of Deep Optimizer States (Middleware '24) in
+`traces/`. Prints Markdown, see docs/validation.md.
 """
 
 from __future__ import annotations
@@ -25,31 +26,60 @@ GB = 1e9
 
 def mean_and_largest(errors: Sequence[float]) -> str:
     sizes = [abs(error) for error in errors]
-    return f"mean {100 * sum(sizes) / len(sizes):.1f} %, largest {100 * max(sizes):.1f} %"
+    return (
+        f"mean {100 * sum(sizes) / len(sizes):.1f} %, largest {100 * max(sizes):.1f} %"
+    )
 
 
 def predictions(job: PublishedJob) -> None:
     fitted_machine = job.fit(job.fitted).machine
     rows = []
-    errors: dict[str, list[float]] = {"update": [], "iteration": [], "update left out": [], "iteration left out": []}
+    errors: dict[str, list[float]] = {
+        "update": [],
+        "iteration": [],
+        "update left out": [],
+        "iteration left out": [],
+    }
     for name, run in job.runs.items():
         without_run = job.fit(other for other in job.runs if other != name).machine
         cells = []
         for suffix, machine in (("", fitted_machine), (" left out", without_run)):
             schedule = simulated_sample(run.sample, machine)
             if suffix or name not in job.fitted:
-                errors[f"update{suffix}"].append(schedule.update_s / run.sample.update_s - 1)
-                errors[f"iteration{suffix}"].append(schedule.iteration_s / run.iteration_s - 1)
-            cells += [f"{schedule.update_s:.3f}", percent(schedule.update_s, run.sample.update_s)]
-            cells += [f"{schedule.iteration_s:.3f}", percent(schedule.iteration_s, run.iteration_s)]
+                errors[f"update{suffix}"].append(
+                    schedule.update_s / run.sample.update_s - 1
+                )
+                errors[f"iteration{suffix}"].append(
+                    schedule.iteration_s / run.iteration_s - 1
+                )
+            cells += [
+                f"{schedule.update_s:.3f}",
+                percent(schedule.update_s, run.sample.update_s),
+            ]
+            cells += [
+                f"{schedule.iteration_s:.3f}",
+                percent(schedule.iteration_s, run.iteration_s),
+            ]
         fitted = "yes" if name in job.fitted else "no"
         measured = [f"{run.sample.update_s:.3f}", f"{run.iteration_s:.3f}"]
         rows.append([f"`{name}`", fitted, *measured, *cells[:4], cells[5], cells[7]])
-    head = "run | fitted | update, s | iteration, s | update, simulated | error | iteration, simulated | error"
-    table([*head.split(" | "), "update, left out: error", "iteration, left out: error"], rows)
-    for suffix, title in (("", "Runs that were not fitted"), (" left out", "Each run by a fit on all others")):
+    head = (
+        "run | fitted | update, s | iteration, s | update, simulated | error | "
+        "iteration, simulated | error"
+    )
+    table(
+        [*head.split(" | "), "update, left out: error", "iteration, left out: error"],
+        rows,
+    )
+    for suffix, title in (
+        ("", "Runs that were not fitted"),
+        (" left out", "Each run by a fit on all others"),
+    ):
         update, iteration = errors[f"update{suffix}"], errors[f"iteration{suffix}"]
-        print(f"{title}: update {mean_and_largest(update)}; iteration {mean_and_largest(iteration)}.\n")
+        print(
+            f"{title}: update {mean_and_largest(update)}; iteration "
+            f"{mean_and_largest(iteration)}.\n"
+        )
 
 
 def rates(job: PublishedJob) -> None:
@@ -57,7 +87,14 @@ def rates(job: PublishedJob) -> None:
     rows = []
     for key, factor in result.uncertainty.items():
         determined = "no" if key in result.unidentified else "yes"
-        rows.append([f"`{key}`", f"{getattr(result.machine, key):.3g}", f"{factor:.2f}", determined])
+        rows.append(
+            [
+                f"`{key}`",
+                f"{getattr(result.machine, key):.3g}",
+                f"{factor:.2f}",
+                determined,
+            ]
+        )
     table(["rate", "value", "within a factor of", "determined by the runs"], rows)
 
 
@@ -73,7 +110,8 @@ def blocking(job: PublishedJob) -> None:
         rows.append(
             [
                 f"`{run.sample.policy}`",
-                f"{(machine.d2h_pageable_bytes_per_s or 0.0) / GB:.2f}" + ("" if others else " (from this run)"),
+                f"{(machine.d2h_pageable_bytes_per_s or 0.0) / GB:.2f}"
+                + ("" if others else " (from this run)"),
                 f"{measured:.3f}",
                 f"{schedule.backward_s:.3f}",
                 percent(schedule.backward_s, measured),
@@ -82,28 +120,44 @@ def blocking(job: PublishedJob) -> None:
                 percent(schedule.update_s, run.sample.update_s),
             ]
         )
-    head = "run | d2h pageable, GB/s, from the others | backward, s | simulated | error | update, s | simulated | error"
+    head = (
+        "run | d2h pageable, GB/s, from the others | backward, s | simulated | error | "
+        "update, s | simulated | error"
+    )
     table(head.split(" | "), rows)
 
 
 def ranks_on_a_host() -> None:
-    """Print how runs with one and two ranks on a host predict others, and four ranks."""
-    traces = [open_trace(path) for pattern in ("a100-ranks*", "a100-13b*") for path in sorted(TRACES.glob(pattern))]
-    samples = {trace.name: sample_of(trace) for trace in traces if BLOCKING not in trace.name}
+    """Print how runs with one and two ranks on a host predict others, and four
+    ranks."""
+    traces = [
+        open_trace(path)
+        for pattern in ("a100-ranks*", "a100-13b*")
+        for path in sorted(TRACES.glob(pattern))
+    ]
+    samples = {
+        trace.name: sample_of(trace) for trace in traces if BLOCKING not in trace.name
+    }
     shared = [name for name in samples if name.startswith("a100-ranks")]
     one_rank = [name for name in shared if samples[name].ranks == 1]
     fits = {
         "fitted to one rank": one_rank,
         "fitted to one rank and `a100-ranks2-async`": [*one_rank, "a100-ranks2-async"],
-        "fitted to one rank and `a100-ranks2-interleaved-6`": [*one_rank, "a100-ranks2-interleaved-6"],
+        "fitted to one rank and `a100-ranks2-interleaved-6`": [
+            *one_rank,
+            "a100-ranks2-interleaved-6",
+        ],
         "fitted to all runs of one and two": shared,
     }
-    machines = [fit([samples[name] for name in names]).machine for names in fits.values()]
+    machines = [
+        fit([samples[name] for name in names]).machine for names in fits.values()
+    ]
     rows = []
     for name in shared:
         sample = samples[name]
         cells = [
-            percent(sample.simulate(machine).update_s, sample.update_s) + (" (fitted)" if name in names else "")
+            percent(sample.simulate(machine).update_s, sample.update_s)
+            + (" (fitted)" if name in names else "")
             for names, machine in zip(fits.values(), machines, strict=True)
         ]
         rows.append([f"`{name}`", str(sample.ranks), f"{sample.update_s:.3f}", *cells])
@@ -111,15 +165,30 @@ def ranks_on_a_host() -> None:
     rows = []
     for policy in ("async", "interleaved-2", "interleaved-6"):
         four = samples[f"a100-13b-{policy}"]
-        measured = [samples.get(f"{group}-{policy}") for group in ("a100-ranks1", "a100-ranks2", "a100-13b")]
+        measured = [
+            samples.get(f"{group}-{policy}")
+            for group in ("a100-ranks1", "a100-ranks2", "a100-13b")
+        ]
         rows.append(
             [
                 policy,
-                *("-" if sample is None else total_rate(sample, sample.update_s) for sample in measured),
-                *(total_rate(four, four.simulate(machine).update_s) for machine in machines[1:]),
+                *(
+                    "-" if sample is None else total_rate(sample, sample.update_s)
+                    for sample in measured
+                ),
+                *(
+                    total_rate(four, four.simulate(machine).update_s)
+                    for machine in machines[1:]
+                ),
             ]
         )
-    head = ["", "1 rank", "2 ranks", "4 ranks, bound", *(f"4 ranks, unbound: {text}" for text in list(fits)[1:])]
+    head = [
+        "",
+        "1 rank",
+        "2 ranks",
+        "4 ranks, bound",
+        *(f"4 ranks, unbound: {text}" for text in list(fits)[1:]),
+    ]
     table(head, rows)
 
 
@@ -129,7 +198,9 @@ def total_rate(sample: FitSample, update_s: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.parse_args()
     h100, a100 = jobs()
     current = h100.with_current_rounding()

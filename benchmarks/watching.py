@@ -2,11 +2,13 @@
 
     python benchmarks/watching.py [--pairs 80] [--step-ms 20] [--size 80x24]
 
-An A/B in one process, which trains and is recorded all the time: blocks of a few seconds in which a real
-`ebbtide watch` in a tmux of its own follows the recording alternate with blocks in which it is stopped (SIGSTOP), on,
-off, off, on. Each ratio compares the mean steps of two neighbouring blocks, in wall time and in CPU time of the job
-(of all its threads, which other work hardly changes). The CPU time of the view is that of its
-process per second of the blocks in which it runs, the first seconds (imports) left out. Prints Markdown.
+An A/B in one process, which trains and is recorded all the time: blocks of a few
+seconds in which a real `ebbtide watch` in a tmux of its own follows the recording
+alternate with blocks in which it is stopped (SIGSTOP), on, off, off, on. Each ratio
+compares the mean steps of two neighbouring blocks, in wall time and in CPU time of the
+job (of all its threads, which other work hardly changes). The CPU time of the view is
+that of its process per second of the blocks in which it runs, the first seconds
+(imports) left out. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -40,8 +42,15 @@ def start_view(trace: Path, size: str, server: str) -> int:
     columns, rows = size.split("x")
     tmux = ["tmux", "-L", server, "-f", "/dev/null"]
     command = f"exec {sys.executable} -m ebbtide watch {trace}"
-    subprocess.run([*tmux, "new-session", "-d", "-x", columns, "-y", rows, command], check=True)
-    pid = subprocess.run([*tmux, "list-panes", "-F", "#{pane_pid}"], check=True, capture_output=True, text=True)
+    subprocess.run(
+        [*tmux, "new-session", "-d", "-x", columns, "-y", rows, command], check=True
+    )
+    pid = subprocess.run(
+        [*tmux, "list-panes", "-F", "#{pane_pid}"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return int(pid.stdout)
 
 
@@ -54,8 +63,11 @@ def train(step: Callable[[], None], seconds: float) -> Block:
     return Block(*(statistics.fmean(values) for values in zip(*blocks, strict=True)))
 
 
-def measure(step: Callable[[], None], pairs: int, pid: int) -> tuple[list[tuple[Block, Block]], list[float]]:
-    """Return pairs of blocks without and with the view, and its CPU seconds per second."""
+def measure(
+    step: Callable[[], None], pairs: int, pid: int
+) -> tuple[list[tuple[Block, Block]], list[float]]:
+    """Return pairs of blocks without and with the view, and its CPU seconds per
+    second."""
     measured, shares = [], []
     for number in range(pairs):
         pair = {}
@@ -71,9 +83,18 @@ def measure(step: Callable[[], None], pairs: int, pid: int) -> tuple[list[tuple[
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("--pairs", type=int, default=80, help="pairs of blocks (default: 80)")
-    flags.add_argument("--step-ms", type=float, default=20.0, help="aimed length of a step in ms (default: 20)")
-    flags.add_argument("--size", default="80x24", help="columns and rows of the view (default: 80x24)")
+    flags.add_argument(
+        "--pairs", type=int, default=80, help="pairs of blocks (default: 80)"
+    )
+    flags.add_argument(
+        "--step-ms",
+        type=float,
+        default=20.0,
+        help="aimed length of a step in ms (default: 20)",
+    )
+    flags.add_argument(
+        "--size", default="80x24", help="columns and rows of the view (default: 80x24)"
+    )
     args = flags.parse_args()
     import torch
 
@@ -103,7 +124,10 @@ def main() -> None:
     blocks = f"view of {args.size}, {args.pairs} pairs of blocks of {BLOCK_S:.0f} s"
     print(f"{time.strftime('%Y-%m-%d')}, {machine()}, {blocks}\n")
     without = [block.wall_ms for block, _ in measured]
-    ratios = [percent_interval([on[index] / off[index] for off, on in measured]) for index in (0, 1)]
+    ratios = [
+        percent_interval([on[index] / off[index] for off, on in measured])
+        for index in (0, 1)
+    ]
     share = spread([1e3 * share for share in shares], 0)
     head = [
         "recorded step without view, ms",

@@ -2,9 +2,9 @@
 
     python docs/pictures.py [-o docs/pictures]
 
-Every picture is the output of an ebbtide command, except that of a critical path, which shows the segments of one.
-Those of the report and of the terminal view are screenshots by a headless Chromium; without Chromium they are not
-drawn.
+Every picture is the output of an ebbtide command, except that of a critical path, which
+shows the segments of one. Those of the report and of the terminal view are screenshots
+by a headless Chromium; without Chromium they are not drawn.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ from ebbtide.cli import run
 
 ROOT = Path(__file__).parents[1]
 TRACES = ROOT / "traces"
-BLOCKING, INTERLEAVED = TRACES / "h100-20b-blocking.ebb", TRACES / "h100-20b-interleaved-2.ebb"
-THREE_POLICIES = [TRACES / f"h100-20b-{kind}.ebb" for kind in ("blocking", "async", "interleaved-2")]
+BLOCKING, INTERLEAVED = (
+    TRACES / "h100-20b-blocking.ebb",
+    TRACES / "h100-20b-interleaved-2.ebb",
+)
+THREE_POLICIES = [
+    TRACES / f"h100-20b-{kind}.ebb" for kind in ("blocking", "async", "interleaved-2")
+]
 SWEEP_JOB = ROOT / "examples" / "workload-7b.json"
 SWEEP_MACHINES = (ROOT / "examples" / "machine-desktop-nvme.json", "rtx4090")
 # Stands for a table in the folder of the picture's temporary files.
@@ -33,9 +38,25 @@ TABLE = "TABLE"
 # Picture -> the command that draws it, without its output.
 COMMANDS: dict[str, list[str | Path]] = {
     "memory-and-link.png": ["plot", INTERLEAVED, "--iterations", "4:7", "-o"],
-    "windows.png": ["plot", INTERLEAVED, "--kind", "windows", "--iterations", "4:6", "-o"],
+    "windows.png": [
+        "plot",
+        INTERLEAVED,
+        "--kind",
+        "windows",
+        "--iterations",
+        "4:6",
+        "-o",
+    ],
     "tutorial-blocking.png": ["plot", BLOCKING, "--iterations", "4:6", "-o"],
-    "three-policies.png": ["plot", *THREE_POLICIES, "--kind", "memory", "--iterations", "4:6", "-o"],
+    "three-policies.png": [
+        "plot",
+        *THREE_POLICIES,
+        "--kind",
+        "memory",
+        "--iterations",
+        "4:6",
+        "-o",
+    ],
     "activity.png": [
         "plot",
         TRACES / "a100-torch-profiler.ebb",
@@ -55,10 +76,21 @@ COMMANDS: dict[str, list[str | Path]] = {
         "2",
         *(
             part
-            for name in ("a10", "a100-40gb-pcie", "a100-80gb-sxm", "l40s", "h100-80gb-pcie", "h100-80gb")
+            for name in (
+                "a10",
+                "a100-40gb-pcie",
+                "a100-80gb-sxm",
+                "l40s",
+                "h100-80gb-pcie",
+                "h100-80gb",
+            )
             for part in ("--machine", name)
         ),
-        *(part for price in ("4", "6", "16", "8", "12", "24") for part in ("--price-per-hour", price)),
+        *(
+            part
+            for price in ("4", "6", "16", "8", "12", "24")
+            for part in ("--price-per-hour", price)
+        ),
         "--plot",
     ],
     "storage.png": [
@@ -66,7 +98,14 @@ COMMANDS: dict[str, list[str | Path]] = {
         *("--params", "7e9", "--forward-ms", "2050", "--backward-ms", "4100"),
         *("--free-bytes", "5GB", "--host-free-bytes", "72GB"),
         *("--machine", ROOT / "examples" / "machine-desktop-nvme.json"),
-        *("--policy", "pipelined", "--policy", "pipelined,overlap=both", "--policy", "interleaved:1,overlap=forward"),
+        *(
+            "--policy",
+            "pipelined",
+            "--policy",
+            "pipelined,overlap=both",
+            "--policy",
+            "interleaved:1,overlap=forward",
+        ),
         "--plot-schedules",
     ],
     "overlaps.png": [
@@ -90,23 +129,61 @@ COMMANDS: dict[str, list[str | Path]] = {
         ),
         "--plot",
     ],
-    "policies.png": ["replay", TRACES / "a100-13b-async.ebb", "--machine", "a100-40gb-published", "--plot"],
+    "policies.png": [
+        "replay",
+        TRACES / "a100-13b-async.ebb",
+        "--machine",
+        "a100-40gb-published",
+        "--plot",
+    ],
     "sweep.png": [
         *("sweep", "--workload", SWEEP_JOB, "-o", TABLE),
         *(part for machine in SWEEP_MACHINES for part in ("--machine", machine)),
-        *("--policy", "pipelined", "--policy", "adaptive", "--policy", "mlp-offload", "--policy", "superoffload"),
+        *(
+            "--policy",
+            "pipelined",
+            "--policy",
+            "adaptive",
+            "--policy",
+            "mlp-offload",
+            "--policy",
+            "superoffload",
+        ),
         *("--policy", "zero-infinity:12,pipeline_read=true,pipeline_write=true"),
         *("--jobs", "1", "--plot"),
     ],
     "sweep-lines.png": [
-        *("sweep", "--workload", SWEEP_JOB, "--scale-params", "0.5,0.75,1", "-o", TABLE),
+        *(
+            "sweep",
+            "--workload",
+            SWEEP_JOB,
+            "--scale-params",
+            "0.5,0.75,1",
+            "-o",
+            TABLE,
+        ),
         *("--machine", SWEEP_MACHINES[0]),
-        *("--policy", "pipelined", "--policy", "mlp-offload", "--policy", "superoffload"),
+        *(
+            "--policy",
+            "pipelined",
+            "--policy",
+            "mlp-offload",
+            "--policy",
+            "superoffload",
+        ),
         *("--policy", "zero-infinity:12,pipeline_read=true,pipeline_write=true"),
         *("--jobs", "1", "--plot"),
     ],
     "sweep-host-memory.png": [
-        *("sweep", "--workload", SWEEP_JOB, "--host-free-bytes", "24GB,48GB,72GB,96GB,120GB", "-o", TABLE),
+        *(
+            "sweep",
+            "--workload",
+            SWEEP_JOB,
+            "--host-free-bytes",
+            "24GB,48GB,72GB,96GB,120GB",
+            "-o",
+            TABLE,
+        ),
         *("--machine", SWEEP_MACHINES[0]),
         *("--policy", "pipelined", "--policy", "adaptive", "--policy", "mlp-offload"),
         *("--jobs", "1", "--plot"),
@@ -118,7 +195,10 @@ COMMANDS: dict[str, list[str | Path]] = {
         *("--machine", ROOT / "examples" / "machine-desktop-nvme.json"),
         *("--policy", "pipelined", "--policy", "zero-infinity"),
         *("--policy", "zero-infinity:12,pipeline_read=true,pipeline_write=true"),
-        *("--policy", "zero-infinity:12,pipeline_read=true,pipeline_write=true,gradients=device"),
+        *(
+            "--policy",
+            "zero-infinity:12,pipeline_read=true,pipeline_write=true,gradients=device",
+        ),
         *("--policy", "mlp-offload"),
         "--plot",
     ],
@@ -128,11 +208,21 @@ COMMANDS: dict[str, list[str | Path]] = {
         TRACES.parent / "examples" / "workload-13b.json",
         "--machine",
         "a100-40gb-published",
-        *(part for policy in ("zero-offload", "adaptive", "systems") for part in ("--policy", policy)),
+        *(
+            part
+            for policy in ("zero-offload", "adaptive", "systems")
+            for part in ("--policy", policy)
+        ),
         "--plot",
     ],
     "layers.png": [
-        *("replay", "--workload", TRACES.parent / "examples" / "workload-8b-layers.json", "--machine", "rtx4090"),
+        *(
+            "replay",
+            "--workload",
+            TRACES.parent / "examples" / "workload-8b-layers.json",
+            "--machine",
+            "rtx4090",
+        ),
         *("--policy", "adaptive,weights=streamed,activations=offload"),
         *("--policy", "adaptive,weights=auto,activations=auto", "--plot-schedules"),
     ],
@@ -147,7 +237,8 @@ VIEW_SIZE = (120, 36)
 
 
 def draw(folder: Path) -> list[Path]:
-    """Draw all pictures into a folder, and return the paths of those that were drawn."""
+    """Draw all pictures into a folder, and return the paths of those that were
+    drawn."""
     pictures = []
     for name in COMMANDS:
         path = folder / name
@@ -158,7 +249,11 @@ def draw(folder: Path) -> list[Path]:
     pictures += [draw_fleet(folder / FLEET), draw_critical_path(folder / CRITICAL_PATH)]
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
-        print("no Chromium is installed: the pictures of the report and of the view are not drawn", file=sys.stderr)
+        print(
+            "no Chromium is installed: the pictures of the report and of the view are "
+            "not drawn",
+            file=sys.stderr,
+        )
         return pictures
     with tempfile.TemporaryDirectory() as scratch:
         draw_report(browser, folder / REPORT, Path(scratch))
@@ -169,24 +264,41 @@ def draw(folder: Path) -> list[Path]:
 def run_command(name: str, path: Path) -> int:
     """Draw a picture into a file, and return the exit status."""
     with tempfile.TemporaryDirectory() as scratch:
-        words = [str(Path(scratch) / "rows.parquet") if word is TABLE else str(word) for word in COMMANDS[name]]
+        words = [
+            str(Path(scratch) / "rows.parquet") if word is TABLE else str(word)
+            for word in COMMANDS[name]
+        ]
         return run([*words, str(path), "--force"])
 
 
 def draw_fleet(path: Path) -> Path:
     """Make a trace of many ranks and draw its heat maps."""
     with tempfile.TemporaryDirectory() as scratch:
-        size = ["--ranks", str(FLEET_RANKS), "--iterations", str(FLEET_ITERATIONS), "--commands", ""]
-        subprocess.run([sys.executable, ROOT / "benchmarks" / "fleet.py", scratch, *size], check=True, cwd=ROOT)
+        size = [
+            "--ranks",
+            str(FLEET_RANKS),
+            "--iterations",
+            str(FLEET_ITERATIONS),
+            "--commands",
+            "",
+        ]
+        subprocess.run(
+            [sys.executable, ROOT / "benchmarks" / "fleet.py", scratch, *size],
+            check=True,
+            cwd=ROOT,
+        )
         trace = Path(scratch) / f"fleet-{FLEET_RANKS}x{FLEET_ITERATIONS}.ebb"
-        status = run(["plot", str(trace), "--kind", "ranks", "-o", str(path), "--force"])
+        status = run(
+            ["plot", str(trace), "--kind", "ranks", "-o", str(path), "--force"]
+        )
         if status:
             raise SystemExit(status)
     return path
 
 
 def draw_critical_path(path: Path) -> Path:
-    """Draw the segments of the critical path of the A100 run, a lane per kind over the phases."""
+    """Draw the segments of the critical path of the A100 run, a lane per kind over the
+    phases."""
     from matplotlib.figure import Figure
 
     from ebbtide.analysis import TraceAnalysis
@@ -203,17 +315,23 @@ def draw_critical_path(path: Path) -> Path:
     axes = figure.subplots()
     for lane, (kind, color) in enumerate(zip(kinds, colors, strict=True)):
         own = [segment for segment in segments if segment.kind == kind]
-        bars = [((s.start_ns - start_ns) / 1e6, (s.end_ns - s.start_ns) / 1e6) for s in own]
+        bars = [
+            ((s.start_ns - start_ns) / 1e6, (s.end_ns - s.start_ns) / 1e6) for s in own
+        ]
         axes.broken_barh(bars, (lane + 0.1, 0.8), color=color)
         total = f"{critical_path.kind_ms(kind):.1f} ms"
-        axes.text(1.005, lane + 0.5, total, transform=axes.get_yaxis_transform(), va="center")
+        axes.text(
+            1.005, lane + 0.5, total, transform=axes.get_yaxis_transform(), va="center"
+        )
     parts = [segment.part for segment in segments]
     begins = [n for n, part in enumerate(parts) if n == 0 or part != parts[n - 1]]
     for n, end in zip(begins, [*begins[1:], len(segments) - 1], strict=True):
         at_ms, end_ms = ((segments[m].start_ns - start_ns) / 1e6 for m in (n, end))
         axes.axvline(at_ms, color="#444444", lw=0.6, ls=":")
         if end_ms - at_ms > 0.04 * critical_path.length_ms:
-            axes.text(at_ms, len(kinds) + 0.1, f" {parts[n]}", fontsize=8, color="#444444")
+            axes.text(
+                at_ms, len(kinds) + 0.1, f" {parts[n]}", fontsize=8, color="#444444"
+            )
     axes.set(xlim=(0, critical_path.length_ms), ylim=(0, len(kinds) + 0.7))
     axes.set(xlabel=f"ms of iteration {critical_path.iteration}")
     axes.set_yticks([lane + 0.5 for lane in range(len(kinds))], labels=kinds)
@@ -231,7 +349,8 @@ def draw_report(browser: str, path: Path, scratch: Path) -> None:
 
 
 def draw_view(browser: str, path: Path, scratch: Path) -> None:
-    """Draw the terminal view of the interleaved H100 run, by textual's own picture of the screen."""
+    """Draw the terminal view of the interleaved H100 run, by textual's own picture of
+    the screen."""
     from ebbtide.features.live.trace import LiveTrace
     from ebbtide.features.live.view.app import LiveView
     from ebbtide.features.live.view.snapshot import RecordingSnapshot, SnapshotReader
@@ -251,7 +370,9 @@ def draw_view(browser: str, path: Path, scratch: Path) -> None:
     svg = asyncio.run(picture())
     page.write_text(svg, encoding="utf-8")
     width, height = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0]
-    photograph(browser, page, path, f"{math.ceil(float(width))},{math.ceil(float(height))}")
+    photograph(
+        browser, page, path, f"{math.ceil(float(width))},{math.ceil(float(height))}"
+    )
 
 
 def photograph(browser: str, page: Path, path: Path, size: str) -> None:
@@ -263,17 +384,34 @@ def photograph(browser: str, page: Path, path: Path, size: str) -> None:
         "--no-first-run",
         f"--user-data-dir={page.parent}/user",
     ]
-    options += ["--disable-background-networking", "--disable-sync", "--disable-component-update"]
+    options += [
+        "--disable-background-networking",
+        "--disable-sync",
+        "--disable-component-update",
+    ]
     if os.geteuid() == 0:
         options.append("--no-sandbox")
     # The timeline of the report is drawn by a script after the page has loaded.
-    output = [f"--screenshot={path}", f"--window-size={size}", "--virtual-time-budget=10000"]
-    subprocess.run([browser, *options, *output, page.as_uri()], check=True, capture_output=True, timeout=120)
+    output = [
+        f"--screenshot={path}",
+        f"--window-size={size}",
+        "--virtual-time-budget=10000",
+    ]
+    subprocess.run(
+        [browser, *options, *output, page.as_uri()],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent / "pictures")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path(__file__).parent / "pictures"
+    )
     for path in draw(parser.parse_args().output):
         print(path)
 

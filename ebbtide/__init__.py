@@ -1,8 +1,10 @@
-"""A profiler of GPU memory and the PCIe link in training, and an optimizer that uses it to offload its state.
+"""A profiler of GPU memory and the PCIe link in training, and an optimizer that uses it
+to offload its state.
 
-`open_trace` opens a trace, `TraceAnalysis` explains it, `ebbtide.profiler.Tracer` records one from a
-script, `metrics` gives a recorded job its own figures, `ebbtide.interleave.InterleavedAdamW` runs the offloaded
-optimizer. Importing this module does not import its packages.
+`open_trace` opens a trace, `TraceAnalysis` explains it, `ebbtide.profiler.Tracer`
+records one from a script, `metrics` gives a recorded job its own figures,
+`ebbtide.interleave.InterleavedAdamW` runs the offloaded optimizer. Importing this
+module does not import its packages.
 """
 
 from importlib import import_module
@@ -14,7 +16,14 @@ if TYPE_CHECKING:
     from ebbtide.trace_analysis import TraceAnalysis
 
 __version__ = "0.2.0"
-__all__ = ["Trace", "TraceAnalysis", "TraceError", "__version__", "metrics", "open_trace"]
+__all__ = [
+    "Trace",
+    "TraceAnalysis",
+    "TraceError",
+    "__version__",
+    "metrics",
+    "open_trace",
+]
 
 
 # Modules that the names are loaded from when they are first used.

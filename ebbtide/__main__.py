@@ -3,7 +3,8 @@
 import gc
 import sys
 
-# Most objects live until the end: looking for garbage as often as usual took a fifth of `summary` and `report`.
+# Most objects live until the end: looking for garbage as often as usual took a fifth of
+# `summary` and `report`.
 _OBJECTS_BETWEEN_COLLECTIONS = 200_000
 
 
@@ -13,7 +14,8 @@ def main() -> None:
     from ebbtide.cli import run
 
     status = run(sys.argv[1:])
-    # Triton, which torch imports, is made with nanobind: it reports what is not freed at the end.
+    # Triton, which torch imports, is made with nanobind: it reports what is not freed
+    # at the end.
     if "torch" not in sys.modules:
         gc.freeze()
     sys.exit(status)

@@ -2,7 +2,8 @@
 
 
 class UserError(Exception):
-    """Bad input: the message is one line that says what is wrong and what to do. Commands exit with 2."""
+    """Bad input: the message is one line that says what is wrong and what to do.
+    Commands exit with 2."""
 
 
 class SizeError(UserError, ValueError):
@@ -30,4 +31,5 @@ class PolicyError(UserError):
 
 
 class PlanError(Exception):
-    """A plan is invalid: an error in the policy that made it, not in the user's input."""
+    """A plan is invalid: an error in the policy that made it, not in the user's
+    input."""

@@ -1,4 +1,5 @@
-"""Extras: packages that the base install is without, and the line that names the extra where one is missing."""
+"""Extras: packages that the base install is without, and the line that names the extra
+where one is missing."""
 
 from importlib import import_module
 from typing import Any
@@ -22,11 +23,15 @@ EXTRAS = {
 def missing_text(package: str, extra: str | None = None) -> str:
     """Return the line on a package that is not installed."""
     extra = extra or EXTRAS[package]
-    return f"this needs the package {package}: pip install 'ebbtide[{extra}]' (in a clone: pip install '.[{extra}]')"
+    return (
+        f"this needs the package {package}: pip install 'ebbtide[{extra}]' (in a "
+        f"clone: pip install '.[{extra}]')"
+    )
 
 
 def require(package: str) -> Any:
-    """Import a package of an extra and return it. Raises MissingPackageError where it is not installed."""
+    """Import a package of an extra and return it. Raises MissingPackageError where it
+    is not installed."""
     try:
         return import_module(package)
     except ModuleNotFoundError as error:

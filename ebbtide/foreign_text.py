@@ -1,13 +1,18 @@
-"""Text from files of others, for a terminal: names of kernels, files and modules may contain any character."""
+"""Text from files of others, for a terminal: names of kernels, files and modules may
+contain any character."""
 
 import re
 
-# Control characters of both ranges but line breaks and tabs, separators of lines, and marks that reorder what follows.
-_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+# Control characters of both ranges but line breaks and tabs, separators of lines, and
+# marks that reorder what follows.
+_UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+)
 
 
 def printable(text: str) -> str:
-    """Return a text with escapes, as in `\\x1b`, for characters that could control a terminal or hide text."""
+    """Return a text with escapes, as in `\\x1b`, for characters that could control a
+    terminal or hide text."""
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
@@ -17,5 +22,6 @@ def printable_line(text: str) -> str:
 
 
 def masked(text: str) -> str:
-    """Return a text of the same length, with `?` for characters that could control a terminal."""
+    """Return a text of the same length, with `?` for characters that could control a
+    terminal."""
     return _UNSAFE.sub("?", text)

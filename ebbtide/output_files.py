@@ -11,16 +11,25 @@ from ebbtide.errors import UserError
 
 
 @contextlib.contextmanager
-def new_output(path: Path, force: bool, ours: Callable[[Path], bool], kind: str) -> Iterator[Path]:
-    """Yield a temporary path to write a file or a folder to, and move that to `path`, unless the block raises. Raises
-    UserError where something exists there (with `force`: that is not ours), or nothing can be written."""
+def new_output(
+    path: Path, force: bool, ours: Callable[[Path], bool], kind: str
+) -> Iterator[Path]:
+    """Yield a temporary path to write a file or a folder to, and move that to `path`,
+    unless the block raises. Raises UserError where something exists there (with
+    `force`: that is not ours), or nothing can be written."""
     if os.path.lexists(path):
         if not force:
-            raise UserError(f"{path} exists already: choose another path, or replace it with --force")
+            raise UserError(
+                f"{path} exists already: choose another path, or replace it with "
+                "--force"
+            )
         if not ours(path):
-            raise UserError(f"{path} is not {kind}: --force replaces only that, choose another path")
+            raise UserError(
+                f"{path} is not {kind}: --force replaces only that, choose another path"
+            )
     try:
-        # In the same folder, so that it is on the same file system: only there a rename is one step.
+        # In the same folder, so that it is on the same file system: only there a rename
+        # is one step.
         temporary = Path(tempfile.mkdtemp(prefix=".ebbtide-", dir=path.parent))
         try:
             yield temporary / "new"
@@ -32,7 +41,8 @@ def new_output(path: Path, force: bool, ours: Callable[[Path], bool], kind: str)
 
 
 def _replace(path: Path, temporary: Path) -> None:
-    """Replace a file in one step, or a folder in two; the old folder is restored if the second fails."""
+    """Replace a file in one step, or a folder in two; the old folder is restored if the
+    second fails."""
     if path.is_dir():
         os.replace(path, temporary / "old")
     try:

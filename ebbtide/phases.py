@@ -1,6 +1,7 @@
 """The phases of a training iteration.
 
-The agent, which imports nothing of ebbtide, has the same names in `profiler/agent/spool.py`.
+The agent, which imports nothing of ebbtide, has the same names in
+`profiler/agent/spool.py`.
 """
 
 FORWARD = "forward"

@@ -1,8 +1,10 @@
-"""The seams of the core: every registry that features plug into, and how they are found.
+"""The seams of the core: every registry that features plug into, and how they are
+found.
 
-A feature is a package in `ebbtide.features`, or one of another distribution, which names it in the entry-point group
-`ebbtide.features`. Its `__init__` has a `FEATURE` and imports nothing else. Objects are imported when they are used,
-so that a command loads what it needs alone.
+A feature is a package in `ebbtide.features`, or one of another distribution, which
+names it in the entry-point group `ebbtide.features`. Its `__init__` has a `FEATURE` and
+imports nothing else. Objects are imported when they are used, so that a command loads
+what it needs alone.
 
 | seam | object | used by |
 | --- | --- | --- |
@@ -44,8 +46,8 @@ so that a command loads what it needs alone.
 | storage | `Backing(storage, host_memory_budget)`: for state that host memory does not hold |
 | trace-layers | `with_trace_layers(workload, trace) -> Workload` |
 
-Hooks of the agent run in jobs that have no ebbtide. They are no objects: a folder `agent` in a feature, which the agent
-loads by its path.
+Hooks of the agent run in jobs that have no ebbtide. They are no objects: a folder
+`agent` in a feature, which the agent loads by its path.
 """
 
 from collections.abc import Mapping
@@ -89,7 +91,8 @@ class Feature:
 
     Attributes:
         name: The name of its folder.
-        seams: By seam and key, the object: `module` or `module:name`, relative to the package.
+        seams: By seam and key, the object: `module` or `module:name`, relative to the
+            package.
         needs: The names of features without which it plugs in nothing.
     """
 
@@ -99,7 +102,9 @@ class Feature:
 
     def __post_init__(self) -> None:
         if unknown := sorted({*self.seams}.difference(SEAMS)):
-            raise UserError(f"feature {self.name}: {unknown[0]!r} is no seam: {', '.join(SEAMS)}")
+            raise UserError(
+                f"feature {self.name}: {unknown[0]!r} is no seam: {', '.join(SEAMS)}"
+            )
 
 
 class Plug(NamedTuple):
@@ -135,7 +140,11 @@ def features() -> dict[str, Feature]:
     packages += [entry.value for entry in entry_points(group=_GROUP)]
     present = {package: import_module(package).FEATURE for package in packages}
     names = {feature.name for feature in present.values()}
-    return {package: feature for package, feature in present.items() if names.issuperset(feature.needs)}
+    return {
+        package: feature
+        for package, feature in present.items()
+        if names.issuperset(feature.needs)
+    }
 
 
 def _own_folders() -> list[str]:
@@ -146,13 +155,16 @@ def _own_folders() -> list[str]:
 
 
 def plugs(seam: str) -> dict[str, Plug]:
-    """Return what features plug into a seam, by its key, in the order of features and lines. Raises UserError where
-    two have the same key."""
+    """Return what features plug into a seam, by its key, in the order of features and
+    lines. Raises UserError where two have the same key."""
     plugged: dict[str, Plug] = {}
     for package, feature in (("ebbtide", _CORE), *features().items()):
         for key, target in feature.seams.get(seam, {}).items():
             if key in plugged:
-                raise UserError(f"features {plugged[key].package} and {package} both have {key!r} in the seam {seam}")
+                raise UserError(
+                    f"features {plugged[key].package} and {package} both have {key!r} "
+                    f"in the seam {seam}"
+                )
             plugged[key] = Plug(package, target)
     return plugged
 
@@ -163,20 +175,25 @@ def load_all(seam: str) -> list[Any]:
 
 
 def find_service(name: str) -> Any:
-    """Import a function that a feature offers to the core and return it; None where that feature is not there."""
+    """Import a function that a feature offers to the core and return it; None where
+    that feature is not there."""
     plug = plugs("services").get(name)
     return None if plug is None else plug.load()
 
 
 def service(name: str) -> Any:
-    """Return what `find_service` does. Raises UserError where the feature is not there."""
+    """Return what `find_service` does. Raises UserError where the feature is not
+    there."""
     if (function := find_service(name)) is None:
-        raise UserError(f"this needs the feature that offers {name!r}, which is not installed")
+        raise UserError(
+            f"this needs the feature that offers {name!r}, which is not installed"
+        )
     return function
 
 
 def public_name(module: str, name: str) -> Any:
-    """Return an object of a feature that a module of the core offers as its own. Raises AttributeError."""
+    """Return an object of a feature that a module of the core offers as its own. Raises
+    AttributeError."""
     key = f"{module}.{name}".removeprefix("ebbtide.")
     plug = plugs("names").get(key)
     if plug is None:

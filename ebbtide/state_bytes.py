@@ -7,5 +7,6 @@ GRAD_BYTES = 2
 STATE_BYTES = 12
 # The fp32 master weight alone.
 MASTER_BYTES = 4
-# Optimizer state whose master is the bf16 parameter and 16 further bits: those bits, first moment, second moment.
+# Optimizer state whose master is the bf16 parameter and 16 further bits: those bits,
+# first moment, second moment.
 REMAINDER_STATE_BYTES = 10

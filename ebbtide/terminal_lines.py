@@ -17,49 +17,74 @@ _KEPT_SPACE = "\ue000"
 _PREFIX = "ebbtide: "
 # What the further lines of a line stay clear of.
 _LEADER = re.compile(rf" *({_PREFIX})?(- |\w+  +|\d+\. |next: |note: )?")
-_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(ms|us|s|h|%|x|[kMGT]i?B(/s)?|[GM]|TFLOP/s|parameters|params)(?![\w-]))")
+_BEFORE_UNIT = re.compile(
+    r"(?<=\d) "
+    r"(?=(ms|us|s|h|%|x|[kMGT]i?B(/s)?|[GM]|TFLOP/s|parameters|params)(?![\w-]))"
+)
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Return whether people read a stream at a certain width: on a terminal, or as COLUMNS says; None: it is closed."""
+    """Return whether people read a stream at a certain width: on a terminal, or as
+    COLUMNS says; None: it is closed."""
     return bool(os.environ.get("COLUMNS")) or _terminal_width(stream) is not None
 
 
 def stream_width(stream: TextIO | None) -> int:
-    """Return the number of columns: those of COLUMNS, else of the stream's terminal; a file has more."""
-    return shutil.get_terminal_size((_terminal_width(stream) or _FILE_WIDTH, 24)).columns
+    """Return the number of columns: those of COLUMNS, else of the stream's terminal; a
+    file has more."""
+    return shutil.get_terminal_size(
+        (_terminal_width(stream) or _FILE_WIDTH, 24)
+    ).columns
 
 
 def _terminal_width(stream: TextIO | None) -> int | None:
-    """Return the number of columns of a stream's terminal, 0 if not known; None if it has no terminal."""
+    """Return the number of columns of a stream's terminal, 0 if not known; None if it
+    has no terminal."""
     try:
-        return os.get_terminal_size(stream.fileno()).columns if stream is not None else None
+        return (
+            os.get_terminal_size(stream.fileno()).columns
+            if stream is not None
+            else None
+        )
     except (AttributeError, OSError, ValueError):
         # Jobs replace their stderr with objects of their own.
         return None
 
 
 def wrapped(line: str, width: int, whole_words: bool = False) -> list[str]:
-    """Return a line as lines of at most `width` characters, indented alike; numbers stay with their units, and longer
-    words whole, but for names of kernels and the like, unless `whole_words`."""
+    """Return a line as lines of at most `width` characters, indented alike; numbers
+    stay with their units, and longer words whole, but for names of kernels and the
+    like, unless `whole_words`."""
     leader = _LEADER.match(line)
     hanging = " " * (leader.end() if leader else 0)
     kept = _BEFORE_UNIT.sub(_KEPT_SPACE, line)
     is_long = not whole_words and any(len(word) > MAX_NAME for word in kept.split())
-    lines = textwrap.wrap(kept, width, subsequent_indent=hanging, break_long_words=is_long, break_on_hyphens=False)
+    lines = textwrap.wrap(
+        kept,
+        width,
+        subsequent_indent=hanging,
+        break_long_words=is_long,
+        break_on_hyphens=False,
+    )
     return [part.replace(_KEPT_SPACE, " ") for part in lines] or [""]
 
 
 def unbroken_words(line: str) -> list[str]:
-    """Return the words of a line at which `wrapped` may break it: numbers are one with their units."""
+    """Return the words of a line at which `wrapped` may break it: numbers are one with
+    their units."""
     return _BEFORE_UNIT.sub(_KEPT_SPACE, line).split()
 
 
 def print_note(line: str) -> None:
-    """Print on stderr what a command says beside its output: a line, continued on further ones where it is wider than
-    the terminal. Paths stay whole, so that they can be copied."""
+    """Print on stderr what a command says beside its output: a line, continued on
+    further ones where it is wider than the terminal. Paths stay whole, so that they can
+    be copied."""
     if sys.stderr is None:
         return
     line = _PREFIX + printable_line(line)
-    lines = wrapped(line, stream_width(sys.stderr), whole_words=True) if is_terminal(sys.stderr) else [line]
+    lines = (
+        wrapped(line, stream_width(sys.stderr), whole_words=True)
+        if is_terminal(sys.stderr)
+        else [line]
+    )
     print(*lines, sep="\n", file=sys.stderr, flush=True)

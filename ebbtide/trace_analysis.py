@@ -24,23 +24,29 @@ if TYPE_CHECKING:
 
 
 class TraceAnalysis(JobMetrics):
-    """The figures of one trace, as the commands of the same names print them, and what they show.
+    """The figures of one trace, as the commands of the same names print them, and what
+    they show.
 
-    Medians are over the steady iterations: the first two are left out where there are five or more. What was not
-    recorded is None. Every result is a frozen dataclass with `as_json()`, the object that the command prints with
-    `--json`, and `to_pandas()`, its main table, which notebooks show.
+    Medians are over the steady iterations: the first two are left out where there are
+    five or more. What was not recorded is None. Every result is a frozen dataclass with
+    `as_json()`, the object that the command prints with `--json`, and `to_pandas()`,
+    its main table, which notebooks show.
 
     Example:
         >>> analysis = TraceAnalysis("run.ebb")
         >>> analysis.windows(min_bytes=4 * 2**30, ranks=[0]).to_pandas()
     """
 
-    def __init__(self, trace: Trace | str | Path, adviser: Adviser | None = None) -> None:
+    def __init__(
+        self, trace: Trace | str | Path, adviser: Adviser | None = None
+    ) -> None:
         """Take a trace, or open one by its path. Nothing is computed yet.
 
         Args:
-            trace: A trace, from `ebbtide.open_trace` or from an importer, or the path of one.
-            adviser: Recommends settings by simulation to rules that advise some; None: they estimate them.
+            trace: A trace, from `ebbtide.open_trace` or from an importer, or the path
+                of one.
+            adviser: Recommends settings by simulation to rules that advise some; None:
+                they estimate them.
 
         Raises:
             TraceError: The path is not a trace, or is damaged.
@@ -48,21 +54,29 @@ class TraceAnalysis(JobMetrics):
         if isinstance(trace, str | Path):
             trace = open_trace(trace)
         if not isinstance(trace, Trace):
-            raise UserError(f"{trace!r:.80} is no trace: give its path, or what ebbtide.open_trace returns")
+            raise UserError(
+                f"{trace!r:.80} is no trace: give its path, or what ebbtide.open_trace "
+                "returns"
+            )
         super().__init__(trace, adviser)
 
     def findings(self) -> Findings:
-        """Causes that hold the job back, with evidence and potential gain, the largest gain first.
+        """Causes that hold the job back, with evidence and potential gain, the largest
+        gain first.
 
-        Settings that they advise are simulated, as `ebbtide replay --recommend` does."""
+        Settings that they advise are simulated, as `ebbtide replay --recommend`
+        does."""
         from ebbtide.analysis.findings import find
 
         return find(self.trace, self.adviser or self._own_adviser())
 
     def _own_adviser(self) -> Adviser | None:
-        """Return what simulates advice; None where the feature that does is not there."""
+        """Return what simulates advice; None where the feature that does is not
+        there."""
         make_adviser = seams.find_service("adviser")
-        return None if make_adviser is None else cast("Adviser", make_adviser(self.trace))
+        return (
+            None if make_adviser is None else cast("Adviser", make_adviser(self.trace))
+        )
 
     def replay(
         self,
@@ -71,26 +85,38 @@ class TraceAnalysis(JobMetrics):
         free_bytes: ByteCount | None = None,
         host_free_bytes: ByteCount | None = None,
     ) -> Replay:
-        """Iteration times under other offload policies, as `ebbtide replay` predicts them.
+        """Iteration times under other offload policies, as `ebbtide replay` predicts
+        them.
 
         Args:
-            policies: Policies, or one, as text such as `adaptive`; None: all that are built in.
-            machine: File, preset or machine; None: the recorded machine, else the preset of the trace's card.
-            free_bytes: Device memory that is always free, bytes, or text such as `4GiB`; None: as recorded.
-            host_free_bytes: Host memory for state and gradients, as `free_bytes`; None: that of the machine.
+            policies: Policies, or one, as text such as `adaptive`; None: all that are
+                built in.
+            machine: File, preset or machine; None: the recorded machine, else the
+                preset of the trace's card.
+            free_bytes: Device memory that is always free, bytes, or text such as
+                `4GiB`; None: as recorded.
+            host_free_bytes: Host memory for state and gradients, as `free_bytes`; None:
+                that of the machine.
 
         Raises:
-            UserError: The trace lacks what a replay needs, or there is no such policy or machine.
+            UserError: The trace lacks what a replay needs, or there is no such policy
+                or machine.
         """
         from ebbtide.interleave.replay.replay_trace import replay_trace
 
         return replay_trace(self.trace, machine, policies, free_bytes, host_free_bytes)
 
-    def plot(self, kind: str = "both", rank: int | None = None, iterations: tuple[int, int] | None = None) -> Figure:
+    def plot(
+        self,
+        kind: str = "both",
+        rank: int | None = None,
+        iterations: tuple[int, int] | None = None,
+    ) -> Figure:
         """Draw the trace over time, as `ebbtide plot` does.
 
         Args:
-            kind: What to draw: `both` (memory and link), `memory`, `link`, `activity`, `all`, `windows` or `ranks`.
+            kind: What to draw: `both` (memory and link), `memory`, `link`, `activity`,
+                `all`, `windows` or `ranks`.
             rank: The rank to draw; None: the first one.
             iterations: Iterations [first, end) to draw; None: all.
 

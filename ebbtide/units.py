@@ -1,4 +1,5 @@
-"""Formats quantities for people. GB is 1e9, GiB is 2**30; a quantity that is not known is a dash."""
+"""Formats quantities for people. GB is 1e9, GiB is 2**30; a quantity that is not known
+is a dash."""
 
 import re
 from collections.abc import Iterable
@@ -12,15 +13,22 @@ _DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _ROUNDED_UP = 0.9995
 # Bytes as callers give them: a number, or text such as 2GiB.
 ByteCount = float | str
-_SIZE = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
+_SIZE = re.compile(
+    r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE
+)
 
 
 def parse_bytes(text: str) -> int:
-    """Parse `500MB`, `2GiB` or `1e9` as bytes. Raises ValueError for anything else, and for less than a byte."""
+    """Parse `500MB`, `2GiB` or `1e9` as bytes. Raises ValueError for anything else, and
+    for less than a byte."""
     match = _SIZE.fullmatch(text)
     try:
         number, unit, binary = match.groups() if match else ("", "", "")
-        scale = 1024 ** " KMGT".index(unit.upper()) if binary and unit else _DECIMAL[unit.upper()]
+        scale = (
+            1024 ** " KMGT".index(unit.upper())
+            if binary and unit
+            else _DECIMAL[unit.upper()]
+        )
         size = int(float(number) * scale)
     except (ValueError, OverflowError):
         size = 0
@@ -30,20 +38,23 @@ def parse_bytes(text: str) -> int:
 
 
 def byte_count(size: object, name: str = "a size") -> float:
-    """Return bytes that are given as a number from 0, or as text (see `parse_bytes`). Raises SizeError, which begins
-    with the name of the argument, for anything else."""
+    """Return bytes that are given as a number from 0, or as text (see `parse_bytes`).
+    Raises SizeError, which begins with the name of the argument, for anything else."""
     if isinstance(size, str):
         try:
             return parse_bytes(size)
         except ValueError as error:
             raise SizeError(f"{name}: {error}") from None
     if isinstance(size, bool) or not isinstance(size, int | float) or not size >= 0:
-        raise SizeError(f"{name} is {size!r}: it must be bytes, at least 0, or text like 2GiB")
+        raise SizeError(
+            f"{name} is {size!r}: it must be bytes, at least 0, or text like 2GiB"
+        )
     return size
 
 
 def bytes_unit(largest: float) -> tuple[float, str]:
-    """Return (bytes in one unit, its name) of the unit in which `largest` bytes read best."""
+    """Return (bytes in one unit, its name) of the unit in which `largest` bytes read
+    best."""
     power = 0
     while power + 1 < len(_UNITS) and abs(largest) >= 1024 ** (power + 1):
         power += 1

@@ -1,4 +1,5 @@
-"""Runs tasks in processes of this machine, or on a Dask cluster, and yields each outcome as it is finished."""
+"""Runs tasks in processes of this machine, or on a Dask cluster, and yields each
+outcome as it is finished."""
 
 import importlib
 import logging
@@ -27,14 +28,18 @@ class WorkerDied(Exception):
 def run_locally(
     work: Callable[[Task], Outcome], tasks: Mapping[str, Task], jobs: int
 ) -> Iterator[tuple[str, Outcome | WorkerDied]]:
-    """Run tasks in so many processes; yield (key, outcome) of each as it is finished, and raise errors of `work`.
+    """Run tasks in so many processes; yield (key, outcome) of each as it is finished,
+    and raise errors of `work`.
 
-    When a worker dies, all tasks that were running are repeated one at a time, so that only the task at fault fails."""
+    When a worker dies, all tasks that were running are repeated one at a time, so that
+    only the task at fault fails."""
     waiting = deque(tasks)
     to_repeat: deque[str] = deque()
     deaths = Counter[str]()
     while waiting or to_repeat:
-        queue, processes = (waiting, jobs) if waiting else (deque([to_repeat.popleft()]), 1)
+        queue, processes = (
+            (waiting, jobs) if waiting else (deque([to_repeat.popleft()]), 1)
+        )
         for key, future in _run_in_pool(work, tasks, queue, processes):
             if not isinstance(future.exception(), futures.BrokenExecutor):
                 yield key, future.result()
@@ -49,8 +54,9 @@ def run_locally(
 def run_on_cluster(
     work: Callable[[Task], Outcome], tasks: Mapping[str, Task], address: str
 ) -> Iterator[tuple[str, Outcome | WorkerDied]]:
-    """Run tasks on a Dask cluster, which repeats the tasks of a dead worker on others; yield (key, outcome) of each.
-    Raises errors of `work`, and UserError where no cluster answers, or its workers lack this version of ebbtide."""
+    """Run tasks on a Dask cluster, which repeats the tasks of a dead worker on others;
+    yield (key, outcome) of each. Raises errors of `work`, and UserError where no
+    cluster answers, or its workers lack this version of ebbtide."""
     try:
         from distributed import Client, KilledWorker
     except ImportError:
@@ -61,31 +67,51 @@ def run_on_cluster(
     try:
         client = Client(address, timeout="10s")
     except (OSError, ValueError) as error:
-        raise UserError(f"no Dask scheduler answers at {address}: {' '.join(str(error).split())}") from None
+        raise UserError(
+            f"no Dask scheduler answers at {address}: {' '.join(str(error).split())}"
+        ) from None
     with client:
-        # A lambda is sent by value; a worker that cannot import a named function ends without a message.
+        # A lambda is sent by value; a worker that cannot import a named function ends
+        # without a message.
         own = str(importlib.import_module("ebbtide").__version__)
-        versions = client.run(lambda: str(importlib.import_module("ebbtide").__version__), on_error="return")
+        versions = client.run(
+            lambda: str(importlib.import_module("ebbtide").__version__),
+            on_error="return",
+        )
         others = {str(version) for version in versions.values() if version != own}
         if others:
-            raise UserError(f"workers at {address} lack ebbtide {own}: install it there ({', '.join(others)})")
-        for key, future in _completed(client.get_executor(pure=False), work, tasks, deque(tasks), 1000):
+            raise UserError(
+                f"workers at {address} lack ebbtide {own}: install it there "
+                f"({', '.join(others)})"
+            )
+        for key, future in _completed(
+            client.get_executor(pure=False), work, tasks, deque(tasks), 1000
+        ):
             try:
                 yield key, future.result()
             except KilledWorker as error:
                 yield key, WorkerDied(f"its workers died: {error}")
             except futures.CancelledError:
-                raise UserError(f"the cluster at {address} has ended: run the same command again to continue") from None
+                raise UserError(
+                    f"the cluster at {address} has ended: run the same command again "
+                    "to continue"
+                ) from None
 
 
 def _run_in_pool(
-    work: Callable[[Task], Outcome], tasks: Mapping[str, Task], waiting: deque[str], jobs: int
+    work: Callable[[Task], Outcome],
+    tasks: Mapping[str, Task],
+    waiting: deque[str],
+    jobs: int,
 ) -> Iterator[tuple[str, futures.Future[Outcome]]]:
-    """Run tasks until none is waiting or the pool is broken; yield (key, future) of each."""
+    """Run tasks until none is waiting or the pool is broken; yield (key, future) of
+    each."""
     others = set(multiprocessing.active_children())
     # Not forked: threads of numpy and pyarrow do not survive a fork.
     context = multiprocessing.get_context("spawn")
-    pool = futures.ProcessPoolExecutor(min(jobs, len(waiting)), context, initializer=_end_with_parent)
+    pool = futures.ProcessPoolExecutor(
+        min(jobs, len(waiting)), context, initializer=_end_with_parent
+    )
     try:
         yield from _completed(pool, work, tasks, waiting, jobs + 1)
     except BaseException:
@@ -104,10 +130,12 @@ def _completed(
     waiting: deque[str],
     max_running: int,
 ) -> Iterator[tuple[str, futures.Future[Outcome]]]:
-    """Keep up to `max_running` tasks running; tasks that a broken pool does not take stay in `waiting`."""
+    """Keep up to `max_running` tasks running; tasks that a broken pool does not take
+    stay in `waiting`."""
     running: dict[futures.Future[Outcome], str] = {}
     broken = False
-    # Ctrl-C at a terminal reaches workers, too. They inherit blocked signals, so that only this process reacts to it.
+    # Ctrl-C at a terminal reaches workers, too. They inherit blocked signals, so that
+    # only this process reacts to it.
     while running or (waiting and not broken):
         while waiting and len(running) < max_running and not broken:
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -123,7 +151,8 @@ def _completed(
 
 
 def _end_with_parent() -> None:
-    """End this worker when its parent ends. Otherwise a worker of a killed parent would wait for work for ever."""
+    """End this worker when its parent ends. Otherwise a worker of a killed parent would
+    wait for work for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # type: ignore[func-returns-value]

@@ -1,4 +1,5 @@
-"""Train the small GPT of train_gpt.py with DeepSpeed: ZeRO stage 3, the optimizer offloaded to the CPU.
+"""Train the small GPT of train_gpt.py with DeepSpeed: ZeRO stage 3, the optimizer
+offloaded to the CPU.
 
     deepspeed examples/train_deepspeed.py                     # on all GPUs, or on the CPU if there is none
     python examples/train_deepspeed.py --layers 12 --width 768
@@ -29,7 +30,11 @@ def config(args: argparse.Namespace) -> dict:
         "bf16": {"enabled": True},
         "zero_optimization": {
             "stage": args.stage,
-            "offload_optimizer": {"device": "cpu", "pin_memory": torch.cuda.is_available(), "ratio": args.ratio},
+            "offload_optimizer": {
+                "device": "cpu",
+                "pin_memory": torch.cuda.is_available(),
+                "ratio": args.ratio,
+            },
             "sub_group_size": args.sub_group_size,
         },
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.01}},
@@ -44,7 +49,12 @@ def set_single_rank() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }.items():
         os.environ[name] = value
     os.environ["MASTER_PORT"] = port
 
@@ -52,9 +62,19 @@ def set_single_rank() -> None:
 def main() -> None:
     flags = make_parser(__doc__.splitlines()[0])
     flags.add_argument("--stage", type=int, default=3, choices=[1, 2, 3])
-    flags.add_argument("--ratio", type=float, default=1.0, help="Twin-Flow: the share that the CPU updates; default 1")
+    flags.add_argument(
+        "--ratio",
+        type=float,
+        default=1.0,
+        help="Twin-Flow: the share that the CPU updates; default 1",
+    )
     flags.add_argument("--sub-group-size", type=int, default=1_000_000)
-    flags.add_argument("--policy", help="policy of ebbtide for the update, e.g. adaptive; default: plain DeepSpeed")
+    flags.add_argument(
+        "--policy",
+        help=(
+            "policy of ebbtide for the update, e.g. adaptive; default: plain DeepSpeed"
+        ),
+    )
     flags.add_argument("--local_rank", type=int, help="local rank, set by the launcher")
     args = flags.parse_args()
 
@@ -62,7 +82,12 @@ def main() -> None:
     deepspeed.init_distributed(verbose=False)
     torch.manual_seed(args.seed)
     data = Sentences(20_000, args.context, args.seed)
-    loader = DataLoader(data, batch_size=args.batch, sampler=DistributedSampler(data, seed=args.seed), drop_last=True)
+    loader = DataLoader(
+        data,
+        batch_size=args.batch,
+        sampler=DistributedSampler(data, seed=args.seed),
+        drop_last=True,
+    )
     model = GPT(data.vocabulary, args.context, args.layers, args.width, args.heads)
     parameters = sum(p.numel() for p in model.parameters())
 
@@ -70,21 +95,33 @@ def main() -> None:
         from ebbtide.interleave.deepspeed import enable
 
         enable(policy=args.policy)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(args))
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config(args)
+    )
 
     first = engine.global_rank == 0
     if first:
-        print(f"{parameters / 1e6:.1f} million parameters on {engine.world_size} of {engine.device.type}", flush=True)
+        print(
+            f"{parameters / 1e6:.1f} million parameters on {engine.world_size} of "
+            f"{engine.device.type}",
+            flush=True,
+        )
     batches = iter(loader)
     for step in range(args.steps):
         start = time.perf_counter()
         for _ in range(args.accumulate):
             tokens, targets = (part.to(engine.device) for part in next(batches))
-            loss = F.cross_entropy(engine(tokens).flatten(0, 1).float(), targets.flatten())
+            loss = F.cross_entropy(
+                engine(tokens).flatten(0, 1).float(), targets.flatten()
+            )
             engine.backward(loss)
             engine.step()
         if first:
-            print(f"step {step:3d}  loss {loss.item():.4f}  {1e3 * (time.perf_counter() - start):7.1f} ms", flush=True)
+            print(
+                f"step {step:3d}  loss {loss.item():.4f}  "
+                f"{1e3 * (time.perf_counter() - start):7.1f} ms",
+                flush=True,
+            )
     engine.destroy()
     torch.distributed.destroy_process_group()
 

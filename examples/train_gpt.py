@@ -5,7 +5,8 @@
     ebbtide profile -o run.ebb -- python examples/train_gpt.py
     python examples/train_gpt.py --dtype bfloat16 --optimizer interleaved    # optimizer state offloaded by ebbtide
 
-This is plain PyTorch, like most training scripts: a data loader, a model, AdamW, gradient accumulation, clipping.
+This is plain PyTorch, like most training scripts: a data loader, a model, AdamW,
+gradient accumulation, clipping.
 """
 
 import argparse
@@ -21,13 +22,30 @@ from torch.utils.data import DataLoader, Dataset
 class Sentences(Dataset):
     """Characters of generated sentences, each of a subject, a verb and an object."""
 
-    subjects = ("the tide", "a gull", "the moon", "an old boat", "the harbour", "her anchor")
+    subjects = (
+        "the tide",
+        "a gull",
+        "the moon",
+        "an old boat",
+        "the harbour",
+        "her anchor",
+    )
     verbs = ("lifts", "follows", "holds", "turns", "remembers", "leaves")
-    objects = ("the shore", "every wave", "the sand", "its rope", "a quiet bay", "the light")
+    objects = (
+        "the shore",
+        "every wave",
+        "the sand",
+        "its rope",
+        "a quiet bay",
+        "the light",
+    )
 
     def __init__(self, sentences: int, context: int, seed: int = 0) -> None:
         pick = random.Random(seed).choice
-        text = " ".join(f"{pick(self.subjects)} {pick(self.verbs)} {pick(self.objects)}." for _ in range(sentences))
+        text = " ".join(
+            f"{pick(self.subjects)} {pick(self.verbs)} {pick(self.objects)}."
+            for _ in range(sentences)
+        )
         letters = sorted(set(text))
         self.vocabulary = len(letters)
         self.tokens = torch.tensor([letters.index(letter) for letter in text])
@@ -43,7 +61,8 @@ class Sentences(Dataset):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each with a layer norm before it and a residual connection."""
+    """Attention and a feed-forward layer, each with a layer norm before it and a
+    residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -52,11 +71,17 @@ class Block(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
         self.norm_2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm_1(x))
+            .view(batch, length, 3, self.heads, -1)
+            .permute(2, 0, 3, 1, 4)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
         return x + self.mlp(self.norm_2(x))
@@ -65,7 +90,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A decoder-only transformer."""
 
-    def __init__(self, vocabulary: int, context: int, layers: int, width: int, heads: int) -> None:
+    def __init__(
+        self, vocabulary: int, context: int, layers: int, width: int, heads: int
+    ) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
@@ -90,14 +117,17 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser with the options for the size of the model and the length of the training."""
+    """Return a parser with the options for the size of the model and the length of the
+    training."""
     flags = argparse.ArgumentParser(description=description)
     flags.add_argument("--layers", type=int, default=6)
     flags.add_argument("--width", type=int, default=256)
     flags.add_argument("--heads", type=int, default=8)
     flags.add_argument("--context", type=int, default=256)
     flags.add_argument("--batch", type=int, default=8)
-    flags.add_argument("--accumulate", type=int, default=1, help="micro-steps per update; default 1")
+    flags.add_argument(
+        "--accumulate", type=int, default=1, help="micro-steps per update; default 1"
+    )
     flags.add_argument("--steps", type=int, default=20)
     flags.add_argument("--seed", type=int, default=0)
     return flags
@@ -105,7 +135,9 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
 def main() -> None:
     flags = make_parser(__doc__.splitlines()[0])
-    flags.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    flags.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     flags.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     flags.add_argument("--optimizer", default="adamw", choices=["adamw", "interleaved"])
     args = flags.parse_args()
@@ -129,7 +161,11 @@ def main() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        print(f"step {step:3d}  loss {loss.item():.4f}  {1e3 * (time.perf_counter() - start):7.1f} ms", flush=True)
+        print(
+            f"step {step:3d}  loss {loss.item():.4f}  "
+            f"{1e3 * (time.perf_counter() - start):7.1f} ms",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

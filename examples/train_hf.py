@@ -1,11 +1,13 @@
-"""Train a small, randomly initialised GPT-2 with the Hugging Face Trainer, its optimizer state offloaded by ebbtide.
+"""Train a small, randomly initialised GPT-2 with the Hugging Face Trainer, its
+optimizer state offloaded by ebbtide.
 
     pip install 'ebbtide[transformers]'
     python examples/train_hf.py --steps 20
 
-Only the argument `optimizers=` and the callback differ from a usual script; with `--activations`, what layers save for
-their backward is offloaded, too. Under `ebbtide profile -- python ...` the
-callback adds times of phases and memory to what the Trainer logs.
+Only the argument `optimizers=` and the callback differ from a usual script; with
+`--activations`, what layers save for their backward is offloaded, too. Under `ebbtide
+profile -- python ...` the callback adds times of phases and memory to what the Trainer
+logs.
 """
 
 import argparse
@@ -19,10 +21,13 @@ from ebbtide.profiler.callbacks import HuggingFaceCallback
 
 
 class Counting(Dataset):
-    """Sequences that count up from a random token, which a small model learns quickly."""
+    """Sequences that count up from a random token, which a small model learns
+    quickly."""
 
     def __init__(self, sequences: int, length: int, vocabulary: int) -> None:
-        first = torch.randint(vocabulary, (sequences, 1), generator=torch.Generator().manual_seed(0))
+        first = torch.randint(
+            vocabulary, (sequences, 1), generator=torch.Generator().manual_seed(0)
+        )
         self.tokens = (first + torch.arange(length)) % vocabulary
 
     def __len__(self) -> int:
@@ -37,17 +42,33 @@ def main() -> None:
     flags.add_argument("--steps", type=int, default=20)
     flags.add_argument("--layers", type=int, default=2)
     flags.add_argument("--width", type=int, default=128)
-    flags.add_argument("--policy", default="adaptive", help="policy, as for `ebbtide replay`; default adaptive")
     flags.add_argument(
-        "--activations", type=float, help="bytes of device memory for what layers save; default no limit"
+        "--policy",
+        default="adaptive",
+        help="policy, as for `ebbtide replay`; default adaptive",
     )
-    flags.add_argument("--output", default="hf-output", help="output folder of the Trainer; default hf-output")
+    flags.add_argument(
+        "--activations",
+        type=float,
+        help="bytes of device memory for what layers save; default no limit",
+    )
+    flags.add_argument(
+        "--output",
+        default="hf-output",
+        help="output folder of the Trainer; default hf-output",
+    )
     args = flags.parse_args()
 
     torch.manual_seed(0)
-    shape = GPT2Config(vocab_size=256, n_positions=64, n_layer=args.layers, n_embd=args.width, n_head=4)
+    shape = GPT2Config(
+        vocab_size=256, n_positions=64, n_layer=args.layers, n_embd=args.width, n_head=4
+    )
     model = GPT2LMHeadModel(shape)
-    activations = offload_activations(model, memory_budget=args.activations) if args.activations else None
+    activations = (
+        offload_activations(model, memory_budget=args.activations)
+        if args.activations
+        else None
+    )
     training = TrainingArguments(
         args.output,
         max_steps=args.steps,
@@ -57,8 +78,15 @@ def main() -> None:
         save_strategy="no",
         report_to="none",
     )
-    optimizer = InterleavedAdamW(model.parameters(), lr=training.learning_rate, policy=args.policy)
-    trainer = Trainer(model, training, train_dataset=Counting(512, 64, 256), optimizers=(optimizer, None))
+    optimizer = InterleavedAdamW(
+        model.parameters(), lr=training.learning_rate, policy=args.policy
+    )
+    trainer = Trainer(
+        model,
+        training,
+        train_dataset=Counting(512, 64, 256),
+        optimizers=(optimizer, None),
+    )
     HuggingFaceCallback.add_to(trainer)
     trainer.train()
     if activations is not None:

@@ -4,11 +4,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ebbtide.features.layers.engine.moving import move_layers, offload_activations, stream_weights
+    from ebbtide.features.layers.engine.moving import (
+        move_layers,
+        offload_activations,
+        stream_weights,
+    )
     from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
     from ebbtide.interleave.engine.optimizer import InterleavedOptimizer
 
-__all__ = ["InterleavedAdamW", "InterleavedOptimizer", "move_layers", "offload_activations", "stream_weights"]
+__all__ = [
+    "InterleavedAdamW",
+    "InterleavedOptimizer",
+    "move_layers",
+    "offload_activations",
+    "stream_weights",
+]
 _MODULES = {
     "InterleavedAdamW": "interleaved_adamw",
     "InterleavedOptimizer": "optimizer",
@@ -18,7 +28,9 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     # Imported on first use: only training needs torch and numba.
     if name in _MODULES:
-        return getattr(import_module(f"ebbtide.interleave.engine.{_MODULES[name]}"), name)
+        return getattr(
+            import_module(f"ebbtide.interleave.engine.{_MODULES[name]}"), name
+        )
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from ebbtide.seams import public_name

@@ -1,4 +1,5 @@
-"""DeepSpeed's ZeRO stage 3 with offload by a policy: call `enable` before `deepspeed.initialize`."""
+"""DeepSpeed's ZeRO stage 3 with offload by a policy: call `enable` before
+`deepspeed.initialize`."""
 
 from typing import TYPE_CHECKING, Any
 

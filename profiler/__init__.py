@@ -1,4 +1,5 @@
-"""Makes traces: `Tracer` records inside a script, `DryRun` predicts, `TraceBuilder` takes rows, `open_trace` reads.
+"""Makes traces: `Tracer` records inside a script, `DryRun` predicts, `TraceBuilder`
+takes rows, `open_trace` reads.
 
 Importing this package loads nothing else, since that happens inside training jobs.
 """

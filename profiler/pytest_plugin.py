@@ -1,4 +1,5 @@
-"""The pytest plugin of ebbtide. Nothing but pytest is loaded before a test asks for a fixture."""
+"""The pytest plugin of ebbtide. Nothing but pytest is loaded before a test asks for a
+fixture."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import pytest
 
 @pytest.fixture
 def memory_limit() -> Callable[..., Any]:
-    """Return `ebbtide.profiler.memory_limit`, as in `with memory_limit("20GB"): step()`."""
+    """Return `ebbtide.profiler.memory_limit`, as in `with memory_limit("20GB"):
+    step()`."""
     from ebbtide.profiler import memory_limit
 
     return memory_limit

@@ -1,7 +1,8 @@
-"""Fixtures and helpers of all tests: environment, number of random cases, real jobs and real commands.
+"""Fixtures and helpers of all tests: environment, number of random cases, real jobs and
+real commands.
 
-`EBBTIDE_FUZZ` multiplies the number of random cases of every property test and fuzzer: 1 by default, more in
-`make test-all`.
+`EBBTIDE_FUZZ` multiplies the number of random cases of every property test and fuzzer:
+1 by default, more in `make test-all`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -32,11 +40,14 @@ from tests import torch_extensions
 
 # Before anything imports DeepSpeed.
 torch_extensions.use_own_directory()
-# pytest-xdist sets it to the width of its terminal; outputs are those in a file, but for tests of a width.
+# pytest-xdist sets it to the width of its terminal; outputs are those in a file, but
+# for tests of a width.
 os.environ.pop("COLUMNS", None)
-# Also in processes that tests start. With more threads than idle cores, each operator waits for the others' threads.
+# Also in processes that tests start. With more threads than idle cores, each operator
+# waits for the others' threads.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Files of tests need not outlive a crash of the machine, and each of thousands of traces would wait for the disk.
+# Files of tests need not outlive a crash of the machine, and each of thousands of
+# traces would wait for the disk.
 os.fsync = lambda file: None
 
 FUZZ = float(os.environ.get("EBBTIDE_FUZZ", "1"))
@@ -53,8 +64,8 @@ def examples(count: int, by_default: int | None = None) -> int:
     return max(1, round((by_default if by_default and FUZZ <= 1 else count) * FUZZ))
 
 
-# The same cases in every `make test`, so that its result is a property of the code; `make test-all` draws new ones,
-# and a failure prints how to reproduce it.
+# The same cases in every `make test`, so that its result is a property of the code;
+# `make test-all` draws new ones, and a failure prints how to reproduce it.
 settings.register_profile(
     "ebbtide",
     max_examples=examples(25, by_default=5),
@@ -78,18 +89,21 @@ def seeded(seed: object) -> Iterator[random.Random]:
 
 
 def pytest_configure() -> None:
-    """Remove stale locks of torch's extensions before any worker process starts, and take Ctrl-C."""
+    """Remove stale locks of torch's extensions before any worker process starts, and
+    take Ctrl-C."""
     # Until all tests are collected: what is imported stays.
     gc.disable()
     torch_extensions.register_user()
-    # A shell without job control starts background processes with SIGINT ignored, which their children inherit.
+    # A shell without job control starts background processes with SIGINT ignored, which
+    # their children inherit.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def deepspeed_extensions() -> None:
-    """Compile DeepSpeed's CPU Adam, once for all processes and sessions; skip where that is not possible."""
+    """Compile DeepSpeed's CPU Adam, once for all processes and sessions; skip where
+    that is not possible."""
     missing = torch_extensions.missing_requirement()
     if missing:
         pytest.skip(missing)
@@ -98,12 +112,17 @@ def deepspeed_extensions() -> None:
 
 def slow(values: Iterable[str], but: Collection[str]) -> list[Any]:
     """Mark parameter values as slow, except those in `but`."""
-    return [value if value in but else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    return [
+        value if value in but else pytest.param(value, marks=pytest.mark.slow)
+        for value in values
+    ]
 
 
 # Set where features are deleted.
 WITHOUT_FEATURES = "EBBTIDE_WITHOUT_FEATURES"
-needs_all_features = pytest.mark.skipif(WITHOUT_FEATURES in os.environ, reason="names commands of features")
+needs_all_features = pytest.mark.skipif(
+    WITHOUT_FEATURES in os.environ, reason="names commands of features"
+)
 
 
 @pytest.fixture
@@ -122,12 +141,18 @@ def slow_case(*values: Any, id: str | None = None) -> Any:
 _FEATURE = re.compile(r"^\s*from (?:ebbtide|tests)\.features\.(\w+)", re.MULTILINE)
 _FEATURES = Path(__file__).parents[1] / "features"
 # Names of features are offered by packages of the core, too.
-_MISSING = re.compile(r"No module named '(?:ebbtide|tests)\.features\.|cannot import name '\w+' from 'ebbtide\.")
+_MISSING = re.compile(
+    r"No module named '(?:ebbtide|tests)\.features\.|cannot import name '\w+' from "
+    r"'ebbtide\."
+)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out tests that import a feature whose folder is not there: those of the core run without."""
-    file = collection_path / "conftest.py" if collection_path.is_dir() else collection_path
+    """Leave out tests that import a feature whose folder is not there: those of the
+    core run without."""
+    file = (
+        collection_path / "conftest.py" if collection_path.is_dir() else collection_path
+    )
     if file.suffix != ".py" or not file.exists():
         return None
     needed = set(_FEATURE.findall(file.read_text(encoding="utf-8")))
@@ -140,14 +165,22 @@ def pytest_make_collect_report(
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     """Leave out tests, too, that import such a feature by way of others."""
     report = yield
-    if WITHOUT_FEATURES in os.environ and report.failed and _MISSING.search(str(report.longrepr)):
-        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, "its feature is not there")
+    if (
+        WITHOUT_FEATURES in os.environ
+        and report.failed
+        and _MISSING.search(str(report.longrepr))
+    ):
+        report.outcome, report.longrepr = (
+            "skipped",
+            (str(collector.path), 0, "its feature is not there"),
+        )
     return report
 
 
 # What a test of the core ends with that names something of a feature.
 _NEEDS_FEATURE = re.compile(
-    r"which is not installed|No such command|No module named 'ebbtide\.features\.|has no option '|there is no policy '"
+    r"which is not installed|No such command|No module named 'ebbtide\.features\.|has "
+    r"no option '|there is no policy '"
     r"|KeyError: '[a-z-]+'$|rule is '[a-z0-9-]+': it must be one of",
     re.MULTILINE,
 )
@@ -157,15 +190,24 @@ _NEEDS_FEATURE = re.compile(
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Leave out tests of the core that name something of a feature which is not there."""
+    """Leave out tests of the core that name something of a feature which is not
+    there."""
     report = yield
-    if WITHOUT_FEATURES in os.environ and report.failed and _NEEDS_FEATURE.search(str(report.longrepr)):
-        report.outcome, report.longrepr = "skipped", (str(item.path), 0, "its feature is not there")
+    if (
+        WITHOUT_FEATURES in os.environ
+        and report.failed
+        and _NEEDS_FEATURE.search(str(report.longrepr))
+    ):
+        report.outcome, report.longrepr = (
+            "skipped",
+            (str(item.path), 0, "its feature is not there"),
+        )
     return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU on machines without one, and what the stand-in for one does not have."""
+    """Skip tests that need a GPU on machines without one, and what the stand-in for one
+    does not have."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch
@@ -174,7 +216,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
         has_gpu = torch.cuda.is_available()
         for item in marked:
-            if not has_gpu or (is_on_stand_in() and item.get_closest_marker("real_gpu")):
+            if not has_gpu or (
+                is_on_stand_in() and item.get_closest_marker("real_gpu")
+            ):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
@@ -183,7 +227,8 @@ _frozen_modules = 0
 
 
 def pytest_collection_finish() -> None:
-    """Exempt all imported modules from garbage collection: some tests, and DeepSpeed, collect often."""
+    """Exempt all imported modules from garbage collection: some tests, and DeepSpeed,
+    collect often."""
     global _frozen_modules
     _frozen_modules = len(sys.modules)
     gc.collect()
@@ -194,7 +239,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logfinish() -> None:
-    """Exempt also what tests have imported, once it is much: torch's compiler makes a collection take 0.2 s."""
+    """Exempt also what tests have imported, once it is much: torch's compiler makes a
+    collection take 0.2 s."""
     if len(sys.modules) > _frozen_modules + 200:
         pytest_collection_finish()
 
@@ -211,7 +257,8 @@ def own_environment() -> Iterator[None]:
 
 
 def hide_process_group() -> Iterator[None]:
-    """Hide the process group that DeepSpeed's tests leave in a process; to be made a fixture of modules."""
+    """Hide the process group that DeepSpeed's tests leave in a process; to be made a
+    fixture of modules."""
     from torch.distributed import distributed_c10d
 
     with pytest.MonkeyPatch.context() as patch:
@@ -222,7 +269,8 @@ def hide_process_group() -> Iterator[None]:
 def torch_on_one_thread() -> Iterator[None]:
     """Run torch's operators on one thread; to be made a fixture.
 
-    More threads than cores slow the tests down, and the number of threads changes the bits of a sum.
+    More threads than cores slow the tests down, and the number of threads changes the
+    bits of a sum.
     """
     import torch
 
@@ -241,11 +289,18 @@ def run_process(
     env: dict[str, str] | None = None,
     timeout_s: float = PROCESS_TIMEOUT_S,
 ) -> Run:
-    """Run a process and capture its output; fail, and kill it and its children, if it does not end in time."""
+    """Run a process and capture its output; fail, and kill it and its children, if it
+    does not end in time."""
     words = [str(word) for word in command]
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        words, cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        words,
+        cwd=cwd,
+        env=env,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
     ) as process:
         try:
             stdout, stderr = process.communicate(timeout=timeout_s)
@@ -255,7 +310,10 @@ def run_process(
                 raise
             stdout, stderr = process.communicate()
             command_line = " ".join(words)
-            pytest.fail(f"not finished after {timeout_s:g} s: {command_line}\n{stdout[-2000:]}\n{stderr[-4000:]}")
+            pytest.fail(
+                f"not finished after {timeout_s:g} s: "
+                f"{command_line}\n{stdout[-2000:]}\n{stderr[-4000:]}"
+            )
     return Run(words, process.returncode, stdout, stderr)
 
 
@@ -263,14 +321,17 @@ def run_process(
 def running_process(
     command: Sequence[str | Path], timeout_s: float = PROCESS_TIMEOUT_S
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start a process with its stdout piped; kill it and its children at the end of the block or after `timeout_s`."""
+    """Start a process with its stdout piped; kill it and its children at the end of the
+    block or after `timeout_s`."""
 
     def kill() -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
     words = [str(word) for word in command]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         watchdog = threading.Timer(timeout_s, kill)
         watchdog.daemon = True
         watchdog.start()
@@ -281,10 +342,14 @@ def running_process(
             kill()
 
 
-def ebbtide(*arguments: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None) -> Run:
+def ebbtide(
+    *arguments: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> Run:
     """Run the command in a process of its own."""
     environment = {**os.environ, **(env or {})}
-    run = run_process([sys.executable, "-m", "ebbtide", *arguments], cwd=cwd, env=environment)
+    run = run_process(
+        [sys.executable, "-m", "ebbtide", *arguments], cwd=cwd, env=environment
+    )
     skip_without_feature(run)
     return run
 
@@ -302,14 +367,21 @@ def ebbtide_in_process(*arguments: str | Path, cwd: Path | None = None) -> Run:
 
 
 def skip_without_feature(run: Run) -> None:
-    """Skip a test that needs a feature which is not there: `test_without_features.py` deletes some."""
-    is_missing = ("No such command" in run.stderr, "which is not installed" in run.stderr)
+    """Skip a test that needs a feature which is not there: `test_without_features.py`
+    deletes some."""
+    is_missing = (
+        "No such command" in run.stderr,
+        "which is not installed" in run.stderr,
+    )
     if WITHOUT_FEATURES in os.environ and any(is_missing):
         pytest.skip("its feature is not there")
 
 
-def shared_folder(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], None]) -> Path:
-    """Return a folder that the first of pytest's worker processes to ask for it fills, and all of them read."""
+def shared_folder(
+    factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], None]
+) -> Path:
+    """Return a folder that the first of pytest's worker processes to ask for it fills,
+    and all of them read."""
     base = factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
     # Waits no longer than the timeout of the test that asks.
@@ -326,7 +398,10 @@ def shared_folder(factory: pytest.TempPathFactory, name: str, fill: Callable[[Pa
 def phases_of(trace: Trace, rank: int = 0) -> list[list[str]]:
     """The phases of each finished iteration, in order."""
     rows = trace.phases(rank)
-    return [list(group["phase"]) for _, group in rows[rows["iteration"].notna()].groupby("iteration")]
+    return [
+        list(group["phase"])
+        for _, group in rows[rows["iteration"].notna()].groupby("iteration")
+    ]
 
 
 class Recorded:
@@ -364,6 +439,18 @@ def record(tmp_path: Path) -> Callable[..., Recorded]:
         file.write_text(textwrap.dedent(script))
         path = tmp_path / "run.ebb"
         job = [*launcher, str(file), *arguments]
-        return Recorded(ebbtide("profile", "-o", path, *options, "--", *job, cwd=tmp_path, **process_options), path)
+        return Recorded(
+            ebbtide(
+                "profile",
+                "-o",
+                path,
+                *options,
+                "--",
+                *job,
+                cwd=tmp_path,
+                **process_options,
+            ),
+            path,
+        )
 
     return run

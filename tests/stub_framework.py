@@ -1,4 +1,5 @@
-"""A framework that splits the optimizer state, as a feature: its setup has the values of its section in meta.json."""
+"""A framework that splits the optimizer state, as a feature: its setup has the values
+of its section in meta.json."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ FEATURE = Feature(
 
 
 class LastSubgroups(StateSplit):
-    """The split of a framework that keeps the last subgroups on the device; its version is their number."""
+    """The split of a framework that keeps the last subgroups on the device; its version
+    is their number."""
 
     def __init__(self, version: str) -> None:
         self.count = int(version)

@@ -1,4 +1,5 @@
-"""Arguments of public calls: sizes are bytes or text, policies text or an object, machines and devices a name, too."""
+"""Arguments of public calls: sizes are bytes or text, policies text or an object,
+machines and devices a name, too."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from ebbtide.features.advise.job.sources import BatchSettings, job_of_workload
 from ebbtide.features.advise.machine_plan import PlanRequest, plan_for_machine
 from ebbtide.features.deepspeed.engine import patching
 from ebbtide.features.sweep.task import Scenario, combinations
-from ebbtide.interleave import InterleavedAdamW, InterleavedOptimizer, move_layers, offload_activations, stream_weights
+from ebbtide.interleave import (
+    InterleavedAdamW,
+    InterleavedOptimizer,
+    move_layers,
+    offload_activations,
+    stream_weights,
+)
 from ebbtide.interleave.compare import compare as comparison
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
@@ -92,7 +99,9 @@ def _replay(**arguments: Any) -> Any:
 
 def _simulate(**arguments: Any) -> Any:
     machine = arguments["machine"]
-    return simulate(make_plan("pipelined", WORKLOAD, find_machine("h200")), WORKLOAD, machine)
+    return simulate(
+        make_plan("pipelined", WORKLOAD, find_machine("h200")), WORKLOAD, machine
+    )
 
 
 OPTIMIZERS = {
@@ -100,18 +109,32 @@ OPTIMIZERS = {
     "InterleavedOptimizer": _optimizer(InterleavedOptimizer),
     "enable": _enable,
 }
-LAYERS = {one.__name__: _layers(one) for one in (move_layers, offload_activations, stream_weights)}
+LAYERS = {
+    one.__name__: _layers(one)
+    for one in (move_layers, offload_activations, stream_weights)
+}
 # Calls with the argument that is a size.
 SIZES: dict[str, tuple[Call, str]] = {
-    **{name: (call, "memory_budget") for name, call in {**OPTIMIZERS, **LAYERS}.items()},
+    **{
+        name: (call, "memory_budget") for name, call in {**OPTIMIZERS, **LAYERS}.items()
+    },
     "EmulatedDevice": (EmulatedDevice, "capacity_bytes"),
-    "DryRun": (lambda **arguments: DryRun(DryRunOptions(**arguments)), "capacity_bytes"),
+    "DryRun": (
+        lambda **arguments: DryRun(DryRunOptions(**arguments)),
+        "capacity_bytes",
+    ),
     "Tracer": (lambda **arguments: Tracer("run.ebb", **arguments), "max_bytes"),
     "compare": (_compare, "memory_budget"),
-    "compare on the host": (lambda **arguments: _compare(storage=[Path.cwd()], **arguments), "host_bytes"),
+    "compare on the host": (
+        lambda **arguments: _compare(storage=[Path.cwd()], **arguments),
+        "host_bytes",
+    ),
     "replay": (_replay, "free_bytes"),
     "replay on the host": (_replay, "host_free_bytes"),
-    "windows": (lambda **arguments: TraceAnalysis(TRACE).windows(**arguments), "min_bytes"),
+    "windows": (
+        lambda **arguments: TraceAnalysis(TRACE).windows(**arguments),
+        "min_bytes",
+    ),
     "memory_limit": (_limited, "limit"),
 }
 MACHINES: dict[str, Call] = {
@@ -123,20 +146,33 @@ MACHINES: dict[str, Call] = {
         JOB, **arguments, request=PlanRequest(policies=[PIPELINED])
     ),
     "replay": _replay,
-    "replay of a workload": lambda **arguments: replay(WORKLOAD, policies=["pipelined"], **arguments),
+    "replay of a workload": lambda **arguments: replay(
+        WORKLOAD, policies=["pipelined"], **arguments
+    ),
     "simulate": _simulate,
 }
 # Calls that take a policy, or several.
 POLICIES: dict[str, tuple[Call, str]] = {
-    "InterleavedAdamW": (lambda **arguments: InterleavedAdamW(_params(), **arguments).close(), "policy"),
-    "InterleavedOptimizer": (lambda **arguments: InterleavedOptimizer(_params(), **arguments).close(), "policy"),
+    "InterleavedAdamW": (
+        lambda **arguments: InterleavedAdamW(_params(), **arguments).close(),
+        "policy",
+    ),
+    "InterleavedOptimizer": (
+        lambda **arguments: InterleavedOptimizer(_params(), **arguments).close(),
+        "policy",
+    ),
     "enable": (_enable, "policy"),
     "compare": (lambda policies: _compare(policies=[policies]), "policies"),
     "make_plan": (lambda policy: make_plan(policy, WORKLOAD, "h200"), "policy"),
     "replay": (lambda policies: _replay(policies=[policies]), "policies"),
-    "replay of a workload": (lambda policies: replay(WORKLOAD, "h200", [policies]), "policies"),
+    "replay of a workload": (
+        lambda policies: replay(WORKLOAD, "h200", [policies]),
+        "policies",
+    ),
     "sweep": (
-        lambda policies: combinations([(WORKLOAD, find_machine("h200"), None)], [Scenario()], [policies]),
+        lambda policies: combinations(
+            [(WORKLOAD, find_machine("h200"), None)], [Scenario()], [policies]
+        ),
         "policies",
     ),
 }
@@ -167,18 +203,28 @@ def test_sizes__are_bytes_or_text(name: str) -> None:
 def test_host_memory_budget__is_bytes_or_text(name: str, tmp_path: Path) -> None:
     call = OPTIMIZERS[name]
     call(storage=tmp_path, host_memory_budget="4GiB", machine="h100-80gb")
-    assert "host_memory_budget" in _refused(call, storage=tmp_path, host_memory_budget="much")
-    assert "host_memory_budget" in _refused(call, storage=tmp_path, host_memory_budget=[4])
+    assert "host_memory_budget" in _refused(
+        call, storage=tmp_path, host_memory_budget="much"
+    )
+    assert "host_memory_budget" in _refused(
+        call, storage=tmp_path, host_memory_budget=[4]
+    )
 
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_machines__are_a_name_a_file_or_an_object(name: str, tmp_path: Path) -> None:
-    call, machine, path = MACHINES[name], find_machine("h100-80gb"), tmp_path / "machine.json"
+    call, machine, path = (
+        MACHINES[name],
+        find_machine("h100-80gb"),
+        tmp_path / "machine.json",
+    )
     path.write_text(json.dumps(machine.as_json()))
     for one in ("h100-80gb", str(path), path, machine):
         call(machine=one)
     assert "there is no machine 'h1oo'" in _refused(call, machine="h1oo")
-    assert "machine is 3: it must be a Machine, its file, or the name" in _refused(call, machine=3)
+    assert "machine is 3: it must be a Machine, its file, or the name" in _refused(
+        call, machine=3
+    )
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *LAYERS])
@@ -202,7 +248,8 @@ def test_trace_analysis__opens_a_path_and_names_the_phases() -> None:
     analysis = TraceAnalysis(str(TRACE))
     assert analysis.phase_ms("forward") == TraceAnalysis(TRACE).phase_ms("forward")
     assert _refused(analysis.phase_ms, phase="forwrd") == (
-        "there is no phase 'forwrd': choose from forward, backward, update, other, iteration"
+        "there is no phase 'forwrd': choose from forward, backward, update, other, "
+        "iteration"
     )
     assert "is no trace" in _refused(TraceAnalysis, trace=3)
 
@@ -235,23 +282,44 @@ OPTIONS = [
 
 def test_signatures__name_all_options_with_their_defaults() -> None:
     adamw = inspect.signature(InterleavedAdamW).parameters
-    assert [*adamw] == ["params", "lr", "betas", "eps", "weight_decay", *OPTIONS, "torch_options"]
-    assert [*inspect.signature(InterleavedOptimizer).parameters] == ["params", "rule", *OPTIONS, "hyperparameters"]
+    assert [*adamw] == [
+        "params",
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        *OPTIONS,
+        "torch_options",
+    ]
+    assert [*inspect.signature(InterleavedOptimizer).parameters] == [
+        "params",
+        "rule",
+        *OPTIONS,
+        "hyperparameters",
+    ]
     of_optimizers = {"max_grad_norm", "gradients", "loss_scale", "model"}
     enable = inspect.signature(patching.enable).parameters
     assert {*enable} == {*OPTIONS, "beside"} - of_optimizers
     for name in OPTIONS:
         one = adamw[name]
         assert one.kind is one.KEYWORD_ONLY
-        default = "adaptive" if name == "policy" else inspect.signature(OptimizerOptions).parameters[name].default
+        default = (
+            "adaptive"
+            if name == "policy"
+            else inspect.signature(OptimizerOptions).parameters[name].default
+        )
         assert one.default == default
         assert name not in enable or enable[name].default == default
-        assert f"        {name}: " in (OptimizerOptions.__doc__ or ""), "every option is documented"
+        assert f"        {name}: " in (OptimizerOptions.__doc__ or ""), (
+            "every option is documented"
+        )
 
 
 def test_replay__takes_one_policy_without_a_list() -> None:
     for policy in ("pipelined", PIPELINED):
-        assert [result.policy for result in _replay(policies=policy).results] == ["pipelined"]
+        assert [result.policy for result in _replay(policies=policy).results] == [
+            "pipelined"
+        ]
 
 
 def test_enable__refuses_options_of_optimizers() -> None:

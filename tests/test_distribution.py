@@ -1,4 +1,5 @@
-"""The source distribution, the wheel that is built from it, and the wheel in an environment of its own."""
+"""The source distribution, the wheel that is built from it, and the wheel in an
+environment of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ from tests.conftest import run_process
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("ebbtide", "analysis", "interleave", "profiler")
 INSTALL_TIMEOUT_S = 900.0
-REPOSITORY = {"GITHUB_SERVER_URL": "https://code.example", "GITHUB_REPOSITORY": "someone/ebbtide"}
+REPOSITORY = {
+    "GITHUB_SERVER_URL": "https://code.example",
+    "GITHUB_REPOSITORY": "someone/ebbtide",
+}
 JOB = """
 import torch
 
@@ -36,7 +40,8 @@ for _ in range(4):
 
 @dataclass(frozen=True)
 class Distributions:
-    """The files of a release: a source distribution, and the wheel that is built from its content."""
+    """The files of a release: a source distribution, and the wheel that is built from
+    its content."""
 
     sdist: Path
     wheel: Path
@@ -49,7 +54,11 @@ class Distributions:
     def metadata(self) -> Message:
         """The metadata of the wheel."""
         with zipfile.ZipFile(self.wheel) as archive:
-            name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+            name = next(
+                name
+                for name in archive.namelist()
+                if name.endswith(".dist-info/METADATA")
+            )
             return Parser().parsestr(archive.read(name).decode())
 
 
@@ -62,9 +71,21 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
         if file.is_file():
             shutil.copy(file, source)
     for package in (*PACKAGES, "tests"):
-        shutil.copytree(ROOT / package, source / package, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / package,
+            source / package,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     # Builds the wheel from the source distribution.
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist"]
+    build = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        folder / "dist",
+    ]
     run = run_process(build, cwd=source, env={**os.environ, **REPOSITORY})
     assert run.returncode == 0, run.stderr
     (sdist,) = (folder / "dist").glob("*.tar.gz")
@@ -73,16 +94,24 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
 
 
 @pytest.mark.slow
-def test_wheel__has_each_file_of_the_packages_once_and_nothing_else(distributions: Distributions) -> None:
+def test_wheel__has_each_file_of_the_packages_once_and_nothing_else(
+    distributions: Distributions,
+) -> None:
     packages = {
         f"{link.relative_to(ROOT)}/{file.relative_to(link)}"
-        for link in (ROOT / "ebbtide", *(path for path in (ROOT / "ebbtide").iterdir() if path.is_symlink()))
+        for link in (
+            ROOT / "ebbtide",
+            *(path for path in (ROOT / "ebbtide").iterdir() if path.is_symlink()),
+        )
         for file in link.rglob("*")
         if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".pth"
     }
     files = [name for name in distributions.wheel_files() if ".dist-info/" not in name]
     assert sorted(files) == sorted({*packages, "ebbtide-agent.pth"})
-    assert {"ebbtide/py.typed", "ebbtide/analysis/report/templates/page.html.j2"} <= set(files)
+    assert {
+        "ebbtide/py.typed",
+        "ebbtide/analysis/report/templates/page.html.j2",
+    } <= set(files)
 
 
 @pytest.mark.slow
@@ -91,7 +120,9 @@ def test_metadata__has_the_version_of_the_package_and_links_to_the_repository_of
 ) -> None:
     metadata = distributions.metadata()
     assert metadata["Version"] == ebbtide.__version__
-    assert "Source, https://code.example/someone/ebbtide" in metadata.get_all("Project-URL", [])
+    assert "Source, https://code.example/someone/ebbtide" in metadata.get_all(
+        "Project-URL", []
+    )
     assert metadata["Requires-Python"] == ">=3.11"
 
 
@@ -99,22 +130,44 @@ def test_metadata__has_the_version_of_the_package_and_links_to_the_repository_of
 def test_sdist__has_the_changelog_and_no_tests(distributions: Distributions) -> None:
     with tarfile.open(distributions.sdist) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    assert {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "setup.py"} <= names
+    assert {
+        "CHANGELOG.md",
+        "LICENSE",
+        "README.md",
+        "pyproject.toml",
+        "setup.py",
+    } <= names
     assert not any(name.startswith("tests") for name in names)
 
 
-def test_changelog__begins_with_what_is_unreleased_then_this_version_with_its_date() -> None:
-    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+def test_changelog__begins_with_what_is_unreleased_then_this_version_with_its_date() -> (
+    None
+):
+    headings = re.findall(
+        r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
     assert headings[0] == "Unreleased"
-    assert re.fullmatch(rf"{re.escape(ebbtide.__version__)} \(\d{{4}}-\d\d-\d\d\)", headings[1])
+    assert re.fullmatch(
+        rf"{re.escape(ebbtide.__version__)} \(\d{{4}}-\d\d-\d\d\)", headings[1]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(INSTALL_TIMEOUT_S + 120)
-def test_wheel__records_and_reports_in_an_environment_of_its_own(distributions: Distributions, tmp_path: Path) -> None:
+def test_wheel__records_and_reports_in_an_environment_of_its_own(
+    distributions: Distributions, tmp_path: Path
+) -> None:
     python = tmp_path / "environment" / "bin" / "python"
     run_process([sys.executable, "-m", "venv", tmp_path / "environment"])
-    install = [python, "-m", "pip", "install", "--constraint", ROOT / "constraints.txt", distributions.wheel]
+    install = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--constraint",
+        ROOT / "constraints.txt",
+        distributions.wheel,
+    ]
     installed = run_process(install, cwd=tmp_path, timeout_s=INSTALL_TIMEOUT_S)
     assert installed.returncode == 0, installed.stderr
     (tmp_path / "job.py").write_text(JOB)

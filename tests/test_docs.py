@@ -23,7 +23,9 @@ PAGES = [
 
 @pytest.fixture(scope="module")
 def pictures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
+    spec = importlib.util.spec_from_file_location(
+        "pictures", ROOT / "docs" / "pictures.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -34,7 +36,11 @@ def pictures() -> ModuleType:
 def test_links__lead_to_files_of_the_project() -> None:
     for page in PAGES:
         targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
-        missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+        missing = [
+            target
+            for target in targets
+            if "://" not in target and not (page.parent / target).exists()
+        ]
         assert missing == [], page
 
 
@@ -43,8 +49,12 @@ def test_commands__in_pages_exist() -> None:
     for page in PAGES:
         # An example on a page may be a command of its own.
         commands = {*(entry.name for entry in find_commands(None)), *ALIASES}
-        commands |= set(re.findall(r"file: ebbtide/cli/commands/(\w+)\.py", page.read_text()))
-        named = re.findall(r"(?:^\$ |`)ebbtide ([a-z][a-z-]+)", page.read_text(), re.MULTILINE)
+        commands |= set(
+            re.findall(r"file: ebbtide/cli/commands/(\w+)\.py", page.read_text())
+        )
+        named = re.findall(
+            r"(?:^\$ |`)ebbtide ([a-z][a-z-]+)", page.read_text(), re.MULTILINE
+        )
         assert set(named) <= commands, page
 
 
@@ -54,14 +64,25 @@ def test_readme__is_short() -> None:
 
 def test_questions__name_every_command() -> None:
     text = (ROOT / "docs" / "questions.md").read_text()
-    assert [entry.name for entry in find_commands(None) if f"ebbtide {entry.name}" not in text] == []
+    assert [
+        entry.name
+        for entry in find_commands(None)
+        if f"ebbtide {entry.name}" not in text
+    ] == []
 
 
 # Every twentieth picture, or all.
 @pytest.mark.parametrize("step", [20, pytest.param(1, marks=pytest.mark.slow)])
-def test_pictures__equal_those_of_the_script(pictures: ModuleType, tmp_path: Path, step: int) -> None:
+def test_pictures__equal_those_of_the_script(
+    pictures: ModuleType, tmp_path: Path, step: int
+) -> None:
     from matplotlib.testing.compare import compare_images
 
     for name in list(pictures.COMMANDS)[::step]:
         assert pictures.run_command(name, tmp_path / name) == 0
-        assert compare_images(str(ROOT / "docs" / "pictures" / name), str(tmp_path / name), tol=1.0) is None
+        assert (
+            compare_images(
+                str(ROOT / "docs" / "pictures" / name), str(tmp_path / name), tol=1.0
+            )
+            is None
+        )

@@ -25,19 +25,43 @@ def losses(text: str) -> list[float]:
 
 @pytest.mark.slow
 def test_train_gpt__losses_are_those_of_torch() -> None:
-    small = [EXAMPLES / "train_gpt.py", "--device", "cpu", "--layers", "1", "--width", "32", "--steps", "6"]
-    actual, expected = (losses(run(*small, "--optimizer", name)) for name in ("interleaved", "adamw"))
+    small = [
+        EXAMPLES / "train_gpt.py",
+        "--device",
+        "cpu",
+        "--layers",
+        "1",
+        "--width",
+        "32",
+        "--steps",
+        "6",
+    ]
+    actual, expected = (
+        losses(run(*small, "--optimizer", name)) for name in ("interleaved", "adamw")
+    )
     assert len(actual) == len(expected) == 6
     assert actual == pytest.approx(expected, abs=2e-3)
 
 
 @pytest.mark.slow
 def test_train_storage__goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    small = [EXAMPLES / "train_storage.py", "--device", "cpu", "--layers", "2", "--width", "256", "--context", "32"]
+    small = [
+        EXAMPLES / "train_storage.py",
+        "--device",
+        "cpu",
+        "--layers",
+        "2",
+        "--width",
+        "256",
+        "--context",
+        "32",
+    ]
     options = ["--batch", "2", "--host-memory", "18e6"]
 
     def text(folder: str, steps: int) -> str:
-        return run(*small, *options, "--storage", tmp_path / folder, "--steps", str(steps))
+        return run(
+            *small, *options, "--storage", tmp_path / folder, "--steps", str(steps)
+        )
 
     interrupted = losses(text("a", 10)) + losses(text("a", 20))
     whole = text("b", 20)
@@ -49,7 +73,15 @@ def test_train_storage__goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_train_hf__the_loss_falls(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    text = run(EXAMPLES / "train_hf.py", "--steps", "15", "--output", tmp_path / "out", "--activations", "16e6")
+    text = run(
+        EXAMPLES / "train_hf.py",
+        "--steps",
+        "15",
+        "--output",
+        tmp_path / "out",
+        "--activations",
+        "16e6",
+    )
     assert "transformer.h.0 recompute" in text or "transformer.h.0 offload" in text
     values = losses(text)
     assert len(values) >= 5
@@ -59,18 +91,33 @@ def test_train_hf__the_loss_falls(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_train_deepspeed__the_loss_falls(deepspeed_extensions: None) -> None:
     small = ["--layers", "1", "--width", "64", "--context", "64", "--steps", "12"]
-    values = losses(run(EXAMPLES / "train_deepspeed.py", *small, "--policy", "pipelined"))
+    values = losses(
+        run(EXAMPLES / "train_deepspeed.py", *small, "--policy", "pipelined")
+    )
     assert len(values) == 12
     assert values[-1] < values[0] - 0.1
 
 
 @pytest.mark.slow
 def test_train_layers__losses_are_those_of_the_plain_job() -> None:
-    small = [EXAMPLES / "train_layers.py", "--device", "cpu", "--layers", "12", "--share", "0.3", "--width", "64"]
+    small = [
+        EXAMPLES / "train_layers.py",
+        "--device",
+        "cpu",
+        "--layers",
+        "12",
+        "--share",
+        "0.3",
+        "--width",
+        "64",
+    ]
     options = ["--context", "16", "--batch", "1", "--steps", "6"]
     expected = losses(run(*small, *options, "--plain"))
     assert len(expected) == 6
-    for weights, layers in (("auto", "streamed"), ("streamed:2", "10 resident, 2 streamed")):
+    for weights, layers in (
+        ("auto", "streamed"),
+        ("streamed:2", "10 resident, 2 streamed"),
+    ):
         text = run(*small, *options, "--weights", weights)
         assert losses(text) == expected
         assert layers in text

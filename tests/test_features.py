@@ -1,4 +1,5 @@
-"""Features plug into seams of the core: those of this repository, and those of other distributions."""
+"""Features plug into seams of the core: those of this repository, and those of other
+distributions."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from ebbtide.seams import SEAMS, Feature
 from tests.conftest import WITHOUT_FEATURES, run_process
 
 ROOT = Path(__file__).parents[1]
-FEATURES = sorted(path for path in (ROOT / "features").iterdir() if (path / "__init__.py").exists())
+FEATURES = sorted(
+    path for path in (ROOT / "features").iterdir() if (path / "__init__.py").exists()
+)
 
 COMMAND = '''
 from ebbtide.cli.command import command
@@ -34,16 +37,31 @@ from ebbtide.analysis.findings.rule import rule
 def hello(job):
     return None
 """
-PLUG = 'Feature("hello", {"commands": {"hello": "command"}, "findings": {"hello": "rules"}})'
-PROGRAM = "from ebbtide.analysis.findings.rule import all_rules; print(*{r.name for r in all_rules()} & {'hello'})"
+PLUG = (
+    'Feature("hello", {"commands": {"hello": "command"}, "findings": {"hello": '
+    '"rules"}})'
+)
+PROGRAM = (
+    "from ebbtide.analysis.findings.rule import all_rules; print(*{r.name for r in "
+    "all_rules()} & {'hello'})"
+)
 
 
 def test_contract__has_no_exception_but_for_type_checkers() -> None:
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"][
+        "importlinter"
+    ]["contracts"]
     (layers,) = [contract for contract in contracts if contract["type"] == "layers"]
-    public = ("ebbtide", "ebbtide.profiler", "ebbtide.interleave", "ebbtide.interleave.deepspeed")
+    public = (
+        "ebbtide",
+        "ebbtide.profiler",
+        "ebbtide.interleave",
+        "ebbtide.interleave.deepspeed",
+    )
     public = (*public, "ebbtide.profiler.importers.load")
-    exceptions = [line for line in layers["ignore_imports"] if line.split(" -> ")[0] not in public]
+    exceptions = [
+        line for line in layers["ignore_imports"] if line.split(" -> ")[0] not in public
+    ]
     assert exceptions == []
 
 
@@ -65,7 +83,10 @@ def test_seam__has_objects_that_can_be_imported(seam: str) -> None:
 
 
 def test_seam__refuses_two_objects_of_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = {name: Feature(name, {"plots": {"ranks": "module"}}) for name in ("first", "second")}
+    both = {
+        name: Feature(name, {"plots": {"ranks": "module"}})
+        for name in ("first", "second")
+    }
     monkeypatch.setattr(seams, "features", lambda: both)
     with pytest.raises(UserError, match="first and second both have 'ranks'"):
         seams.plugs("plots")
@@ -82,15 +103,27 @@ def test_service__that_is_not_there_is_a_line() -> None:
 
 
 def test_feature__of_another_distribution_plugs_in(tmp_path: Path) -> None:
-    package, metadata = tmp_path / "hello_feature", tmp_path / "hello_feature-1.0.dist-info"
+    package, metadata = (
+        tmp_path / "hello_feature",
+        tmp_path / "hello_feature-1.0.dist-info",
+    )
     package.mkdir()
     metadata.mkdir()
-    (package / "__init__.py").write_text(f"from ebbtide.seams import Feature\n\nFEATURE = {PLUG}\n")
+    (package / "__init__.py").write_text(
+        f"from ebbtide.seams import Feature\n\nFEATURE = {PLUG}\n"
+    )
     (package / "command.py").write_text(COMMAND)
     (package / "rules.py").write_text(RULES)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: hello-feature\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[ebbtide.features]\nhello = hello_feature\n")
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: hello-feature\nVersion: 1.0\n"
+    )
+    (metadata / "entry_points.txt").write_text(
+        "[ebbtide.features]\nhello = hello_feature\n"
+    )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    for words, expected in ((["-m", "ebbtide", "hello"], "hello\n"), (["-c", PROGRAM], "hello\n")):
+    for words, expected in (
+        (["-m", "ebbtide", "hello"], "hello\n"),
+        (["-c", PROGRAM], "hello\n"),
+    ):
         run = run_process([sys.executable, *words], env=environment, cwd=tmp_path)
         assert (run.returncode, run.stdout) == (0, expected), run.stderr

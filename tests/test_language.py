@@ -1,4 +1,5 @@
-"""The rules of CONTRIBUTING.md that a program can check: docstrings, names, public classes, import cycles."""
+"""The rules of CONTRIBUTING.md that a program can check: docstrings, names, public
+classes, import cycles."""
 
 from __future__ import annotations
 
@@ -13,24 +14,45 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("ebbtide", "profiler", "analysis", "interleave")
-FORBIDDEN_NAMES = {"found", "told", "held", "known", "way", "piece", "company", "beat", "door", "odd"}
+FORBIDDEN_NAMES = {
+    "found",
+    "told",
+    "held",
+    "known",
+    "way",
+    "piece",
+    "company",
+    "beat",
+    "door",
+    "odd",
+}
 FORBIDDEN_OPENINGS = ("What ", "Of ", "Where ", "How ", "Whose ")
 
 
 def sources(*folders: str) -> list[Path]:
-    """Every Python file of the folders; `ebbtide/` without its links to the other packages."""
+    """Every Python file of the folders; `ebbtide/` without its links to the other
+    packages."""
     files: list[Path] = []
     for folder in folders:
-        files += [path for path in sorted((ROOT / folder).rglob("*.py")) if not _through_link(path)]
+        files += [
+            path
+            for path in sorted((ROOT / folder).rglob("*.py"))
+            if not _through_link(path)
+        ]
     return files
 
 
 def _through_link(path: Path) -> bool:
-    return any(parent.is_symlink() for parent in path.parents if parent != ROOT and ROOT in parent.parents)
+    return any(
+        parent.is_symlink()
+        for parent in path.parents
+        if parent != ROOT and ROOT in parent.parents
+    )
 
 
 def trees(*folders: str, pattern: str = "") -> Iterator[tuple[str, ast.Module]]:
-    """Yield the path, from the root of the repository, and the syntax tree of each file whose text has the pattern."""
+    """Yield the path, from the root of the repository, and the syntax tree of each file
+    whose text has the pattern."""
     for path in sources(*folders):
         if re.search(pattern, path.read_text(encoding="utf-8"), re.IGNORECASE):
             yield str(path.relative_to(ROOT)), _parse(path)
@@ -45,7 +67,10 @@ def names(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Yield each name that a module defines or assigns, and its line number."""
     for node in ast.walk(tree):
         match node:
-            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+            case (
+                ast.Name(id=name, ctx=ast.Store())
+                | ast.Attribute(attr=name, ctx=ast.Store())
+            ):
                 yield name, node.lineno
             case ast.arg(arg=name):
                 yield name, node.lineno
@@ -57,7 +82,9 @@ def test_names__none_is_a_word_that_says_nothing() -> None:
     for folder in [*PACKAGES, "tests", "benchmarks", "examples", "docs", "traces"]:
         breaches = [
             f"{path}:{line}: {name}"
-            for path, tree in trees(folder, pattern=rf"\b_*({'|'.join(FORBIDDEN_NAMES)})_*\b")
+            for path, tree in trees(
+                folder, pattern=rf"\b_*({'|'.join(FORBIDDEN_NAMES)})_*\b"
+            )
             for name, line in names(tree)
             if name.strip("_").lower() in FORBIDDEN_NAMES
         ]
@@ -69,7 +96,9 @@ def test_docstrings__begin_with_what_the_thing_is_or_does() -> None:
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         breaches = [
             f"{path}:{getattr(node, 'lineno', 1)}: {docstring.splitlines()[0]}"
-            for path, tree in trees(folder, pattern=rf"[\"'][\s\\]*({'|'.join(FORBIDDEN_OPENINGS)})")
+            for path, tree in trees(
+                folder, pattern=rf"[\"'][\s\\]*({'|'.join(FORBIDDEN_OPENINGS)})"
+            )
             for node in ast.walk(tree)
             if isinstance(node, documented)
             and (docstring := ast.get_docstring(node))
@@ -88,13 +117,18 @@ def test_public_classes__each_name_means_one_thing() -> None:
 
 
 def test_folders__each_says_in_its_docstring_what_it_holds() -> None:
-    silent = [path for path, tree in trees(*PACKAGES) if path.endswith("/__init__.py") and not ast.get_docstring(tree)]
+    silent = [
+        path
+        for path, tree in trees(*PACKAGES)
+        if path.endswith("/__init__.py") and not ast.get_docstring(tree)
+    ]
     assert silent == []
 
 
 @cache
 def module_imports() -> dict[str, set[str]]:
-    """Return the modules of ebbtide that each module imports, at the top or inside functions."""
+    """Return the modules of ebbtide that each module imports, at the top or inside
+    functions."""
     modules: dict[str, tuple[bool, ast.Module]] = {}
     for path, tree in trees(*PACKAGES):
         name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
@@ -109,11 +143,16 @@ def module_imports() -> dict[str, set[str]]:
             elif isinstance(node, ast.ImportFrom):
                 base = _absolute(module, is_package, node)
                 targets = {
-                    f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules else base for alias in node.names
+                    f"{base}.{alias.name}"
+                    if f"{base}.{alias.name}" in modules
+                    else base
+                    for alias in node.names
                 }
             else:
                 continue
-            imports[module] |= {target for target in targets if target in modules and target != module}
+            imports[module] |= {
+                target for target in targets if target in modules and target != module
+            }
     return imports
 
 
@@ -132,7 +171,10 @@ def test_imports__go_in_no_circle_between_the_entries_of_any_folder() -> None:
         for target in targets:
             one, other = module.split("."), target.split(".")
             # The two entries of the deepest folder that both are in.
-            shared = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+            shared = next(
+                (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+                None,
+            )
             if shared is not None:
                 edges[".".join(one[: shared + 1])].add(".".join(other[: shared + 1]))
     assert [entry for entry in sorted(edges) if entry in _reachable(edges, entry)] == []
@@ -152,11 +194,18 @@ def _reachable(edges: dict[str, set[str]], start: str) -> set[str]:
 def test_packages__have_few_entries_and_few_imports_between_them(package: str) -> None:
     prefix = f"ebbtide.{package}."
     arrows = {
-        (module.removeprefix(prefix).split(".")[0], target.removeprefix(prefix).split(".")[0])
+        (
+            module.removeprefix(prefix).split(".")[0],
+            target.removeprefix(prefix).split(".")[0],
+        )
         for module, targets in module_imports().items()
         for target in targets
         if module.startswith(prefix) and target.startswith(prefix)
     }
-    entries = [path for path in (ROOT / package).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    entries = [
+        path
+        for path in (ROOT / package).iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    ]
     assert len(entries) <= 13
     assert len({(one, other) for one, other in arrows if one != other}) <= 40

@@ -85,8 +85,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(root, symlinks=True)
     (folder,) = root.glob("lib/python*/site-packages")
     (folder / "ebbtide").symlink_to(ROOT / "ebbtide")
-    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    dependency_closure = chain.from_iterable(requirements(Requirement(text).name) for text in dependencies)
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "dependencies"
+    ]
+    dependency_closure = chain.from_iterable(
+        requirements(Requirement(text).name) for text in dependencies
+    )
     listed = {one.metadata["Name"]: one for one in dependency_closure}
     for path in set[Path]().union(*map(roots, listed.values())):
         (folder / path.name).symlink_to(path)
@@ -113,23 +117,34 @@ def test_base__reads_traces(base: Path, tmp_path: Path, command_line: str) -> No
 
 
 @pytest.mark.parametrize("command_line", EXTRAS, ids=lambda text: text.split()[0])
-def test_base__names_the_extra_that_a_command_needs(base: Path, tmp_path: Path, command_line: str) -> None:
+def test_base__names_the_extra_that_a_command_needs(
+    base: Path, tmp_path: Path, command_line: str
+) -> None:
     run = run_in(base, ["-m", "ebbtide", *filled(command_line, tmp_path)], tmp_path)
     assert (run.returncode, run.stdout) == (2, "")
     (message,) = run.stderr.splitlines()
     assert f"ebbtide[{EXTRAS[command_line]}]" in message
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(("run", "machine"))]
+    assert not [
+        path for path in tmp_path.iterdir() if path.name.startswith(("run", "machine"))
+    ]
 
 
 @pytest.mark.parametrize("command_line", READING[:3], ids=lambda text: text.split()[0])
-def test_base__reads_traces_on_a_laptop(base: Path, tmp_path: Path, command_line: str) -> None:
+def test_base__reads_traces_on_a_laptop(
+    base: Path, tmp_path: Path, command_line: str
+) -> None:
     run = run_in(base, ["-c", LAPTOP, *filled(command_line, tmp_path)], tmp_path)
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize(("command_line", "imported"), [*zip(READING, ([], ["pandas"], ["pandas"]), strict=False)])
+@pytest.mark.parametrize(
+    ("command_line", "imported"),
+    [*zip(READING, ([], ["pandas"], ["pandas"]), strict=False)],
+)
 def test_commands__import_what_they_need_alone(
     base: Path, tmp_path: Path, command_line: str, imported: list[str]
 ) -> None:
-    run = run_in(base, ["-c", STARTS, *filled(command_line, tmp_path), "--json"], tmp_path)
+    run = run_in(
+        base, ["-c", STARTS, *filled(command_line, tmp_path), "--json"], tmp_path
+    )
     assert run.stderr.split() == imported, run.stderr

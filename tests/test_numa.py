@@ -33,7 +33,9 @@ TWO_SOCKETS = {0: "0-15,32-47", 1: "16-31,48-63"}
 GPU = "00000000:C1:00.0"
 
 
-@pytest.mark.parametrize(("text", "cpus"), [("", set()), ("3", {3}), ("0-2,8,10-11\n", {0, 1, 2, 8, 10, 11})])
+@pytest.mark.parametrize(
+    ("text", "cpus"), [("", set()), ("3", {3}), ("0-2,8,10-11\n", {0, 1, 2, 8, 10, 11})]
+)
 def test_parse_cpus__reads_what_linux_writes(text: str, cpus: set[int]) -> None:
     assert parse_cpus(text) == cpus
 
@@ -43,7 +45,9 @@ def test_cpus_text__is_read_back(cpus: frozenset[int]) -> None:
     text = cpus_text(cpus)
     assert parse_cpus(text) == cpus
     # No two ranges touch.
-    assert text.count(",") + 1 - (not cpus) == len([cpu for cpu in cpus if cpu - 1 not in cpus])
+    assert text.count(",") + 1 - (not cpus) == len(
+        [cpu for cpu in cpus if cpu - 1 not in cpus]
+    )
 
 
 def test_read_nodes__has_cores_and_memory_of_each_node(tmp_path: Path) -> None:
@@ -83,12 +87,16 @@ def test_pci_node__is_the_one_of_the_firmware_or_of_the_local_cores(
 def test_pci_node__keeps_long_domains(tmp_path: Path) -> None:
     """Virtual machines and GB200 have PCI domains with more than four digits."""
     root = numa_host(tmp_path, TWO_SOCKETS, {"10000:01:00.0": 1, "0018:01:00.0": 0})
-    assert (pci_node("00010000:01:00.0", root), pci_node("00000018:01:00.0", root)) == (1, 0)
+    assert (pci_node("00010000:01:00.0", root), pci_node("00000018:01:00.0", root)) == (
+        1,
+        0,
+    )
     assert topology.pci_address(0x18, 1, 0) == "0018:01:00.0"
 
 
 def test_binding_node__is_unknown_on_a_host_with_one_node(tmp_path: Path) -> None:
-    """The memory of a GH200's GPU is a node without cores: there is nothing to choose."""
+    """The memory of a GH200's GPU is a node without cores: there is nothing to
+    choose."""
     root = numa_host(tmp_path, {0: "0-71", 1: ""}, {"0009:01:00.0": -1})
     assert pci_node("00000009:01:00.0", root) == 0
     assert binding_node("00000009:01:00.0", root) is None
@@ -107,7 +115,9 @@ MAPS = """\
 def test_read_memory_by_node__counts_memory_of_the_process(tmp_path: Path) -> None:
     root = host(tmp_path, proc__5__numa_maps=MAPS)
     kib = {0: 4 * (10 + 5) + 3 * 2048, 1: 4 * (990 + 7)}
-    assert read_memory_by_node(5, root) == {node: 1024 * size for node, size in kib.items()}
+    assert read_memory_by_node(5, root) == {
+        node: 1024 * size for node, size in kib.items()
+    }
     assert read_memory_by_node(6, root) is None
 
 
@@ -116,7 +126,9 @@ def test_read_memory_by_node__has_the_resident_memory_of_this_process() -> None:
     sizes = read_memory_by_node(os.getpid())
     if sizes is None:
         pytest.skip("the kernel has no numa_maps")
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
     assert block.nbytes <= sum(sizes.values()) <= resident + (16 << 20)
 
 
@@ -142,7 +154,10 @@ def in_thread(node: int | None) -> set[int]:
 
 
 def invent_nodes(monkeypatch: pytest.MonkeyPatch, *cpus: set[int]) -> None:
-    nodes = tuple(NumaNode(number, frozenset(cores), 64 * GIB) for number, cores in enumerate(cpus))
+    nodes = tuple(
+        NumaNode(number, frozenset(cores), 64 * GIB)
+        for number, cores in enumerate(cpus)
+    )
     monkeypatch.setattr(topology, "read_nodes", lambda root=None: nodes)
 
 
@@ -198,7 +213,9 @@ def test_place_memory__leaves_memory_without_a_node_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("machine", [platform.machine(), "riscv64"])
-def test_place_memory__touches_it_first_where_mbind_is_refused(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
+def test_place_memory__touches_it_first_where_mbind_is_refused(
+    monkeypatch: pytest.MonkeyPatch, machine: str
+) -> None:
     """No such node, and no known number of the call: both are refusals."""
     monkeypatch.setattr("platform.machine", lambda: machine)
     own = os.sched_getaffinity(0)

@@ -56,7 +56,9 @@ def test_new_output__failed_block_changes_nothing(tmp_path: Path, force: bool) -
     assert not force or (tmp_path / "out").read_text() == "old"
 
 
-def test_new_output__restores_a_folder_that_could_not_be_replaced(tmp_path: Path) -> None:
+def test_new_output__restores_a_folder_that_could_not_be_replaced(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "kept").touch()
     with (
@@ -69,5 +71,7 @@ def test_new_output__restores_a_folder_that_could_not_be_replaced(tmp_path: Path
 
 
 def test_new_output__reports_an_unwritable_path_on_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot write .*nowhere/out: No such file or directory"):
+    with pytest.raises(
+        UserError, match=r"cannot write .*nowhere/out: No such file or directory"
+    ):
         write(tmp_path / "nowhere" / "out")

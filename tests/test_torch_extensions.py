@@ -15,7 +15,17 @@ print(shutil.which("ninja"))
 
 
 def test_use_own_directory__finds_the_ninja_of_this_environment() -> None:
-    """A shell without an active environment finds another one first, which would compile everything again."""
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[1])}
-    run = subprocess.run([sys.executable, "-c", _FIND], env=environment, capture_output=True, text=True, check=True)
+    """A shell without an active environment finds another one first, which would
+    compile everything again."""
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", _FIND],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert run.stdout.strip() == str(Path(sys.executable).with_name("ninja"))

@@ -12,7 +12,11 @@ def test_count_text__has_three_digits_of_the_nearest_unit() -> None:
 
 
 def test_rate_text__has_three_digits_of_the_nearest_unit() -> None:
-    assert [rate_text(rate) for rate in (12.34e9, 999.8e6, 999.4e6)] == ["12.3 GB/s", "1 GB/s", "999 MB/s"]
+    assert [rate_text(rate) for rate in (12.34e9, 999.8e6, 999.4e6)] == [
+        "12.3 GB/s",
+        "1 GB/s",
+        "999 MB/s",
+    ]
 
 
 def test_ms_text__has_days_where_nobody_reads_milliseconds() -> None:

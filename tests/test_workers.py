@@ -96,9 +96,13 @@ def test_run_locally__closing_it_ends_all_processes(tmp_path: Path) -> None:
 
 
 def quick_or_slow(path: str) -> str:
-    """Run for ever as the slow task; as the quick one only wait until the slow one has started."""
+    """Run for ever as the slow task; as the quick one only wait until the slow one has
+    started."""
     if not path.endswith("pid"):
-        while not Path(path).with_name("pid").exists() or not Path(path).with_name("pid").read_text():
+        while (
+            not Path(path).with_name("pid").exists()
+            or not Path(path).with_name("pid").read_text()
+        ):
             time.sleep(0.01)
         return path
     wait_long(path)
@@ -107,20 +111,29 @@ def quick_or_slow(path: str) -> str:
 
 @pytest.fixture(scope="module")
 def scheduler() -> Iterator[str]:
-    """Start a cluster that gives up a task when its first worker dies; return its address."""
+    """Start a cluster that gives up a task when its first worker dies; return its
+    address."""
     dask = pytest.importorskip("dask", reason="dask.distributed is not installed")
-    distributed = pytest.importorskip("distributed", reason="dask.distributed is not installed")
+    distributed = pytest.importorskip(
+        "distributed", reason="dask.distributed is not installed"
+    )
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": 0}),
-        distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0", silence_logs=50) as cluster,
+        distributed.LocalCluster(
+            n_workers=1, threads_per_worker=1, dashboard_address=":0", silence_logs=50
+        ) as cluster,
     ):
         yield cluster.scheduler_address
 
 
-def test_run_on_cluster__refuses_workers_of_another_version(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_on_cluster__refuses_workers_of_another_version(
+    scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker_version = ebbtide.__version__
     monkeypatch.setattr(ebbtide, "__version__", "another")
-    with pytest.raises(UserError, match=rf"lack ebbtide another: install it there \({worker_version}\)"):
+    with pytest.raises(
+        UserError, match=rf"lack ebbtide another: install it there \({worker_version}\)"
+    ):
         list(run_on_cluster(double, {"1": 1}, scheduler))
 
 

@@ -1,16 +1,19 @@
-"""The C++ extensions that DeepSpeed compiles when they are first used, in a directory of the test environment's own.
+"""The C++ extensions that DeepSpeed compiles when they are first used, in a directory
+of the test environment's own.
 
-torch guards each extension by a file named `lock`. A process that is killed leaves that file behind, and every later
-process waits for it without a limit. So the tests never use the user's `~/.cache/torch_extensions`, and locks of their
-own, which the kernel releases when a process ends, show when a `lock` file is stale:
+torch guards each extension by a file named `lock`. A process that is killed leaves that
+file behind, and every later process waits for it without a limit. So the tests never
+use the user's `~/.cache/torch_extensions`, and locks of their own, which the kernel
+releases when a process ends, show when a `lock` file is stale:
 
-- `users.lock` is locked (shared) by every test process. A process that can lock it exclusively is alone, and removes
-  `lock` files.
-- `compile.lock` is locked by the process that compiles. Until the extensions exist no other process loads them.
+- `users.lock` is locked (shared) by every test process. A process that can lock it
+  exclusively is alone, and removes `lock` files.
+- `compile.lock` is locked by the process that compiles. Until the extensions exist no
+  other process loads them.
 
-`python -m tests.torch_extensions` compiles them before the tests, as `make test` does. Those for
-storage take five minutes and need libaio-dev, so they are compiled only on demand:
-`python -m tests.torch_extensions PinMemoryBuilder AsyncIOBuilder`.
+`python -m tests.torch_extensions` compiles them before the tests, as `make test` does.
+Those for storage take five minutes and need libaio-dev, so they are compiled only on
+demand: `python -m tests.torch_extensions PinMemoryBuilder AsyncIOBuilder`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 DIRECTORY = Path(sys.prefix) / "torch_extensions"
-# Four minutes of CPU time if nothing is there yet. In a test, pytest's own timeout comes after it.
+# Four minutes of CPU time if nothing is there yet. In a test, pytest's own timeout
+# comes after it.
 COMPILE_TIMEOUT_S = 900.0
 COMPILE_TIMEOUT_IN_TEST_S = 270.0
 # Extensions that nearly every job loads.
@@ -52,7 +56,8 @@ class ExtensionError(RuntimeError):
 
 
 def missing_requirement() -> str | None:
-    """Return a message if this environment lacks what the extensions need, else None."""
+    """Return a message if this environment lacks what the extensions need, else
+    None."""
     if importlib.util.find_spec("deepspeed") is None:
         return "DeepSpeed is not installed"
     if shutil.which("c++") is None:
@@ -61,23 +66,32 @@ def missing_requirement() -> str | None:
 
 
 def missing_storage_requirement() -> str | None:
-    """Return a message if the extension for swapping to storage was not compiled, else None."""
+    """Return a message if the extension for swapping to storage was not compiled, else
+    None."""
     if (DIRECTORY / "async_io" / "async_io.so").exists():
         return None
-    return "needs libaio-dev, and DeepSpeed's async_io: python -m tests.torch_extensions " + " ".join(STORAGE_BUILDERS)
+    return (
+        "needs libaio-dev, and DeepSpeed's async_io: python -m tests.torch_extensions "
+        + " ".join(STORAGE_BUILDERS)
+    )
 
 
 def use_own_directory() -> None:
-    """Direct torch in this process and its children to `DIRECTORY`, and to the ninja of this environment.
+    """Direct torch in this process and its children to `DIRECTORY`, and to the ninja of
+    this environment.
 
-    Another version of ninja would compile everything again, since their logs differ, while other jobs wait.
+    Another version of ninja would compile everything again, since their logs differ,
+    while other jobs wait.
     """
     os.environ["TORCH_EXTENSIONS_DIR"] = str(DIRECTORY)
-    os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    os.environ["PATH"] = os.pathsep.join(
+        (str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath))
+    )
 
 
 def register_user() -> None:
-    """Hold `users.lock` as long as this process lives; remove stale `lock` files if no other process holds it."""
+    """Hold `users.lock` as long as this process lives; remove stale `lock` files if no
+    other process holds it."""
     DIRECTORY.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(DIRECTORY / "users.lock", os.O_RDWR | os.O_CREAT)
     try:
@@ -91,8 +105,11 @@ def register_user() -> None:
     _users_locks.append(descriptor)
 
 
-def compile_extensions(timeout_s: float = COMPILE_TIMEOUT_S, builders: tuple[str, ...] = BUILDERS) -> None:
-    """Compile the extensions unless that is done. Processes that ask at the same time wait for the first.
+def compile_extensions(
+    timeout_s: float = COMPILE_TIMEOUT_S, builders: tuple[str, ...] = BUILDERS
+) -> None:
+    """Compile the extensions unless that is done. Processes that ask at the same time
+    wait for the first.
 
     Args:
         timeout_s: How long to wait for another process, and how long to compile.
@@ -114,8 +131,11 @@ def compile_extensions(timeout_s: float = COMPILE_TIMEOUT_S, builders: tuple[str
         stamp.touch()
 
 
-def _run_compiler(timeout_s: float, builders: tuple[str, ...], locks: tuple[int, ...]) -> None:
-    """Compile in a process of its own. It inherits the locks: they stay locked if only this process is killed."""
+def _run_compiler(
+    timeout_s: float, builders: tuple[str, ...], locks: tuple[int, ...]
+) -> None:
+    """Compile in a process of its own. It inherits the locks: they stay locked if only
+    this process is killed."""
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(DIRECTORY)}
     with subprocess.Popen(
         [sys.executable, "-c", _COMPILE, *builders],
@@ -133,17 +153,26 @@ def _run_compiler(timeout_s: float, builders: tuple[str, ...], locks: tuple[int,
             # With the compilers that it has started.
             os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
-                raise ExtensionError(f"DeepSpeed's extensions were not compiled in {timeout_s:g} s") from error
+                raise ExtensionError(
+                    f"DeepSpeed's extensions were not compiled in {timeout_s:g} s"
+                ) from error
             raise
     if process.returncode:
-        raise ExtensionError(f"DeepSpeed's extensions could not be compiled:\n{output[-4000:]}")
+        raise ExtensionError(
+            f"DeepSpeed's extensions could not be compiled:\n{output[-4000:]}"
+        )
 
 
 @contextmanager
 def _compile_lock(timeout_s: float) -> Iterator[int]:
     descriptor = os.open(DIRECTORY / "compile.lock", os.O_RDWR | os.O_CREAT)
     try:
-        _lock(descriptor, fcntl.LOCK_EX, timeout_s, purpose="another process that compiles")
+        _lock(
+            descriptor,
+            fcntl.LOCK_EX,
+            timeout_s,
+            purpose="another process that compiles",
+        )
         yield descriptor
     finally:
         os.close(descriptor)
@@ -157,7 +186,9 @@ def _lock(descriptor: int, operation: int, timeout_s: float, purpose: str) -> No
             return
         except BlockingIOError:
             if time.monotonic() >= deadline:
-                raise ExtensionError(f"waited {timeout_s:g} s in {DIRECTORY} for {purpose}") from None
+                raise ExtensionError(
+                    f"waited {timeout_s:g} s in {DIRECTORY} for {purpose}"
+                ) from None
             time.sleep(0.1)
 
 

@@ -17,8 +17,8 @@ class Finding:
     Attributes:
         rule: Name of the rule.
         title: The cause in one line.
-        potential_gain_ms: The most that an iteration would gain without the cause; None if it cannot be expressed as a
-            time. Also `worth_ms` in JSON.
+        potential_gain_ms: The most that an iteration would gain without the cause; None
+            if it cannot be expressed as a time. Also `worth_ms` in JSON.
         evidence: Measured figures, a line each.
         advice: What to do.
         removes: Names of the other findings that are gone when the advice is followed.
@@ -60,7 +60,8 @@ class NotApplicable:
 
     Attributes:
         rule: Name of the rule.
-        needs: Descriptions of the data or jobs that it needs, and that the trace is or has not.
+        needs: Descriptions of the data or jobs that it needs, and that the trace is or
+            has not.
     """
 
     rule: str
@@ -72,7 +73,8 @@ class Findings(TabularResult):
     """Results of all rules.
 
     Attributes:
-        findings: The findings: those that remove others first, then the largest potential gain.
+        findings: The findings: those that remove others first, then the largest
+            potential gain.
         unknown: The questions that the trace cannot answer.
         not_applicable: The rules that do not apply to the trace.
         nothing_found: Names of the rules that looked at the job and found nothing.
@@ -84,8 +86,13 @@ class Findings(TabularResult):
     nothing_found: tuple[str, ...] = ()
 
     def removed_numbers(self, finding: Finding) -> list[int]:
-        """Return the numbers, from 1, of the findings that are gone when the advice of one is followed."""
-        return [number for number, other in enumerate(self.findings, 1) if other.rule in finding.removes]
+        """Return the numbers, from 1, of the findings that are gone when the advice of
+        one is followed."""
+        return [
+            number
+            for number, other in enumerate(self.findings, 1)
+            if other.rule in finding.removes
+        ]
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide findings --json` prints."""
@@ -93,11 +100,14 @@ class Findings(TabularResult):
         for finding, entry in zip(self.findings, printed["findings"], strict=True):
             # The former name of the key.
             entry["worth_ms"] = entry["potential_gain_ms"]
-            entry["action"] = None if finding.action is None else finding.action.as_json()
+            entry["action"] = (
+                None if finding.action is None else finding.action.as_json()
+            )
         return printed
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a row per finding, with the keys of the JSON objects as columns, but for `action`."""
+        """Return a row per finding, with the keys of the JSON objects as columns, but
+        for `action`."""
         frame = to_frame(self.findings, Finding).drop(columns="action", errors="ignore")
         return frame.assign(worth_ms=frame["potential_gain_ms"])
 

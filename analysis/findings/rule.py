@@ -13,7 +13,8 @@ from ebbtide.analysis.metrics.advice import Setting
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.errors import MissingPackageError
 
-# Returns a Finding, an Unknown where the trace cannot answer the rule's question, or None where it finds nothing.
+# Returns a Finding, an Unknown where the trace cannot answer the rule's question, or
+# None where it finds nothing.
 Check = Callable[[JobMetrics], Finding | Unknown | None]
 _RULES: dict[str, Rule] = {}
 
@@ -24,7 +25,8 @@ class Need:
 
     text: str  # Description of a trace that fulfils it.
     is_met: Callable[[JobMetrics], bool]  # Function that checks a trace.
-    ends_with_offload: bool = False  # Whether no job fulfils it that keeps its optimizer state on the device.
+    # Whether no job fulfils it that keeps its optimizer state on the device.
+    ends_with_offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,15 @@ class Rule:
             return self.unknown("its advice needs a search", str(error))
 
     def unmet(self, metrics: JobMetrics) -> NotApplicable | None:
-        """Return the conditions that a trace does not fulfil; None where the rule applies."""
+        """Return the conditions that a trace does not fulfil; None where the rule
+        applies."""
         texts = tuple(need.text for need in self.needs if not need.is_met(metrics))
         return NotApplicable(self.name, texts) if texts else None
 
     @property
     def ends_with_offload(self) -> bool:
-        """Whether the rule finds nothing in a job that keeps its optimizer state on the device."""
+        """Whether the rule finds nothing in a job that keeps its optimizer state on the
+        device."""
         return any(need.ends_with_offload for need in self.needs)
 
     def finding(
@@ -63,7 +67,9 @@ class Rule:
         action: Setting | None = None,
     ) -> Finding:
         """Return a finding of this rule: see `Finding`."""
-        return Finding(self.name, title, potential_gain_ms, tuple(evidence), advice, action=action)
+        return Finding(
+            self.name, title, potential_gain_ms, tuple(evidence), advice, action=action
+        )
 
     def unknown(self, question: str, record: str) -> Unknown:
         """Return a question of this rule that a trace cannot answer: see `Unknown`."""
@@ -71,7 +77,8 @@ class Rule:
 
 
 def rule(name: str, *needs: Need) -> Callable[[Check], Rule]:
-    """Decorate a function of `JobMetrics` so that `ebbtide findings` applies it to traces that fulfil all `needs`."""
+    """Decorate a function of `JobMetrics` so that `ebbtide findings` applies it to
+    traces that fulfil all `needs`."""
 
     def register(check: Check) -> Rule:
         assert name not in _RULES, f"two rules are named {name}"
@@ -82,9 +89,13 @@ def rule(name: str, *needs: Need) -> Callable[[Check], Rule]:
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
-    """Return the rules of the folder `rules` and of features, by themes, and in the order of lines."""
+    """Return the rules of the folder `rules` and of features, by themes, and in the
+    order of lines."""
     paths = (Path(__file__).parent / "rules").glob("[a-z]*.py")
-    themes = {path.stem: seams.Plug("ebbtide.analysis.findings.rules", path.stem) for path in paths}
+    themes = {
+        path.stem: seams.Plug("ebbtide.analysis.findings.rules", path.stem)
+        for path in paths
+    }
     themes.update(seams.plugs("findings"))
     for name in sorted(themes):
         themes[name].load()

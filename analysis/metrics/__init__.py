@@ -1,1 +1,2 @@
-"""Computes the figures of a trace: phases, memory, free-memory windows, link throughput, sub-steps."""
+"""Computes the figures of a trace: phases, memory, free-memory windows, link
+throughput, sub-steps."""

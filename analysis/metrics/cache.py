@@ -16,9 +16,12 @@ KeptResults = dict[str, dict[Any, Any]]
 _KEPT: dict[str, WeakKeyDictionary[Trace, dict[Any, Any]]] = {}
 
 
-def once_per_trace(function: Callable[Concatenate[Trace, P], Result]) -> Callable[Concatenate[Trace, P], Result]:
-    """Decorate a function of a trace and hashable arguments so that each result is kept as long as its trace. It must
-    depend on these alone, and callers, who share it, must not change it."""
+def once_per_trace(
+    function: Callable[Concatenate[Trace, P], Result],
+) -> Callable[Concatenate[Trace, P], Result]:
+    """Decorate a function of a trace and hashable arguments so that each result is kept
+    as long as its trace. It must depend on these alone, and callers, who share it, must
+    not change it."""
     results: WeakKeyDictionary[Trace, dict[Any, Result]] = WeakKeyDictionary()
     _KEPT[f"{function.__module__}.{function.__qualname__}"] = results
 
@@ -34,10 +37,15 @@ def once_per_trace(function: Callable[Concatenate[Trace, P], Result]) -> Callabl
 
 
 def kept_results(trace: Trace, ranks: Collection[int] | None = None) -> KeptResults:
-    """Return the results of a trace that `once_per_trace` keeps: those of some ranks, or (None) without arguments."""
+    """Return the results of a trace that `once_per_trace` keeps: those of some ranks,
+    or (None) without arguments."""
     firsts = {()} if ranks is None else {(rank,) for rank in ranks}
     selected = {
-        name: {key: result for key, result in results.get(trace, {}).items() if key[0][:1] in firsts}
+        name: {
+            key: result
+            for key, result in results.get(trace, {}).items()
+            if key[0][:1] in firsts
+        }
         for name, results in _KEPT.items()
     }
     return {name: results for name, results in selected.items() if results}
@@ -49,14 +57,18 @@ def keep_results(trace: Trace, kept: KeptResults) -> None:
         _KEPT[name].setdefault(trace, {}).update(results)
 
 
-# Time series that a function keeps: those of 8 ranks with 3 pools, and more; with small tables up to so many bytes.
+# Time series that a function keeps: those of 8 ranks with 3 pools, and more; with small
+# tables up to so many bytes.
 _MIN_SERIES = 32
 _SERIES_BYTES = 64e6
 
 
-def recent_per_trace(function: Callable[Concatenate[Trace, P], Result]) -> Callable[Concatenate[Trace, P], Result]:
-    """Decorate a function like `once_per_trace`, but keep only the last results, since they are as long as a table:
-    those of all ranks of a large job would not fit into memory."""
+def recent_per_trace(
+    function: Callable[Concatenate[Trace, P], Result],
+) -> Callable[Concatenate[Trace, P], Result]:
+    """Decorate a function like `once_per_trace`, but keep only the last results, since
+    they are as long as a table: those of all ranks of a large job would not fit into
+    memory."""
     results: WeakKeyDictionary[Trace, OrderedDict[Any, Result]] = WeakKeyDictionary()
     lock = Lock()
 
@@ -71,7 +83,10 @@ def recent_per_trace(function: Callable[Concatenate[Trace, P], Result]) -> Calla
         result = function(trace, *args, **kwargs)
         with lock:
             of_trace[key] = result
-            if len(of_trace) > max(_MIN_SERIES, _SERIES_BYTES * len(trace.ranks) / max(trace.stored_bytes, 1)):
+            if len(of_trace) > max(
+                _MIN_SERIES,
+                _SERIES_BYTES * len(trace.ranks) / max(trace.stored_bytes, 1),
+            ):
                 of_trace.popitem(last=False)
         return result
 

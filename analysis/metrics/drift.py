@@ -1,4 +1,5 @@
-"""Compares a run with its own beginning: iteration times, links, clocks and free memory that drift."""
+"""Compares a run with its own beginning: iteration times, links, clocks and free memory
+that drift."""
 
 from __future__ import annotations
 
@@ -9,8 +10,17 @@ from typing import NamedTuple
 import numpy as np
 
 from ebbtide.analysis.metrics.cache import once_per_trace
-from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, main_device, peak_pool
-from ebbtide.analysis.metrics.iterations import intervals, slowest_times, steady_iterations
+from ebbtide.analysis.metrics.devices import (
+    capacity_bytes,
+    free_pool,
+    main_device,
+    peak_pool,
+)
+from ebbtide.analysis.metrics.iterations import (
+    intervals,
+    slowest_times,
+    steady_iterations,
+)
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copies
 from ebbtide.analysis.metrics.phases import phase_peaks
 from ebbtide.analysis.metrics.ranks.rank_series import medians_within, rank_series
@@ -20,9 +30,17 @@ from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.sampler.pcie import link_peak_bytes_per_s
 from ebbtide.profiler.trace import Trace
 
-# Smaller changes are not reported. Free memory counts as a share of the capacity: 0.5 % are 0.4 GiB of 80.
-_MIN_SHARES = {"iteration_time": 0.05, "link_speed": 0.1, "copy_rate": 0.1, "sm_clock": 0.05, "free_memory": 0.005}
-# Idle links drop to generation 1: samples count from this share of what the link then can carry.
+# Smaller changes are not reported. Free memory counts as a share of the capacity: 0.5 %
+# are 0.4 GiB of 80.
+_MIN_SHARES = {
+    "iteration_time": 0.05,
+    "link_speed": 0.1,
+    "copy_rate": 0.1,
+    "sm_clock": 0.05,
+    "free_memory": 0.005,
+}
+# Idle links drop to generation 1: samples count from this share of what the link then
+# can carry.
 _LOADED_LINK_SHARE = 0.02
 # Of a steady loss of memory, a third is in the last third of the run.
 _MIN_SHARE_AT_END = 0.2
@@ -34,25 +52,37 @@ _LARGE_BYTES = 1 << 20
 class Drift:
     """A quantity that is worse at the end of a run than at its beginning."""
 
-    # `iteration_time` (ms), `link_speed` (bytes/s that generation and lanes allow, in samples with traffic),
-    # `copy_rate` (bytes/s of copies of 1 MiB or more), `sm_clock` (MHz, in samples with a utilization of 50 % or more)
-    # or `free_memory` (least bytes of an iteration).
+    # `iteration_time` (ms), `link_speed` (bytes/s that generation and lanes allow, in
+    # samples with traffic), `copy_rate` (bytes/s of copies of 1 MiB or more),
+    # `sm_clock` (MHz, in samples with a utilization of 50 % or more) or `free_memory`
+    # (least bytes of an iteration).
     quantity: str
-    rank: int | None  # The rank where it changes most; None for the iteration time, which is that of the slowest rank.
-    first: float  # The first iteration after the change, or the first sample's ms from the beginning of the trace.
+    # The rank where it changes most; None for the iteration time, which is that of the
+    # slowest rank.
+    rank: int | None
+    # The first iteration after the change, or the first sample's ms from the beginning
+    # of the trace.
+    first: float
     counts_iterations: bool  # Whether `first` is an iteration.
     before: float  # Median before the change began.
     after: float  # Median of the last third.
     is_gradual: bool  # Whether a line fits the values better than a step.
-    mean_change: float  # Mean change over all values, which is smaller than after - before where it began late.
+    # Mean change over all values, which is smaller than after - before where it began
+    # late.
+    mean_change: float
 
 
 def find_drifts(trace: Trace) -> list[Drift]:
-    """Find the quantities that become worse during a run, by `find_change` among their medians of the steady iterations
-    (for links and clocks, of samples under load). Without iterations only the speed of the link is compared, over
-    samples: memory that grows while a job starts is no drift."""
+    """Find the quantities that become worse during a run, by `find_change` among their
+    medians of the steady iterations (for links and clocks, of samples under load).
+    Without iterations only the speed of the link is compared, over samples: memory that
+    grows while a job starts is no drift."""
     drifts: dict[str, Drift] = {}
-    for drift in (drift for rank in (None, *trace.ranks) for drift in rank_drifts(trace, rank).drifts):
+    for drift in (
+        drift
+        for rank in (None, *trace.ranks)
+        for drift in rank_drifts(trace, rank).drifts
+    ):
         worst = drifts.get(drift.quantity)
         if worst is None or _share(drift) > _share(worst):
             drifts[drift.quantity] = drift
@@ -68,7 +98,8 @@ class RankDrifts(NamedTuple):
 
 @once_per_trace
 def rank_drifts(trace: Trace, rank: int | None) -> RankDrifts:
-    """Compare a rank, or (None) the iteration time of the slowest one, with its beginning."""
+    """Compare a rank, or (None) the iteration time of the slowest one, with its
+    beginning."""
     drifts: list[Drift] = []
     compared: list[str] = []
     numbers = steady_iterations(trace).numbers
@@ -79,30 +110,56 @@ def rank_drifts(trace: Trace, rank: int | None) -> RankDrifts:
             compared.append(quantity)
         is_memory = quantity == "free_memory"
         scale = capacity_bytes(trace, rank) if is_memory and rank is not None else None
-        change = find_change(values, 1 if quantity == "iteration_time" else -1, _MIN_SHARES[quantity], scale)
-        if change is not None and (not is_memory or _keeps_falling(trace, rank, at.astype(np.int64), values)):
-            drifts.append(Drift(quantity, rank, float(at[change.position]), bool(numbers), *change[1:]))
+        change = find_change(
+            values,
+            1 if quantity == "iteration_time" else -1,
+            _MIN_SHARES[quantity],
+            scale,
+        )
+        if change is not None and (
+            not is_memory or _keeps_falling(trace, rank, at.astype(np.int64), values)
+        ):
+            drifts.append(
+                Drift(
+                    quantity,
+                    rank,
+                    float(at[change.position]),
+                    bool(numbers),
+                    *change[1:],
+                )
+            )
     return RankDrifts(drifts, compared)
 
 
 def compared_quantities(trace: Trace) -> list[str]:
     """Return the quantities of which a trace has enough values to compare."""
     ranks = (None, *trace.ranks)
-    return list(dict.fromkeys(quantity for rank in ranks for quantity in rank_drifts(trace, rank).compared))
+    return list(
+        dict.fromkeys(
+            quantity for rank in ranks for quantity in rank_drifts(trace, rank).compared
+        )
+    )
 
 
 def _keeps_falling(trace: Trace, rank: int | None, numbers: Ints, free: Floats) -> bool:
-    """Return whether free memory falls because tensors take more, or falls to the end of the run. What torch has
-    reserved never shrinks by itself: in a healthy job it rises whenever a batch is the largest so far, ever more
-    rarely."""
+    """Return whether free memory falls because tensors take more, or falls to the end
+    of the run. What torch has reserved never shrinks by itself: in a healthy job it
+    rises whenever a batch is the largest so far, ever more rarely."""
     pool, capacity = peak_pool(trace), capacity_bytes(trace, rank or 0)
     tensors = "allocated" if pool == "device" else pool
-    used = phase_peaks(trace, rank or 0, tensors or "").at(numbers).largest(ITERATION_PARTS)
+    used = (
+        phase_peaks(trace, rank or 0, tensors or "")
+        .at(numbers)
+        .largest(ITERATION_PARTS)
+    )
     used = used[~np.isnan(used)]
     if len(used):
         return find_change(used, 1, _MIN_SHARES["free_memory"], capacity) is not None
     third = len(free) // 3
-    return bool(free[-third] - free[-1] > _MIN_SHARE_AT_END * (np.median(free[:third]) - free[-1]))
+    return bool(
+        free[-third] - free[-1]
+        > _MIN_SHARE_AT_END * (np.median(free[:third]) - free[-1])
+    )
 
 
 def _share(drift: Drift) -> float:
@@ -110,12 +167,16 @@ def _share(drift: Drift) -> float:
 
 
 def _series(trace: Trace, rank: int | None) -> Iterator[tuple[str, Floats, Floats]]:
-    """Yield each quantity with the iterations, or ms from the beginning of a trace without any, and its values."""
+    """Yield each quantity with the iterations, or ms from the beginning of a trace
+    without any, and its values."""
     numbers = steady_iterations(trace).numbers
     if rank is None:
         if numbers:
             slowest = slowest_times(trace)
-            yield "iteration_time", *_recorded(slowest.numbers, slowest.columns["iteration"])
+            yield (
+                "iteration_time",
+                *_recorded(slowest.numbers, slowest.columns["iteration"]),
+            )
         return
     if len(trace.columns(rank, "link")):
         yield "link_speed", *_per_iteration(trace, rank, *_link_speeds(trace, rank))
@@ -139,27 +200,38 @@ def _copy_rates(trace: Trace, rank: int) -> Iterator[tuple[Ints, Floats]]:
     """Yield the starts, ns, and the rates, bytes/s, of each kind of large copies."""
     rows = copies(trace, rank, None)
     rows = rows.only((rows.bytes >= _LARGE_BYTES) & (rows.ends > rows.starts))
-    for direction, kind in sorted({*zip(rows.directions, rows.host_memory, strict=True)}, key=str):
+    for direction, kind in sorted(
+        {*zip(rows.directions, rows.host_memory, strict=True)}, key=str
+    ):
         own = rows.only((rows.directions == direction) & (rows.host_memory == kind))
         yield own.starts, own.bytes / (own.ends - own.starts) * 1e9
 
 
 def _link_speeds(trace: Trace, rank: int) -> tuple[Ints, Floats]:
-    """Return the times, ns, and the bytes/s that a link can carry, of samples with traffic."""
+    """Return the times, ns, and the bytes/s that a link can carry, of samples with
+    traffic."""
     rows = trace.columns(rank, "link")
     states = np.stack([rows.floats("generation"), rows.floats("width")], axis=1)
     own = rows.equal("device", main_device(trace, rank)) & ~np.isnan(states).any(axis=1)
     kinds, kind = np.unique(states[own], axis=0, return_inverse=True)
-    peaks = [link_peak_bytes_per_s(int(generation), int(width)) or np.nan for generation, width in kinds]
+    peaks = [
+        link_peak_bytes_per_s(int(generation), int(width)) or np.nan
+        for generation, width in kinds
+    ]
     speeds = np.array(peaks, np.float64)[kind.ravel()]
-    rates = np.stack([rows.floats(f"{direction}_bytes_per_s")[own] for direction in DIRECTIONS])
+    rates = np.stack(
+        [rows.floats(f"{direction}_bytes_per_s")[own] for direction in DIRECTIONS]
+    )
     # Where only the state of the link was sampled, nothing shows load.
     loaded = np.nan_to_num(rates).max(axis=0) >= _LOADED_LINK_SHARE * speeds
     return rows.ints("t_ns")[own][loaded], speeds[loaded]
 
 
-def _per_iteration(trace: Trace, rank: int, times: Ints, values: Floats) -> tuple[Floats, Floats]:
-    """Return the median of the samples of each steady iteration; of a trace without iterations, each sample."""
+def _per_iteration(
+    trace: Trace, rank: int, times: Ints, values: Floats
+) -> tuple[Floats, Floats]:
+    """Return the median of the samples of each steady iteration; of a trace without
+    iterations, each sample."""
     spans = intervals(trace, rank)
     steady = np.isin(spans.numbers, steady_iterations(trace).numbers)
     if not steady.any():

@@ -1,4 +1,5 @@
-"""The setup of the framework that offloads the optimizer of a job, which its feature reads from meta.json."""
+"""The setup of the framework that offloads the optimizer of a job, which its feature
+reads from meta.json."""
 
 from __future__ import annotations
 
@@ -41,11 +42,13 @@ class FrameworkSetup(Protocol):
 
     @property
     def policy(self) -> str | None:
-        """The policy under which ebbtide's engine ran the updates; None where the framework ran them."""
+        """The policy under which ebbtide's engine ran the updates; None where the
+        framework ran them."""
 
     @property
     def recorded_policy(self) -> str | None:
-        """The policy that the job ran under: that of ebbtide's engine, or by the configuration."""
+        """The policy that the job ran under: that of ebbtide's engine, or by the
+        configuration."""
 
     @property
     def checkpointing(self) -> bool | None:
@@ -53,15 +56,18 @@ class FrameworkSetup(Protocol):
 
     @property
     def offloads(self) -> bool | None:
-        """Whether optimizer state is in host memory or on storage; None where the configuration does not say."""
+        """Whether optimizer state is in host memory or on storage; None where the
+        configuration does not say."""
 
     @property
     def ratio(self) -> float | None:
-        """The configured share of the parameters that the CPU updates; None where nothing is offloaded."""
+        """The configured share of the parameters that the CPU updates; None where
+        nothing is offloaded."""
 
     @property
     def cpu_share(self) -> float:
-        """The share of the parameters whose state is in host memory; 1 where it is not known."""
+        """The share of the parameters whose state is in host memory; 1 where it is not
+        known."""
 
     @property
     def subgroups(self) -> tuple[int, ...]:
@@ -73,22 +79,27 @@ class FrameworkSetup(Protocol):
 
     @property
     def framework(self) -> Framework | None:
-        """The framework, if it chose the resident subgroups; None if ebbtide's engine did."""
+        """The framework, if it chose the resident subgroups; None if ebbtide's engine
+        did."""
 
     @property
     def host_buffer_bytes(self) -> int | None:
-        """The bytes of host memory for buffers and gradients of state on storage; None if its state is not there."""
+        """The bytes of host memory for buffers and gradients of state on storage; None
+        if its state is not there."""
 
     def state_on_device(self, params: int, state_bytes: float) -> int | None:
-        """Return the bytes of optimizer state on the device, with gradients that are kept beside it; None where the
-        configuration does not say. `state_bytes`: of a parameter."""
+        """Return the bytes of optimizer state on the device, with gradients that are
+        kept beside it; None where the configuration does not say. `state_bytes`: of a
+        parameter."""
 
     def describe(self) -> str:
-        """Return a line for people on the offload; empty where nothing of it was recorded."""
+        """Return a line for people on the offload; empty where nothing of it was
+        recorded."""
 
 
 def framework_setup(trace: Trace) -> FrameworkSetup | None:
-    """Return the setup of the framework that offloads the optimizer; None of other jobs."""
+    """Return the setup of the framework that offloads the optimizer; None of other
+    jobs."""
     for key, plug in seams.plugs("setups").items():
         if isinstance(section := trace.raw_meta.get(key), dict):
             setup: FrameworkSetup = plug.load()(section)

@@ -11,17 +11,24 @@ import numpy as np
 from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.cache import once_per_trace
 from ebbtide.analysis.metrics.devices import main_device
-from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, steady_iterations
+from ebbtide.analysis.metrics.iterations import (
+    PhaseArrays,
+    intervals,
+    steady_iterations,
+)
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints, overlapping
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.columns import Bools, Columns
 
-# NVML's own window for utilization is at most so long: an older value says nothing of the present.
+# NVML's own window for utilization is at most so long: an older value says nothing of
+# the present.
 _MAX_HOLD_NS = 1_000_000_000
-# No driver gives larger values: they are impossible, and their sums would not be finite.
+# No driver gives larger values: they are impossible, and their sums would not be
+# finite.
 _MAX_VALUE = 1e20
-# Bits of `throttle_reasons` for a limit that was reached. An idle GPU, or clocks that the user has set, are not limits.
+# Bits of `throttle_reasons` for a limit that was reached. An idle GPU, or clocks that
+# the user has set, are not limits.
 LIMITS = {
     0x04: "software power cap",
     0x08: "hardware slowdown",
@@ -46,11 +53,13 @@ QUANTITIES = {
 class GpuFigure:
     """A quantity of the GPUs in one phase, over the steady iterations."""
 
-    # `utilization`, `memory_utilization`, `power`, `sm_clock`, `memory_clock`, `temperature`, or `throttled`: 100 while
-    # a power or thermal limit lowers the clocks, else 0; its mean is a share of time.
+    # `utilization`, `memory_utilization`, `power`, `sm_clock`, `memory_clock`,
+    # `temperature`, or `throttled`: 100 while a power or thermal limit lowers the
+    # clocks, else 0; its mean is a share of time.
     quantity: str
     unit: str  # Unit of the values.
-    phase: str | None  # The phase, or `other`; None for the whole of a trace without iterations.
+    # The phase, or `other`; None for the whole of a trace without iterations.
+    phase: str | None
     min: float  # Smallest value.
     mean: float  # Mean over time.
     max: float  # Largest value.
@@ -63,37 +72,61 @@ class GpuFigure:
 
 @dataclass(frozen=True, repr=False)
 class GpuState(TabularResult, table="figures"):
-    """Figures of every recorded quantity and phase, over all ranks; empty where nothing was recorded."""
+    """Figures of every recorded quantity and phase, over all ranks; empty where nothing
+    was recorded."""
 
     figures: list[GpuFigure]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object with the key `gpu`, which `ebbtide summary --json` prints as well."""
+        """Return the object with the key `gpu`, which `ebbtide summary --json` prints
+        as well."""
         return {"gpu": [asdict(figure) for figure in self.figures]}
 
 
 def gpu_state(trace: Trace, ranks: Sequence[int] | None = None) -> GpuState:
-    """Measure the state of the first device of all ranks (None) or some. Each sample holds until the next one, for a
-    second at most. Phases are those of the device's clock where it was recorded; one that is shorter than the window of
-    NVML's values (up to 1 s) shows its neighbours as well."""
-    recorded = [rank for rank in (trace.ranks if ranks is None else ranks) if len(trace.columns(rank, "gpu"))]
+    """Measure the state of the first device of all ranks (None) or some. Each sample
+    holds until the next one, for a second at most. Phases are those of the device's
+    clock where it was recorded; one that is shorter than the window of NVML's values
+    (up to 1 s) shows its neighbours as well."""
+    recorded = [
+        rank
+        for rank in (trace.ranks if ranks is None else ranks)
+        if len(trace.columns(rank, "gpu"))
+    ]
     figures: list[GpuFigure] = []
     if not recorded:
         return GpuState(figures)
     totals = [rank_gpu_totals(trace, rank) for rank in recorded]
     for quantity, (_, unit) in QUANTITIES.items():
         for phase in ("", *ITERATION_PARTS):
-            of_ranks = [total[quantity, phase] for total in totals if (quantity, phase) in total]
+            of_ranks = [
+                total[quantity, phase] for total in totals if (quantity, phase) in total
+            ]
             if of_ranks:
-                low, high = min(total.low for total in of_ranks), max(total.high for total in of_ranks)
-                mean = sum(total.weighted for total in of_ranks) / sum(total.length_ns for total in of_ranks)
+                low, high = (
+                    min(total.low for total in of_ranks),
+                    max(total.high for total in of_ranks),
+                )
+                mean = sum(total.weighted for total in of_ranks) / sum(
+                    total.length_ns for total in of_ranks
+                )
                 # The mean of equal values may differ from them by rounding.
-                figures.append(GpuFigure(quantity, unit, phase or None, low, min(max(mean, low), high), high))
+                figures.append(
+                    GpuFigure(
+                        quantity,
+                        unit,
+                        phase or None,
+                        low,
+                        min(max(mean, low), high),
+                        high,
+                    )
+                )
     return GpuState(figures)
 
 
 class GpuTotals(NamedTuple):
-    """Values of a quantity in one phase of a rank: smallest, largest, their sum weighted by ns, and the ns."""
+    """Values of a quantity in one phase of a rank: smallest, largest, their sum
+    weighted by ns, and the ns."""
 
     low: float
     high: float
@@ -103,33 +136,47 @@ class GpuTotals(NamedTuple):
 
 @once_per_trace
 def rank_gpu_totals(trace: Trace, rank: int) -> dict[tuple[str, str], GpuTotals]:
-    """Return the totals of a rank's GPU over the steady iterations by quantity and phase, as far as recorded; of a
-    trace without iterations those of its whole time, with an empty text for the phase."""
+    """Return the totals of a rank's GPU over the steady iterations by quantity and
+    phase, as far as recorded; of a trace without iterations those of its whole time,
+    with an empty text for the phase."""
     rows, phases = trace.columns(rank, "gpu"), intervals(trace, rank).times_with_other
     on_device = rows.equal("device", main_device(trace, rank))
     phases = phases.only(np.isin(phases.iterations, steady_iterations(trace).numbers))
     if not steady_iterations(trace).numbers:
         times = rows.ints("t_ns")
-        phases = PhaseArrays(np.zeros(1, np.int64), np.array([""], object), times[:1], times[-1:] + _MAX_HOLD_NS)
+        phases = PhaseArrays(
+            np.zeros(1, np.int64),
+            np.array([""], object),
+            times[:1],
+            times[-1:] + _MAX_HOLD_NS,
+        )
     totals = {}
     for quantity in QUANTITIES if on_device.any() else ():
         times, values = _samples(rows, on_device, quantity)
         # Each phase with each of the samples that hold during it.
-        held_until = np.minimum(np.append(times[1:], np.iinfo(np.int64).max), times + _MAX_HOLD_NS)
+        held_until = np.minimum(
+            np.append(times[1:], np.iinfo(np.int64).max), times + _MAX_HOLD_NS
+        )
         phase, sample = overlapping(phases.starts, phases.ends, (times, held_until))
-        lengths = np.minimum(held_until[sample], phases.ends[phase]) - np.maximum(times[sample], phases.starts[phase])
+        lengths = np.minimum(held_until[sample], phases.ends[phase]) - np.maximum(
+            times[sample], phases.starts[phase]
+        )
         for name in ("", *ITERATION_PARTS):
             own = (phases.phases[phase] == name) & (lengths > 0)
             if own.any():
                 figures, length = values[sample[own]], lengths[own].astype(np.float64)
                 totals[quantity, name] = GpuTotals(
-                    float(figures.min()), float(figures.max()), float((figures * length).sum()), float(length.sum())
+                    float(figures.min()),
+                    float(figures.max()),
+                    float((figures * length).sum()),
+                    float(length.sum()),
                 )
     return totals
 
 
 def _samples(rows: Columns, on_device: Bools, quantity: str) -> tuple[Ints, Floats]:
-    """Return (times in ns, values) of a quantity in rows of the table `gpu`: those of one device."""
+    """Return (times in ns, values) of a quantity in rows of the table `gpu`: those of
+    one device."""
     values = rows.floats(QUANTITIES[quantity][0])
     recorded = on_device & (np.abs(values) < _MAX_VALUE)
     times, values = rows.ints("t_ns")[recorded], values[recorded]

@@ -1,4 +1,5 @@
-"""Splits a trace into iterations and phases, and measures their times; puts a trace on the clock of its GPUs."""
+"""Splits a trace into iterations and phases, and measures their times; puts a trace on
+the clock of its GPUs."""
 
 from __future__ import annotations
 
@@ -27,17 +28,21 @@ class IterationTable:
     """A row per iteration, a column per phase or quantity."""
 
     numbers: Ints  # The iterations, ascending.
-    columns: Mapping[str, Floats]  # Values by name, one per iteration; NaN where not known.
+    # Values by name, one per iteration; NaN where not known.
+    columns: Mapping[str, Floats]
 
     @property
     def frame(self) -> pd.DataFrame:
         """A pandas frame with the iterations as index."""
         import pandas as pd
 
-        return pd.DataFrame(dict(self.columns), index=pd.Index(self.numbers, name="iteration"))
+        return pd.DataFrame(
+            dict(self.columns), index=pd.Index(self.numbers, name="iteration")
+        )
 
     def at(self, numbers: Sequence[int] | Ints) -> IterationTable:
-        """Return the rows of some iterations, ascending; NaN for those that the table does not have."""
+        """Return the rows of some iterations, ascending; NaN for those that the table
+        does not have."""
         wanted = np.asarray(numbers, np.int64)
         position, present = positions(self.numbers, wanted)
         columns = {name: np.full(len(wanted), np.nan) for name in self.columns}
@@ -46,25 +51,36 @@ class IterationTable:
         return IterationTable(wanted, columns)
 
     def only(self, numbers: Sequence[int]) -> IterationTable:
-        """Return the rows of those of some iterations, ascending, that the table has."""
+        """Return the rows of those of some iterations, ascending, that the table
+        has."""
         _, kept = positions(np.asarray(numbers, np.int64), self.numbers)
-        return IterationTable(self.numbers[kept], {name: values[kept] for name, values in self.columns.items()})
+        return IterationTable(
+            self.numbers[kept],
+            {name: values[kept] for name, values in self.columns.items()},
+        )
 
     def largest(self, names: Sequence[str]) -> Floats:
-        """Return the largest value of some columns in each iteration; NaN where none is known."""
+        """Return the largest value of some columns in each iteration; NaN where none is
+        known."""
         largest: Floats = np.fmax.reduce([self.columns[name] for name in names])
         return largest
 
     def total(self, names: Sequence[str]) -> Floats:
-        """Return the sum of the known values of some columns in each iteration; 0 where none is."""
-        total: Floats = np.sum([np.nan_to_num(self.columns[name]) for name in names], axis=0)
+        """Return the sum of the known values of some columns in each iteration; 0 where
+        none is."""
+        total: Floats = np.sum(
+            [np.nan_to_num(self.columns[name]) for name in names], axis=0
+        )
         return total
 
 
 def positions(numbers: Ints, wanted: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """Return the position of each wanted number among ascending ones, and whether it is one of them."""
+    """Return the position of each wanted number among ascending ones, and whether it is
+    one of them."""
     position = np.minimum(np.searchsorted(numbers, wanted), max(len(numbers) - 1, 0))
-    present = numbers[position] == wanted if len(numbers) else np.zeros(len(wanted), bool)
+    present = (
+        numbers[position] == wanted if len(numbers) else np.zeros(len(wanted), bool)
+    )
     return position, present
 
 
@@ -80,7 +96,8 @@ def exact_sums(count: int, rows: Ints, values: Floats) -> Floats:
     return totals.astype(np.float64)
 
 
-# Where a trace does not state its warm-up: the first iterations, of traces with at least so many.
+# Where a trace does not state its warm-up: the first iterations, of traces with at
+# least so many.
 _WARMUP_ITERATIONS = 2
 _MIN_ITERATIONS_FOR_WARMUP = 5
 
@@ -94,16 +111,24 @@ class PhaseArrays(NamedTuple):
     ends: Ints  # ns
 
     def only(self, selected: Bools | Ints) -> PhaseArrays:
-        return PhaseArrays(self.iterations[selected], self.phases[selected], self.starts[selected], self.ends[selected])
+        return PhaseArrays(
+            self.iterations[selected],
+            self.phases[selected],
+            self.starts[selected],
+            self.ends[selected],
+        )
 
 
 @dataclass(frozen=True)
 class Intervals:
-    """Times of a rank's iterations and phases: the device's where every phase has them, else the host's."""
+    """Times of a rank's iterations and phases: the device's where every phase has them,
+    else the host's."""
 
     numbers: Ints  # The iterations, ascending.
     starts: Ints  # Their starts, ns. An iteration begins where the one before ended.
-    ends: Ints  # Their ends, ns: of the last phase, or, where the source marks iterations, the mark.
+    # Their ends, ns: of the last phase, or, where the source marks iterations, the
+    # mark.
+    ends: Ints
     times: PhaseArrays  # The phases, without `other`.
     micro_steps: Ints  # The micro-step of each phase.
 
@@ -112,18 +137,22 @@ class Intervals:
         """Table of iteration, start_ns, end_ns."""
         import pandas as pd
 
-        return pd.DataFrame({"iteration": self.numbers, "start_ns": self.starts, "end_ns": self.ends})
+        return pd.DataFrame(
+            {"iteration": self.numbers, "start_ns": self.starts, "end_ns": self.ends}
+        )
 
     @cached_property
     def phases(self) -> pd.DataFrame:
-        """Table of iteration, micro_step, phase, start_ns, end_ns, in order of time and without `other`."""
+        """Table of iteration, micro_step, phase, start_ns, end_ns, in order of time and
+        without `other`."""
         frame = _frame(self.times)
         frame.insert(1, "micro_step", self.micro_steps)
         return frame
 
     @cached_property
     def with_other(self) -> pd.DataFrame:
-        """Table of iteration, phase, start_ns, end_ns: the phases, and `other` for the time without a phase."""
+        """Table of iteration, phase, start_ns, end_ns: the phases, and `other` for the
+        time without a phase."""
         return _frame(self.times_with_other)
 
     @cached_property
@@ -132,7 +161,8 @@ class Intervals:
         phases = self.times
         if not len(self.ends):
             return phases
-        # At the end of each iteration stands a phase without length, so that the time before it is a gap, too.
+        # At the end of each iteration stands a phase without length, so that the time
+        # before it is a gap, too.
         starts = np.concatenate([self.ends, phases.starts])
         order = np.argsort(starts, kind="stable")
         starts, ends = starts[order], np.concatenate([self.ends, phases.ends])[order]
@@ -140,14 +170,26 @@ class Intervals:
         reached = np.maximum.accumulate(np.append(self.starts[0], ends))[:-1]
         gap = starts > reached
         iterations = np.concatenate([self.numbers, phases.iterations])[order][gap]
-        other = PhaseArrays(iterations, np.full(len(iterations), OTHER, object), reached[gap], starts[gap])
-        return PhaseArrays(*(np.concatenate(arrays) for arrays in zip(phases, other, strict=True)))
+        other = PhaseArrays(
+            iterations,
+            np.full(len(iterations), OTHER, object),
+            reached[gap],
+            starts[gap],
+        )
+        return PhaseArrays(
+            *(np.concatenate(arrays) for arrays in zip(phases, other, strict=True))
+        )
 
 
 def _frame(times: PhaseArrays) -> pd.DataFrame:
     import pandas as pd
 
-    columns = {"iteration": times.iterations, "phase": times.phases, "start_ns": times.starts, "end_ns": times.ends}
+    columns = {
+        "iteration": times.iterations,
+        "phase": times.phases,
+        "start_ns": times.starts,
+        "end_ns": times.ends,
+    }
     return pd.DataFrame(columns).astype({"phase": "str"})
 
 
@@ -161,34 +203,57 @@ def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
         # The source marks iterations, and has no phases.
         none = np.empty(0, np.int64)
         phases = PhaseArrays(none, np.empty(0, object), none, none)
-        return Intervals(marks.ints("iteration"), marks.ints("start_ns"), marks.ints("end_ns"), phases, none)
-    start, end = ("gpu_start_ns", "gpu_end_ns") if device_times else ("start_ns", "end_ns")
-    if device_times and not (finished.any() and (rows.recorded(start) & rows.recorded(end))[finished].all()):
+        return Intervals(
+            marks.ints("iteration"),
+            marks.ints("start_ns"),
+            marks.ints("end_ns"),
+            phases,
+            none,
+        )
+    start, end = (
+        ("gpu_start_ns", "gpu_end_ns") if device_times else ("start_ns", "end_ns")
+    )
+    if device_times and not (
+        finished.any() and (rows.recorded(start) & rows.recorded(end))[finished].all()
+    ):
         return intervals(trace, rank, device_times=False)
     order = np.flatnonzero(finished)
     order = order[np.argsort(rows.ints(start)[order], kind="stable")]
-    iterations, starts, ends = (rows.ints(name)[order] for name in ("iteration", start, end))
+    iterations, starts, ends = (
+        rows.ints(name)[order] for name in ("iteration", start, end)
+    )
     times = PhaseArrays(iterations, rows.texts("phase")[order], starts, ends)
     numbers, iteration_ends = _iteration_ends(times, marks, end)
     iteration_starts = np.roll(iteration_ends, 1)
     if len(numbers):
         begin = trace.rank(rank).first_iteration_start_ns
-        # Device clocks are aligned to within microseconds: a first phase may seem to begin before its iteration.
+        # Device clocks are aligned to within microseconds: a first phase may seem to
+        # begin before its iteration.
         iteration_starts[0] = starts[0] if begin is None else min(begin, int(starts[0]))
-    return Intervals(numbers, iteration_starts, iteration_ends, times, rows.ints("micro_step")[order])
+    return Intervals(
+        numbers, iteration_starts, iteration_ends, times, rows.ints("micro_step")[order]
+    )
 
 
-def _iteration_ends(times: PhaseArrays, marks: Columns, column: str) -> tuple[Ints, Ints]:
-    """Return the iterations and the end of each: of its last phase, or the later end of its mark, before the next one.
-    `column` is that of `marks` on the clock of the phases."""
-    numbers, first, position = np.unique(times.iterations, return_index=True, return_inverse=True)
+def _iteration_ends(
+    times: PhaseArrays, marks: Columns, column: str
+) -> tuple[Ints, Ints]:
+    """Return the iterations and the end of each: of its last phase, or the later end of
+    its mark, before the next one. `column` is that of `marks` on the clock of the
+    phases."""
+    numbers, first, position = np.unique(
+        times.iterations, return_index=True, return_inverse=True
+    )
     least, most = np.iinfo(np.int64).min, np.iinfo(np.int64).max
     ends = np.full(len(numbers), least)
     np.maximum.at(ends, position, times.ends)
     if not len(marks):
         return numbers, ends
     next_starts = np.append(times.starts[first][1:], most)
-    marked, (of_mark, present) = np.full(len(numbers), least), positions(numbers, marks.ints("iteration"))
+    marked, (of_mark, present) = (
+        np.full(len(numbers), least),
+        positions(numbers, marks.ints("iteration")),
+    )
     present &= marks.recorded(column)
     marked[of_mark[present]] = marks.ints(column)[present]
     return numbers, np.maximum(ends, np.minimum(marked, next_starts))
@@ -196,9 +261,12 @@ def _iteration_ends(times: PhaseArrays, marks: Columns, column: str) -> tuple[In
 
 @once_per_trace
 def part_counts(trace: Trace, rank: int) -> dict[str, int]:
-    """Return how often each part of ITERATION_PARTS ran in the finished iterations of a rank, each micro-step once."""
+    """Return how often each part of ITERATION_PARTS ran in the finished iterations of a
+    rank, each micro-step once."""
     times = intervals(trace, rank)
-    ran = {*zip(times.times.phases, times.times.iterations, times.micro_steps, strict=True)}
+    ran = {
+        *zip(times.times.phases, times.times.iterations, times.micro_steps, strict=True)
+    }
     counts = Counter(phase for phase, *_ in ran)
     return {OTHER: len(times.numbers), **{phase: counts[phase] for phase in PHASES}}
 
@@ -212,8 +280,11 @@ class SteadyIterations(NamedTuple):
 
 @once_per_trace
 def steady_iterations(trace: Trace) -> SteadyIterations:
-    """Return the iterations without the warm-up: as the metadata states it, else the first two of five or more."""
-    numbers = sorted({number for rank in trace.ranks for number in _finished(trace, rank)})
+    """Return the iterations without the warm-up: as the metadata states it, else the
+    first two of five or more."""
+    numbers = sorted(
+        {number for rank in trace.ranks for number in _finished(trace, rank)}
+    )
     warmup = trace.meta.warmup_iterations
     if warmup is None:
         warmup = _WARMUP_ITERATIONS if len(numbers) >= _MIN_ITERATIONS_FOR_WARMUP else 0
@@ -231,18 +302,25 @@ def _finished(trace: Trace, rank: int) -> list[int]:
 
 
 def durations_ms(times: Intervals) -> IterationTable:
-    """Return milliseconds per iteration and part (also `iteration`); NaN for a phase that no iteration has."""
+    """Return milliseconds per iteration and part (also `iteration`); NaN for a phase
+    that no iteration has."""
     position = np.searchsorted(times.numbers, times.times.iterations)
     lengths = (times.times.ends - times.times.starts) / 1e6
     columns, absent = {}, np.full(len(times.numbers), np.nan)
     for phase in PHASES:
         own = times.times.phases == phase
-        columns[phase] = sums(len(absent), position[own], lengths[own]) if own.any() else absent
+        columns[phase] = (
+            sums(len(absent), position[own], lengths[own]) if own.any() else absent
+        )
     iteration_ms = (times.ends - times.starts) / 1e6
-    other_ms = np.maximum(iteration_ms - IterationTable(times.numbers, columns).total(PHASES), 0.0)
+    other_ms = np.maximum(
+        iteration_ms - IterationTable(times.numbers, columns).total(PHASES), 0.0
+    )
     if not len(times.times.starts):
         other_ms = absent  # nothing is known of phases
-    return IterationTable(times.numbers, {**columns, "iteration": iteration_ms, OTHER: other_ms})
+    return IterationTable(
+        times.numbers, {**columns, "iteration": iteration_ms, OTHER: other_ms}
+    )
 
 
 @once_per_trace
@@ -252,49 +330,77 @@ def rank_durations(trace: Trace, rank: int) -> IterationTable:
 
 @once_per_trace
 def slowest_times(trace: Trace) -> IterationTable:
-    """Return milliseconds of the slowest rank per steady iteration, with the columns of `durations_ms`."""
+    """Return milliseconds of the slowest rank per steady iteration, with the columns of
+    `durations_ms`."""
     tables = [rank_durations(trace, rank) for rank in trace.ranks]
-    ran = np.unique(np.concatenate([np.empty(0, np.int64), *(table.numbers for table in tables)]))
+    ran = np.unique(
+        np.concatenate([np.empty(0, np.int64), *(table.numbers for table in tables)])
+    )
     numbers = ran[np.isin(ran, steady_iterations(trace).numbers)]
     of_ranks = [table.at(numbers) for table in tables]
     parts = ("iteration", *ITERATION_PARTS)
     none = np.full(len(numbers), np.nan)
     return IterationTable(
-        numbers, {part: np.fmax.reduce([none, *(table.columns[part] for table in of_ranks)]) for part in parts}
+        numbers,
+        {
+            part: np.fmax.reduce([none, *(table.columns[part] for table in of_ranks)])
+            for part in parts
+        },
     )
 
 
 @once_per_trace
 def median_ms(trace: Trace, phase: str) -> float | None:
-    """Return the median of `slowest_times` of a phase, `other` or `iteration`; None where it was not recorded."""
+    """Return the median of `slowest_times` of a phase, `other` or `iteration`; None
+    where it was not recorded."""
     return median_or_none(slowest_times(trace).columns[phase])
 
 
 # Columns of times of the host.
-_CLOCK_TIMES = {"phases": ("start_ns", "end_ns"), "iteration_marks": ("start_ns", "end_ns"), "memory": ("t_ns",)}
+_CLOCK_TIMES = {
+    "phases": ("start_ns", "end_ns"),
+    "iteration_marks": ("start_ns", "end_ns"),
+    "memory": ("t_ns",),
+}
 
 
 def on_device_clock(trace: Trace) -> Trace:
-    """Return the trace with phases and memory at the times of the GPU: a time of the host within a phase becomes the
-    same position in that phase on the GPU. Ranks whose phases have no times of the GPU stay as they are."""
-    clocks = {rank: clock for rank in trace.ranks if (clock := _clock(trace, rank)) is not None}
+    """Return the trace with phases and memory at the times of the GPU: a time of the
+    host within a phase becomes the same position in that phase on the GPU. Ranks whose
+    phases have no times of the GPU stay as they are."""
+    clocks = {
+        rank: clock
+        for rank in trace.ranks
+        if (clock := _clock(trace, rank)) is not None
+    }
 
     def load(rank: int, name: str) -> Columns:
         if rank not in clocks or name not in _CLOCK_TIMES:
             return trace.columns(rank, name)
         rows, to_device = trace.table(rank, name), clocks[rank]
         return Columns(
-            name, rows.assign(**{key: to_device(rows[key].to_numpy(np.int64)) for key in _CLOCK_TIMES[name]})
+            name,
+            rows.assign(
+                **{
+                    key: to_device(rows[key].to_numpy(np.int64))
+                    for key in _CLOCK_TIMES[name]
+                }
+            ),
         )
 
     return Trace(trace.path, trace.raw_meta, load, trace.labels) if clocks else trace
 
 
 def _clock(trace: Trace, rank: int) -> Callable[[Ints], Ints] | None:
-    """Return the function from times of the host to those of the GPU; None where they are not known."""
-    host, device = (intervals(trace, rank, device_times).times for device_times in (False, True))
+    """Return the function from times of the host to those of the GPU; None where they
+    are not known."""
+    host, device = (
+        intervals(trace, rank, device_times).times for device_times in (False, True)
+    )
     if not len(host.starts) or np.array_equal(host.starts, device.starts):
         return None
-    before, after = (np.stack([times.starts, times.ends], axis=1).ravel() for times in (host, device))
+    before, after = (
+        np.stack([times.starts, times.ends], axis=1).ravel() for times in (host, device)
+    )
     ahead = np.maximum.accumulate(after) - before
     return lambda at: at + np.rint(np.interp(at, before, ahead)).astype(np.int64)

@@ -1,4 +1,5 @@
-"""The figures of a job and of its ranks, each computed when it is first asked for, and once."""
+"""The figures of a job and of its ranks, each computed when it is first asked for, and
+once."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from ebbtide.analysis.metrics.devices import free_pool, pool_peaks
 from ebbtide.analysis.metrics.framework_setup import FrameworkSetup, framework_setup
 from ebbtide.analysis.metrics.gpu_state import GpuState, gpu_state
 from ebbtide.analysis.metrics.iteration_stats import Iterations, compare_iterations
-from ebbtide.analysis.metrics.iterations import median_ms, on_device_clock, steady_iterations
+from ebbtide.analysis.metrics.iterations import (
+    median_ms,
+    on_device_clock,
+    steady_iterations,
+)
 from ebbtide.analysis.metrics.link import (
     CopyStats,
     LinkUse,
@@ -33,7 +38,8 @@ from ebbtide.profiler.trace.metadata import RankInfo
 from ebbtide.units import ByteCount, byte_count
 
 if TYPE_CHECKING:
-    # The others are imported when they are asked for: they load pandas, or read by other processes.
+    # The others are imported when they are asked for: they load pandas, or read by
+    # other processes.
     import pandas as pd
 
     from ebbtide.analysis.metrics.activity.activity import GpuActivity
@@ -53,18 +59,22 @@ def _several(ranks: Sequence[int] | int | None) -> Sequence[int] | None:
 
 
 class JobMetrics:
-    """The figures of a trace over its steady iterations. Figures that were not recorded are None.
+    """The figures of a trace over its steady iterations. Figures that were not recorded
+    are None.
 
-    Medians leave the first two iterations out where there are five or more. Every result is a frozen dataclass with
-    `as_json()`, the object that the command of its name prints with `--json`, and `to_pandas()`, its main table.
-    Methods take the ranks to look at, or one of them (None: all), or one rank (None: the first), and raise TraceError
-    for a rank that is not in the trace."""
+    Medians leave the first two iterations out where there are five or more. Every
+    result is a frozen dataclass with `as_json()`, the object that the command of its
+    name prints with `--json`, and `to_pandas()`, its main table. Methods take the ranks
+    to look at, or one of them (None: all), or one rank (None: the first), and raise
+    TraceError for a rank that is not in the trace."""
 
     def __init__(self, trace: Trace, adviser: Adviser | None = None) -> None:
-        """Take a trace, from `ebbtide.open_trace` or from an importer. Nothing is computed yet.
+        """Take a trace, from `ebbtide.open_trace` or from an importer. Nothing is
+        computed yet.
 
         Args:
-            adviser: Recommends settings by simulation to rules that advise some; None: they estimate them.
+            adviser: Recommends settings by simulation to rules that advise some; None:
+                they estimate them.
         """
         self.trace = trace
         self.adviser = adviser
@@ -92,8 +102,11 @@ class JobMetrics:
 
         return summarize(self.trace)
 
-    def windows(self, min_bytes: ByteCount = 2**30, ranks: Sequence[int] | int | None = None) -> Windows:
-        """Windows of free memory of the device; `missing` says why there are none where memory was not recorded.
+    def windows(
+        self, min_bytes: ByteCount = 2**30, ranks: Sequence[int] | int | None = None
+    ) -> Windows:
+        """Windows of free memory of the device; `missing` says why there are none where
+        memory was not recorded.
 
         Times are those of the GPU where it has any, as in `summary`.
 
@@ -132,8 +145,14 @@ class JobMetrics:
 
         return gpu_activity(self.trace, rank)
 
-    def holders(self, rank: int | None = None, at_ns: int | None = None, device: str | None = None) -> Holders | None:
-        """Holders of the memory of a device at a time: by category, module and call site; None if it was not recorded.
+    def holders(
+        self,
+        rank: int | None = None,
+        at_ns: int | None = None,
+        device: str | None = None,
+    ) -> Holders | None:
+        """Holders of the memory of a device at a time: by category, module and call
+        site; None if it was not recorded.
 
         Args:
             rank: The rank; None: the first one.
@@ -145,27 +164,35 @@ class JobMetrics:
         """
         from ebbtide.analysis.metrics.holders.holders import holders_at
 
-        return holders_at(self.trace, self.trace.ranks[0] if rank is None else rank, at_ns, device)
+        return holders_at(
+            self.trace, self.trace.ranks[0] if rank is None else rank, at_ns, device
+        )
 
     def iterations(self, ranks: Sequence[int] | int | None = None) -> Iterations:
-        """Milliseconds of every iteration and phase, and how they spread over iterations and ranks."""
+        """Milliseconds of every iteration and phase, and how they spread over
+        iterations and ranks."""
         return compare_iterations(self.trace, _several(ranks))
 
     def ranks(self) -> RankTable:
-        """Medians of each rank, and the ranks that differ from the others with their causes."""
+        """Medians of each rank, and the ranks that differ from the others with their
+        causes."""
         from ebbtide.analysis.metrics.ranks.by_rank import rank_table
 
         return rank_table(self.trace)
 
-    def substeps(self, ranks: Sequence[int] | int | None = None, by_subgroup: bool = True) -> SubSteps:
-        """Sub-steps of the update of a DeepSpeed job or of a simulated schedule; none where they were not recorded."""
+    def substeps(
+        self, ranks: Sequence[int] | int | None = None, by_subgroup: bool = True
+    ) -> SubSteps:
+        """Sub-steps of the update of a DeepSpeed job or of a simulated schedule; none
+        where they were not recorded."""
         from ebbtide.analysis.metrics.substeps.breakdown import sub_steps
 
         return sub_steps(self.trace, _several(ranks), by_subgroup)
 
     @property
     def without_gradients_ms(self) -> float | None:
-        """Time of `other` in which forwards without gradients run; None where none were recorded."""
+        """Time of `other` in which forwards without gradients run; None where none were
+        recorded."""
         from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
 
         return without_gradients_ms(self.trace)
@@ -186,13 +213,15 @@ class JobMetrics:
 
     @cached_property
     def collective_skew(self) -> CollectiveSkew | None:
-        """Waiting of the ranks for each other; None unless several recorded the same collectives."""
+        """Waiting of the ranks for each other; None unless several recorded the same
+        collectives."""
         from ebbtide.analysis.metrics.activity.collectives import collective_skew
 
         return collective_skew(self.trace)
 
     def iteration_activity(self, phase: str | None = None) -> pd.DataFrame:
-        """Return GPU time of the median iteration, or of one of its phases: a row per rank with recorded kernels."""
+        """Return GPU time of the median iteration, or of one of its phases: a row per
+        rank with recorded kernels."""
         from ebbtide.analysis.metrics.activity.phase_activity import iteration_activity
 
         return iteration_activity(self.trace, phase)
@@ -212,10 +241,13 @@ class JobMetrics:
         return median_ms(self.trace, "iteration")
 
     def phase_ms(self, phase: str) -> float | None:
-        """Return the median milliseconds of a phase, `other` or `iteration` on the slowest rank. Raises UserError for
-        another name."""
+        """Return the median milliseconds of a phase, `other` or `iteration` on the
+        slowest rank. Raises UserError for another name."""
         if phase not in (*ITERATION_PARTS, "iteration"):
-            raise UserError(f"there is no phase {phase!r}: choose from {', '.join(ITERATION_PARTS)}, iteration")
+            raise UserError(
+                f"there is no phase {phase!r}: choose from "
+                f"{', '.join(ITERATION_PARTS)}, iteration"
+            )
         return median_ms(self.trace, phase)
 
     @property
@@ -225,13 +257,16 @@ class JobMetrics:
 
     @cached_property
     def has_gpu(self) -> bool:
-        """Whether the job ran on a GPU. Only then are there a link and device memory."""
+        """Whether the job ran on a GPU. Only then are there a link and device
+        memory."""
         return any(rank.device.kind == "cuda" for rank in self.by_rank)
 
     @cached_property
     def has_copies(self) -> bool:
         """Whether each copy was recorded on any rank."""
-        return any(self.trace.rank(rank).transfers_recorded for rank in self.trace.ranks)
+        return any(
+            self.trace.rank(rank).transfers_recorded for rank in self.trace.ranks
+        )
 
     @cached_property
     def has_counters(self) -> bool:
@@ -240,13 +275,18 @@ class JobMetrics:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the job, including ranks that were not recorded where their number is known."""
+        """Number of ranks of the job, including ranks that were not recorded where
+        their number is known."""
         return max(len(self.trace.ranks), self.entry.world_size or 1)
 
     @cached_property
     def entry(self) -> RankInfo:
         """Metadata of the first rank."""
-        return self.trace.rank(self.trace.ranks[0]) if self.trace.ranks else RankInfo(rank=0)
+        return (
+            self.trace.rank(self.trace.ranks[0])
+            if self.trace.ranks
+            else RankInfo(rank=0)
+        )
 
     @cached_property
     def capacity_bytes(self) -> int | None:
@@ -256,11 +296,15 @@ class JobMetrics:
     @cached_property
     def params(self) -> int | None:
         """Parameters whose state the first rank holds."""
-        return sum(optimizer.params or 0 for optimizer in self.entry.optimizers) or self.entry.model.params
+        return (
+            sum(optimizer.params or 0 for optimizer in self.entry.optimizers)
+            or self.entry.model.params
+        )
 
     @cached_property
     def micro_steps(self) -> int | None:
-        """Micro-steps of an iteration on the first rank; None where no iteration was recorded."""
+        """Micro-steps of an iteration on the first rank; None where no iteration was
+        recorded."""
         phases = self.trace.phases(self.trace.ranks[0])
         numbers = phases.loc[phases["iteration"].notna(), "micro_step"]
         return int(numbers.max()) + 1 if len(numbers) else None
@@ -274,14 +318,21 @@ class JobMetrics:
     def _substeps(self) -> SubSteps:
         return self.substeps(by_subgroup=False)
 
-    def sub_step(self, name: str, resources: tuple[str, ...] = ("host", "cpu")) -> SubStep | None:
-        """Return a sub-step that DeepSpeed ran on the host, of the rank on which it took longest."""
+    def sub_step(
+        self, name: str, resources: tuple[str, ...] = ("host", "cpu")
+    ) -> SubStep | None:
+        """Return a sub-step that DeepSpeed ran on the host, of the rank on which it
+        took longest."""
         # Comparing names is fast; computing the figures of all sub-steps is not.
         if not any(rank.has_operation(name) for rank in self.by_rank):
             return None
         if not self._substeps.tiles:
             return None
-        steps = [step for step in self._substeps.steps if step.name == name and step.resource in resources]
+        steps = [
+            step
+            for step in self._substeps.steps
+            if step.name == name and step.resource in resources
+        ]
         return max(steps, key=lambda step: step.median_ms, default=None)
 
     @cached_property
@@ -294,15 +345,23 @@ class JobMetrics:
         optimizers = self.entry.optimizers
         if any("CPU" in (optimizer.class_name or "") for optimizer in optimizers):
             return True
-        devices = {device.partition(":")[0] for optimizer in optimizers for device in optimizer.state_devices}
-        # Torch's optimizers keep step counts on the CPU: state on both devices may be no more than that.
+        devices = {
+            device.partition(":")[0]
+            for optimizer in optimizers
+            for device in optimizer.state_devices
+        }
+        # Torch's optimizers keep step counts on the CPU: state on both devices may be
+        # no more than that.
         return devices == {"cpu"} if len(devices) == 1 else None
 
     @cached_property
     def offloaded_params(self) -> float | None:
-        """Parameters whose state the first rank keeps in host memory; None if state is not offloaded."""
+        """Parameters whose state the first rank keeps in host memory; None if state is
+        not offloaded."""
         share = self.setup.cpu_share if self.setup is not None else 1.0
-        return self.params * share if self.params is not None and self.offloaded else None
+        return (
+            self.params * share if self.params is not None and self.offloaded else None
+        )
 
     @cached_property
     def checkpointing(self) -> bool | None:
@@ -312,14 +371,25 @@ class JobMetrics:
 
     def phase_link(self, phase: str, direction: str) -> PhaseLink | None:
         """Return one direction of the link in a phase, of the rank that moved most."""
-        rows = [use for use in self._link.phases if (use.phase, use.direction) == (phase, direction)]
+        rows = [
+            use
+            for use in self._link.phases
+            if (use.phase, use.direction) == (phase, direction)
+        ]
         recorded = [use for use in rows if use.bytes is not None]
         return max(recorded, key=lambda use: use.bytes or 0.0, default=None)
 
     def both_directions(self, phase: str) -> list[tuple[PhaseLink, PhaseLink]]:
         """Return the link in a phase, h2d and d2h, of each rank."""
-        uses = {(use.rank, use.direction): use for use in self._link.phases if use.phase == phase}
-        return [(uses[rank, "h2d"], uses[rank, "d2h"]) for rank in sorted({rank for rank, _ in uses})]
+        uses = {
+            (use.rank, use.direction): use
+            for use in self._link.phases
+            if use.phase == phase
+        }
+        return [
+            (uses[rank, "h2d"], uses[rank, "d2h"])
+            for rank in sorted({rank for rank, _ in uses})
+        ]
 
     @property
     def steady_iterations(self) -> list[int]:
@@ -331,19 +401,36 @@ class JobMetrics:
         """Copies of each rank in its `copied_iterations`, with their phases."""
         return steady_copies(self.trace)
 
-    def copy_stats(self, direction: str, host_memory: str, phase: str | None = None) -> CopyStats | None:
-        """Return the copies of one kind in a phase, or (None) in all, of the rank on which they took longest."""
+    def copy_stats(
+        self, direction: str, host_memory: str, phase: str | None = None
+    ) -> CopyStats | None:
+        """Return the copies of one kind in a phase, or (None) in all, of the rank on
+        which they took longest."""
         return copy_stats(self.trace, self.steady_copies, direction, host_memory, phase)
 
     @cached_property
     def peak_bytes_per_s(self) -> float | None:
-        """Peak rate of the link in one direction, of the first rank for which it is known."""
-        return next((entry.peak_bytes_per_s for entry in self._link.ranks if entry.peak_bytes_per_s), None)
+        """Peak rate of the link in one direction, of the first rank for which it is
+        known."""
+        return next(
+            (
+                entry.peak_bytes_per_s
+                for entry in self._link.ranks
+                if entry.peak_bytes_per_s
+            ),
+            None,
+        )
 
     def min_gap_bytes(self, gap: str, phase: str | None = None) -> list[int]:
-        """Return the smallest value of a memory gap (`Gap.gap`) in a phase, or (None) in all, of each rank with it."""
-        rows = [g for g in self.memory().gaps if g.gap == gap and phase in (None, g.phase)]
-        return [min(g.low_bytes for g in rows if g.rank == rank) for rank in sorted({g.rank for g in rows})]
+        """Return the smallest value of a memory gap (`Gap.gap`) in a phase, or (None)
+        in all, of each rank with it."""
+        rows = [
+            g for g in self.memory().gaps if g.gap == gap and phase in (None, g.phase)
+        ]
+        return [
+            min(g.low_bytes for g in rows if g.rank == rank)
+            for rank in sorted({g.rank for g in rows})
+        ]
 
     @cached_property
     def free_pool(self) -> str | None:
@@ -352,14 +439,16 @@ class JobMetrics:
 
     @cached_property
     def always_free_bytes(self) -> int | None:
-        """Device memory that is free at every moment of every steady iteration, on every rank; without iterations, at
-        every moment of the trace."""
+        """Device memory that is free at every moment of every steady iteration, on
+        every rank; without iterations, at every moment of the trace."""
         free = [np.empty(0)]
         for rank in self.by_rank:
             if self.free_pool is None or rank.capacity_bytes is None:
                 return None
             if self.steady_iterations:
-                peaks = phase_peaks(self.trace, rank.rank, self.free_pool).only(self.steady_iterations)
+                peaks = phase_peaks(self.trace, rank.rank, self.free_pool).only(
+                    self.steady_iterations
+                )
                 used = peaks.largest(ITERATION_PARTS)
             else:
                 used = rank.memory_timeline(self.free_pool)[1].astype(np.float64)

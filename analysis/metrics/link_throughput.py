@@ -1,4 +1,5 @@
-"""Computes the bytes that a rank's link moves over time: exact from recorded copies, else from sampled counters."""
+"""Computes the bytes that a rank's link moves over time: exact from recorded copies,
+else from sampled counters."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ import numpy.typing as npt
 from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.metrics.devices import link_peak, main_device
 from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
-from ebbtide.analysis.timeseries.step_functions import Floats, Ints, covered_until, cumulative, union
+from ebbtide.analysis.timeseries.step_functions import (
+    Floats,
+    Ints,
+    covered_until,
+    cumulative,
+    union,
+)
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.columns import Bools
 from ebbtide.profiler.trace.link_samples import sample_starts, valid_rates
@@ -34,30 +41,38 @@ class Traffic:
     """Bytes that the link moves in one direction over time."""
 
     total: Total  # Bytes moved by a time; NaN where copies have no sizes.
-    # Sampled time by a time, ns; None where all time is known (copies that were recorded all the time).
+    # Sampled time by a time, ns; None where all time is known (copies that were
+    # recorded all the time).
     covered: Total | None
-    busy: Between | None  # Time in which copies ran between two times, ns; None where only counters were recorded.
-    # Number of samples left out because no link has such rates: above its peak, negative, infinite.
+    # Time in which copies ran between two times, ns; None where only counters were
+    # recorded.
+    busy: Between | None
+    # Number of samples left out because no link has such rates: above its peak,
+    # negative, infinite.
     rejected_samples: int = 0
-    # Spacing of the samples, 0 for copies. Figures of a shorter interval are those of its surroundings.
+    # Spacing of the samples, 0 for copies. Figures of a shorter interval are those of
+    # its surroundings.
     resolution_ns: float = 0.0
 
     def bytes(self, starts: Ints, ends: Ints) -> Floats:
-        """Return the bytes moved in each interval (ns): where samples cover a part of it, at the same rate in the
-        remainder; NaN where they cover less than half."""
+        """Return the bytes moved in each interval (ns): where samples cover a part of
+        it, at the same rate in the remainder; NaN where they cover less than half."""
         moved = self.total(ends) - self.total(starts)
         if self.covered is None:
             return moved
         covered = self.covered(ends) - self.covered(starts)
         length = (ends - starts).astype(np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
-            scaled = np.where(covered > 0, moved * length / covered, np.where(length > 0, np.nan, 0.0))
+            scaled = np.where(
+                covered > 0, moved * length / covered, np.where(length > 0, np.nan, 0.0)
+            )
         enough: Floats = np.where(covered >= _MIN_COVERED * length, scaled, np.nan)
         return enough
 
     def idle_share(self, starts: Ints, ends: Ints, peak: float | None) -> Floats:
-        """Return the share of each interval (ns) in which nothing moved: 1 - the busy share of copies, else 1 - rate /
-        peak (bytes/s); NaN where neither can be computed."""
+        """Return the share of each interval (ns) in which nothing moved: 1 - the busy
+        share of copies, else 1 - rate / peak (bytes/s); NaN where neither can be
+        computed."""
         length = np.maximum(ends - starts, 1).astype(np.float64)
         if self.busy is not None:
             share = self.busy(starts, ends) / length
@@ -71,9 +86,12 @@ class Traffic:
 
 @recent_per_trace
 def traffic(trace: Trace, rank: int, direction: str) -> Traffic | None:
-    """Return the traffic of a rank in one direction; None where neither copies nor counters were recorded."""
+    """Return the traffic of a rank in one direction; None where neither copies nor
+    counters were recorded."""
     if trace.rank(rank).transfers_recorded:
-        return of_copies(copies(trace, rank, direction), trace.rank(rank).transfers_spans_ns)
+        return of_copies(
+            copies(trace, rank, direction), trace.rank(rank).transfers_spans_ns
+        )
     return _of_counters(trace, rank, direction)
 
 
@@ -84,7 +102,8 @@ class Copies(NamedTuple):
     ends: Ints  # ns
     bytes: Floats  # NaN where not recorded.
     directions: npt.NDArray[np.object_]
-    host_memory: npt.NDArray[np.object_]  # `pinned`, `pageable`; None where not recorded.
+    # `pinned`, `pageable`; None where not recorded.
+    host_memory: npt.NDArray[np.object_]
 
     def only(self, selected: Bools | Ints) -> Copies:
         return Copies._make(values[selected] for values in self)
@@ -97,7 +116,8 @@ class Copies(NamedTuple):
 
 
 def copies(trace: Trace, rank: int, direction: str | None) -> Copies:
-    """Return copies, of one direction or (None) both: of the rank's first device, or all where none is of it."""
+    """Return copies, of one direction or (None) both: of the rank's first device, or
+    all where none is of it."""
     rows = _all_copies(trace, rank)
     return rows if direction is None else rows.only(rows.directions == direction)
 
@@ -106,23 +126,35 @@ def copies(trace: Trace, rank: int, direction: str | None) -> Copies:
 def _all_copies(trace: Trace, rank: int) -> Copies:
     rows = trace.columns(rank, "transfers")
     texts = rows.texts("direction"), rows.texts("host_memory")
-    table = Copies(rows.ints("start_ns"), rows.ints("end_ns"), rows.floats("bytes"), *texts)
+    table = Copies(
+        rows.ints("start_ns"), rows.ints("end_ns"), rows.floats("bytes"), *texts
+    )
     ours = rows.equal("device", main_device(trace, rank))
     return table.only(ours) if ours.any() else table
 
 
 def of_copies(rows: Copies, spans: Spans = ()) -> Traffic:
-    """Return the traffic of copies of a rank whose `transfers_spans_ns` are `spans`. Those without a size count as busy
-    time alone; the bytes are not known where no copy has a size."""
+    """Return the traffic of copies of a rank whose `transfers_spans_ns` are `spans`.
+    Those without a size count as busy time alone; the bytes are not known where no copy
+    has a size."""
     covered = covering(*np.array(spans, np.int64).T) if spans else None
     sized = rows.only(~np.isnan(rows.bytes))
     if len(rows.starts) and not len(sized.starts):
-        return Traffic(lambda times: np.full(len(times), np.nan), covered, busy_between(rows, spans))
-    return Traffic(cumulative(sized.starts, sized.ends, sized.bytes), covered, busy_between(rows, spans))
+        return Traffic(
+            lambda times: np.full(len(times), np.nan),
+            covered,
+            busy_between(rows, spans),
+        )
+    return Traffic(
+        cumulative(sized.starts, sized.ends, sized.bytes),
+        covered,
+        busy_between(rows, spans),
+    )
 
 
 def moved_bytes(trace: Trace, rank: int, direction: str) -> int | None:
-    """Return the bytes moved from the first to the last record of a rank; None where they are not known."""
+    """Return the bytes moved from the first to the last record of a rank; None where
+    they are not known."""
     moved, span = traffic(trace, rank, direction), trace.span_ns(rank)
     if moved is None or span is None:
         return None
@@ -133,12 +165,18 @@ def moved_bytes(trace: Trace, rank: int, direction: str) -> int | None:
 @once_per_trace
 def copied_iterations(trace: Trace, rank: int) -> list[int]:
     """Return the steady iterations in which all copies of a rank were recorded."""
-    numbers, spans = steady_iterations(trace).numbers, trace.rank(rank).transfers_spans_ns
+    numbers, spans = (
+        steady_iterations(trace).numbers,
+        trace.rank(rank).transfers_spans_ns,
+    )
     if not spans or not numbers:
         return numbers
     phases = intervals(trace, rank).times_with_other
     ran, position = np.unique(phases.iterations, return_inverse=True)
-    starts, ends = np.full(len(ran), np.iinfo(np.int64).max), np.full(len(ran), np.iinfo(np.int64).min)
+    starts, ends = (
+        np.full(len(ran), np.iinfo(np.int64).max),
+        np.full(len(ran), np.iinfo(np.int64).min),
+    )
     np.minimum.at(starts, position, phases.starts)
     np.maximum.at(ends, position, phases.ends)
     recorded = covering(*np.array(spans, np.int64).T)
@@ -148,17 +186,23 @@ def copied_iterations(trace: Trace, rank: int) -> list[int]:
 
 @recent_per_trace
 def both_busy(trace: Trace, rank: int) -> Between | None:
-    """Return a function from starts and ends to the ns of copies in both directions at once; None if not recorded."""
+    """Return a function from starts and ends to the ns of copies in both directions at
+    once; None if not recorded."""
     if not trace.rank(rank).transfers_recorded:
         return None
     spans = trace.rank(rank).transfers_spans_ns
-    h2d, d2h, either = (busy_between(copies(trace, rank, direction), spans) for direction in (*DIRECTIONS, None))
-    return lambda starts, ends: h2d(starts, ends) + d2h(starts, ends) - either(starts, ends)
+    h2d, d2h, either = (
+        busy_between(copies(trace, rank, direction), spans)
+        for direction in (*DIRECTIONS, None)
+    )
+    return lambda starts, ends: (
+        h2d(starts, ends) + d2h(starts, ends) - either(starts, ends)
+    )
 
 
 def busy_between(rows: Copies, spans: Spans) -> Between:
-    """Return a function from starts and ends of intervals to the ns of each in which at least one of the copies ran;
-    NaN for intervals that are not within the spans."""
+    """Return a function from starts and ends of intervals to the ns of each in which at
+    least one of the copies ran; NaN for intervals that are not within the spans."""
     total = covering(*union(rows.starts, rows.ends))
     recorded = covering(*np.array(spans, np.int64).T) if spans else None
 
@@ -166,7 +210,9 @@ def busy_between(rows: Copies, spans: Spans) -> Between:
         busy = total(ends) - total(starts)
         if recorded is None:
             return busy
-        return np.where(recorded(ends) - recorded(starts) == ends - starts, busy, np.nan)
+        return np.where(
+            recorded(ends) - recorded(starts) == ends - starts, busy, np.nan
+        )
 
     return busy_ns
 
@@ -189,17 +235,30 @@ class RateSamples(NamedTuple):
 
 @recent_per_trace
 def rate_samples(trace: Trace, rank: int, direction: str) -> RateSamples | None:
-    """Return the samples of the counters of a rank's first device; None where there are none."""
+    """Return the samples of the counters of a rank's first device; None where there are
+    none."""
     column = f"{direction}_bytes_per_s"
     rows = trace.columns(rank, "link")
-    selected = rows.equal("device", main_device(trace, rank)) & ~np.isnan(rows.floats(column))
+    selected = rows.equal("device", main_device(trace, rank)) & ~np.isnan(
+        rows.floats(column)
+    )
     if not selected.any():
         return None
-    ends, windows, rates = rows.ints("t_ns")[selected], rows.ints("window_ns")[selected], rows.floats(column)[selected]
+    ends, windows, rates = (
+        rows.ints("t_ns")[selected],
+        rows.ints("window_ns")[selected],
+        rows.floats(column)[selected],
+    )
     starts = sample_starts(ends, windows)
     spacing = np.diff(ends, prepend=ends[0] - windows[0])
     valid = valid_rates(rates, link_peak(trace, rank))
-    return RateSamples(starts[valid], ends[valid], rates[valid], int((~valid).sum()), float(np.median(spacing)))
+    return RateSamples(
+        starts[valid],
+        ends[valid],
+        rates[valid],
+        int((~valid).sum()),
+        float(np.median(spacing)),
+    )
 
 
 def _of_counters(trace: Trace, rank: int, direction: str) -> Traffic | None:
@@ -208,4 +267,10 @@ def _of_counters(trace: Trace, rank: int, direction: str) -> Traffic | None:
         return None
     starts, ends = samples.starts, samples.ends
     total = cumulative(starts, ends, samples.bytes_per_s * (ends - starts) / 1e9)
-    return Traffic(total, covering(*union(starts, ends)), None, samples.rejected, samples.spacing_ns)
+    return Traffic(
+        total,
+        covering(*union(starts, ends)),
+        None,
+        samples.rejected,
+        samples.spacing_ns,
+    )

@@ -1,4 +1,5 @@
-"""Explains an out-of-memory error of a recorded job: its figures, the holders, and what would have freed memory."""
+"""Explains an out-of-memory error of a recorded job: its figures, the holders, and what
+would have freed memory."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -8,7 +9,12 @@ import pandas as pd
 
 from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.devices import ALLOCATION_POOLS, main_device
-from ebbtide.analysis.metrics.holders.holders import Holder, Holders, holders_at, holders_of
+from ebbtide.analysis.metrics.holders.holders import (
+    Holder,
+    Holders,
+    holders_at,
+    holders_of,
+)
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import OutOfMemoryRecord
 from ebbtide.units import bytes_text
@@ -27,7 +33,8 @@ class Remedy:
 
     name: str  # The change.
     bytes: int  # Bytes that it frees at most.
-    enough: bool | None  # Whether so many bytes cover what was missing; None: not known.
+    # Whether so many bytes cover what was missing; None: not known.
+    enough: bool | None
     text: str  # The same as a sentence, with the reason.
 
 
@@ -38,20 +45,28 @@ class OutOfMemory(TabularResult):
     rank: int
     record: OutOfMemoryRecord  # The figures at that time.
     errors: int  # Number of recorded errors of this rank; this is the last one.
-    # The memory at that time by holder: of the pool `requested` or `tensors` (recorded allocations), `allocated`, or
-    # `heap` of a job on the CPU. What nobody is known to hold is a holder with None.
+    # The memory at that time by holder: of the pool `requested` or `tensors` (recorded
+    # allocations), `allocated`, or `heap` of a job on the CPU. What nobody is known to
+    # hold is a holder with None.
     memory: Holders
-    holders_t_ms: float | None  # The time of which the holders are known, where that is not the time of the error.
+    # The time of which the holders are known, where that is not the time of the error.
+    holders_t_ms: float | None
     remedies: list[Remedy]  # What would have freed memory, by bytes.
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide memory --at oom --json` prints."""
-        sizes = [f"{kind}_bytes" for kind in ("requested", "free", "reserved", "allocated", "capacity")]
+        sizes = [
+            f"{kind}_bytes"
+            for kind in ("requested", "free", "reserved", "allocated", "capacity")
+        ]
         return {
             "rank": self.rank,
             **self.memory.as_json(),
             "holders_t_ms": self.holders_t_ms,
-            **{key: getattr(self.record, key) for key in ("iteration", "phase", *sizes, "message")},
+            **{
+                key: getattr(self.record, key)
+                for key in ("iteration", "phase", *sizes, "message")
+            },
             "errors": self.errors,
             "remedies": [asdict(remedy) for remedy in self.remedies],
         }
@@ -62,8 +77,9 @@ class OutOfMemory(TabularResult):
 
 
 def out_of_memory(trace: Trace, rank: int) -> OutOfMemory | None:
-    """Explain the last out-of-memory error of a rank; None where there is none. The holders are those of the recorded
-    allocations if they include its time, else of the inventory taken at it, else of the last one before."""
+    """Explain the last out-of-memory error of a rank; None where there is none. The
+    holders are those of the recorded allocations if they include its time, else of the
+    inventory taken at it, else of the last one before."""
     records = trace.rank(rank).out_of_memory
     if not records:
         return None
@@ -73,7 +89,11 @@ def out_of_memory(trace: Trace, rank: int) -> OutOfMemory | None:
     begin_ns = span[0] if span is not None else record.t_ns
     holders, holders_ns, pool = _holders(trace, rank, device, record)
     bytes_held = sum(holder.bytes for holder in holders)
-    total = bytes_held if pool in ALLOCATION_POOLS else max(record.allocated_bytes or 0, bytes_held)
+    total = (
+        bytes_held
+        if pool in ALLOCATION_POOLS
+        else max(record.allocated_bytes or 0, bytes_held)
+    )
     if total > bytes_held:
         holders.append(Holder(None, None, None, total - bytes_held))
     holders.sort(key=lambda holder: -holder.bytes)
@@ -81,8 +101,17 @@ def out_of_memory(trace: Trace, rank: int) -> OutOfMemory | None:
         rank=rank,
         record=record,
         errors=len(records),
-        memory=Holders(pool, device or "", record.t_ns, (record.t_ns - begin_ns) / 1e6, total, holders),
-        holders_t_ms=None if holders_ns in (None, record.t_ns) else (holders_ns - begin_ns) / 1e6,
+        memory=Holders(
+            pool,
+            device or "",
+            record.t_ns,
+            (record.t_ns - begin_ns) / 1e6,
+            total,
+            holders,
+        ),
+        holders_t_ms=None
+        if holders_ns in (None, record.t_ns)
+        else (holders_ns - begin_ns) / 1e6,
         remedies=_remedies(record, device, holders),
     )
 
@@ -90,21 +119,29 @@ def out_of_memory(trace: Trace, rank: int) -> OutOfMemory | None:
 def _holders(
     trace: Trace, rank: int, device: str | None, record: OutOfMemoryRecord
 ) -> tuple[list[Holder], int | None, str]:
-    """Return the holders, the time of which they are known, and the pool that they divide."""
+    """Return the holders, the time of which they are known, and the pool that they
+    divide."""
     if _has_allocations_at(trace, rank, device, record.t_ns):
         at_error = holders_at(trace, rank, record.t_ns, device)
         if at_error is not None:
             return list(at_error.holders), record.t_ns, at_error.pool
     pool = "heap" if device == "cpu" and record.reserved_bytes is None else "allocated"
-    taken = (entry for entry in trace.rank(rank).inventories if entry.t_ns <= record.t_ns)
+    taken = (
+        entry for entry in trace.rank(rank).inventories if entry.t_ns <= record.t_ns
+    )
     inventory = max(taken, key=lambda entry: entry.t_ns, default=None)
     if inventory is None:
         return [], None, pool
-    return holders_of(inventory, device, with_gradients=inventory.t_ns == record.t_ns), inventory.t_ns, pool
+    return (
+        holders_of(inventory, device, with_gradients=inventory.t_ns == record.t_ns),
+        inventory.t_ns,
+        pool,
+    )
 
 
 def _has_allocations_at(trace: Trace, rank: int, device: str | None, t_ns: int) -> bool:
-    """Return whether each allocation was recorded at a time: the record has events in the phase of that time."""
+    """Return whether each allocation was recorded at a time: the record has events in
+    the phase of that time."""
     rows = trace.allocations(rank)
     rows = rows[rows["device"] == device]
     if rows.empty or int(rows["start_ns"].min()) > t_ns:
@@ -116,15 +153,23 @@ def _has_allocations_at(trace: Trace, rank: int, device: str | None, t_ns: int) 
 
 
 def shortfall_bytes(record: OutOfMemoryRecord) -> int | None:
-    """Return the bytes that were missing: those requested minus those free on the device; None: not known."""
+    """Return the bytes that were missing: those requested minus those free on the
+    device; None: not known."""
     if record.requested_bytes is None or record.free_bytes is None:
         return None
     return max(record.requested_bytes - record.free_bytes, 0)
 
 
-def make_remedy(name: str, size: int, record: OutOfMemoryRecord, reason: str, enough: bool | None = None) -> Remedy:
-    """Return a remedy whose text compares its bytes with those that were missing. It frees at most `size` bytes;
-    `enough` is whether the change suffices, where bytes alone do not tell."""
+def make_remedy(
+    name: str,
+    size: int,
+    record: OutOfMemoryRecord,
+    reason: str,
+    enough: bool | None = None,
+) -> Remedy:
+    """Return a remedy whose text compares its bytes with those that were missing. It
+    frees at most `size` bytes; `enough` is whether the change suffices, where bytes
+    alone do not tell."""
     missing = shortfall_bytes(record)
     if enough is None and missing is not None:
         enough = size >= missing
@@ -136,26 +181,47 @@ def make_remedy(name: str, size: int, record: OutOfMemoryRecord, reason: str, en
     return Remedy(name, size, enough, text)
 
 
-def _remedies(record: OutOfMemoryRecord, device: str | None, holders: list[Holder]) -> list[Remedy]:
+def _remedies(
+    record: OutOfMemoryRecord, device: str | None, holders: list[Holder]
+) -> list[Remedy]:
     remedies = []
     on_gpu = device is not None and device != "cpu"
-    state = sum(holder.bytes for holder in holders if holder.category == "optimizer_state")
+    state = sum(
+        holder.bytes for holder in holders if holder.category == "optimizer_state"
+    )
     if state and on_gpu:
-        remedies.append(make_remedy(OFFLOAD, state, record, "all optimizer state on the device"))
+        remedies.append(
+            make_remedy(OFFLOAD, state, record, "all optimizer state on the device")
+        )
     if any(holder.category == "activation" for holder in holders):
-        activations = sum(holder.bytes for holder in holders if holder.category == "activation")
+        activations = sum(
+            holder.bytes for holder in holders if holder.category == "activation"
+        )
         origin = "all activations"
     else:
         activations = sum(holder.bytes for holder in holders if holder.category is None)
         origin = "all memory of which the holder is not known, activations among it"
     if activations:
         remedies.append(make_remedy(CHECKPOINTING, activations, record, origin))
-        remedies.append(make_remedy(MICRO_BATCH, activations // 2, record, f"half of {origin}"))
-    if on_gpu and record.reserved_bytes is not None and record.allocated_bytes is not None:
+        remedies.append(
+            make_remedy(MICRO_BATCH, activations // 2, record, f"half of {origin}")
+        )
+    if (
+        on_gpu
+        and record.reserved_bytes is not None
+        and record.allocated_bytes is not None
+    ):
         unused = max(record.reserved_bytes - record.allocated_bytes, 0)
         if unused:
             requested = record.requested_bytes
-            fits = None if requested is None else unused + (record.free_bytes or 0) >= requested
-            reason = "reserved by torch, but not allocated; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            fits = (
+                None
+                if requested is None
+                else unused + (record.free_bytes or 0) >= requested
+            )
+            reason = (
+                "reserved by torch, but not allocated; "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            )
             remedies.append(make_remedy(SEGMENTS, unused, record, reason, fits))
     return sorted(remedies, key=lambda remedy: -remedy.bytes)

@@ -32,15 +32,20 @@ if TYPE_CHECKING:
 
 @once_per_trace
 def phase_peaks(trace: Trace, rank: int, pool: str) -> IterationTable:
-    """Return the peak of a pool per iteration and phase, bytes; NaN where nothing was recorded."""
+    """Return the peak of a pool per iteration and phase, bytes; NaN where nothing was
+    recorded."""
     times, sizes = memory_timeline(trace, rank, pool)
     phases = intervals(trace, rank, device_times=False).times_with_other
     read = in_read_iteration(trace, rank, pool, phases, times)
-    return largest_by_part(phases, np.where(read, peak_between(times, sizes, phases.starts, phases.ends), np.nan))
+    return largest_by_part(
+        phases,
+        np.where(read, peak_between(times, sizes, phases.starts, phases.ends), np.nan),
+    )
 
 
 def largest_by_part(phases: PhaseArrays, values: Floats) -> IterationTable:
-    """Return the largest of the values of phases, per iteration and phase; NaN where there is none."""
+    """Return the largest of the values of phases, per iteration and phase; NaN where
+    there is none."""
     numbers, position = np.unique(phases.iterations, return_inverse=True)
     columns = {part: np.full(len(numbers), np.nan) for part in ITERATION_PARTS}
     for part, largest in columns.items():
@@ -51,8 +56,9 @@ def largest_by_part(phases: PhaseArrays, values: Floats) -> IterationTable:
 
 @dataclass(frozen=True)
 class LinkTable:
-    """Link use, an entry per iteration, phase and direction; NaN for figures that were not recorded, or too little of
-    them. Columns length_ms, bytes, busy_ms (copies ran), both_ms (copies ran in both directions at once)."""
+    """Link use, an entry per iteration, phase and direction; NaN for figures that were
+    not recorded, or too little of them. Columns length_ms, bytes, busy_ms (copies ran),
+    both_ms (copies ran in both directions at once)."""
 
     iterations: Ints
     phases: npt.NDArray[np.object_]  # Empty text for the whole trace.
@@ -64,7 +70,11 @@ class LinkTable:
         """A pandas frame with all columns."""
         import pandas as pd
 
-        keys = {"iteration": self.iterations, "phase": self.phases, "direction": self.directions}
+        keys = {
+            "iteration": self.iterations,
+            "phase": self.phases,
+            "direction": self.directions,
+        }
         return pd.DataFrame({**keys, **self.columns})
 
     def of_phases(self) -> Iterator[tuple[str, str, dict[str, Floats]]]:
@@ -73,20 +83,40 @@ class LinkTable:
             for direction in DIRECTIONS:
                 own = (self.phases == phase) & (self.directions == direction)
                 if own.any():
-                    yield phase, direction, {name: values[own] for name, values in self.columns.items()}
+                    yield (
+                        phase,
+                        direction,
+                        {name: values[own] for name, values in self.columns.items()},
+                    )
 
 
-def link_table(trace: Trace, rank: int, iterations: Sequence[int] | None = None) -> LinkTable:
+def link_table(
+    trace: Trace, rank: int, iterations: Sequence[int] | None = None
+) -> LinkTable:
     """Return the link use of a rank in its iterations: all (None) or some."""
     phases = intervals(trace, rank).times_with_other
-    return _link_use(trace, rank, phases if iterations is None else phases.only(np.isin(phases.iterations, iterations)))
+    return _link_use(
+        trace,
+        rank,
+        phases
+        if iterations is None
+        else phases.only(np.isin(phases.iterations, iterations)),
+    )
 
 
 def whole_link_table(trace: Trace, rank: int) -> LinkTable:
     """Return the link use of a rank in the whole trace."""
     span = trace.span_ns(rank)
-    starts, ends = (np.array([] if span is None else [time], np.int64) for time in span or (0, 0))
-    return _link_use(trace, rank, PhaseArrays(np.zeros_like(starts), np.full(len(starts), "", object), starts, ends))
+    starts, ends = (
+        np.array([] if span is None else [time], np.int64) for time in span or (0, 0)
+    )
+    return _link_use(
+        trace,
+        rank,
+        PhaseArrays(
+            np.zeros_like(starts), np.full(len(starts), "", object), starts, ends
+        ),
+    )
 
 
 def _link_use(trace: Trace, rank: int, phases: PhaseArrays) -> LinkTable:
@@ -102,7 +132,9 @@ def _link_use(trace: Trace, rank: int, phases: PhaseArrays) -> LinkTable:
         figures = {
             "length_ms": (ends - starts) / 1e6,
             "bytes": unknown if moved is None else moved.bytes(starts, ends),
-            "busy_ms": unknown if moved is None or moved.busy is None else moved.busy(starts, ends) / 1e6,
+            "busy_ms": unknown
+            if moved is None or moved.busy is None
+            else moved.busy(starts, ends) / 1e6,
             "both_ms": unknown if both is None else both(starts, ends) / 1e6,
         }
         for name, values in figures.items():
@@ -118,8 +150,9 @@ def _link_use(trace: Trace, rank: int, phases: PhaseArrays) -> LinkTable:
 
 @once_per_trace
 def phase_bytes(trace: Trace, rank: int, direction: str) -> IterationTable | None:
-    """Return the bytes moved per iteration and phase: 0 for a phase that an iteration does not have, NaN where too
-    little was sampled; None where neither copies nor counters were recorded."""
+    """Return the bytes moved per iteration and phase: 0 for a phase that an iteration
+    does not have, NaN where too little was sampled; None where neither copies nor
+    counters were recorded."""
     moved = traffic(trace, rank, direction)
     if moved is None:
         return None
@@ -127,13 +160,23 @@ def phase_bytes(trace: Trace, rank: int, direction: str) -> IterationTable | Non
     sizes = moved.bytes(phases.starts, phases.ends)
     numbers, position = np.unique(phases.iterations, return_inverse=True)
     own = {part: phases.phases == part for part in ITERATION_PARTS}
-    sizes_of = {part: sums(len(numbers), position[of_part], sizes[of_part]) for part, of_part in own.items()}
+    sizes_of = {
+        part: sums(len(numbers), position[of_part], sizes[of_part])
+        for part, of_part in own.items()
+    }
     return IterationTable(numbers, sizes_of)
 
 
 def iteration_bytes(trace: Trace, direction: str) -> float | None:
-    """Return the median of the bytes moved in a steady iteration, over iterations and ranks; None if not recorded."""
+    """Return the median of the bytes moved in a steady iteration, over iterations and
+    ranks; None if not recorded."""
     numbers = steady_iterations(trace).numbers
-    tables = [table for rank in trace.ranks if (table := phase_bytes(trace, rank, direction)) is not None]
-    of_ranks = [np.sum([*table.only(numbers).columns.values()], axis=0) for table in tables]
+    tables = [
+        table
+        for rank in trace.ranks
+        if (table := phase_bytes(trace, rank, direction)) is not None
+    ]
+    of_ranks = [
+        np.sum([*table.only(numbers).columns.values()], axis=0) for table in tables
+    ]
     return median_or_none(np.concatenate(of_ranks)) if of_ranks else None

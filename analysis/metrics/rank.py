@@ -5,7 +5,11 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ebbtide.analysis.metrics.devices import capacity_bytes, first_device, memory_timeline
+from ebbtide.analysis.metrics.devices import (
+    capacity_bytes,
+    first_device,
+    memory_timeline,
+)
 from ebbtide.profiler.trace import Trace
 
 if TYPE_CHECKING:
@@ -37,7 +41,8 @@ class RankMetrics:
 
     @property
     def series(self) -> IterationTable:
-        """Times, rates and free memory by steady iteration: the columns of `rank_series`."""
+        """Times, rates and free memory by steady iteration: the columns of
+        `rank_series`."""
         from ebbtide.analysis.metrics.ranks.rank_series import rank_series
 
         return rank_series(self.trace, self.rank)
@@ -51,21 +56,24 @@ class RankMetrics:
 
     @property
     def critical_path(self) -> CriticalPath | None:
-        """The critical path of the median iteration; None without kernels or iterations."""
+        """The critical path of the median iteration; None without kernels or
+        iterations."""
         from ebbtide.analysis.metrics.critical_path.critical_path import critical_path
 
         return critical_path(self.trace, self.rank)
 
     @property
     def busy_time(self) -> BusyTime | None:
-        """Times in which the rank's first GPU computes, communicates and copies; None where not recorded."""
+        """Times in which the rank's first GPU computes, communicates and copies; None
+        where not recorded."""
         from ebbtide.analysis.metrics.activity.busy_time import busy_time
 
         return busy_time(self.trace, self.rank)
 
     @property
     def memory_growth(self) -> list[Growth] | None:
-        """Call sites that leave blocks behind in every iteration; None where allocations were not recorded."""
+        """Call sites that leave blocks behind in every iteration; None where
+        allocations were not recorded."""
         from ebbtide.analysis.metrics.holders.categories import memory_growth
 
         return memory_growth(self.trace, self.rank)

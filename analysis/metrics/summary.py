@@ -11,14 +11,38 @@ import numpy as np
 
 from ebbtide.analysis.dataframes import TabularResult
 from ebbtide.analysis.metrics.activity.busy_time import busy_time
-from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, peak_pool, pool_peaks
+from ebbtide.analysis.metrics.devices import (
+    capacity_bytes,
+    free_pool,
+    peak_pool,
+    pool_peaks,
+)
 from ebbtide.analysis.metrics.gpu_state import GpuFigure, gpu_state
-from ebbtide.analysis.metrics.iterations import IterationTable, median_ms, part_counts, slowest_times, steady_iterations
-from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copied_iterations, moved_bytes
-from ebbtide.analysis.metrics.missing import NO_GPU_STATE, no_link, on_demand_remarks, partly_no_link
+from ebbtide.analysis.metrics.iterations import (
+    IterationTable,
+    median_ms,
+    part_counts,
+    slowest_times,
+    steady_iterations,
+)
+from ebbtide.analysis.metrics.link_throughput import (
+    DIRECTIONS,
+    copied_iterations,
+    moved_bytes,
+)
+from ebbtide.analysis.metrics.missing import (
+    NO_GPU_STATE,
+    no_link,
+    on_demand_remarks,
+    partly_no_link,
+)
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
 from ebbtide.analysis.metrics.prediction import TimeRange, is_predicted, predicted_range
-from ebbtide.analysis.metrics.ranks.comparison import NOT_COMPARED, RankDifferences, rank_differences
+from ebbtide.analysis.metrics.ranks.comparison import (
+    NOT_COMPARED,
+    RankDifferences,
+    rank_differences,
+)
 from ebbtide.analysis.metrics.ranks.scan import read_by_parts
 from ebbtide.analysis.metrics.storage_use import StorageUse, storage_use
 from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
@@ -31,38 +55,57 @@ from ebbtide.units import ms_text
 
 @dataclass(frozen=True)
 class Totals:
-    """Figures of a whole trace, its warm-up included; None for figures that were not recorded."""
+    """Figures of a whole trace, its warm-up included; None for figures that were not
+    recorded."""
 
     span_ms: float | None  # From its first to its last record.
-    h2d_bytes: int | None  # Bytes moved to the device, summed over ranks, from copies or else from sampled counters.
+    # Bytes moved to the device, summed over ranks, from copies or else from sampled
+    # counters.
+    h2d_bytes: int | None
     d2h_bytes: int | None  # Bytes moved to the host.
-    min_free_bytes: int | None  # Least free memory of any rank (capacity - `Summary.free_pool`).
+    # Least free memory of any rank (capacity - `Summary.free_pool`).
+    min_free_bytes: int | None
     compute_ms: float | None  # Time in which compute kernels run, summed over ranks.
     communication_ms: float | None  # Time in which collectives run, summed over ranks.
-    copy_ms: float | None  # Time in which copies run, summed over ranks with recorded kernels.
-    # Time between the first and the last activity of a GPU in which nothing runs on it, summed over ranks.
+    # Time in which copies run, summed over ranks with recorded kernels.
+    copy_ms: float | None
+    # Time between the first and the last activity of a GPU in which nothing runs on it,
+    # summed over ranks.
     idle_ms: float | None
 
 
 def whole_trace(trace: Trace) -> Totals:
     """Sum the figures of a trace."""
     span = trace.span_ns()
-    busy = [times for rank in trace.ranks if (times := busy_time(trace, rank)) is not None]
+    busy = [
+        times for rank in trace.ranks if (times := busy_time(trace, rank)) is not None
+    ]
     return Totals(
         span_ms=None if span is None else (span[1] - span[0]) / 1e6,
         h2d_bytes=sum_or_none(moved_bytes(trace, rank, "h2d") for rank in trace.ranks),
         d2h_bytes=sum_or_none(moved_bytes(trace, rank, "d2h") for rank in trace.ranks),
         min_free_bytes=_min_free(trace),
         compute_ms=sum_or_none(length(times.compute) / 1e6 for times in busy),
-        communication_ms=sum_or_none(length(times.communication) / 1e6 for times in busy),
+        communication_ms=sum_or_none(
+            length(times.communication) / 1e6 for times in busy
+        ),
         copy_ms=sum_or_none(length(times.copy) / 1e6 for times in busy),
-        idle_ms=sum_or_none((length(times.recorded) - length(times.all)) / 1e6 for times in busy),
+        idle_ms=sum_or_none(
+            (length(times.recorded) - length(times.all)) / 1e6 for times in busy
+        ),
     )
 
 
 def _min_free(trace: Trace) -> int | None:
-    pairs = [(capacity_bytes(trace, r), pool_peaks(trace, r).get(free_pool(trace) or "")) for r in trace.ranks]
-    sizes = [capacity - peak for capacity, peak in pairs if capacity is not None and peak is not None]
+    pairs = [
+        (capacity_bytes(trace, r), pool_peaks(trace, r).get(free_pool(trace) or ""))
+        for r in trace.ranks
+    ]
+    sizes = [
+        capacity - peak
+        for capacity, peak in pairs
+        if capacity is not None and peak is not None
+    ]
     return max(min(sizes), 0) if sizes else None
 
 
@@ -74,25 +117,40 @@ class PhaseSummary:
     count: int  # How often it ran, each micro-step once.
     median_ms: float | None  # Median of its time per iteration, on the slowest rank.
     p95_ms: float | None  # 95th percentile of the same, with linear interpolation.
-    peak_bytes: int | None  # Peak of `MemorySummary.pool`, median over iterations and ranks.
-    min_free_bytes: int | None  # Least free memory (capacity - `Summary.free_pool`), median over iterations and ranks.
-    h2d_bytes: int | None  # Bytes moved to the device per iteration, median over iterations and ranks.
-    d2h_bytes: int | None  # Bytes moved to the host per iteration, median over iterations and ranks.
-    # `median_ms` as a share of `Summary.iteration_ms`. Medians need not add up, so shares need not either.
+    # Peak of `MemorySummary.pool`, median over iterations and ranks.
+    peak_bytes: int | None
+    # Least free memory (capacity - `Summary.free_pool`), median over iterations and
+    # ranks.
+    min_free_bytes: int | None
+    # Bytes moved to the device per iteration, median over iterations and ranks.
+    h2d_bytes: int | None
+    # Bytes moved to the host per iteration, median over iterations and ranks.
+    d2h_bytes: int | None
+    # `median_ms` as a share of `Summary.iteration_ms`. Medians need not add up, so
+    # shares need not either.
     share: float | None
-    # `low_ms`, `high_ms`: of a predicted trace, `median_ms` under fast and under slow assumptions.
+    # `low_ms`, `high_ms`: of a predicted trace, `median_ms` under fast and under slow
+    # assumptions.
     low_ms: float | None = None
     high_ms: float | None = None
 
     def as_json(self, is_predicted: bool) -> dict[str, Any]:
-        """Return the entry of the phase in JSON; only a predicted trace has `low_ms` and `high_ms`."""
+        """Return the entry of the phase in JSON; only a predicted trace has `low_ms`
+        and `high_ms`."""
         values = asdict(self)
-        return values if is_predicted else {key: values[key] for key in values if key not in ("low_ms", "high_ms")}
+        return (
+            values
+            if is_predicted
+            else {
+                key: values[key] for key in values if key not in ("low_ms", "high_ms")
+            }
+        )
 
 
 @dataclass(frozen=True)
 class TransferSummary:
-    """All copies of one direction in the trace, on all ranks; None where copies were not recorded."""
+    """All copies of one direction in the trace, on all ranks; None where copies were
+    not recorded."""
 
     count: int | None  # Number of copies.
     bytes: int | None  # Bytes of all copies; None if no copy has a size.
@@ -105,7 +163,9 @@ class MemorySummary:
 
     capacity_bytes: int | None  # Memory of the first rank's device.
     peak_bytes: int | None  # Peak of `pool`.
-    pool: str | None  # The pool whose peak is reported: `device` where recorded, else `allocated`, else `heap`.
+    # The pool whose peak is reported: `device` where recorded, else `allocated`, else
+    # `heap`.
+    pool: str | None
     pools: dict[str, int]  # Peak of each recorded pool, bytes.
 
 
@@ -121,19 +181,24 @@ class Summary(TabularResult, table="phases"):
         phases: One entry per phase, and `other`.
         transfers: One entry per direction.
         memory: Peaks.
-        free_pool: The pool that free memory is computed from; None where no memory of a device was recorded.
-        gpu: Utilization, power, clocks and temperature, one entry per quantity and phase; None where not recorded.
-        totals: Figures of the whole trace, of a trace without iterations; None of others.
+        free_pool: The pool that free memory is computed from; None where no memory of a
+            device was recorded.
+        gpu: Utilization, power, clocks and temperature, one entry per quantity and
+            phase; None where not recorded.
+        totals: Figures of the whole trace, of a trace without iterations; None of
+            others.
         about: Lines on the job: command, device, model, optimizer.
         remarks: Lines on the quality of the data.
         is_predicted: Whether a dry run made the trace; `predicted` in JSON.
-        iteration_range: Of a predicted trace, `iteration_ms` under fast and under slow assumptions;
-            `iteration_low_ms` and `iteration_high_ms` in JSON.
-        storage: Bytes and waits of storage, per rank and direction; empty where none was used.
+        iteration_range: Of a predicted trace, `iteration_ms` under fast and under slow
+            assumptions; `iteration_low_ms` and `iteration_high_ms` in JSON.
+        storage: Bytes and waits of storage, per rank and direction; empty where none
+            was used.
         rank_differences: The ranks that differ from the others.
-        without_gradients_ms: Part of `other`: forwards without gradients (reference models, generation, evaluation).
-            None where none were recorded.
-        times_ms: Times of the steady iterations on the slowest rank, of each phase and of the `iteration`.
+        without_gradients_ms: Part of `other`: forwards without gradients (reference
+            models, generation, evaluation). None where none were recorded.
+        times_ms: Times of the steady iterations on the slowest rank, of each phase and
+            of the `iteration`.
     """
 
     iterations: int
@@ -157,14 +222,17 @@ class Summary(TabularResult, table="phases"):
 
     @property
     def longest_phase(self) -> PhaseSummary | None:
-        """The phase with the largest share of an iteration; None where shares are not known."""
+        """The phase with the largest share of an iteration; None where shares are not
+        known."""
         shared = [phase for phase in self.phases if phase.share is not None]
         return max(shared, key=lambda phase: phase.share or 0.0, default=None)
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide summary --json` prints."""
         memory = asdict(self.memory)
-        memory["pools"] = {pool: {"peak_bytes": peak} for pool, peak in self.memory.pools.items()}
+        memory["pools"] = {
+            pool: {"peak_bytes": peak} for pool, peak in self.memory.pools.items()
+        }
         return {
             "iterations": self.iterations,
             "warmup_iterations": self.warmup_iterations,
@@ -173,13 +241,21 @@ class Summary(TabularResult, table="phases"):
             "without_gradients_ms": self.without_gradients_ms,
             "iterations_ms": self.times_ms["iteration"],
             "phases": [
-                {**phase.as_json(self.is_predicted), "iterations_ms": self.times_ms[phase.phase]}
+                {
+                    **phase.as_json(self.is_predicted),
+                    "iterations_ms": self.times_ms[phase.phase],
+                }
                 for phase in self.phases
             ],
-            "transfers": {direction: asdict(transfer) for direction, transfer in self.transfers.items()},
+            "transfers": {
+                direction: asdict(transfer)
+                for direction, transfer in self.transfers.items()
+            },
             "memory": memory,
             "free_pool": self.free_pool,
-            "gpu": None if self.gpu is None else [asdict(figure) for figure in self.gpu],
+            "gpu": None
+            if self.gpu is None
+            else [asdict(figure) for figure in self.gpu],
             "totals": None if self.totals is None else asdict(self.totals),
             "storage": [asdict(use) for use in self.storage],
             "rank_differences": self.rank_differences.as_json(),
@@ -192,8 +268,14 @@ class Summary(TabularResult, table="phases"):
         if not self.is_predicted:
             return {}
         times = self.iteration_range
-        low_ms, high_ms = (None, None) if times is None else (times.low_ms, times.high_ms)
-        return {"predicted": True, "iteration_low_ms": low_ms, "iteration_high_ms": high_ms}
+        low_ms, high_ms = (
+            (None, None) if times is None else (times.low_ms, times.high_ms)
+        )
+        return {
+            "predicted": True,
+            "iteration_low_ms": low_ms,
+            "iteration_high_ms": high_ms,
+        }
 
 
 def summarize(trace: Trace) -> Summary:
@@ -207,10 +289,21 @@ def _summarize(trace: Trace) -> Summary:
     pool, pool_of_free = peak_pool(trace), free_pool(trace)
     slowest = slowest_times(trace)
     total = median_ms(trace, "iteration")
-    peaks = _stack([phase_peaks(trace, rank, pool) for rank in trace.ranks] if pool else [], steady.numbers)
-    free = _stack([_free(trace, rank, pool_of_free) for rank in trace.ranks] if pool_of_free else [], steady.numbers)
+    peaks = _stack(
+        [phase_peaks(trace, rank, pool) for rank in trace.ranks] if pool else [],
+        steady.numbers,
+    )
+    free = _stack(
+        [_free(trace, rank, pool_of_free) for rank in trace.ranks]
+        if pool_of_free
+        else [],
+        steady.numbers,
+    )
     moved = {
-        direction: _stack([phase_bytes(trace, rank, direction) for rank in trace.ranks], steady.numbers)
+        direction: _stack(
+            [phase_bytes(trace, rank, direction) for rank in trace.ranks],
+            steady.numbers,
+        )
         for direction in DIRECTIONS
     }
     phases = []
@@ -220,16 +313,29 @@ def _summarize(trace: Trace) -> Summary:
         phases.append(
             PhaseSummary(
                 phase=phase,
-                count=max((part_counts(trace, rank)[phase] for rank in trace.ranks), default=0),
+                count=max(
+                    (part_counts(trace, rank)[phase] for rank in trace.ranks), default=0
+                ),
                 median_ms=median,
-                p95_ms=float(np.percentile(phase_times, 95)) if median is not None else None,
+                p95_ms=float(np.percentile(phase_times, 95))
+                if median is not None
+                else None,
                 peak_bytes=_median_bytes(peaks[phase]),
                 min_free_bytes=_median_bytes(free[phase]),
-                # Copies of a phase that the trace does not show are those of another part.
-                h2d_bytes=_median_bytes(moved["h2d"][phase]) if median is not None else None,
-                d2h_bytes=_median_bytes(moved["d2h"][phase]) if median is not None else None,
+                # Copies of a phase that the trace does not show are those of another
+                # part.
+                h2d_bytes=_median_bytes(moved["h2d"][phase])
+                if median is not None
+                else None,
+                d2h_bytes=_median_bytes(moved["d2h"][phase])
+                if median is not None
+                else None,
                 share=median / total if median is not None and total else None,
-                **(asdict(times) if (times := predicted_range(trace, phase)) is not None else {}),
+                **(
+                    asdict(times)
+                    if (times := predicted_range(trace, phase)) is not None
+                    else {}
+                ),
             )
         )
     return Summary(
@@ -251,15 +357,21 @@ def _summarize(trace: Trace) -> Summary:
         rank_differences=rank_differences(trace),
         without_gradients_ms=without_gradients_ms(trace),
         times_ms={
-            part: [None if np.isnan(time) else float(time) for time in times] for part, times in slowest.columns.items()
+            part: [None if np.isnan(time) else float(time) for time in times]
+            for part, times in slowest.columns.items()
         },
     )
 
 
-def _stack(tables: Iterable[IterationTable | None], iterations: list[int]) -> dict[str, Floats]:
+def _stack(
+    tables: Iterable[IterationTable | None], iterations: list[int]
+) -> dict[str, Floats]:
     """Return the values of each phase in some iterations, of all ranks."""
     recorded = [table.only(iterations).columns for table in tables if table is not None]
-    return {part: np.concatenate([np.empty(0), *(columns[part] for columns in recorded)]) for part in ITERATION_PARTS}
+    return {
+        part: np.concatenate([np.empty(0), *(columns[part] for columns in recorded)])
+        for part in ITERATION_PARTS
+    }
 
 
 def _free(trace: Trace, rank: int, pool: str) -> IterationTable | None:
@@ -267,7 +379,10 @@ def _free(trace: Trace, rank: int, pool: str) -> IterationTable | None:
     if capacity is None:
         return None
     peaks = phase_peaks(trace, rank, pool)
-    return IterationTable(peaks.numbers, {part: capacity - values for part, values in peaks.columns.items()})
+    return IterationTable(
+        peaks.numbers,
+        {part: capacity - values for part, values in peaks.columns.items()},
+    )
 
 
 def _transfers(trace: Trace, direction: str) -> TransferSummary:
@@ -280,7 +395,9 @@ def _transfers(trace: Trace, direction: str) -> TransferSummary:
         count += int(own.sum())
         sizes += table.ints("bytes")[own & table.recorded("bytes")].tolist()
         busy_ns += union_length(table.ints("start_ns")[own], table.ints("end_ns")[own])
-    return TransferSummary(count, None if count and not sizes else sum(sizes), busy_ns / 1e6)
+    return TransferSummary(
+        count, None if count and not sizes else sum(sizes), busy_ns / 1e6
+    )
 
 
 def _memory(trace: Trace, pool: str | None) -> MemorySummary:
@@ -289,7 +406,9 @@ def _memory(trace: Trace, pool: str | None) -> MemorySummary:
         for name, peak in pool_peaks(trace, rank).items():
             peaks[name] = max(peaks.get(name, 0), peak)
     capacity = capacity_bytes(trace, trace.ranks[0]) if trace.ranks else None
-    return MemorySummary(capacity, peaks.get(pool or ""), pool, dict(sorted(peaks.items())))
+    return MemorySummary(
+        capacity, peaks.get(pool or ""), pool, dict(sorted(peaks.items()))
+    )
 
 
 def _about(trace: Trace) -> list[str]:
@@ -306,11 +425,23 @@ def _about(trace: Trace) -> list[str]:
         if model.params:
             names = "".join(f"{name}, " for name in model.classes)
             kinds = f" ({', '.join(sorted(model.dtypes))})" if model.dtypes else ""
-            lines.append(f"model: {names}{model.params:,} parameters on this rank{kinds}")
+            lines.append(
+                f"model: {names}{model.params:,} parameters on this rank{kinds}"
+            )
         for optimizer in entry.optimizers:
-            params = f", {optimizer.params:,} parameters" if optimizer.params is not None else ""
-            state = f", state {optimizer.state_bytes / 2**20:,.1f} MiB" if optimizer.state_bytes is not None else ""
-            lines.append(f"optimizer: {optimizer.class_name or 'unknown'}{params}{state}")
+            params = (
+                f", {optimizer.params:,} parameters"
+                if optimizer.params is not None
+                else ""
+            )
+            state = (
+                f", state {optimizer.state_bytes / 2**20:,.1f} MiB"
+                if optimizer.state_bytes is not None
+                else ""
+            )
+            lines.append(
+                f"optimizer: {optimizer.class_name or 'unknown'}{params}{state}"
+            )
     return lines
 
 
@@ -330,23 +461,45 @@ def _remarks(trace: Trace) -> list[str]:
     if not link and not copies:
         remarks.append(no_link(trace))
     elif not copies:
-        remarks.append("link bytes are from sampled counters; `ebbtide profile --transfers` records each copy")
+        remarks.append(
+            "link bytes are from sampled counters; `ebbtide profile --transfers` "
+            "records each copy"
+        )
     if link or copies:
         remarks += partly_no_link(trace)
     for rank in trace.ranks:
-        if trace.rank(rank).transfers_spans_ns and len(copied_iterations(trace, rank)) < len(numbers):
+        if trace.rank(rank).transfers_spans_ns and len(
+            copied_iterations(trace, rank)
+        ) < len(numbers):
             shown = f"{len(copied_iterations(trace, rank))} of {len(numbers)}"
-            remarks.append(f"rank {rank}: copies were recorded in {shown} iterations; the others count as not known")
+            remarks.append(
+                f"rank {rank}: copies were recorded in {shown} iterations; the others "
+                "count as not known"
+            )
     is_real = trace.meta.source not in ("simulated", "predicted")
-    has_gpu = any(device.kind == "cuda" for entry in trace.meta.ranks for device in entry.devices)
-    if has_gpu and is_real and not any(len(trace.columns(rank, "gpu")) for rank in trace.ranks):
+    has_gpu = any(
+        device.kind == "cuda" for entry in trace.meta.ranks for device in entry.devices
+    )
+    if (
+        has_gpu
+        and is_real
+        and not any(len(trace.columns(rank, "gpu")) for rank in trace.ranks)
+    ):
         remarks.append(NO_GPU_STATE)
-    whole, *parts = (median_ms(trace, part) or 0.0 for part in ("iteration", *ITERATION_PARTS))
+    whole, *parts = (
+        median_ms(trace, part) or 0.0 for part in ("iteration", *ITERATION_PARTS)
+    )
     if abs(sum(parts) - whole) > 0.1 * whole:
-        times = f"{ms_text(sum(parts))} of the phases, {ms_text(whole)} of the iteration"
-        remarks.append(f"medians of {len(numbers)} noisy iterations do not add up: {times}")
+        times = (
+            f"{ms_text(sum(parts))} of the phases, {ms_text(whole)} of the iteration"
+        )
+        remarks.append(
+            f"medians of {len(numbers)} noisy iterations do not add up: {times}"
+        )
     if trace.meta.state == "recording":
-        remarks.append("this trace is not finished: its recording was cut off or is still running")
+        remarks.append(
+            "this trace is not finished: its recording was cut off or is still running"
+        )
     return remarks
 
 

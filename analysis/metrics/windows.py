@@ -1,4 +1,5 @@
-"""Finds windows of free memory of the device, or of the host for a job without a GPU, and how idle the link is then."""
+"""Finds windows of free memory of the device, or of the host for a job without a GPU,
+and how idle the link is then."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,7 +22,13 @@ from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, traffic
 from ebbtide.analysis.metrics.memory_spans import memory_spans, within_spans
 from ebbtide.analysis.metrics.missing import NO_MEMORY, no_capacity, on_demand_remarks
-from ebbtide.analysis.timeseries.step_functions import Floats, FreeTimeline, Ints, intervals_at_least, merge_times
+from ebbtide.analysis.timeseries.step_functions import (
+    Floats,
+    FreeTimeline,
+    Ints,
+    intervals_at_least,
+    merge_times,
+)
 from ebbtide.phases import OTHER
 from ebbtide.profiler.trace import Trace
 from ebbtide.state_bytes import STATE_BYTES
@@ -42,33 +49,53 @@ class PhaseSegment:
     start_ns: float  # Its start in the typical iteration, from that iteration's start.
     length_ns: float  # Its length in the typical iteration.
 
-    def windows(self, timeline: FreeTimeline, min_bytes: int) -> Iterator[tuple[float, float, int]]:
-        """Yield (start, end, least free bytes) of parts that always have `min_bytes` free; 0 to 1 of the segment."""
+    def windows(
+        self, timeline: FreeTimeline, min_bytes: int
+    ) -> Iterator[tuple[float, float, int]]:
+        """Yield (start, end, least free bytes) of parts that always have `min_bytes`
+        free; 0 to 1 of the segment."""
         yield from intervals_at_least(*self.least_free(timeline), 1.0, min_bytes)
 
     def least_free(self, timeline: FreeTimeline) -> Envelope:
-        """Return (starts, 0 to 1 of the segment; values): the least free bytes over all iterations."""
-        envelopes = [_relative(timeline, int(s), int(e)) for s, e in zip(self.starts, self.ends, strict=True)]
+        """Return (starts, 0 to 1 of the segment; values): the least free bytes over all
+        iterations."""
+        envelopes = [
+            _relative(timeline, int(s), int(e))
+            for s, e in zip(self.starts, self.ends, strict=True)
+        ]
         return _lower_envelope(envelopes)
 
 
-def recurring_segments(phases: pd.DataFrame, steady: Collection[int] = ()) -> list[PhaseSegment]:
-    """Return the segments that every iteration has, from a table of `phase_table`, in a typical iteration: one after
-    the other, each as long as its median over the `steady` iterations, or over all where none of these is in it. With
-    medians of starts, neighbours would overlap."""
+def recurring_segments(
+    phases: pd.DataFrame, steady: Collection[int] = ()
+) -> list[PhaseSegment]:
+    """Return the segments that every iteration has, from a table of `phase_table`, in a
+    typical iteration: one after the other, each as long as its median over the `steady`
+    iterations, or over all where none of these is in it. With medians of starts,
+    neighbours would overlap."""
     phases = phases[phases["iteration"].notna()]
     every = set(phases["iteration"])
     groups = []
     lasting = phases[phases["end_ns"] > phases["start_ns"]]
     for (phase, position), group in lasting.groupby(["phase", "position"], sort=False):
-        # The first iteration begins with its first phase: it alone may have no `other` before it.
+        # The first iteration begins with its first phase: it alone may have no `other`
+        # before it.
         lacking = every - set(group["iteration"])
         if not lacking or ((phase, position) == (OTHER, 0) and lacking == {min(every)}):
-            groups.append((float((group["start_ns"] - group["origin_ns"]).median()), str(phase), group))
+            groups.append(
+                (
+                    float((group["start_ns"] - group["origin_ns"]).median()),
+                    str(phase),
+                    group,
+                )
+            )
     segments = []
     reached = 0.0
     for _, phase, group in sorted(groups, key=lambda item: item[0]):
-        starts, ends = group["start_ns"].to_numpy(np.int64), group["end_ns"].to_numpy(np.int64)
+        starts, ends = (
+            group["start_ns"].to_numpy(np.int64),
+            group["end_ns"].to_numpy(np.int64),
+        )
         counted = group["iteration"].isin(steady).to_numpy()
         length = float(np.median((ends - starts)[counted | ~counted.any()]))
         segments.append(PhaseSegment(phase, starts, ends, reached, length))
@@ -88,37 +115,58 @@ def _relative(timeline: FreeTimeline, start: int, end: int) -> Envelope:
 def _lower_envelope(envelopes: list[Envelope]) -> Envelope:
     """Return the smallest of several step functions on [0, 1), at each point."""
     while len(envelopes) > 1:
-        paired = [_lower(*pair) for pair in zip(envelopes[::2], envelopes[1::2], strict=False)]
+        paired = [
+            _lower(*pair) for pair in zip(envelopes[::2], envelopes[1::2], strict=False)
+        ]
         envelopes = paired + envelopes[len(paired) * 2 :]
     return envelopes[0]
 
 
 def _lower(a: Envelope, b: Envelope) -> Envelope:
     positions = merge_times(a[0], b[0])
-    values = np.minimum(*(free[np.searchsorted(edges, positions, side="right") - 1] for edges, free in (a, b)))
+    values = np.minimum(
+        *(
+            free[np.searchsorted(edges, positions, side="right") - 1]
+            for edges, free in (a, b)
+        )
+    )
     changes = np.append(True, np.diff(values) != 0)
     return positions[changes], values[changes]
 
 
 @recent_per_trace
 def phase_table(trace: Trace, rank: int) -> pd.DataFrame:
-    """Return iteration, phase, position, origin_ns (the iteration's start), start_ns, end_ns of the phases in which
-    free memory is known, with `other`. position: which one of its phase it is within the iteration, from 0; of `other`
-    the number of phases before it. A trace without phases has one row, of its samples, without iteration and phase."""
+    """Return iteration, phase, position, origin_ns (the iteration's start), start_ns,
+    end_ns of the phases in which free memory is known, with `other`. position: which
+    one of its phase it is within the iteration, from 0; of `other` the number of phases
+    before it. A trace without phases has one row, of its samples, without iteration and
+    phase."""
     times = intervals(trace, rank, device_times=False)
     if times.spans.empty:
         samples = memory_timeline(trace, rank, free_pool(trace) or "")[0]
         start, end = int(samples[0]), int(samples[-1])
-        row = {"iteration": None, "phase": None, "position": 0, "origin_ns": start, "start_ns": start, "end_ns": end}
+        row = {
+            "iteration": None,
+            "phase": None,
+            "position": 0,
+            "origin_ns": start,
+            "start_ns": start,
+            "end_ns": end,
+        }
         return pd.DataFrame([row], dtype=object)
     phases = times.with_other.sort_values("start_ns", kind="stable")
-    # `other` is numbered by the phases before it: the first iteration may have none at its start.
+    # `other` is numbered by the phases before it: the first iteration may have none at
+    # its start.
     phases_before = (phases["phase"] != OTHER).groupby(phases["iteration"]).cumsum()
     nth = phases.groupby(["iteration", "phase"]).cumcount()
     phases["position"] = phases_before.where(phases["phase"] == OTHER, nth)
-    origins = times.spans[["iteration", "start_ns"]].rename(columns={"start_ns": "origin_ns"})
+    origins = times.spans[["iteration", "start_ns"]].rename(
+        columns={"start_ns": "origin_ns"}
+    )
     bounds = (phases[column].to_numpy(np.int64) for column in ("start_ns", "end_ns"))
-    phases = phases[within_spans(memory_spans(trace, rank, free_pool(trace) or ""), *bounds)]
+    phases = phases[
+        within_spans(memory_spans(trace, rank, free_pool(trace) or ""), *bounds)
+    ]
     return phases.merge(origins, on="iteration")
 
 
@@ -129,20 +177,24 @@ class Window:
     Attributes:
         rank: The rank.
         device: The rank's first device.
-        iteration: The iteration; None for a recurring window, which is free in all iterations, and in a trace without
-            phases.
+        iteration: The iteration; None for a recurring window, which is free in all
+            iterations, and in a trace without phases.
         phase: The phase, or `other`; None in a trace without phases.
-        start_ms: Start, from the start of the iteration, or of the trace where it has no phases.
+        start_ms: Start, from the start of the iteration, or of the trace where it has
+            no phases.
         end_ms: End, from the same origin.
         free_bytes: Least free memory in the window.
-        h2d_idle_share: Share of the window in which the link moved nothing to the device, or, where counters were
-            recorded and not copies, share of its peak rate that was not used; None if neither is known.
+        h2d_idle_share: Share of the window in which the link moved nothing to the
+            device, or, where counters were recorded and not copies, share of its peak
+            rate that was not used; None if neither is known.
         d2h_idle_share: The same from the device to the host.
-        resident_params: Number of parameters whose optimizer state (12 B each: fp32 master and two moments) fits into
-            `free_bytes`. None in a job without a GPU: its state is in that memory already.
-        streamed_params: Number of parameters whose state could be fetched, updated and flushed in the window through a
-            few buffers, if the idle share of both directions ran at the link's peak: an upper bound. None if the peak
-            or the idle shares are not known.
+        resident_params: Number of parameters whose optimizer state (12 B each: fp32
+            master and two moments) fits into `free_bytes`. None in a job without a GPU:
+            its state is in that memory already.
+        streamed_params: Number of parameters whose state could be fetched, updated and
+            flushed in the window through a few buffers, if the idle share of both
+            directions ran at the link's peak: an upper bound. None if the peak or the
+            idle shares are not known.
         length_ms: Time from start to end.
     """
 
@@ -167,14 +219,18 @@ class Windows(TabularResult, table="windows"):
     Attributes:
         min_bytes: Least free memory of a window.
         capacity_bytes: Memory of the first device.
-        pool: The pool that free memory is computed from: capacity minus this pool. None if no memory was recorded.
+        pool: The pool that free memory is computed from: capacity minus this pool. None
+            if no memory was recorded.
         memory: Whose memory it is: `device`, or `host` of a job without a GPU.
-        devices: A dict per rank with `rank`, `device`, `capacity_bytes` and `iteration_ms`: the length of the iteration
-            that the times of its recurring windows refer to; None where none is known.
+        devices: A dict per rank with `rank`, `device`, `capacity_bytes` and
+            `iteration_ms`: the length of the iteration that the times of its recurring
+            windows refer to; None where none is known.
         windows: Windows of each iteration.
         guaranteed: Recurring windows.
-        unrecorded_ranks: Ranks without a sample of `pool`, of which no window can be known.
-        remarks: Lines on the iterations of which windows are known, where these are not all.
+        unrecorded_ranks: Ranks without a sample of `pool`, of which no window can be
+            known.
+        remarks: Lines on the iterations of which windows are known, where these are not
+            all.
     """
 
     min_bytes: int
@@ -189,20 +245,30 @@ class Windows(TabularResult, table="windows"):
 
     @property
     def known_ranks(self) -> list[int]:
-        """Ranks whose windows are known: their memory and its capacity were recorded."""
-        with_capacity = [device["rank"] for device in self.devices if device["capacity_bytes"] is not None]
+        """Ranks whose windows are known: their memory and its capacity were
+        recorded."""
+        with_capacity = [
+            device["rank"]
+            for device in self.devices
+            if device["capacity_bytes"] is not None
+        ]
         return [rank for rank in with_capacity if rank not in self.unrecorded_ranks]
 
     @property
     def missing(self) -> list[str]:
-        """Lines on the ranks whose windows are not known: what was not recorded, and how to record it."""
+        """Lines on the ranks whose windows are not known: what was not recorded, and
+        how to record it."""
         if self.pool is None:
             return [NO_MEMORY]
         unrecorded = [
-            f"rank {rank}: {self.pool} memory was not recorded, so its windows are not known"
+            f"rank {rank}: {self.pool} memory was not recorded, so its windows are not "
+            "known"
             for rank in self.unrecorded_ranks
         ]
-        without_capacity = {device["rank"] for device in self.devices} - {*self.known_ranks, *self.unrecorded_ranks}
+        without_capacity = {device["rank"] for device in self.devices} - {
+            *self.known_ranks,
+            *self.unrecorded_ranks,
+        }
         return unrecorded + [no_capacity(rank) for rank in sorted(without_capacity)]
 
     def as_json(self) -> dict[str, Any]:
@@ -210,9 +276,12 @@ class Windows(TabularResult, table="windows"):
         return {**asdict(self), "missing": self.missing}
 
 
-def find_windows(trace: Trace, min_bytes: int, ranks: Sequence[int] | None = None) -> Windows:
-    """Find the windows in which at least `min_bytes` are free on all ranks (None) or some, cut where a phase begins or
-    ends: from the first sample on, of ranks whose memory and capacity are known (see `Windows.missing`)."""
+def find_windows(
+    trace: Trace, min_bytes: int, ranks: Sequence[int] | None = None
+) -> Windows:
+    """Find the windows in which at least `min_bytes` are free on all ranks (None) or
+    some, cut where a phase begins or ends: from the first sample on, of ranks whose
+    memory and capacity are known (see `Windows.missing`)."""
     pool = free_pool(trace)
     devices: list[dict[str, Any]] = []
     windows: list[Window] = []
@@ -231,66 +300,113 @@ def find_windows(trace: Trace, min_bytes: int, ranks: Sequence[int] | None = Non
         if not len(times):
             unrecorded.append(rank)
         elif capacity is not None:
-            finder = _WindowFinder(trace, rank, FreeTimeline(times, capacity - used), min_bytes)
+            finder = _WindowFinder(
+                trace, rank, FreeTimeline(times, capacity - used), min_bytes
+            )
             windows += finder.windows()
             guaranteed += finder.guaranteed()
             device["iteration_ms"] = finder.iteration_ms
     capacity = devices[0]["capacity_bytes"] if devices else None
     memory = "host" if ran_on_cpu(trace) else "device"
     remarks = on_demand_remarks(trace)
-    return Windows(min_bytes, capacity, pool, memory, devices, windows, guaranteed, unrecorded, remarks)
+    return Windows(
+        min_bytes,
+        capacity,
+        pool,
+        memory,
+        devices,
+        windows,
+        guaranteed,
+        unrecorded,
+        remarks,
+    )
 
 
 class _WindowFinder:
     """Finds the windows of one rank."""
 
-    def __init__(self, trace: Trace, rank: int, timeline: FreeTimeline, min_bytes: int) -> None:
+    def __init__(
+        self, trace: Trace, rank: int, timeline: FreeTimeline, min_bytes: int
+    ) -> None:
         self._trace = trace
         self._rank = rank
         self._timeline = timeline
         self._min_bytes = min_bytes
         self._peak = link_peak(trace, rank)
         self._on_cpu = ran_on_cpu(trace)
-        self._traffic = {direction: traffic(trace, rank, direction) for direction in DIRECTIONS}
+        self._traffic = {
+            direction: traffic(trace, rank, direction) for direction in DIRECTIONS
+        }
         self._phases = phase_table(trace, rank)
-        self._segments = recurring_segments(self._phases, steady_iterations(trace).numbers)
+        self._segments = recurring_segments(
+            self._phases, steady_iterations(trace).numbers
+        )
 
     @property
     def iteration_ms(self) -> float | None:
-        """The length of an iteration of recurring phases, each as long as its median; None without iterations."""
-        return sum(segment.length_ns for segment in self._segments) / 1e6 if self._segments else None
+        """The length of an iteration of recurring phases, each as long as its median;
+        None without iterations."""
+        return (
+            sum(segment.length_ns for segment in self._segments) / 1e6
+            if self._segments
+            else None
+        )
 
     def windows(self) -> list[Window]:
         columns = ["iteration", "phase", "origin_ns", "start_ns", "end_ns"]
         free = [
             (iteration, phase, origin, int(begin), int(until), size)
-            for iteration, phase, origin, start, end in self._phases[columns].itertuples(index=False, name=None)
-            for begin, until, size in intervals_at_least(*self._timeline.between(start, end), end, self._min_bytes)
+            for iteration, phase, origin, start, end in self._phases[
+                columns
+            ].itertuples(index=False, name=None)
+            for begin, until, size in intervals_at_least(
+                *self._timeline.between(start, end), end, self._min_bytes
+            )
         ]
-        starts, ends = (np.array([row[side] for row in free], np.int64) for side in (3, 4))
+        starts, ends = (
+            np.array([row[side] for row in free], np.int64) for side in (3, 4)
+        )
         idle = (self._idle(direction, starts, ends) for direction in DIRECTIONS)
         return [
             self._window(iteration, phase, start - origin, end - origin, size, *shares)
-            for (iteration, phase, origin, start, end, size), *shares in zip(free, *idle, strict=True)
+            for (iteration, phase, origin, start, end, size), *shares in zip(
+                free, *idle, strict=True
+            )
         ]
 
     def guaranteed(self) -> list[Window]:
-        """Return the windows that recur at the same relative position in every iteration, at times of the typical one
-        (`recurring_segments`). At each point of a phase the iteration with the least free memory counts, and the one
-        with the least idle link. A phase that some iteration lacks has no recurring window."""
+        """Return the windows that recur at the same relative position in every
+        iteration, at times of the typical one (`recurring_segments`). At each point of
+        a phase the iteration with the least free memory counts, and the one with the
+        least idle link. A phase that some iteration lacks has no recurring window."""
         windows = []
         for segment in self._segments:
             lengths = segment.ends - segment.starts
             for begins, until, free in segment.windows(self._timeline, self._min_bytes):
-                starts, ends = (segment.starts + np.rint(lengths * edge).astype(np.int64) for edge in (begins, until))
-                shares = [self._idle(direction, starts, np.maximum(ends, starts + 1)) for direction in DIRECTIONS]
-                idle = [None if None in of_direction else min(of_direction) for of_direction in shares]
-                start, end = (segment.start_ns + segment.length_ns * edge for edge in (begins, until))
-                windows.append(self._window(None, segment.phase, start, end, free, *idle))
+                starts, ends = (
+                    segment.starts + np.rint(lengths * edge).astype(np.int64)
+                    for edge in (begins, until)
+                )
+                shares = [
+                    self._idle(direction, starts, np.maximum(ends, starts + 1))
+                    for direction in DIRECTIONS
+                ]
+                idle = [
+                    None if None in of_direction else min(of_direction)
+                    for of_direction in shares
+                ]
+                start, end = (
+                    segment.start_ns + segment.length_ns * edge
+                    for edge in (begins, until)
+                )
+                windows.append(
+                    self._window(None, segment.phase, start, end, free, *idle)
+                )
         return windows
 
     def _idle(self, direction: str, starts: Ints, ends: Ints) -> list[Any]:
-        """Return the share of each interval, ns, in which a direction of the link is idle; None where not known."""
+        """Return the share of each interval, ns, in which a direction of the link is
+        idle; None where not known."""
         moved = self._traffic[direction]
         if moved is None:
             return [None] * len(starts)
@@ -298,12 +414,20 @@ class _WindowFinder:
         return [None if np.isnan(share) else float(share) for share in shares]
 
     def _window(
-        self, iteration: int | None, phase: str | None, start: float, end: float, free: int, *idle: float | None
+        self,
+        iteration: int | None,
+        phase: str | None,
+        start: float,
+        end: float,
+        free: int,
+        *idle: float | None,
     ) -> Window:
         h2d, d2h = idle
         streamed = None
         if h2d is not None and d2h is not None and self._peak:
-            streamed = int((end - start) / 1e9 * self._peak * min(h2d, d2h) / STATE_BYTES)
+            streamed = int(
+                (end - start) / 1e9 * self._peak * min(h2d, d2h) / STATE_BYTES
+            )
         return Window(
             rank=self._rank,
             device=main_device(self._trace, self._rank),

@@ -1,4 +1,5 @@
-"""Draws traces as pictures with Matplotlib: memory, link and windows of free memory over time."""
+"""Draws traces as pictures with Matplotlib: memory, link and windows of free memory
+over time."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -16,7 +16,14 @@ from ebbtide.analysis.metrics.iterations import on_device_clock
 from ebbtide.analysis.metrics.prediction import is_predicted
 from ebbtide.analysis.plot.kinds import Layout, find_kind
 from ebbtide.analysis.plot.kinds.windows import IdleDrawing, WindowsDrawing
-from ebbtide.analysis.plot.panels import NOTE_COLOR, IterationRange, PanelDrawing, draw_phases, make_views, shared_scale
+from ebbtide.analysis.plot.panels import (
+    NOTE_COLOR,
+    IterationRange,
+    PanelDrawing,
+    draw_phases,
+    make_views,
+    shared_scale,
+)
 from ebbtide.analysis.plot.text import number_iterations, plain_text, shorten_text
 from ebbtide.analysis.timeline.panels import Scale
 from ebbtide.profiler.trace import Trace
@@ -32,7 +39,8 @@ _LEGEND_ROWS = 14
 
 @contextmanager
 def _ignore_missing_glyphs() -> Iterator[None]:
-    """Draw letters that the font lacks as boxes, without a warning: names of traces may have any letters."""
+    """Draw letters that the font lacks as boxes, without a warning: names of traces may
+    have any letters."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")
         yield
@@ -46,33 +54,54 @@ def draw(
     kind: str = "both",
     min_bytes: int = 2**30,
 ) -> Figure:
-    """Draw a stack of panels per trace over time, from the first of the iterations [first, end) of `span`, all on the
-    same scales. `rank` None: the first one of each trace; `kind`: one of `kinds`; `min_bytes`: least free memory of a
-    window. Raises TraceError where a trace has no such rank or iterations, or no data of that kind, and UserError for
-    another kind."""
+    """Draw a stack of panels per trace over time, from the first of the iterations
+    [first, end) of `span`, all on the same scales. `rank` None: the first one of each
+    trace; `kind`: one of `kinds`; `min_bytes`: least free memory of a window. Raises
+    TraceError where a trace has no such rank or iterations, or no data of that kind,
+    and UserError for another kind."""
     drawer = find_kind(kind)
     layout = Layout(*((3.6, 1.7) if len(traces) == 1 else (2.4, 1.4)), min_bytes)
     if kind == "windows":
         traces = [*map(on_device_clock, traces)]
     stacks = [drawer.panels(view, layout) for view in make_views(traces, span, rank)]
     panels = [drawing for stack in stacks for drawing in stack]
-    scales = {name: shared_scale([p for p in panels if p.name == name]) for name in {p.name for p in panels}}
+    scales = {
+        name: shared_scale([p for p in panels if p.name == name])
+        for name in {p.name for p in panels}
+    }
     heights = [drawing.height for drawing in panels]
-    figure = Figure(figsize=(_WIDTH, sum(heights) + 0.95 * len(stacks) + 0.2), layout="constrained", dpi=130)
+    figure = Figure(
+        figsize=(_WIDTH, sum(heights) + 0.95 * len(stacks) + 0.2),
+        layout="constrained",
+        dpi=130,
+    )
     FigureCanvasAgg(figure)
     names = _names(traces)
     figure.set_label(f"ebbtide: {drawer.CONTENT} of {', '.join(names)}")
-    rows = iter(np.atleast_1d(figure.subplots(len(panels), 1, height_ratios=heights)).ravel())
-    drawn = [[(next(rows), drawing, scales[drawing.name]) for drawing in stack] for stack in stacks]
+    rows = iter(
+        np.atleast_1d(figure.subplots(len(panels), 1, height_ratios=heights)).ravel()
+    )
+    drawn = [
+        [(next(rows), drawing, scales[drawing.name]) for drawing in stack]
+        for stack in stacks
+    ]
     for name, stack in zip(names, drawn, strict=True):
         for index, (axes, drawing, scale) in enumerate(stack):
-            _draw_panel(axes, drawing, scale, is_first=index == 0, is_last=index == len(stack) - 1)
+            _draw_panel(
+                axes,
+                drawing,
+                scale,
+                is_first=index == 0,
+                is_last=index == len(stack) - 1,
+            )
         _set_title(stack[0][0], name)
     figure.draw_without_rendering()
     # Texts from here on are fitted into the layout as it is now.
     figure.set_layout_engine("none")
     for name, stack in zip(names, drawn, strict=True):
-        _write_head(*stack[0][:2], name, _notes([drawing for _, drawing, _ in stack], kind))
+        _write_head(
+            *stack[0][:2], name, _notes([drawing for _, drawing, _ in stack], kind)
+        )
         for axes, drawing, scale in stack:
             if isinstance(drawing, (WindowsDrawing, IdleDrawing)):
                 drawing.annotate(axes, scale)
@@ -81,14 +110,21 @@ def draw(
 
 @_ignore_missing_glyphs()
 def save(figure: Figure, file: Path | IO[bytes], format: str) -> None:
-    """Write a figure as `png`, `svg` or `pdf`, its title in the metadata. Raises OSError if it cannot."""
+    """Write a figure as `png`, `svg` or `pdf`, its title in the metadata. Raises
+    OSError if it cannot."""
     figure.savefig(file, format=format, metadata={"Title": figure.get_label()})
 
 
-def _draw_panel(axes: Axes, drawing: PanelDrawing, scale: Scale, is_first: bool, is_last: bool) -> None:
+def _draw_panel(
+    axes: Axes, drawing: PanelDrawing, scale: Scale, is_first: bool, is_last: bool
+) -> None:
     axis = drawing.view.axis
     handles = drawing.draw(axes, scale)
-    bands = draw_phases(axes, drawing.view, drawing.panel.on_gpu) if drawing.shows_phases else []
+    bands = (
+        draw_phases(axes, drawing.view, drawing.panel.on_gpu)
+        if drawing.shows_phases
+        else []
+    )
     if is_first:
         handles += bands
     axes.set_xlim(0, axis.length_ns / axis.unit_ns)
@@ -102,7 +138,9 @@ def _draw_panel(axes: Axes, drawing: PanelDrawing, scale: Scale, is_first: bool,
     labels = [plain_text(str(handle.get_label())) for handle in handles]
     legend = axes.legend(
         handles=handles,
-        labels=[shorten_text(figure, label, _NOTE_SIZE, _LEGEND_WIDTH) for label in labels],
+        labels=[
+            shorten_text(figure, label, _NOTE_SIZE, _LEGEND_WIDTH) for label in labels
+        ],
         loc="upper left",
         bbox_to_anchor=(1.005, 1.0),
         borderaxespad=0.0,
@@ -117,40 +155,62 @@ def _draw_panel(axes: Axes, drawing: PanelDrawing, scale: Scale, is_first: bool,
 def _notes(stack: Sequence[PanelDrawing], kind: str) -> str:
     """Return the line below a trace's name: rank, device, remarks."""
     view = stack[0].view
-    notes = [f"rank {view.rank}"] if len(view.trace.ranks) > 1 and kind != "ranks" else []
+    notes = (
+        [f"rank {view.rank}"] if len(view.trace.ranks) > 1 and kind != "ranks" else []
+    )
     notes += [name] if (name := first_device(view.trace, view.rank).name) else []
     names = {drawing.name for drawing in stack}
     if kind in ("both", "all"):
-        notes += ["no memory was recorded"] if not names & {"memory", "host memory"} else []
+        notes += (
+            ["no memory was recorded"] if not names & {"memory", "host memory"} else []
+        )
         notes += ["no GPU link was recorded"] if "link" not in names else []
     if not view.has_room_for_phases and kind != "ranks":
         notes.append("phases too short to draw: show fewer --iterations")
     elif view.has_gpu_times and any(drawing.panel.on_gpu for drawing in stack):
         on_gpu = " and ".join(drawing.name for drawing in stack if drawing.panel.on_gpu)
         notes.append(f"phases behind the {on_gpu}: GPU times")
-    return " · ".join([*notes, *(remark for drawing in stack for remark in drawing.notes)])
+    return " · ".join(
+        [*notes, *(remark for drawing in stack for remark in drawing.notes)]
+    )
 
 
 def _set_title(axes: Axes, name: str) -> None:
-    """Set the name of a trace, with room below it for the notes and the numbers of iterations."""
+    """Set the name of a trace, with room below it for the notes and the numbers of
+    iterations."""
     axes.set_title(name, loc="left", fontsize=_TITLE_SIZE, pad=29, parse_math=False)
 
 
 def _write_head(axes: Axes, drawing: PanelDrawing, name: str, notes: str) -> None:
-    """Fit name, notes and numbers of iterations into the room above the panels of a trace."""
+    """Fit name, notes and numbers of iterations into the room above the panels of a
+    trace."""
     figure = cast(Figure, axes.get_figure())
     room = (1 - axes.get_position().x0) * _WIDTH * 72 - 6
     _set_title(axes, shorten_text(figure, name, _TITLE_SIZE, room))
     text = shorten_text(figure, plain_text(notes), _NOTE_SIZE, room)
-    style: dict[str, Any] = {"fontsize": _NOTE_SIZE, "color": NOTE_COLOR, "parse_math": False}
-    axes.annotate(text, (0, 1), xycoords="axes fraction", xytext=(0, 15), textcoords="offset points", **style)
+    style: dict[str, Any] = {
+        "fontsize": _NOTE_SIZE,
+        "color": NOTE_COLOR,
+        "parse_math": False,
+    }
+    axes.annotate(
+        text,
+        (0, 1),
+        xycoords="axes fraction",
+        xytext=(0, 15),
+        textcoords="offset points",
+        **style,
+    )
     spans, axis = drawing.view.iteration_spans(drawing.panel.on_gpu), drawing.view.axis
-    middles = (axis.x(spans["start_ns"].to_numpy()) + axis.x(spans["end_ns"].to_numpy())) / 2
+    middles = (
+        axis.x(spans["start_ns"].to_numpy()) + axis.x(spans["end_ns"].to_numpy())
+    ) / 2
     number_iterations(axes, middles, spans["iteration"].tolist())
 
 
 def _names(traces: Sequence[Trace]) -> list[str]:
-    """Return the names of traces; the paths of those that share a name. Traces of dry runs are marked."""
+    """Return the names of traces; the paths of those that share a name. Traces of dry
+    runs are marked."""
     names = [trace.name for trace in traces]
     return [
         plain_text(name if names.count(name) == 1 else str(trace.path))

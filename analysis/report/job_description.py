@@ -1,4 +1,5 @@
-"""The description of a job for a report: the command, the hardware, the model, the software."""
+"""The description of a job for a report: the command, the hardware, the model, the
+software."""
 
 import shlex
 from collections import Counter
@@ -41,21 +42,39 @@ def describe_job(trace: Trace) -> JobDescription:
         *_devices(meta),
         JobDetail("host", _host(meta.host)),
         JobDetail("model", _model(first.model)),
-        *(JobDetail("optimizer", _optimizer(optimizer)) for optimizer in first.optimizers),
+        *(
+            JobDetail("optimizer", _optimizer(optimizer))
+            for optimizer in first.optimizers
+        ),
         *framework,
         JobDetail("software", _software(first, setup)),
-        JobDetail("clock", " of ".join(filter(None, (meta.clock.name, meta.clock.host))) if meta.clock.name else ""),
+        JobDetail(
+            "clock",
+            " of ".join(filter(None, (meta.clock.name, meta.clock.host)))
+            if meta.clock.name
+            else "",
+        ),
     ]
     recorded = [line for line in lines if line.value]
     # Lines that the head of the page has: model, cards, settings, date.
-    names = ("model", "device", "optimizer", *(line.name for line in framework), "started", "first iteration")
+    names = (
+        "model",
+        "device",
+        "optimizer",
+        *(line.name for line in framework),
+        "started",
+        "first iteration",
+    )
     head = [line for name in names for line in recorded if line.name == name]
     return JobDescription(head, [line for line in recorded if line not in head])
 
 
 def _devices(meta: metadata.TraceMeta) -> Iterator[JobDetail]:
-    """Yield a line per kind of device: devices with the same description are counted."""
-    for text, count in Counter(_device(device) for entry in meta.ranks for device in entry.devices).items():
+    """Yield a line per kind of device: devices with the same description are
+    counted."""
+    for text, count in Counter(
+        _device(device) for entry in meta.ranks for device in entry.devices
+    ).items():
         yield JobDetail("device", text if count == 1 else f"{count} × {text}")
 
 
@@ -81,7 +100,12 @@ def _source(meta: metadata.TraceMeta) -> str:
 def _first_iteration(meta: metadata.TraceMeta, first: metadata.RankInfo) -> str:
     """Return the date of an imported job, whose start its files do not tell."""
     offset_ns, start_ns = meta.clock.wall_offset_ns, first.first_iteration_start_ns
-    if meta.source != "imported" or meta.started_wall_ns is not None or offset_ns is None or start_ns is None:
+    if (
+        meta.source != "imported"
+        or meta.started_wall_ns is not None
+        or offset_ns is None
+        or start_ns is None
+    ):
         return ""
     return _time(start_ns + offset_ns)
 
@@ -100,14 +124,24 @@ def _ended(meta: metadata.TraceMeta) -> str:
 def _host(host: metadata.HostInfo) -> str:
     cpu = host.cpu
     cores = f"{cpu.cores} cores" if cpu.cores else ""
-    memory = f"{bytes_text(cpu.capacity_bytes)} memory" if cpu.capacity_bytes is not None else ""
-    return ", ".join(part for part in (host.name, cpu.name, cores, memory, host.kernel) if part)
+    memory = (
+        f"{bytes_text(cpu.capacity_bytes)} memory"
+        if cpu.capacity_bytes is not None
+        else ""
+    )
+    return ", ".join(
+        part for part in (host.name, cpu.name, cores, memory, host.kernel) if part
+    )
 
 
 def _model(model: metadata.ModelInfo) -> str:
     if model.params is None:
         return ""
-    total = f" of {count_text(model.total_params)}" if model.total_params is not None else ""
+    total = (
+        f" of {count_text(model.total_params)}"
+        if model.total_params is not None
+        else ""
+    )
     dtypes = f" ({', '.join(model.dtypes)})" if model.dtypes else ""
     text = f"{count_text(model.params)} parameters{total} on a rank{dtypes}"
     return f"{', '.join(model.classes)}: {text}" if model.classes else text
@@ -119,7 +153,10 @@ def _optimizer(optimizer: metadata.OptimizerInfo) -> str:
         parts.append(f"{count_text(optimizer.params)} parameters")
     if optimizer.state_bytes is not None:
         devices = " and ".join(optimizer.state_devices)
-        parts.append(f"{bytes_text(optimizer.state_bytes)} of state" + (f" on {devices}" if devices else ""))
+        parts.append(
+            f"{bytes_text(optimizer.state_bytes)} of state"
+            + (f" on {devices}" if devices else "")
+        )
     return ", ".join(parts)
 
 
@@ -134,4 +171,10 @@ def _software(first: metadata.RankInfo, setup: FrameworkSetup | None) -> str:
 
 
 def _time(wall_ns: int | None) -> str:
-    return "" if wall_ns is None else datetime.fromtimestamp(wall_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return (
+        ""
+        if wall_ns is None
+        else datetime.fromtimestamp(wall_ns / 1e9, UTC).strftime(
+            "%Y-%m-%d %H:%M:%S UTC"
+        )
+    )

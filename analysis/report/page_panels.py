@@ -1,4 +1,5 @@
-"""The panels and lanes of a rank's timeline on the page, and remarks on how they are drawn."""
+"""The panels and lanes of a rank's timeline on the page, and remarks on how they are
+drawn."""
 
 from collections.abc import Mapping
 
@@ -19,23 +20,34 @@ _MAX_SLOTS = 8000
 Lanes = Mapping[str, TimelineStack]
 
 
-def page_lanes(trace: Trace, rank: int, axis: TimeAxis, max_points: int) -> tuple[Lanes, list[str]]:
-    """Return the lanes of a rank's GPU, none where kernels were not recorded, and remarks on how they are drawn. All
-    areas have at most `max_points` together."""
+def page_lanes(
+    trace: Trace, rank: int, axis: TimeAxis, max_points: int
+) -> tuple[Lanes, list[str]]:
+    """Return the lanes of a rank's GPU, none where kernels were not recorded, and
+    remarks on how they are drawn. All areas have at most `max_points` together."""
     slots = max(1, min(max_points // 8, _MAX_SLOTS))
     lanes = activity_lanes(trace, rank, axis, Resolution(slots, steps_per_slot=1))
     slots_ns = {stack.slot_ns for stack in lanes.values() if stack.slot_ns is not None}
-    notes = [f"activity: shares of {ms_text(slot_ns / 1e6)} each" for slot_ns in slots_ns]
+    notes = [
+        f"activity: shares of {ms_text(slot_ns / 1e6)} each" for slot_ns in slots_ns
+    ]
     return {name: lanes[name] for name in reversed(lanes)}, notes
 
 
-def page_panels(trace: Trace, rank: int, axis: TimeAxis, max_points: int) -> list[TimelinePanel]:
-    """Return the panels that data was recorded for: memory of the device and of the host, the link. All lines have at
-    most `max_points` together."""
-    kinds = min(trace.transfers(rank)["host_memory"].nunique(dropna=False), len(HOST_MEMORY_DASHES))
+def page_panels(
+    trace: Trace, rank: int, axis: TimeAxis, max_points: int
+) -> list[TimelinePanel]:
+    """Return the panels that data was recorded for: memory of the device and of the
+    host, the link. All lines have at most `max_points` together."""
+    kinds = min(
+        trace.transfers(rank)["host_memory"].nunique(dropna=False),
+        len(HOST_MEMORY_DASHES),
+    )
     line_count = trace.memory(rank)["pool"].nunique() + len(DIRECTIONS) * max(1, kinds)
     # An area takes half the bytes of a line: its times are those of the whole stack.
-    resolution = Resolution(slots=max(1, min(max_points // line_count, SCREEN_STEPS)), steps_per_slot=1)
+    resolution = Resolution(
+        slots=max(1, min(max_points // line_count, SCREEN_STEPS)), steps_per_slot=1
+    )
     panels = (
         device_memory_panel(trace, rank, axis, resolution),
         host_memory_panel(trace, rank, axis, resolution),
@@ -48,7 +60,13 @@ def panel_notes(panel: TimelinePanel) -> list[str]:
     """Return remarks on how the lines of a panel are drawn."""
     notes = []
     if panel.reduction_note is not None:
-        notes.append(f"{panel.reduction_note} (`ebbtide plot --iterations` draws every sample of some iterations)")
+        notes.append(
+            f"{panel.reduction_note} (`ebbtide plot --iterations` draws every sample "
+            "of some iterations)"
+        )
     for direction, times in panel.above_peak_ns.items():
-        notes.append(f"{len(times):,} × {direction} above the link's peak, which is impossible: marked at the edge")
+        notes.append(
+            f"{len(times):,} × {direction} above the link's peak, which is impossible: "
+            "marked at the edge"
+        )
     return notes

@@ -45,17 +45,24 @@ class RankView:
 
     rank: int
     reason: str  # Why it is shown; empty where all ranks are.
-    # Argument of Bokeh.embed.embed_item; None where nothing was recorded that a timeline could show.
+    # Argument of Bokeh.embed.embed_item; None where nothing was recorded that a
+    # timeline could show.
     timeline: dict[str, Any] | None
     unit: str  # Unit of the time axis.
-    panels: Sequence[TimelinePanel]  # Panels of the timeline, whose lines the page lists.
+    # Panels of the timeline, whose lines the page lists.
+    panels: Sequence[TimelinePanel]
     lanes: Lanes  # Lanes of activity of the timeline, whose areas the page lists.
     timeline_notes: Sequence[str]  # Remarks on the timeline.
     sections: Sequence[Section]  # Sections of tables; only those with content.
 
 
 def rank_view(
-    metrics: JobMetrics, shown: ShownRank, iterations: Iterations, link: LinkUse, min_bytes: int, limits: DetailLimits
+    metrics: JobMetrics,
+    shown: ShownRank,
+    iterations: Iterations,
+    link: LinkUse,
+    min_bytes: int,
+    limits: DetailLimits,
 ) -> RankView:
     """Collect the content of the page on one rank."""
     trace, rank = metrics.trace, shown.rank
@@ -65,10 +72,17 @@ def rank_view(
     content = timeline_content(trace, rank, drawn if drawn.windows else None, limits)
     steps = metrics.substeps([rank])
     holders, path = metrics.holders(rank), metrics.rank(rank).critical_path
-    substeps = step_table(steps).first(limits.rows), subgroup_table(steps).first(min(limits.rows, _MAX_SUBGROUP_ROWS))
+    substeps = (
+        step_table(steps).first(limits.rows),
+        subgroup_table(steps).first(min(limits.rows, _MAX_SUBGROUP_ROWS)),
+    )
     memory = Section("holders", "Holders of memory", ())
     if holders is not None and any(one.category for one in holders.holders):
-        memory = replace(memory, tables=_with_rows(*holder_tables(holders)), text=f"{holders_text(holders)}.")
+        memory = replace(
+            memory,
+            tables=_with_rows(*holder_tables(holders)),
+            text=f"{holders_text(holders)}.",
+        )
     sections = (
         memory,
         Section(
@@ -80,11 +94,24 @@ def rank_view(
         Section(
             "activity",
             "Activity of the GPU",
-            [*activity_tables(metrics.rank(rank).activity), *([path_table(path)] if path is not None else [])],
+            [
+                *activity_tables(metrics.rank(rank).activity),
+                *([path_table(path)] if path is not None else []),
+            ],
         ),
         Section("steps", "Sub-steps", _with_rows(*substeps)),
-        Section("iterations", "Iterations", _with_rows(iteration_table(iterations, rank).first(limits.rows))),
-        Section("link", "Link", _with_rows(link_tables.link_table(link, rank), link_tables.copies_table(link, rank))),
+        Section(
+            "iterations",
+            "Iterations",
+            _with_rows(iteration_table(iterations, rank).first(limits.rows)),
+        ),
+        Section(
+            "link",
+            "Link",
+            _with_rows(
+                link_tables.link_table(link, rank), link_tables.copies_table(link, rank)
+            ),
+        ),
     )
     return RankView(
         rank=rank,
@@ -104,7 +131,8 @@ def _with_rows(*tables: Table) -> list[Table]:
 
 # All ranks of a job with at most so many are shown.
 MAX_RANKS = 8
-# Of a larger job: so many ranks that differ, each with another cause, beside the slowest, median and fastest one.
+# Of a larger job: so many ranks that differ, each with another cause, beside the
+# slowest, median and fastest one.
 _MAX_DIFFERING = 3
 
 
@@ -116,18 +144,31 @@ class ShownRank(NamedTuple):
 
 
 def shown_ranks(trace: Trace, asked: Sequence[int] = ()) -> list[ShownRank]:
-    """Return the ranks to show in detail. Of a job with up to 8 ranks: those asked for, or all. Of a larger one: those
-    asked for; the slowest, the median and the fastest one, by the time of all phases; and one of each cause of a
-    difference. Raises TraceError where the trace does not have one that is asked for."""
+    """Return the ranks to show in detail. Of a job with up to 8 ranks: those asked for,
+    or all. Of a larger one: those asked for; the slowest, the median and the fastest
+    one, by the time of all phases; and one of each cause of a difference. Raises
+    TraceError where the trace does not have one that is asked for."""
     for rank in asked:
         trace.rank(rank)
     if len(trace.ranks) <= MAX_RANKS:
         return [ShownRank(rank, "") for rank in dict.fromkeys(asked or trace.ranks)]
     reasons: dict[int, list[str]] = {rank: ["asked for"] for rank in asked}
-    medians = {rank: median_or_none(phase_series(trace, rank).columns["phases_ms"]) for rank in trace.ranks}
-    by_time = [rank for _, rank in sorted((ms, rank) for rank, ms in medians.items() if ms is not None)]
+    medians = {
+        rank: median_or_none(phase_series(trace, rank).columns["phases_ms"])
+        for rank in trace.ranks
+    }
+    by_time = [
+        rank
+        for _, rank in sorted(
+            (ms, rank) for rank, ms in medians.items() if ms is not None
+        )
+    ]
     if by_time:
-        chosen = {"slowest": by_time[-1], "median": by_time[len(by_time) // 2], "fastest": by_time[0]}
+        chosen = {
+            "slowest": by_time[-1],
+            "median": by_time[len(by_time) // 2],
+            "fastest": by_time[0],
+        }
         for reason, rank in chosen.items():
             reasons.setdefault(rank, []).append(reason)
     causes: dict[str, int] = {}

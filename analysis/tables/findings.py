@@ -10,19 +10,30 @@ from ebbtide.units import counted, ms_text
 _FIRST = 5
 
 
-def findings_view(trace: Trace, findings: Findings, iteration_ms: float | None, verbose: bool = True) -> View:
-    """Return findings with advice and estimated gain; `verbose`: also evidence, and the rules that found nothing.
-    `iteration_ms`: median iteration, None if not known."""
+def findings_view(
+    trace: Trace, findings: Findings, iteration_ms: float | None, verbose: bool = True
+) -> View:
+    """Return findings with advice and estimated gain; `verbose`: also evidence, and the
+    rules that found nothing. `iteration_ms`: median iteration, None if not known."""
     iteration = f"{ms_text(iteration_ms)} an iteration, " if iteration_ms else ""
-    overlap = " (gains overlap)" if sum(one.potential_gain_ms is not None for one in findings.findings) > 1 else ""
-    first = f"{trace.path}: {iteration}{counted(len(findings.findings), 'finding')}{overlap}"
+    overlap = (
+        " (gains overlap)"
+        if sum(one.potential_gain_ms is not None for one in findings.findings) > 1
+        else ""
+    )
+    first = (
+        f"{trace.path}: "
+        f"{iteration}{counted(len(findings.findings), 'finding')}{overlap}"
+    )
     # Nothing that holds a job back is a result, too.
     yield first if findings.findings else Gain(first)
     yield from on_demand_remarks(trace)
     shown = findings.findings if verbose else findings.findings[:_FIRST]
     for number, finding in enumerate(shown, 1):
         has_limit = finding.potential_gain_ms is not None and not finding.is_simulated
-        yield f"{number}. {finding.title}" + (f" (up to {ms_text(finding.potential_gain_ms)})" if has_limit else "")
+        yield f"{number}. {finding.title}" + (
+            f" (up to {ms_text(finding.potential_gain_ms)})" if has_limit else ""
+        )
         yield from (f"   - {evidence}" for evidence in finding.evidence if verbose)
         yield Gain(f"   DO  {finding.advice}")
         if numbers := findings.removed_numbers(finding):
@@ -37,13 +48,18 @@ def _left_out(findings: Findings) -> View:
     """Yield what the short form leaves out."""
     others = len(findings.findings) - _FIRST
     parts = [counted(others, "more finding")] if others > 0 else []
-    parts += [counted(len(findings.unknown), "question") + " without an answer"] if findings.unknown else []
+    parts += (
+        [counted(len(findings.unknown), "question") + " without an answer"]
+        if findings.unknown
+        else []
+    )
     parts += ["evidence"] if findings.findings else []
     yield f"{', '.join([*parts, 'other rules'])}: -v"
 
 
 def _other_rules(findings: Findings) -> View:
-    """Yield the questions without an answer, and the rules that found nothing or do not apply."""
+    """Yield the questions without an answer, and the rules that found nothing or do not
+    apply."""
     if findings.unknown:
         yield "This trace cannot answer:"
         for unknown in findings.unknown:
@@ -56,7 +72,10 @@ def _other_rules(findings: Findings) -> View:
         rules_by_needs: dict[tuple[str, ...], list[str]] = {}
         for entry in findings.not_applicable:
             rules_by_needs.setdefault(entry.needs, []).append(entry.rule)
-        yield "Rules that do not apply, because they need what this trace or job does not have:"
+        yield (
+            "Rules that do not apply, because they need what this trace or job does "
+            "not have:"
+        )
         for needs, rules in rules_by_needs.items():
             yield f"   - {', '.join(rules)}"
             yield f"     needs: {'; '.join(needs)}"

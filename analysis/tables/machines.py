@@ -3,7 +3,16 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
-from ebbtide.analysis.tables.table import Column, Table, View, number, params_rate, rate, size, text
+from ebbtide.analysis.tables.table import (
+    Column,
+    Table,
+    View,
+    number,
+    params_rate,
+    rate,
+    size,
+    text,
+)
 from ebbtide.machines.accuracy import accuracy_of, ranges_text
 from ebbtide.machines.machine import Machine
 
@@ -15,28 +24,46 @@ _RATES = {
     "GPU": "gpu_update_params_per_s",
 }
 _LEAST_RATIO = 1.05
-_BASES = {"fitted": "fitted to measured runs", "data sheets": "from data sheets", "measured": "measured"}
+_BASES = {
+    "fitted": "fitted to measured runs",
+    "data sheets": "from data sheets",
+    "measured": "measured",
+}
 
 
 def catalog_view(machines: Sequence[Machine], with_sources: bool) -> View:
-    """Return machines with their rates and how far to trust these, and where the rates come from."""
+    """Return machines with their rates and how far to trust these, and where the rates
+    come from."""
     columns: list[Column] = [
         text("machine", "name"),
         size("memory", "gpu_memory_bytes"),
-        rate("h2d", lambda machine: None if machine.unified_memory else machine.h2d_bytes_per_s),
-        rate("host", lambda machine: None if machine.unified_memory else machine.host_memory_bytes_per_s),
+        rate(
+            "h2d",
+            lambda machine: None if machine.unified_memory else machine.h2d_bytes_per_s,
+        ),
+        rate(
+            "host",
+            lambda machine: (
+                None if machine.unified_memory else machine.host_memory_bytes_per_s
+            ),
+        ),
         params_rate("CPU", _RATES["CPU"]),
         params_rate("GPU", _RATES["GPU"]),
         number("ranks", lambda machine: machine.box.ranks if machine.box else None),
         text("trust", lambda machine: accuracy_of(machine).short_text()),
     ]
     note = (
-        "For one rank while all ranks of the host update: GPU memory, copies to the GPU, traffic with host memory "
-        "(neither if GPU and CPU share one), 1e9 parameters updated a second on CPU and GPU. Trust: the largest error "
-        "of an update on the runs that a machine was fitted to, or the factor within which the CPU's rate is known "
+        "For one rank while all ranks of the host update: GPU memory, copies to the "
+        "GPU, traffic with host memory "
+        "(neither if GPU and CPU share one), 1e9 parameters updated a second on CPU "
+        "and GPU. Trust: the largest error "
+        "of an update on the runs that a machine was fitted to, or the factor within "
+        "which the CPU's rate is known "
         "from data sheets."
     )
-    yield Table("machines", "Machines by name", columns, machines, note=note, max_rows=None)
+    yield Table(
+        "machines", "Machines by name", columns, machines, note=note, max_rows=None
+    )
     if with_sources:
         yield from _differences_of_twins(machines)
     for machine in machines if with_sources else ():
@@ -46,15 +73,27 @@ def catalog_view(machines: Sequence[Machine], with_sources: bool) -> View:
         yield f"  {source['how']} ({source['date']})"
         yield f"  host: {machine.extra['host']['spec']}"
         if undetermined := accuracy_of(machine).undetermined:
-            yield f"  not determined by these runs, as assumed before: {', '.join(undetermined)}"
-        yield f"  iterations of `plan`: {ranges_text((machine.gpu and machine.gpu.name) or '')}"
+            yield (
+                "  not determined by these runs, as assumed before: "
+                f"{', '.join(undetermined)}"
+            )
+        yield (
+            "  iterations of `plan`: "
+            f"{ranges_text((machine.gpu and machine.gpu.name) or '')}"
+        )
         if machine.unified_memory:
-            yield "  GPU and CPU share one memory: offload frees none of it (--policy gpu-only)"
+            yield (
+                "  GPU and CPU share one memory: offload frees none of it (--policy "
+                "gpu-only)"
+            )
         yield from _sources(source["figures"])
         for remark in source.get("notes", ()):
             yield f"  note: {remark}"
     if not with_sources:
-        yield "next: ebbtide machines NAME (sources, and what tells machines of one card apart)"
+        yield (
+            "next: ebbtide machines NAME (sources, and what tells machines of one card "
+            "apart)"
+        )
 
 
 def _sources(figures: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
@@ -69,24 +108,43 @@ def _sources(figures: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
 
 
 def _differences_of_twins(machines: Sequence[Machine]) -> Iterator[str]:
-    """Yield a line for every two machines of one card: by which factors their rates differ, and why."""
+    """Yield a line for every two machines of one card: by which factors their rates
+    differ, and why."""
     for one, other in combinations(machines, 2):
         if one.gpu is None or other.gpu is None or one.gpu.name != other.gpu.name:
             continue
-        ranks = [machine.box.ranks for machine in (one, other) if machine.box is not None]
-        equal = [machine.for_ranks(min(ranks)) if len(ranks) == 2 else machine for machine in (one, other)]
-        rates = {label: [getattr(machine, key) for machine in equal] for label, key in _RATES.items()}
-        ratios = {label: second / first for label, (first, second) in rates.items() if first and second}
-        texts = [f"{label} {ratio:.2f}x" for label, ratio in ratios.items() if max(ratio, 1 / ratio) >= _LEAST_RATIO]
+        ranks = [
+            machine.box.ranks for machine in (one, other) if machine.box is not None
+        ]
+        equal = [
+            machine.for_ranks(min(ranks)) if len(ranks) == 2 else machine
+            for machine in (one, other)
+        ]
+        rates = {
+            label: [getattr(machine, key) for machine in equal]
+            for label, key in _RATES.items()
+        }
+        ratios = {
+            label: second / first
+            for label, (first, second) in rates.items()
+            if first and second
+        }
+        texts = [
+            f"{label} {ratio:.2f}x"
+            for label, ratio in ratios.items()
+            if max(ratio, 1 / ratio) >= _LEAST_RATIO
+        ]
         yield (
-            f"{other.name} is the same card as {one.name}: {', '.join(texts) or 'equal rates'}"
+            f"{other.name} is the same card as {one.name}: "
+            f"{', '.join(texts) or 'equal rates'}"
             f"{f' with {min(ranks)} ranks on the host of each' if len(ranks) == 2 else ''}. "
             f"{other.name} is {_basis(other)}, {one.name} {_basis(one)}."
         )
 
 
 def _basis(machine: Machine) -> str:
-    """Return where the rates of a machine come from, and how many ranks share its host."""
+    """Return where the rates of a machine come from, and how many ranks share its
+    host."""
     ranks = f" ({machine.box.ranks} ranks on a host)" if machine.box is not None else ""
     basis = accuracy_of(machine).basis
     return f"{_BASES.get(basis, 'of unknown origin')}{ranks}"

@@ -1,4 +1,5 @@
-"""The end of a dry run as text: does the job fit, what holds the memory, and how long does an iteration take?"""
+"""The end of a dry run as text: does the job fit, what holds the memory, and how long
+does an iteration take?"""
 
 from collections.abc import Iterator
 
@@ -11,12 +12,14 @@ from ebbtide.units import bytes_text, bytes_unit, ms_text, range_text
 
 _MAX_CATEGORIES = 4
 FITS, BARELY, MISFIT = "fits", "fits barely", "does not fit"
-# Above this share of the capacity little is missing: libraries and other processes take some memory, too.
+# Above this share of the capacity little is missing: libraries and other processes take
+# some memory, too.
 _BARELY_SHARE = 0.95
 
 
 def prediction_view(trace: Trace) -> View:
-    """Return the peak of memory beside the capacity, its largest holders, and the time of an iteration."""
+    """Return the peak of memory beside the capacity, its largest holders, and the time
+    of an iteration."""
     metrics = JobMetrics(trace)
     yield f"{trace.path}: {prediction_line(trace)}"
     memory = _memory_line(metrics)
@@ -25,41 +28,66 @@ def prediction_view(trace: Trace) -> View:
         yield range_line
     yield from map(Misfit, _host_lines(metrics))
     if (holders := metrics.holders()) is not None and holders.bytes:
-        names = ((name or "not known").replace("_", " ") for name, _ in holders.by("category"))
+        names = (
+            (name or "not known").replace("_", " ")
+            for name, _ in holders.by("category")
+        )
         shares = (100 * size / holders.bytes for _, size in holders.by("category"))
-        parts = [f"{name} {share:.0f} %" for name, share in zip(names, shares, strict=True)][:_MAX_CATEGORIES]
+        parts = [
+            f"{name} {share:.0f} %" for name, share in zip(names, shares, strict=True)
+        ][:_MAX_CATEGORIES]
         yield f"        peak of tensors {bytes_text(holders.bytes)}: {', '.join(parts)}"
     yield f"time    {_time_text(metrics)}"
     yield f"        priors of plan: {ranges_text()}"
 
 
 def _memory_line(metrics: JobMetrics) -> str:
-    """Return the peak of reserved memory, and whether it fits where the capacity is known."""
+    """Return the peak of reserved memory, and whether it fits where the capacity is
+    known."""
     reserved, capacity = metrics.pool_peak("reserved") or 0, metrics.capacity_bytes
     status = metrics.trace.meta.exit.code
     scale, unit = bytes_unit(capacity or reserved)
-    amount = f"{reserved / scale:,.2f} {f'of {capacity / scale:,.2f} ' if capacity else ''}{unit} reserved"
+    amount = (
+        f"{reserved / scale:,.2f} "
+        f"{f'of {capacity / scale:,.2f} ' if capacity else ''}{unit} reserved"
+    )
     if status:
-        return f"memory  incomplete, the job ended with status {status}: {amount} so far"
+        return (
+            f"memory  incomplete, the job ended with status {status}: {amount} so far"
+        )
     if not metrics.pool_peak("requested"):
-        return 'memory  nothing to predict: the job has no tensor on the GPU; move model and batches to "cuda"'
+        return (
+            "memory  nothing to predict: the job has no tensor on the GPU; move model "
+            'and batches to "cuda"'
+        )
     spare = _spare_bytes(metrics)
     if spare is None:
         return f"memory  {amount} at the peak"
-    margin = f"{abs(spare) / scale:,.2f} {'to spare beside the CUDA context' if spare >= 0 else 'too much'}"
+    margin = (
+        f"{abs(spare) / scale:,.2f} "
+        f"{'to spare beside the CUDA context' if spare >= 0 else 'too much'}"
+    )
     return f"memory  {verdict(metrics)}: {amount} at the peak, {margin}"
 
 
 def verdict(metrics: JobMetrics) -> str | None:
-    """Return whether the job fits the memory of its device, after torch has given back what it can; None: not known."""
+    """Return whether the job fits the memory of its device, after torch has given back
+    what it can; None: not known."""
     spare, capacity = _spare_bytes(metrics), metrics.capacity_bytes
     if spare is None or capacity is None:
         return None
-    return MISFIT if spare < 0 else BARELY if spare < (1 - _BARELY_SHARE) * capacity else FITS
+    return (
+        MISFIT
+        if spare < 0
+        else BARELY
+        if spare < (1 - _BARELY_SHARE) * capacity
+        else FITS
+    )
 
 
 def _spare_bytes(metrics: JobMetrics) -> int | None:
-    """Return the capacity beside the CUDA context that the job does not reserve; None: the capacity is not known."""
+    """Return the capacity beside the CUDA context that the job does not reserve; None:
+    the capacity is not known."""
     if metrics.capacity_bytes is None:
         return None
     prediction = metrics.trace.meta.prediction
@@ -68,7 +96,8 @@ def _spare_bytes(metrics: JobMetrics) -> int | None:
 
 
 def _reserved_range_line(metrics: JobMetrics) -> str | None:
-    """Return the least and the largest peak that the job may have; None where they are the same."""
+    """Return the least and the largest peak that the job may have; None where they are
+    the same."""
     prediction = metrics.trace.meta.prediction
     low, high = (prediction and prediction.reserved_bytes) or (0, 0)
     if low == high:
@@ -76,17 +105,28 @@ def _reserved_range_line(metrics: JobMetrics) -> str | None:
     scale, unit = bytes_unit(high)
     reason = "what cuDNN takes for convolutions"
     if prediction is not None and prediction.batches is not None:
-        reason = f"batches of {' to '.join(' x '.join(map(str, shape)) for shape in prediction.batches)}"
-    return f"        {low / scale:,.2f} to {high / scale:,.2f} {unit} reserved, by {reason}"
+        reason = (
+            "batches of "
+            f"{' to '.join(' x '.join(map(str, shape)) for shape in prediction.batches)}"
+        )
+    return (
+        f"        {low / scale:,.2f} to {high / scale:,.2f} {unit} reserved, by "
+        f"{reason}"
+    )
 
 
 def _host_lines(metrics: JobMetrics) -> Iterator[str]:
-    """Yield a line for each limit of host memory that a rank passes, while it loads, shards or trains."""
+    """Yield a line for each limit of host memory that a rank passes, while it loads,
+    shards or trains."""
     prediction = metrics.trace.meta.prediction
-    for kind, (used, limit) in prediction.host_bytes.items() if prediction is not None else ():
+    for kind, (used, limit) in (
+        prediction.host_bytes.items() if prediction is not None else ()
+    ):
         if limit is not None and used > limit:
             of_what = "may be pinned" if kind == "pinned" else "for this rank"
-            yield f"host    {MISFIT}: {bytes_text(used)} of {bytes_text(limit)} {of_what}"
+            yield (
+                f"host    {MISFIT}: {bytes_text(used)} of {bytes_text(limit)} {of_what}"
+            )
 
 
 def _time_text(metrics: JobMetrics) -> str:
@@ -94,5 +134,10 @@ def _time_text(metrics: JobMetrics) -> str:
     times = summary.iteration_range
     if summary.iteration_ms is None or times is None:
         return "not known: no optimizer stepped"
-    phases = ", ".join(f"{phase.phase} {ms_text(phase.median_ms)}" for phase in summary.phases[:3])
-    return f"{ms_text(summary.iteration_ms)} an iteration ({range_text(times.low_ms, times.high_ms)}): {phases}"
+    phases = ", ".join(
+        f"{phase.phase} {ms_text(phase.median_ms)}" for phase in summary.phases[:3]
+    )
+    return (
+        f"{ms_text(summary.iteration_ms)} an iteration "
+        f"({range_text(times.low_ms, times.high_ms)}): {phases}"
+    )

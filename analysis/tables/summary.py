@@ -1,4 +1,5 @@
-"""The tables of a summary: phases, memory, copies, storage, state of the GPUs, figures of a whole trace."""
+"""The tables of a summary: phases, memory, copies, storage, state of the GPUs, figures
+of a whole trace."""
 
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
@@ -9,7 +10,18 @@ from ebbtide.analysis.metrics.missing import no_iterations
 from ebbtide.analysis.metrics.storage_use import StorageUse
 from ebbtide.analysis.metrics.summary import PhaseSummary, Summary, Totals
 from ebbtide.analysis.tables.ranks import differences_table
-from ebbtide.analysis.tables.table import Gain, Table, View, always_free, free_note, ms, number, share, size, text
+from ebbtide.analysis.tables.table import (
+    Gain,
+    Table,
+    View,
+    always_free,
+    free_note,
+    ms,
+    number,
+    share,
+    size,
+    text,
+)
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text, counted, ms_text, range_text
 
@@ -25,8 +37,10 @@ TOTALS = {
     "idle_ms": ("GPU: idle", True),
 }
 _NOTE = (
-    "Smallest value, mean over time and largest value over the steady iterations (else the whole trace) and all ranks. "
-    "Utilization is NVML's own mean over 1/6 to 1 s, so shorter phases also show their neighbours."
+    "Smallest value, mean over time and largest value over the steady iterations (else "
+    "the whole trace) and all ranks. "
+    "Utilization is NVML's own mean over 1/6 to 1 s, so shorter phases also show their "
+    "neighbours."
 )
 
 
@@ -35,7 +49,10 @@ def phase_table(trace: Trace, summary: Summary) -> Table:
     whole = summary.iteration_range
     bounds = () if whole is None else (whole.low_ms, whole.high_ms)
     total = PhaseSummary("iteration", 0, summary.iteration_ms, *(None,) * 6, *bounds)
-    ranges = text("range", lambda row: None if row.low_ms is None else range_text(row.low_ms, row.high_ms))
+    ranges = text(
+        "range",
+        lambda row: None if row.low_ms is None else range_text(row.low_ms, row.high_ms),
+    )
     columns = (
         text("phase", "phase"),
         ms("time", "median_ms"),
@@ -48,16 +65,32 @@ def phase_table(trace: Trace, summary: Summary) -> Table:
     )
     counted = summary.iterations - summary.warmup_iterations
     scope = f"Medians over {counted} iterations" if counted > 1 else "One iteration"
-    scope += ", times of the slowest rank, bytes the median of ranks" if summary.ranks > 1 else ""
-    note = f"{free_note(trace)}{always_free(trace)}" if any(row.min_free_bytes for row in summary.phases) else None
+    scope += (
+        ", times of the slowest rank, bytes the median of ranks"
+        if summary.ranks > 1
+        else ""
+    )
+    note = (
+        f"{free_note(trace)}{always_free(trace)}"
+        if any(row.min_free_bytes for row in summary.phases)
+        else None
+    )
     return Table("phases", scope, columns, [total, *summary.phases], note)
 
 
 def memory_table(trace: Trace, summary: Summary) -> Table:
     """Return the table of the peaks of all pools."""
-    rows = [(capacity_name(trace), summary.memory.capacity_bytes), *summary.memory.pools.items()]
+    rows = [
+        (capacity_name(trace), summary.memory.capacity_bytes),
+        *summary.memory.pools.items(),
+    ]
     rows = [row for row in rows if row[1] is not None]
-    return Table("memory", "Memory, whole trace", (text("pool", itemgetter(0)), size("peak", itemgetter(1))), rows)
+    return Table(
+        "memory",
+        "Memory, whole trace",
+        (text("pool", itemgetter(0)), size("peak", itemgetter(1))),
+        rows,
+    )
 
 
 def copies_table(summary: Summary) -> Table:
@@ -79,28 +112,56 @@ def totals_table(trace: Trace, totals: Totals | None, ranks: int) -> Table:
         value = getattr(totals, name, None)
         if value is not None and totals is not None and totals.span_ms is not None:
             figure = ms_text(value) if name.endswith("_ms") else bytes_text(value)
-            rows.append((label + (", all ranks" if is_sum and ranks > 1 else ""), figure))
-    note = free_note(trace) if totals is not None and totals.min_free_bytes is not None else None
-    return Table("totals", "Whole trace", (text("figure", itemgetter(0)), text("value", itemgetter(1))), rows, note)
+            rows.append(
+                (label + (", all ranks" if is_sum and ranks > 1 else ""), figure)
+            )
+    note = (
+        free_note(trace)
+        if totals is not None and totals.min_free_bytes is not None
+        else None
+    )
+    return Table(
+        "totals",
+        "Whole trace",
+        (text("figure", itemgetter(0)), text("value", itemgetter(1))),
+        rows,
+        note,
+    )
 
 
 def summary_view(trace: Trace, summary: Summary, verbose: bool = True) -> View:
-    """Return time, memory and link use per phase; `verbose`: also the state of the GPUs, pools, copies, and notes."""
-    left_out = f", the first {summary.warmup_iterations} left out as warm-up" if summary.warmup_iterations else ""
-    scope = f"{counted(summary.iterations, 'iteration')}, ranks: {summary.ranks}{left_out}"
+    """Return time, memory and link use per phase; `verbose`: also the state of the
+    GPUs, pools, copies, and notes."""
+    left_out = (
+        f", the first {summary.warmup_iterations} left out as warm-up"
+        if summary.warmup_iterations
+        else ""
+    )
+    scope = (
+        f"{counted(summary.iterations, 'iteration')}, ranks: {summary.ranks}{left_out}"
+    )
     if summary.iteration_ms is None:
         yield f"{trace.path}: {scope}"
     else:
         longest = summary.longest_phase
-        share_text = f", {100 * (longest.share or 0.0):.0f} % of it {longest.phase}" if longest is not None else ""
-        yield Gain(f"{trace.path}: {ms_text(summary.iteration_ms)} an iteration{share_text}")
+        share_text = (
+            f", {100 * (longest.share or 0.0):.0f} % of it {longest.phase}"
+            if longest is not None
+            else ""
+        )
+        yield Gain(
+            f"{trace.path}: {ms_text(summary.iteration_ms)} an iteration{share_text}"
+        )
         yield f"  {scope}"
     for about_line in summary.about:
         yield f"  {about_line}"
     if summary.iterations > summary.warmup_iterations:
         yield phase_table(trace, summary)
         if summary.without_gradients_ms:
-            yield f"of other: {ms_text(summary.without_gradients_ms)} forwards without gradients"
+            yield (
+                f"of other: {ms_text(summary.without_gradients_ms)} forwards without "
+                "gradients"
+            )
     else:
         yield f"figures are of the whole trace: {no_iterations(trace)}"
         yield totals_table(trace, summary.totals, summary.ranks)
@@ -126,9 +187,17 @@ def summary_view(trace: Trace, summary: Summary, verbose: bool = True) -> View:
 def _peaks(trace: Trace, summary: Summary) -> Iterator[str]:
     """Yield the peaks of all pools in a line."""
     capacity = summary.memory.capacity_bytes
-    peaks = [f"{pool} {bytes_text(peak)}" for pool, peak in summary.memory.pools.items() if peak is not None]
+    peaks = [
+        f"{pool} {bytes_text(peak)}"
+        for pool, peak in summary.memory.pools.items()
+        if peak is not None
+    ]
     if peaks:
-        of_capacity = f" ({capacity_name(trace)}: {bytes_text(capacity)})" if capacity is not None else ""
+        of_capacity = (
+            f" ({capacity_name(trace)}: {bytes_text(capacity)})"
+            if capacity is not None
+            else ""
+        )
         yield f"Peaks of the whole trace: {', '.join(peaks)}{of_capacity}"
 
 
@@ -144,7 +213,10 @@ def storage_table(uses: Sequence[StorageUse]) -> Table:
         ms("waits", "wait_ms"),
         share("hidden", "hidden_share"),
     )
-    note = "Medians per iteration. Waits: until reads or writes have ended; hidden: the rest of the time in flight."
+    note = (
+        "Medians per iteration. Waits: until reads or writes have ended; hidden: the "
+        "rest of the time in flight."
+    )
     return Table("storage", "Storage", columns, uses, note)
 
 
@@ -157,5 +229,7 @@ def gpu_table(figures: Sequence[GpuFigure]) -> Table:
         number("mean", "mean"),
         number("largest", "max"),
     )
-    scope = "each phase" if any(figure.phase for figure in figures) else "the whole trace"
+    scope = (
+        "each phase" if any(figure.phase for figure in figures) else "the whole trace"
+    )
     return Table("gpu", f"The GPU in {scope}", columns, figures, _NOTE)

@@ -18,8 +18,11 @@ from ebbtide.units import RATE_UNITS, bytes_text, bytes_unit, count_text
 # Text of a value that was not recorded or cannot be known.
 NOT_KNOWN = "-"
 
-# Of the figures of a column: returns a function from a figure to its text, and their unit.
-Formatter = Callable[[Sequence[float | None]], tuple[Callable[[float], str], str | None]]
+# Of the figures of a column: returns a function from a figure to its text, and their
+# unit.
+Formatter = Callable[
+    [Sequence[float | None]], tuple[Callable[[float], str], str | None]
+]
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class Cell:
     """A cell of a table."""
 
     text: str  # The value as text.
-    value: float | None = None  # The value that a figure is sorted by; None where it is not known, and of text.
+    # The value that a figure is sorted by; None where it is not known, and of text.
+    value: float | None = None
     is_outlier: bool = False  # Whether it is marked.
 
 
@@ -38,7 +42,8 @@ class Column:
     label: str  # Heading, without the unit.
     value: Callable[[Any], Any]  # Returns the value of a row.
     formatter: Formatter | None = None  # Formats figures; None: values are text.
-    is_outlier: Callable[[Any], bool] = lambda row: False  # Whether the figure of a row is marked.
+    # Whether the figure of a row is marked.
+    is_outlier: Callable[[Any], bool] = lambda row: False
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,8 @@ class Table:
     all_columns: Sequence[Column]  # Columns, also those without any value.
     all_rows: Sequence[Any]  # Rows of the result.
     note: str | None = None  # Line on the figures.
-    source: str | None = None  # Command that prints all rows where a printer leaves some out.
+    # Command that prints all rows where a printer leaves some out.
+    source: str | None = None
     max_rows: int | None = 40  # Most rows that people read; None: all.
 
     def __bool__(self) -> bool:
@@ -86,13 +92,20 @@ class Table:
         if len(self.shown_rows) == len(self.all_rows):
             return None
         source = f": {self.source} has more" if self.source else ""
-        return f"The first {len(self.shown_rows):,} of {len(self.all_rows):,} rows{source}."
+        return (
+            f"The first {len(self.shown_rows):,} of {len(self.all_rows):,} "
+            f"rows{source}."
+        )
 
     @property
     def columns(self) -> list[PrintedColumn]:
         """Columns as they are printed, without those that have no value."""
         printed = (_printed(column, self.shown_rows) for column in self.all_columns)
-        return [column for column in printed if any(cell.text != NOT_KNOWN for cell in column.cells)]
+        return [
+            column
+            for column in printed
+            if any(cell.text != NOT_KNOWN for cell in column.cells)
+        ]
 
     @property
     def rows(self) -> list[tuple[Cell, ...]]:
@@ -101,8 +114,13 @@ class Table:
 
     def _repr_html_(self) -> str:
         heads = "".join(f"<th>{escape(column.heading)}</th>" for column in self.columns)
-        rows = "".join(f"<tr>{''.join(f'<td>{escape(cell.text)}</td>' for cell in row)}</tr>" for row in self.rows)
-        lines = "".join(f"<p>{escape(line)}</p>" for line in (self.note, self.cut) if line)
+        rows = "".join(
+            f"<tr>{''.join(f'<td>{escape(cell.text)}</td>' for cell in row)}</tr>"
+            for row in self.rows
+        )
+        lines = "".join(
+            f"<p>{escape(line)}</p>" for line in (self.note, self.cut) if line
+        )
         return (
             f"<table><caption>{escape(self.title)}</caption><thead><tr>{heads}</tr></thead>"
             f"<tbody>{rows}</tbody></table>{lines}"
@@ -117,7 +135,8 @@ class Misfit(str):
     """A line that says that something does not fit."""
 
 
-# Lines and tables of a result in the order in which people read them. Tables without rows are not printed.
+# Lines and tables of a result in the order in which people read them. Tables without
+# rows are not printed.
 View = Iterator[str | Table]
 
 
@@ -128,12 +147,15 @@ def free_note(trace: Trace) -> str:
 
 
 def always_free(trace: Trace) -> str:
-    """Return a sentence on the memory that is free at every moment of every steady iteration, on every rank."""
+    """Return a sentence on the memory that is free at every moment of every steady
+    iteration, on every rank."""
     from ebbtide.analysis.metrics.job import JobMetrics
 
     free = JobMetrics(trace).always_free_bytes
     ranks = " on all ranks" if len(trace.ranks) > 1 else ""
-    return "" if free is None or free <= 0 else f" Always{ranks}: {bytes_text(free)} free."
+    return (
+        "" if free is None or free <= 0 else f" Always{ranks}: {bytes_text(free)} free."
+    )
 
 
 def _largest(values: Sequence[float | None]) -> float:
@@ -153,21 +175,33 @@ def _format_bytes(values: Sequence[float | None]) -> tuple[Callable[[float], str
 
 def _format_rates(values: Sequence[float | None]) -> tuple[Callable[[float], str], str]:
     largest = _largest(values)
-    scale, unit = next((entry for entry in RATE_UNITS if largest >= entry[0]), (1e9, "GB/s"))
-    return lambda amount: f"{amount / scale:,.{2 if largest < 100 * scale else 1}f}", unit
+    scale, unit = next(
+        (entry for entry in RATE_UNITS if largest >= entry[0]), (1e9, "GB/s")
+    )
+    return (
+        lambda amount: f"{amount / scale:,.{2 if largest < 100 * scale else 1}f}",
+        unit,
+    )
 
 
 def _kind(formatter: Formatter | None) -> Callable[..., Column]:
-    """Return a function that makes columns of a label and a value: an attribute of the rows, or a function of a row."""
+    """Return a function that makes columns of a label and a value: an attribute of the
+    rows, or a function of a row."""
 
     def column(label: str, value: str | Callable[[Any], Any], **options: Any) -> Column:
-        return Column(label, attrgetter(value) if isinstance(value, str) else value, formatter, **options)
+        return Column(
+            label,
+            attrgetter(value) if isinstance(value, str) else value,
+            formatter,
+            **options,
+        )
 
     return column
 
 
 text = _kind(None)
-# Counts, or numbers of several units, rounded to whole ones; large counts, as in `3.83 G`.
+# Counts, or numbers of several units, rounded to whole ones; large counts, as in `3.83
+# G`.
 number = _kind(lambda values: ("{:,.0f}".format, None))
 count = _kind(lambda values: (count_text, None))
 ms = _kind(_format_ms)
@@ -179,9 +213,16 @@ rate = _kind(_format_rates)
 params_rate = _kind(lambda values: (lambda rate: f"{rate / 1e9:.2f}", "G/s"))
 
 
-def share(label: str, value: str | Callable[[Any], float | None], digits: int = 0, **options: Any) -> Column:
+def share(
+    label: str,
+    value: str | Callable[[Any], float | None],
+    digits: int = 0,
+    **options: Any,
+) -> Column:
     """Return a column of shares, in percent."""
-    return _kind(lambda values: (lambda part: f"{100 * part:.{digits}f}", "%"))(label, value, **options)
+    return _kind(lambda values: (lambda part: f"{100 * part:.{digits}f}", "%"))(
+        label, value, **options
+    )
 
 
 def signed(column: Column) -> Column:
@@ -189,7 +230,9 @@ def signed(column: Column) -> Column:
     formatter = column.formatter
     assert formatter is not None
 
-    def format_signed(values: Sequence[float | None]) -> tuple[Callable[[float], str], str | None]:
+    def format_signed(
+        values: Sequence[float | None],
+    ) -> tuple[Callable[[float], str], str | None]:
         to_text, unit = formatter(values)
         return lambda value: f"{'+' if value > 0 else ''}{to_text(value)}", unit
 
@@ -199,10 +242,19 @@ def signed(column: Column) -> Column:
 def _printed(column: Column, rows: Sequence[Any]) -> PrintedColumn:
     values = [column.value(row) for row in rows]
     if column.formatter is None:
-        return PrintedColumn(column.label, [Cell(value or NOT_KNOWN) for value in values], None, is_number=False)
+        return PrintedColumn(
+            column.label,
+            [Cell(value or NOT_KNOWN) for value in values],
+            None,
+            is_number=False,
+        )
     to_text, unit = column.formatter(values)
     cells = [
-        Cell(NOT_KNOWN if value is None else to_text(value), value, column.is_outlier(row))
+        Cell(
+            NOT_KNOWN if value is None else to_text(value),
+            value,
+            column.is_outlier(row),
+        )
         for row, value in zip(rows, values, strict=True)
     ]
     return PrintedColumn(column.label, cells, unit, is_number=True)

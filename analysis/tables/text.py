@@ -1,4 +1,5 @@
-"""Prints tables and lines of results as plain text of a given width, and as Markdown for comments of pull requests."""
+"""Prints tables and lines of results as plain text of a given width, and as Markdown
+for comments of pull requests."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -11,28 +12,45 @@ _GAP = "  "
 
 
 def table_lines(table: Table, width: int) -> Iterator[str]:
-    """Yield the heading and the rows of a table, and a line on columns without space: the last ones. Numbers and names
-    stay whole, other texts are wrapped."""
+    """Yield the heading and the rows of a table, and a line on columns without space:
+    the last ones. Numbers and names stay whole, other texts are wrapped."""
     columns = table.columns
     if not columns:
         return
     left_out: list[str] = []
     while (widths := _widths(columns, width)) is None and len(columns) > 1:
         left_out.insert(0, columns.pop().label)
-    widths = widths or [max(len(columns[0].heading), *(len(cell.text) for cell in columns[0].cells))]
+    widths = widths or [
+        max(len(columns[0].heading), *(len(cell.text) for cell in columns[0].cells))
+    ]
     headings = [
-        wrapped(column.heading, size) if len(column.heading) > size else [column.heading]
+        wrapped(column.heading, size)
+        if len(column.heading) > size
+        else [column.heading]
         for column, size in zip(columns, widths, strict=True)
     ]
     height = max(map(len, headings))
-    yield from _lines(columns, [[""] * (height - len(heading)) + heading for heading in headings], widths)
+    yield from _lines(
+        columns,
+        [[""] * (height - len(heading)) + heading for heading in headings],
+        widths,
+    )
     for cells in zip(*(column.cells for column in columns), strict=True):
-        yield from _lines(columns, [wrapped(cell.text, size) for cell, size in zip(cells, widths, strict=True)], widths)
+        yield from _lines(
+            columns,
+            [
+                wrapped(cell.text, size)
+                for cell, size in zip(cells, widths, strict=True)
+            ],
+            widths,
+        )
     if left_out:
         yield from wrapped(f"In a wider terminal also: {', '.join(left_out)}.", width)
 
 
-def _lines(columns: Sequence[PrintedColumn], cells: Sequence[list[str]], widths: Sequence[int]) -> Iterator[str]:
+def _lines(
+    columns: Sequence[PrintedColumn], cells: Sequence[list[str]], widths: Sequence[int]
+) -> Iterator[str]:
     """Yield the lines of a row of cells, each of which has one or more."""
     for parts in zip_longest(*cells, fillvalue=""):
         padded = (
@@ -43,10 +61,13 @@ def _lines(columns: Sequence[PrintedColumn], cells: Sequence[list[str]], widths:
 
 
 def _widths(columns: Sequence[PrintedColumn], width: int) -> list[int] | None:
-    """Return the widths of columns that fill a line; None where they do not fit. Headings have as few lines as there is
-    space for, and the widest texts are wrapped first."""
+    """Return the widths of columns that fill a line; None where they do not fit.
+    Headings have as few lines as there is space for, and the widest texts are wrapped
+    first."""
     left = width - len(_GAP) * (len(columns) - 1)
-    least = [_least_width(column, is_first=not index) for index, column in enumerate(columns)]
+    least = [
+        _least_width(column, is_first=not index) for index, column in enumerate(columns)
+    ]
     if sum(least) > left:
         return None
     cells = [max(len(cell.text) for cell in column.cells) for column in columns]
@@ -56,16 +77,25 @@ def _widths(columns: Sequence[PrintedColumn], width: int) -> list[int] | None:
         if sum(widths) <= left:
             return widths
     while sum(widths) > left:
-        widest = max((index for index in range(len(widths)) if widths[index] > least[index]), key=lambda i: widths[i])
+        widest = max(
+            (index for index in range(len(widths)) if widths[index] > least[index]),
+            key=lambda i: widths[i],
+        )
         widths[widest] -= 1
     return widths
 
 
 def _heading_width(heading: str, lines: int) -> int:
-    """Return the width in which a heading has so many lines, or as many as it has words."""
+    """Return the width in which a heading has so many lines, or as many as it has
+    words."""
     longest_word = max(map(len, heading.split()), default=0)
     return next(
-        (size for size in range(longest_word, len(heading)) if len(wrapped(heading, size)) <= lines), len(heading)
+        (
+            size
+            for size in range(longest_word, len(heading))
+            if len(wrapped(heading, size)) <= lines
+        ),
+        len(heading),
     )
 
 
@@ -81,7 +111,8 @@ _HTML = {"<": "&lt;", ">": "&gt;", "@": "&#64;"}
 
 
 def markdown_lines(view: View) -> Iterator[str]:
-    """Yield a result as Markdown: its first line in bold, a table below it open, and all others folded."""
+    """Yield a result as Markdown: its first line in bold, a table below it open, and
+    all others folded."""
     for number, part in enumerate(view):
         if isinstance(part, str):
             mark = "" if number else "**"
@@ -89,7 +120,9 @@ def markdown_lines(view: View) -> Iterator[str]:
         elif part:
             yield f"<details{' open' if number == 1 else ''}><summary>{_escaped(part.title)}</summary>\n"
             yield _row([column.heading for column in part.columns])
-            yield _row(["---:" if column.is_number else "---" for column in part.columns])
+            yield _row(
+                ["---:" if column.is_number else "---" for column in part.columns]
+            )
             yield from (_row([cell.text for cell in cells]) for cells in part.rows)
             yield f"\n{_escaped(part.note or '')}\n</details>\n"
 
@@ -99,6 +132,9 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return a text without Markdown or HTML of its own: names and commands are those of the job."""
+    """Return a text without Markdown or HTML of its own: names and commands are those
+    of the job."""
     line = " ".join(text.split())
-    return re.sub(r"[\\`*_{}\[\]<>|#@]", lambda mark: _HTML.get(mark[0], f"\\{mark[0]}"), line)
+    return re.sub(
+        r"[\\`*_{}\[\]<>|#@]", lambda mark: _HTML.get(mark[0], f"\\{mark[0]}"), line
+    )

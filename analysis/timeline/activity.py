@@ -1,4 +1,5 @@
-"""Lanes of a GPU's activity: in each step, the share of the time that it computes, communicates, copies and is idle."""
+"""Lanes of a GPU's activity: in each step, the share of the time that it computes,
+communicates, copies and is idle."""
 
 import numpy as np
 
@@ -7,7 +8,12 @@ from ebbtide.analysis.metrics.activity.phase_activity import time_without_comput
 from ebbtide.analysis.timeline.axis import Resolution, TimeAxis
 from ebbtide.analysis.timeline.panels import StackLayer, TimelineStack
 from ebbtide.analysis.timeline.styles import ACTIVITY_STYLES
-from ebbtide.analysis.timeseries.step_functions import Ints, Union, difference, overlap_ns
+from ebbtide.analysis.timeseries.step_functions import (
+    Ints,
+    Union,
+    difference,
+    overlap_ns,
+)
 from ebbtide.profiler.trace import Trace
 
 # Causes of idle time from the bottom of their lane, with the names of their areas.
@@ -21,10 +27,13 @@ IDLE_CAUSES = {
 PAUSE = "not recorded"
 
 
-def activity_lanes(trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution) -> dict[str, TimelineStack]:
-    """Return the lanes of a rank's first device by name, from the bottom: idle (by its cause, and the pauses of a
-    recording), copy, communication, compute; none where kernels were not recorded. Values are shares of the time: 0 or
-    1, or that of a slot of the axis where there are more changes than the resolution allows."""
+def activity_lanes(
+    trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution
+) -> dict[str, TimelineStack]:
+    """Return the lanes of a rank's first device by name, from the bottom: idle (by its
+    cause, and the pauses of a recording), copy, communication, compute; none where
+    kernels were not recorded. Values are shares of the time: 0 or 1, or that of a slot
+    of the axis where there are more changes than the resolution allows."""
     busy = busy_time(trace, rank)
     if busy is None:
         return {}
@@ -33,9 +42,17 @@ def activity_lanes(trace: Trace, rank: int, axis: TimeAxis, resolution: Resoluti
     starts, ends = busy.recorded
     idle[PAUSE] = difference((starts[:1], ends[-1:]), busy.recorded)
     lanes: dict[str, dict[str, Union]] = {"idle": idle}
-    for name, times in (("copy", busy.copy), ("communication", busy.communication), ("compute", busy.compute)):
+    for name, times in (
+        ("copy", busy.copy),
+        ("communication", busy.communication),
+        ("compute", busy.compute),
+    ):
         lanes[name] = {name: times}
-    edges, slot_ns = _edges([times for parts in lanes.values() for times in parts.values()], axis, resolution)
+    edges, slot_ns = _edges(
+        [times for parts in lanes.values() for times in parts.values()],
+        axis,
+        resolution,
+    )
     length = np.maximum(np.diff(edges), 1)
     return {
         lane: TimelineStack(
@@ -55,12 +72,17 @@ def activity_lanes(trace: Trace, rank: int, axis: TimeAxis, resolution: Resoluti
     }
 
 
-def _edges(times: list[Union], axis: TimeAxis, resolution: Resolution) -> tuple[Ints, float | None]:
-    """Return the edges of steps within the axis, and the length of a slot if they are slots."""
+def _edges(
+    times: list[Union], axis: TimeAxis, resolution: Resolution
+) -> tuple[Ints, float | None]:
+    """Return the edges of steps within the axis, and the length of a slot if they are
+    slots."""
     changes = np.unique(np.concatenate([side for union in times for side in union]))
     changes = changes[(changes > axis.start_ns) & (changes < axis.end_ns)]
     slots = resolution.slots_within(axis.end_ns - axis.start_ns, axis.length_ns)
     if len(changes) < resolution.steps_per_slot * slots:
-        return np.concatenate([[axis.start_ns], changes, [axis.end_ns]]).astype(np.int64), None
+        return np.concatenate([[axis.start_ns], changes, [axis.end_ns]]).astype(
+            np.int64
+        ), None
     edges = np.linspace(axis.start_ns, axis.end_ns, slots + 1).astype(np.int64)
     return np.unique(edges), axis.length_ns / resolution.slots

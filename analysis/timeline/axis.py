@@ -1,4 +1,5 @@
-"""The time axis of a timeline, and the limits on its detail: steps of lines and numbers of boxes."""
+"""The time axis of a timeline, and the limits on its detail: steps of lines and numbers
+of boxes."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +22,8 @@ class TimeAxis:
     origin_ns: int  # Time of the trace that is 0 on the axis.
     start_ns: int  # Start of the interval.
     end_ns: int  # End of the interval.
-    # Length of the longest of all axes that are drawn to one scale; sets the unit and the level of detail.
+    # Length of the longest of all axes that are drawn to one scale; sets the unit and
+    # the level of detail.
     length_ns: int
 
     @property
@@ -44,7 +46,8 @@ class TimeAxis:
 
 
 def recorded_interval(trace: Trace, rank: int) -> tuple[int, int] | None:
-    """Return (start ns, end ns) of phases, memory and link samples, copies and kernels; None where there are none."""
+    """Return (start ns, end ns) of phases, memory and link samples, copies and kernels;
+    None where there are none."""
     phases, memory = trace.phases(rank), trace.memory(rank)["t_ns"]
     link, copies, kernels = trace.link(rank), trace.transfers(rank), trace.kernels(rank)
     bounds = [
@@ -59,13 +62,18 @@ def recorded_interval(trace: Trace, rank: int) -> tuple[int, int] | None:
         )
         if len(starts) and len(ends)
     ]
-    return (min(start for start, _ in bounds), max(end for _, end in bounds)) if bounds else None
+    return (
+        (min(start for start, _ in bounds), max(end for _, end in bounds))
+        if bounds
+        else None
+    )
 
 
 class Resolution(NamedTuple):
-    """Limit on the steps of a line. With more than `steps_per_slot` per slot it is reduced to one value per slot:
-    memory to a band from the smallest to the largest size, since as a line it would be a surface that hides others;
-    rates of the link to means, which keep the bytes as area."""
+    """Limit on the steps of a line. With more than `steps_per_slot` per slot it is
+    reduced to one value per slot: memory to a band from the smallest to the largest
+    size, since as a line it would be a surface that hides others; rates of the link to
+    means, which keep the bytes as area."""
 
     slots: int  # Number of slots of the whole time axis.
     steps_per_slot: int  # Most steps per slot that are drawn exactly.
@@ -84,11 +92,13 @@ SCREEN_STEPS = 16_000
 
 
 class BoxSampler:
-    """Selects the boxes to draw where there are too many: those of one iteration in `stride`, so that what is drawn
-    looks like the whole. Beyond the limit the longest ones are drawn; `dropped` counts the others."""
+    """Selects the boxes to draw where there are too many: those of one iteration in
+    `stride`, so that what is drawn looks like the whole. Beyond the limit the longest
+    ones are drawn; `dropped` counts the others."""
 
     def __init__(self, iteration_starts: Ints, box_count: int, max_boxes: int) -> None:
-        """Choose the stride for `box_count` boxes of the most frequent kind. `iteration_starts`: ns, may be empty."""
+        """Choose the stride for `box_count` boxes of the most frequent kind.
+        `iteration_starts`: ns, may be empty."""
         self._iteration_starts = iteration_starts
         self._max_boxes = max_boxes
         self.stride = max(1, -(-box_count // max_boxes)) if len(iteration_starts) else 1
@@ -96,7 +106,10 @@ class BoxSampler:
 
     def sample(self, boxes: pd.DataFrame) -> pd.DataFrame:
         """Return the boxes to draw, in order of time: rows with start_ns and end_ns."""
-        starts, ends = boxes["start_ns"].to_numpy(np.int64), boxes["end_ns"].to_numpy(np.int64)
+        starts, ends = (
+            boxes["start_ns"].to_numpy(np.int64),
+            boxes["end_ns"].to_numpy(np.int64),
+        )
         iteration = np.searchsorted(self._iteration_starts, starts, side="right") - 1
         candidates = np.flatnonzero(iteration % self.stride == 0)
         by_length = np.argsort((starts - ends)[candidates], kind="stable")

@@ -1,6 +1,7 @@
 """Colours, dashes and opacities of a timeline, the same in plots and in the report.
 
-What can be confused also differs by dash, opacity or outline, for colour-blind readers and grey print.
+What can be confused also differs by dash, opacity or outline, for colour-blind readers
+and grey print.
 """
 
 from collections.abc import Iterable
@@ -32,11 +33,13 @@ class LineStyle(NamedTuple):
     color: str  # Key of COLORS.
     width: float  # Points.
     dash: Dash = SOLID  # See `Dash`.
-    fill: str | None = None  # Key of COLORS for the area below the line; None where it is not filled.
+    # Key of COLORS for the area below the line; None where it is not filled.
+    fill: str | None = None
 
     @property
     def on_screen(self) -> tuple[float, list[int]]:
-        """Width, and lengths of dashes and gaps, in pixels; no lengths for a solid line."""
+        """Width, and lengths of dashes and gaps, in pixels; no lengths for a solid
+        line."""
         width = max(self.width, _MIN_PIXELS)
         return width, [max(1, round(length * width)) for length in self.dash]
 
@@ -45,7 +48,8 @@ class AreaStyle(NamedTuple):
     """Style of an area."""
 
     color: str  # Key of COLORS.
-    hatch: str | None = None  # Key of HATCHES, so that areas differ in grey too; None for a plain area.
+    # Key of HATCHES, so that areas differ in grey too; None for a plain area.
+    hatch: str | None = None
 
 
 class BoxStyle(NamedTuple):
@@ -107,7 +111,9 @@ COLORS = {
     "unknown-cause": Color("#cfd5da", "#5f6a74"),
 }
 
-PHASE_COLORS = {phase: COLORS[phase].light for phase in ("forward", "backward", "update")}
+PHASE_COLORS = {
+    phase: COLORS[phase].light for phase in ("forward", "backward", "update")
+}
 # Phases behind lines. In grey they differ by these.
 PHASE_OPACITY = {"forward": 0.2, "backward": 0.4, "update": 0.62}
 
@@ -131,7 +137,8 @@ _EXTRA_DASHES = (SOLID, _LONG, _DASH_DOT, _DOTTED)
 
 # Patterns of lines over areas.
 HATCHES = ("rising", "falling", "dots", "cross", "horizontal")
-# Categories of memory from the bottom of a stack, those that change least first, as torch's profiler names them.
+# Categories of memory from the bottom of a stack, those that change least first, as
+# torch's profiler names them.
 CATEGORY_STYLES = {
     "parameter": AreaStyle("category-1"),
     "buffer": AreaStyle("category-9"),
@@ -161,7 +168,11 @@ ACTIVITY_STYLES = {
 
 LINK_COLORS = {direction: COLORS[direction].light for direction in ("h2d", "d2h")}
 UNKNOWN_HOST_MEMORY = "unknown host memory"
-HOST_MEMORY_DASHES: dict[str, Dash] = {"pinned": SOLID, "pageable": _SHORT, UNKNOWN_HOST_MEMORY: _DOTTED}
+HOST_MEMORY_DASHES: dict[str, Dash] = {
+    "pinned": SOLID,
+    "pageable": _SHORT,
+    UNKNOWN_HOST_MEMORY: _DOTTED,
+}
 
 # A line across a panel: the capacity of a device, the peak of a link.
 LEVEL = LineStyle("level", 1.0, (5, 3))
@@ -169,7 +180,8 @@ WINDOW = BoxStyle("window", "window-edge", 0.4)
 # Darker, with a stronger outline.
 RECURRING = BoxStyle("recurring", "recurring-edge", 0.6)
 
-# Colours of sub-steps by name; a sub-step that is nested in another one comes after it. Others have OTHER_SUBSTEP.
+# Colours of sub-steps by name; a sub-step that is nested in another one comes after it.
+# Others have OTHER_SUBSTEP.
 SUBSTEP_COLORS = {
     "reduce": "extra-4",
     "gradient norm": "extra-5",
@@ -201,9 +213,13 @@ OTHER_SUBSTEP = "other"
 
 
 def pool_styles(pools: Iterable[str]) -> dict[str, LineStyle]:
-    """Return a style for each pool, in drawing order; pools without a style of their own get one by their rank."""
+    """Return a style for each pool, in drawing order; pools without a style of their
+    own get one by their rank."""
     order = list(POOL_STYLES)
-    names = sorted(pools, key=lambda pool: (order.index(pool) if pool in order else len(order), pool))
+    names = sorted(
+        pools,
+        key=lambda pool: (order.index(pool) if pool in order else len(order), pool),
+    )
     others = [pool for pool in names if pool not in POOL_STYLES]
     extra = {
         pool: LineStyle(
@@ -218,16 +234,21 @@ def pool_styles(pools: Iterable[str]) -> dict[str, LineStyle]:
 
 
 def category_styles(categories: Iterable[str]) -> dict[str, AreaStyle]:
-    """Return a style for each category, from the bottom of a stack; no two are the same. The most important categories
-    come first; those for which no style is left are not in the result."""
+    """Return a style for each category, from the bottom of a stack; no two are the
+    same. The most important categories come first; those for which no style is left are
+    not in the result."""
     names = list(dict.fromkeys(categories))
     styles = {name: CATEGORY_STYLES[name] for name in names if name in CATEGORY_STYLES}
-    free = [*_OTHER_CATEGORY_STYLES, *(style for style in CATEGORY_STYLES.values() if style not in styles.values())]
+    free = [
+        *_OTHER_CATEGORY_STYLES,
+        *(style for style in CATEGORY_STYLES.values() if style not in styles.values()),
+    ]
     styles |= zip((name for name in names if name not in styles), free, strict=False)
     order = [*CATEGORY_STYLES.values(), *_OTHER_CATEGORY_STYLES]
     return dict(sorted(styles.items(), key=lambda item: order.index(item[1])))
 
 
 def link_style(direction: str, dash: Dash) -> LineStyle:
-    """Return the style of a link line; its dash names the kind of host memory (HOST_MEMORY_DASHES)."""
+    """Return the style of a link line; its dash names the kind of host memory
+    (HOST_MEMORY_DASHES)."""
     return LineStyle(direction, 0.8, dash, f"{direction}-fill")

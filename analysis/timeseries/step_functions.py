@@ -1,4 +1,5 @@
-"""Exact step functions over time, in which a sample holds until the next one, and operations on unions of intervals."""
+"""Exact step functions over time, in which a sample holds until the next one, and
+operations on unions of intervals."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ Number = TypeVar("Number", np.int64, np.float64)
 
 
 def peak_between(times: Ints, values: Ints, starts: Ints, ends: Ints) -> Floats:
-    """Return the largest value of a step function in each interval [start, end], both ends included; NaN where it has
-    none: it has no value before its first sample. `times` are sorted."""
+    """Return the largest value of a step function in each interval [start, end], both
+    ends included; NaN where it has none: it has no value before its first sample.
+    `times` are sorted."""
     peaks = np.full(len(starts), np.nan)
     if not len(times):
         return peaks
@@ -29,8 +31,9 @@ def peak_between(times: Ints, values: Ints, starts: Ints, ends: Ints) -> Floats:
 
 
 def cumulative(starts: Ints, ends: Ints, amounts: Floats) -> Callable[[Ints], Floats]:
-    """Return a function from times (ns) to the total of amounts that has passed by each time; its differences are
-    exact. Each amount passes evenly between its start and end; amounts may overlap."""
+    """Return a function from times (ns) to the total of amounts that has passed by each
+    time; its differences are exact. Each amount passes evenly between its start and
+    end; amounts may overlap."""
     if not len(starts):
         return lambda times: np.zeros(len(times))
     # An amount that takes no time passes in the nanosecond before its end.
@@ -47,8 +50,11 @@ def cumulative(starts: Ints, ends: Ints, amounts: Floats) -> Callable[[Ints], Fl
     return lambda times: np.interp((times - begin).astype(np.float64), since, totals)
 
 
-def merge_times(first: npt.NDArray[Number], second: npt.NDArray[Number]) -> npt.NDArray[Number]:
-    """Return the sorted different values of two sorted arrays, as `np.union1d` does up to 90 times as slowly."""
+def merge_times(
+    first: npt.NDArray[Number], second: npt.NDArray[Number]
+) -> npt.NDArray[Number]:
+    """Return the sorted different values of two sorted arrays, as `np.union1d` does up
+    to 90 times as slowly."""
     merged = np.concatenate([first, second])
     merged.sort(kind="stable")
     return merged[np.append(True, merged[1:] != merged[:-1])] if len(merged) else merged
@@ -82,30 +88,38 @@ def length(intervals: Union) -> int:
 
 def merged(*intervals: Union) -> Union:
     """Return the union of several unions."""
-    starts, ends = (np.concatenate([part[side] for part in intervals]) for side in (0, 1))
+    starts, ends = (
+        np.concatenate([part[side] for part in intervals]) for side in (0, 1)
+    )
     return union(starts, ends)
 
 
 def overlapping(starts: Ints, ends: Ints, other: Union) -> tuple[Ints, Ints]:
-    """Return (position of the interval, position in the union) of each pair of an interval and one of a union that
-    share time, in the order of the intervals."""
+    """Return (position of the interval, position in the union) of each pair of an
+    interval and one of a union that share time, in the order of the intervals."""
     first = np.searchsorted(other[1], starts, side="right")
     counts = np.maximum(np.searchsorted(other[0], ends, side="left") - first, 0)
     own = np.repeat(np.arange(len(starts)), counts)
-    return own, np.arange(len(own)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    return own, np.arange(len(own)) + np.repeat(
+        first - (np.cumsum(counts) - counts), counts
+    )
 
 
 def intersection(first: Union, second: Union) -> Union:
     """Return the time that two unions share."""
     own, other = overlapping(*first, second)
-    return np.maximum(first[0][own], second[0][other]), np.minimum(first[1][own], second[1][other])
+    return np.maximum(first[0][own], second[0][other]), np.minimum(
+        first[1][own], second[1][other]
+    )
 
 
 def difference(first: Union, second: Union) -> Union:
     """Return the time of the first union that the second does not cover."""
     limits = np.iinfo(np.int64)
     starts, ends = second
-    return intersection(first, (np.append(limits.min, ends), np.append(starts, limits.max)))
+    return intersection(
+        first, (np.append(limits.min, ends), np.append(starts, limits.max))
+    )
 
 
 def covered_until(intervals: Union) -> Callable[[Ints], Ints]:
@@ -116,7 +130,9 @@ def covered_until(intervals: Union) -> Callable[[Ints], Ints]:
     def covered(times: Ints) -> Ints:
         count = np.searchsorted(starts, times, side="right")
         last = np.maximum(count - 1, 0)
-        inside = np.minimum(times, ends[last]) - starts[last] if len(starts) else times * 0
+        inside = (
+            np.minimum(times, ends[last]) - starts[last] if len(starts) else times * 0
+        )
         return np.where(count > 0, before[last] + inside, 0)
 
     return covered
@@ -129,16 +145,24 @@ def overlap_ns(starts: Ints, ends: Ints, intervals: Union) -> Ints:
 
 
 def union_length_by_group(groups: Ints, starts: Ints, ends: Ints, count: int) -> Ints:
-    """Return the length of the union of each group's intervals, ns. `groups`: the group of each, below `count`."""
+    """Return the length of the union of each group's intervals, ns. `groups`: the group
+    of each, below `count`."""
     lengths = np.zeros(count, np.int64)
     if len(starts):
-        # Groups one after the other on one axis, so that intervals of different groups do not meet. On it stand the
-        # positions of times: the span of days times thousands of groups would overflow.
-        times, positions = np.unique(np.concatenate([starts, ends]), return_inverse=True)
+        # Groups one after the other on one axis, so that intervals of different groups
+        # do not meet. On it stand the positions of times: the span of days times
+        # thousands of groups would overflow.
+        times, positions = np.unique(
+            np.concatenate([starts, ends]), return_inverse=True
+        )
         shift = groups * len(times)
-        united_starts, united_ends = union(positions[: len(starts)] + shift, positions[len(starts) :] + shift)
+        united_starts, united_ends = union(
+            positions[: len(starts)] + shift, positions[len(starts) :] + shift
+        )
         united_groups, first = np.divmod(united_starts, len(times))
-        np.add.at(lengths, united_groups, times[united_ends % len(times)] - times[first])
+        np.add.at(
+            lengths, united_groups, times[united_ends % len(times)] - times[first]
+        )
     return lengths
 
 
@@ -150,8 +174,9 @@ class FreeTimeline:
     free: Ints  # Free bytes from each time until the next one.
 
     def between(self, start: int, end: int) -> tuple[Ints, Ints]:
-        """Return (times at which each value begins, values) of the timeline in [start, end). The first time is `start`,
-        or the first sample where that is later. Of several samples at one time the last one counts."""
+        """Return (times at which each value begins, values) of the timeline in [start,
+        end). The first time is `start`, or the first sample where that is later. Of
+        several samples at one time the last one counts."""
         first = max(int(np.searchsorted(self.times, start, side="right")) - 1, 0)
         after = int(np.searchsorted(self.times, end, side="left"))
         times = np.maximum(self.times[first:after], start)
@@ -162,10 +187,13 @@ class FreeTimeline:
 def intervals_at_least(
     times: Ints | Floats, values: Ints, end: float, threshold: int
 ) -> Iterator[tuple[float, float, int]]:
-    """Yield (start, end, smallest value) of each maximal interval in which a step function reaches the threshold. Each
-    value begins at one of the increasing `times`; the last one holds until `end`."""
+    """Yield (start, end, smallest value) of each maximal interval in which a step
+    function reaches the threshold. Each value begins at one of the increasing `times`;
+    the last one holds until `end`."""
     edges = np.diff(np.concatenate([[0], (values >= threshold).astype(np.int8), [0]]))
     bounds = np.append(times, end)
-    for first, after in zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True):
+    for first, after in zip(
+        np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True
+    ):
         if bounds[after] > bounds[first]:
             yield bounds[first], bounds[after], int(values[first:after].min())

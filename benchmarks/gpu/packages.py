@@ -1,4 +1,5 @@
-"""Lists the packages that the steps need, those that a machine with a GPU has, and those that wheels.py fetches.
+"""Lists the packages that the steps need, those that a machine with a GPU has, and
+those that wheels.py fetches.
 
 python benchmarks/gpu/packages.py    # prints those that are needed and there
 """
@@ -16,9 +17,19 @@ from packaging.utils import canonicalize_name
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
 _EXTRAS = ("calibrate", "plan", "report", "run")
-# In addition to the dependencies of ebbtide: contestants, and what the tests marked `gpu` import.
-STEPS_NEED = ("deepspeed", "torchao", "triton", "prometheus-client", "pytest", "pytest-timeout", "hypothesis")
-# Published as source: their wheels have Python code only, and DeepSpeed compiles the rest at its first use.
+# In addition to the dependencies of ebbtide: contestants, and what the tests marked
+# `gpu` import.
+STEPS_NEED = (
+    "deepspeed",
+    "torchao",
+    "triton",
+    "prometheus-client",
+    "pytest",
+    "pytest-timeout",
+    "hypothesis",
+)
+# Published as source: their wheels have Python code only, and DeepSpeed compiles the
+# rest at its first use.
 BUILT = ("deepspeed", "hjson")
 FETCHED = (
     "pydantic",
@@ -50,8 +61,14 @@ ENVIRONMENT = {
 
 def _dependencies() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = [text for name in _EXTRAS for text in project["optional-dependencies"][name]]
-    return [text for text in (*project["dependencies"], *extras) if not text.startswith("ebbtide[")]
+    extras = [
+        text for name in _EXTRAS for text in project["optional-dependencies"][name]
+    ]
+    return [
+        text
+        for text in (*project["dependencies"], *extras)
+        if not text.startswith("ebbtide[")
+    ]
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -72,15 +89,21 @@ def fetched() -> set[str]:
 def needed() -> dict[str, str]:
     """Return the packages that the steps need, each with the package that requires it.
 
-    The requirements of packages are those of the versions installed here, that is of constraints.txt.
+    The requirements of packages are those of the versions installed here, that is of
+    constraints.txt.
     """
-    todo = [*((text, "ebbtide") for text in _dependencies()), *((name, "the steps") for name in STEPS_NEED)]
+    todo = [
+        *((text, "ebbtide") for text in _dependencies()),
+        *((name, "the steps") for name in STEPS_NEED),
+    ]
     packages: dict[str, str] = {}
     while todo:
         text, parent = todo.pop()
         requirement = Requirement(text)
         name = canonicalize_name(requirement.name)
-        if name in packages or (requirement.marker and not requirement.marker.evaluate(ENVIRONMENT)):
+        if name in packages or (
+            requirement.marker and not requirement.marker.evaluate(ENVIRONMENT)
+        ):
             continue
         packages[name] = parent
         try:
@@ -100,7 +123,9 @@ def missing() -> dict[str, str]:
 def module_of(requirement: str) -> str:
     """Return the module to import of a requirement."""
     name = re.split(r"[<>=!~\[; ]", requirement)[0]
-    return {"nvidia-ml-py": "pynvml", "torchao": "torchao.optim"}.get(name, name.replace("-", "_"))
+    return {"nvidia-ml-py": "pynvml", "torchao": "torchao.optim"}.get(
+        name, name.replace("-", "_")
+    )
 
 
 def importable() -> list[str]:

@@ -1,11 +1,14 @@
-"""Measures what only a GPU can show, in steps with time limits that can be resumed; results are JSON and Markdown.
+"""Measures what only a GPU can show, in steps with time limits that can be resumed;
+results are JSON and Markdown.
 
     python benchmarks/gpu/run.py OUT CALL [--minutes M] [--step NAME]... [--rehearse] [--pack FILE] [--resume FILE]
 
-CALL is one of those of listing.py: first, second, ...; --step alone runs single steps. Each step is a process with a
-time limit; its result is OUT/NAME.json, and OUT/report.md has all, also of a step that still runs. A step that has
-ended is not run again, unless --step names it; one is not started with too little time left, and one that fails stops
-no other. --rehearse runs the same steps with tiny sizes on the CPU and the emulated device. README.md describes them.
+CALL is one of those of listing.py: first, second, ...; --step alone runs single steps.
+Each step is a process with a time limit; its result is OUT/NAME.json, and OUT/report.md
+has all, also of a step that still runs. A step that has ended is not run again, unless
+--step names it; one is not started with too little time left, and one that fails stops
+no other. --rehearse runs the same steps with tiny sizes on the CPU and the emulated
+device. README.md describes them.
 """
 
 from __future__ import annotations
@@ -28,8 +31,21 @@ from listing import ALL, CALLS
 from report import print_report
 from runner import DONE, StepRunner, status_text
 
-PACKAGES = ("torch", "triton", "nvidia-ml-py", "numba", "numpy", "highspy", "deepspeed", "torchao")
-GPU_QUERY = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max", "--format=csv,noheader"]
+PACKAGES = (
+    "torch",
+    "triton",
+    "nvidia-ml-py",
+    "numba",
+    "numpy",
+    "highspy",
+    "deepspeed",
+    "torchao",
+)
+GPU_QUERY = [
+    "nvidia-smi",
+    "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max",
+    "--format=csv,noheader",
+]
 
 
 def versions() -> dict[str, str | None]:
@@ -44,14 +60,19 @@ def versions() -> dict[str, str | None]:
 
 def gpu_description() -> str | None:
     try:
-        return subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+        return subprocess.run(
+            GPU_QUERY, capture_output=True, text=True, timeout=30, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def runtime_text(machine: dict[str, Any]) -> str:
     """Return in one line where this runs."""
-    return f"kernel {machine['kernel']}, {machine['gpu'] or 'no GPU'}, torch {machine['versions']['torch']}"
+    return (
+        f"kernel {machine['kernel']}, {machine['gpu'] or 'no GPU'}, torch "
+        f"{machine['versions']['torch']}"
+    )
 
 
 def machine() -> dict[str, Any]:
@@ -71,16 +92,33 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flags.add_argument("out", type=Path, help="folder of the results")
     flags.add_argument("call", choices=list(CALLS), nargs="?", help="the steps to run")
-    flags.add_argument("--minutes", type=float, help="time limit of all steps together (default: that of the call)")
+    flags.add_argument(
+        "--minutes",
+        type=float,
+        help="time limit of all steps together (default: that of the call)",
+    )
     flags.add_argument(
         "--step",
         action="append",
         choices=[step.name for step in ALL],
-        help="run this step instead of those of a call, also if it has failed before; repeatable",
+        help=(
+            "run this step instead of those of a call, also if it has failed before; "
+            "repeatable"
+        ),
     )
-    flags.add_argument("--rehearse", action="store_true", help="tiny sizes, without a GPU")
-    flags.add_argument("--pack", type=Path, help="archive of the results, updated after each step and during it")
-    flags.add_argument("--resume", type=Path, help="archive of an earlier call, unpacked into OUT before")
+    flags.add_argument(
+        "--rehearse", action="store_true", help="tiny sizes, without a GPU"
+    )
+    flags.add_argument(
+        "--pack",
+        type=Path,
+        help="archive of the results, updated after each step and during it",
+    )
+    flags.add_argument(
+        "--resume",
+        type=Path,
+        help="archive of an earlier call, unpacked into OUT before",
+    )
     args = flags.parse_args()
     if (args.call is None) == (args.step is None):
         flags.error(f"name a call ({', '.join(CALLS)}) or a --step")
@@ -89,13 +127,21 @@ def main() -> None:
     # Ending this process also ends the running step.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # In the order of the options.
-    steps = call.steps if call else [next(step for step in ALL if step.name == name) for name in args.step]
+    steps = (
+        call.steps
+        if call
+        else [next(step for step in ALL if step.name == name) for name in args.step]
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     if args.resume:
         with tarfile.open(args.resume) as tar:
             tar.extractall(args.out, filter="data")
     # Written first, so that it exists even if this process is killed.
-    summary = {"date": time.strftime("%Y-%m-%d"), "rehearsed": args.rehearse, **machine()}
+    summary = {
+        "date": time.strftime("%Y-%m-%d"),
+        "rehearsed": args.rehearse,
+        **machine(),
+    }
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1))
     print(runtime_text(summary), flush=True)
     runner = StepRunner(args.out, end, args.rehearse, args.pack, print_report)

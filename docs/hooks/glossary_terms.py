@@ -1,4 +1,5 @@
-"""MkDocs hook: make each term of the glossary a heading, so that the search of the site finds it by its name."""
+"""MkDocs hook: make each term of the glossary a heading, so that the search of the site
+finds it by its name."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ _ROW = re.compile(r"^\| (?:\*\*)?(.+?)(?:\*\*)? \| (.+) \|$", re.MULTILINE)
 
 def with_headings(markdown: str) -> str:
     """Return Markdown whose tables of terms are headings with a paragraph each."""
-    return _ROW.sub(lambda row: f"\n### {row[1]}\n\n{row[2]}", _HEAD.sub("", markdown)).replace("\\|", "|")
+    return _ROW.sub(
+        lambda row: f"\n### {row[1]}\n\n{row[2]}", _HEAD.sub("", markdown)
+    ).replace("\\|", "|")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

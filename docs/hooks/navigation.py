@@ -1,7 +1,8 @@
 """MkDocs hook: take the navigation of the site from the tables in docs/README.md.
 
-Headings of the second level become sections, those of the third level sections in these, and each row whose first cell
-is a link becomes a page. So a page is added in one place, for readers on the code host and on the site.
+Headings of the second level become sections, those of the third level sections in
+these, and each row whose first cell is a link becomes a page. So a page is added in one
+place, for readers on the code host and on the site.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def read_navigation(index: str, path_of: Callable[[str], str]) -> list[NavItem]:
         path_of: Function from a link of the index to the path of its page on the site.
 
     Returns:
-        One dict per section, with its title and a list of sections and pages. Links to a heading are left out.
+        One dict per section, with its title and a list of sections and pages. Links to
+            a heading are left out.
     """
     sections: list[NavItem] = []
     entries: list[NavItem] = []
@@ -48,6 +50,8 @@ def on_config(config: Any) -> Any:
     """Set the navigation, with the index itself as the home page."""
     docs = Path(config.docs_dir)
     index = docs / "README.md"
-    sections = read_navigation(index.read_text(), lambda link: site_path(docs.parent, docs / link))
+    sections = read_navigation(
+        index.read_text(), lambda link: site_path(docs.parent, docs / link)
+    )
     config.nav = [{"Home": "README.md"}, *sections]
     return config

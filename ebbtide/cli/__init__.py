@@ -10,16 +10,25 @@ import typer
 import ebbtide
 from ebbtide.cli.command import extra_of, find_commands, without_alias
 from ebbtide.cli.help import AllCommands, OneCommand
-from ebbtide.cli.printing import echo, echo_error, output_width, own_stdout, prints_to_terminal
+from ebbtide.cli.printing import (
+    echo,
+    echo_error,
+    output_width,
+    own_stdout,
+    prints_to_terminal,
+)
 
 # Least width of a help whose options have frames around them.
 _PANEL_WIDTH = 100
 
 
 def make_app(command: str | None = None) -> typer.Typer:
-    """Make the app with one command, or with all of them where `command` is None or names none."""
+    """Make the app with one command, or with all of them where `command` is None or
+    names none."""
     # Panels with frames need space.
-    markup: Literal["rich"] | None = "rich" if prints_to_terminal() and output_width() >= _PANEL_WIDTH else None
+    markup: Literal["rich"] | None = (
+        "rich" if prints_to_terminal() and output_width() >= _PANEL_WIDTH else None
+    )
     app = typer.Typer(
         name="ebbtide",
         cls=AllCommands,
@@ -27,7 +36,10 @@ def make_app(command: str | None = None) -> typer.Typer:
         invoke_without_command=True,
         add_completion=False,
         pretty_exceptions_enable=False,
-        help="Profile GPU memory and the PCIe link during training, and plan the offload of optimizer state.",
+        help=(
+            "Profile GPU memory and the PCIe link during training, and plan the "
+            "offload of optimizer state."
+        ),
     )
     app.callback()(_options)
     for entry in find_commands(command):
@@ -35,7 +47,9 @@ def make_app(command: str | None = None) -> typer.Typer:
         settings = {"allow_interspersed_args": False} if entry.runs_a_job else {}
         lines = "\n".join(f"  ebbtide {example}" for example in entry.examples)
         examples = f"\b\nExamples:\n{lines}" if lines else None
-        register = app.command(entry.name, cls=OneCommand, context_settings=settings, epilog=examples)
+        register = app.command(
+            entry.name, cls=OneCommand, context_settings=settings, epilog=examples
+        )
         register(run_command)
     return app
 
@@ -49,7 +63,13 @@ def _print_version(requested: bool) -> None:
 def _options(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version.",
+            is_eager=True,
+            callback=_print_version,
+        ),
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
@@ -70,7 +90,8 @@ def run(arguments: Sequence[str]) -> int:
     except (typer.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:
-        # The reader of the output (a pager, head) has ended: Python must not try to flush the rest.
+        # The reader of the output (a pager, head) has ended: Python must not try to
+        # flush the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:

@@ -1,4 +1,5 @@
-"""Registers commands: files in the folder `commands`, and commands that features plug in."""
+"""Registers commands: files in the folder `commands`, and commands that features plug
+in."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from ebbtide import seams
 
-# Headings of the help, in its order. The commands below the first one are those to begin with.
+# Headings of the help, in its order. The commands below the first one are those to
+# begin with.
 HEADINGS = ("Start", "Record", "Explain", "Predict", "Run", "Files")
 # Short names of tables of `summary`. No help lists them.
 ALIASES = {"activity": ("summary", "--by", "activity")}
@@ -21,13 +23,19 @@ class Command(NamedTuple):
     """A command of the command line."""
 
     name: str  # The word after `ebbtide`.
-    run: Callable[..., Any]  # Runs it; its parameters are the options, its docstring is the help.
+    # Runs it; its parameters are the options, its docstring is the help.
+    run: Callable[..., Any]
     heading: str  # One of `HEADINGS`.
-    position: int  # Place below the heading; commands of the same place are sorted by name.
-    runs_a_job: bool  # Whether all words after the first one that is not an option belong to a job.
-    shares_stdout: bool  # Whether standard output is a job's, or the terminal of a view.
+    # Place below the heading; commands of the same place are sorted by name.
+    position: int
+    # Whether all words after the first one that is not an option belong to a job.
+    runs_a_job: bool
+    # Whether standard output is a job's, or the terminal of a view.
+    shares_stdout: bool
     examples: tuple[str, ...]  # Command lines for its help, without `ebbtide`.
-    extra: str | None  # The extra that has all of its packages; None: the base install, or that of the package.
+    # The extra that has all of its packages; None: the base install, or that of the
+    # package.
+    extra: str | None
 
 
 def command(
@@ -39,7 +47,8 @@ def command(
     examples: tuple[str, ...] = (),
     extra: str | None = None,
 ) -> Callable[[Function], Function]:
-    """Decorate the function of a command, in a file of the same name in `commands`: see `Command`."""
+    """Decorate the function of a command, in a file of the same name in `commands`: see
+    `Command`."""
     assert heading in HEADINGS, heading
 
     def register(function: Function) -> Function:
@@ -63,7 +72,10 @@ def command(
 def without_alias(arguments: Sequence[str]) -> list[str]:
     """Return a command line with the words that an alias stands for."""
     words = list(arguments)
-    place = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
+    place = next(
+        (index for index, word in enumerate(words) if not word.startswith("-")),
+        len(words),
+    )
     name = words[place : place + 1]
     return [*words[:place], *ALIASES.get("".join(name), name), *words[place + 1 :]]
 
@@ -74,14 +86,21 @@ def extra_of(name: str | None) -> str | None:
 
 
 def find_commands(name: str | None) -> list[Command]:
-    """Return the command of a name, or all commands in the order of the help where there is none of that name."""
+    """Return the command of a name, or all commands in the order of the help where
+    there is none of that name."""
     if name in _COMMANDS:
         return [_COMMANDS[name]]
     files = sorted((Path(__file__).parent / "commands").glob("[a-z]*.py"))
-    commands = {path.stem.replace("_", "-"): seams.Plug(__package__, f"commands.{path.stem}") for path in files}
+    commands = {
+        path.stem.replace("_", "-"): seams.Plug(__package__, f"commands.{path.stem}")
+        for path in files
+    }
     commands.update(seams.plugs("commands"))
     names = [name] if name in commands else [*commands]
     for one in names:
         commands[one].load()
     listed = [_COMMANDS[one] for one in names]
-    return sorted(listed, key=lambda entry: (HEADINGS.index(entry.heading), entry.position, entry.name))
+    return sorted(
+        listed,
+        key=lambda entry: (HEADINGS.index(entry.heading), entry.position, entry.name),
+    )

@@ -1,4 +1,5 @@
-"""The help of the command line: of all commands, and of one, whose rarer options `--help-all` shows."""
+"""The help of the command line: of all commands, and of one, whose rarer options
+`--help-all` shows."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from ebbtide.cli.printing import echo
 
 
 class AllCommands(typer.core.TyperGroup):
-    """The help of all commands: those to begin with a line each, the others by heading."""
+    """The help of all commands: those to begin with a line each, the others by
+    heading."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         first, *others = HEADINGS
@@ -22,12 +24,22 @@ class AllCommands(typer.core.TyperGroup):
         formatter.write_paragraph()
         formatter.write_text(self.help or "")
         with formatter.section("Commands"):
-            formatter.write_dl([(c.name, first_sentence(c)) for c in commands if c.heading == first])
+            formatter.write_dl(
+                [(c.name, first_sentence(c)) for c in commands if c.heading == first]
+            )
         with formatter.section("More commands"):
-            names = {heading: ", ".join(c.name for c in commands if c.heading == heading) for heading in others}
-            formatter.write_dl([(heading.lower(), text) for heading, text in names.items()])
+            names = {
+                heading: ", ".join(c.name for c in commands if c.heading == heading)
+                for heading in others
+            }
+            formatter.write_dl(
+                [(heading.lower(), text) for heading, text in names.items()]
+            )
         with formatter.section("Help"):
-            formatter.write_text("ebbtide COMMAND --help has the options and examples; ebbtide --version the version.")
+            formatter.write_text(
+                "ebbtide COMMAND --help has the options and examples; ebbtide "
+                "--version the version."
+            )
 
 
 def first_sentence(entry: Command) -> str:
@@ -37,7 +49,8 @@ def first_sentence(entry: Command) -> str:
 
 
 class OneCommand(typer.core.TyperCommand):
-    """A command whose help has options with a heading of their own only where all options are asked for."""
+    """A command whose help has options with a heading of their own only where all
+    options are asked for."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -68,7 +81,8 @@ class OneCommand(typer.core.TyperCommand):
 
 
 def is_listed(parameter: Any) -> bool:
-    """Return whether a help has the parameter of a command, at least with all options."""
+    """Return whether a help has the parameter of a command, at least with all
+    options."""
     return _is_rare(parameter) or not parameter.hidden
 
 
@@ -83,9 +97,14 @@ def _heading(parameter: Any) -> str:
 
 
 def _help_all(rare: int, print_all: Callable[..., None]) -> Any:
-    """Return the option that shows all options, as typer makes it of a function's parameter."""
+    """Return the option that shows all options, as typer makes it of a function's
+    parameter."""
     option = typer.Option(
-        "--help-all", help=f"Show {rare} more options, too.", is_eager=True, expose_value=False, callback=print_all
+        "--help-all",
+        help=f"Show {rare} more options, too.",
+        is_eager=True,
+        expose_value=False,
+        callback=print_all,
     )
 
     def declare(help_all: Annotated[bool, option] = False) -> None: ...

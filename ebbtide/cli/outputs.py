@@ -1,4 +1,5 @@
-"""Output files that commands write in addition to what they print: a picture, a folder of traces."""
+"""Output files that commands write in addition to what they print: a picture, a folder
+of traces."""
 
 from __future__ import annotations
 
@@ -19,10 +20,13 @@ _FORMATS = (".png", ".svg", ".pdf")
 
 
 def picture_format(path: Path) -> str:
-    """Return `png`, `svg` or `pdf` by the ending of a path. Raises BadParameter for any other ending."""
+    """Return `png`, `svg` or `pdf` by the ending of a path. Raises BadParameter for any
+    other ending."""
     ending = path.suffix.lower()
     if ending not in _FORMATS:
-        raise typer.BadParameter(f"{path} must end in {', '.join(_FORMATS)}, which selects the format")
+        raise typer.BadParameter(
+            f"{path} must end in {', '.join(_FORMATS)}, which selects the format"
+        )
     return ending[1:]
 
 
@@ -37,20 +41,32 @@ def check_outputs(pictures: Sequence[Path | None], other: Path | None = None) ->
 
 
 @contextmanager
-def new_outputs(plot: Path | None, save: Path | None, force: bool) -> Iterator[tuple[Path | None, Path | None]]:
-    """Yield temporary paths for the picture and the folder of traces, which appear complete or not at all."""
+def new_outputs(
+    plot: Path | None, save: Path | None, force: bool
+) -> Iterator[tuple[Path | None, Path | None]]:
+    """Yield temporary paths for the picture and the folder of traces, which appear
+    complete or not at all."""
     from ebbtide.output_files import new_output
 
     with ExitStack() as outputs:
-        picture = outputs.enter_context(new_output(plot, force, Path.is_file, "a file")) if plot else None
+        picture = (
+            outputs.enter_context(new_output(plot, force, Path.is_file, "a file"))
+            if plot
+            else None
+        )
         folder = (
-            outputs.enter_context(new_output(save, force, _is_folder_of_traces, "a folder of traces")) if save else None
+            outputs.enter_context(
+                new_output(save, force, _is_folder_of_traces, "a folder of traces")
+            )
+            if save
+            else None
         )
         yield picture, folder
 
 
 def save_picture(figure: Figure, file: Path, path: Path | None) -> None:
-    """Write a picture into the temporary file of a path, whose ending selects the format."""
+    """Write a picture into the temporary file of a path, whose ending selects the
+    format."""
     from ebbtide.analysis.plot import save
 
     assert path is not None

@@ -1,4 +1,5 @@
-"""The standard output of commands: what `echo`, `print_view` and the like print, and nothing of any library."""
+"""The standard output of commands: what `echo`, `print_view` and the like print, and
+nothing of any library."""
 
 from __future__ import annotations
 
@@ -24,14 +25,20 @@ ProgressUpdate = Callable[[str, float, float], None]
 
 
 def echo(text: str = "", **style: Any) -> None:
-    """Print a text and a line break, without characters that could control the terminal; `style`: for terminals
-    only."""
+    """Print a text and a line break, without characters that could control the
+    terminal; `style`: for terminals only."""
     text = printable(text)
-    typer.echo(typer.style(text, **style) if style and not os.environ.get("NO_COLOR") else text, file=_output)
+    typer.echo(
+        typer.style(text, **style)
+        if style and not os.environ.get("NO_COLOR")
+        else text,
+        file=_output,
+    )
 
 
 def echo_line(line: str, **style: Any) -> None:
-    """Print a line, continued on further ones where it is wider than the terminal; `style`: as of `echo`."""
+    """Print a line, continued on further ones where it is wider than the terminal;
+    `style`: as of `echo`."""
     line = printable_line(line)
     if prints_to_terminal():
         line = "\n".join(wrapped(line, output_width()))
@@ -89,8 +96,9 @@ def on_stderr() -> Iterator[None]:
 
 @contextmanager
 def own_stdout() -> Iterator[None]:
-    """Keep standard output for `echo`: what libraries in C (some at exit) and child processes print goes to stderr. In
-    a process of its own a command leaves descriptor 1 to stderr for good, and prints to a copy of it."""
+    """Keep standard output for `echo`: what libraries in C (some at exit) and child
+    processes print goes to stderr. In a process of its own a command leaves descriptor
+    1 to stderr for good, and prints to a copy of it."""
     global _output
     if sys.stdout is None:
         # The caller has closed it.
@@ -114,12 +122,16 @@ def _kept_stdout() -> TextIO:
     stdout = sys.stdout
     stdout.flush()
     descriptor = _duplicate(stdout.fileno())
-    os.dup2(2 if sys.stderr is not None else os.open(os.devnull, os.O_WRONLY), stdout.fileno())
+    os.dup2(
+        2 if sys.stderr is not None else os.open(os.devnull, os.O_WRONLY),
+        stdout.fileno(),
+    )
     return open(descriptor, "w", encoding=stdout.encoding, errors=stdout.errors)
 
 
 def _duplicate(descriptor: int) -> int:
-    """Duplicate a descriptor to a number above the standard streams: one of them may be closed."""
+    """Duplicate a descriptor to a number above the standard streams: one of them may be
+    closed."""
     try:
         import fcntl
     except ImportError:
@@ -129,14 +141,32 @@ def _duplicate(descriptor: int) -> int:
 
 @contextmanager
 def progress_bar() -> Iterator[ProgressUpdate]:
-    """Show a progress bar on stderr for the block; nothing if stderr is not a terminal."""
+    """Show a progress bar on stderr for the block; nothing if stderr is not a
+    terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
 
     console = Console(stderr=True)
-    columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    columns = (
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
     with Progress(
-        *columns, console=console, transient=True, refresh_per_second=2, disable=not console.is_terminal
+        *columns,
+        console=console,
+        transient=True,
+        refresh_per_second=2,
+        disable=not console.is_terminal,
     ) as bar:
         task = bar.add_task("", total=None)
-        yield lambda description, done, total: bar.update(task, description=description, completed=done, total=total)
+        yield lambda description, done, total: bar.update(
+            task, description=description, completed=done, total=total
+        )

@@ -1,4 +1,5 @@
-"""Runs the commands that read a trace: opens it, computes a result, and prints it as text or as JSON."""
+"""Runs the commands that read a trace: opens it, computes a result, and prints it as
+text or as JSON."""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ def show_result(
     follow_up: str,
     of_rank: int | None = None,
 ) -> None:
-    """Print a result of a trace; below figures the command to go on with, `follow_up`, with {} for the trace.
-    `of_rank`: the one rank that it is of, where the user asked for none."""
+    """Print a result of a trace; below figures the command to go on with, `follow_up`,
+    with {} for the trace. `of_rank`: the one rank that it is of, where the user asked
+    for none."""
     from ebbtide.analysis.tables.table import Gain, Table
 
     if as_json:
@@ -47,15 +49,22 @@ def show_result(
         print_prediction(trace)
         parts = list(view(trace, result))
         print_view(iter(parts))
-        if any(isinstance(part, Gain) or (isinstance(part, Table) and part) for part in parts):
+        if any(
+            isinstance(part, Gain) or (isinstance(part, Table) and part)
+            for part in parts
+        ):
             print_rank(trace, of_rank)
             print_next(trace, follow_up)
 
 
 def print_rank(trace: Trace, rank: int | None) -> None:
-    """Print which rank figures are of, if they are of one that the user did not ask for, among others."""
+    """Print which rank figures are of, if they are of one that the user did not ask
+    for, among others."""
     if rank is not None and len(trace.ranks) > 1:
-        echo(f"rank {rank} of {len(trace.ranks)} ranks (--rank N for another one, --json for all)")
+        echo(
+            f"rank {rank} of {len(trace.ranks)} ranks (--rank N for another one, "
+            "--json for all)"
+        )
 
 
 def print_next(trace: Trace, follow_up: str) -> None:
@@ -74,45 +83,68 @@ def print_prediction(trace: Trace) -> None:
 
 
 def print_json(trace: Trace, printed: dict[str, Any]) -> None:
-    """Print a JSON object about a trace, with `predicted`: true if a dry run made it."""
+    """Print a JSON object about a trace, with `predicted`: true if a dry run made
+    it."""
     from ebbtide.analysis.metrics.prediction import is_predicted
 
-    echo(json.dumps({**printed, **({"predicted": True} if is_predicted(trace) else {})}))
+    echo(
+        json.dumps({**printed, **({"predicted": True} if is_predicted(trace) else {})})
+    )
 
 
 def choose_ranks(trace: Trace, rank: int | None, as_json: bool) -> list[int]:
-    """Return the ranks to print: `rank` (TraceError without such a one), else the first one, or all as JSON."""
+    """Return the ranks to print: `rank` (TraceError without such a one), else the first
+    one, or all as JSON."""
     if rank is not None:
         trace.rank(rank)
         return [rank]
     return trace.ranks if as_json else trace.ranks[:1]
 
 
-def read_ranks(trace: Trace, read: Callable[[Trace], object], jobs: int | None, scheduler: str | None = None) -> None:
-    """Compute a result part by part where processes or a cluster are asked for, or the trace is large; `jobs` None: as
-    many processes as cores for a large trace. Raises UserError where no cluster answers, or a worker died."""
+def read_ranks(
+    trace: Trace,
+    read: Callable[[Trace], object],
+    jobs: int | None,
+    scheduler: str | None = None,
+) -> None:
+    """Compute a result part by part where processes or a cluster are asked for, or the
+    trace is large; `jobs` None: as many processes as cores for a large trace. Raises
+    UserError where no cluster answers, or a worker died."""
     check_options(jobs, scheduler)
     from ebbtide.host_limits import cores
 
     is_on_disk = trace.meta.state == "complete"
     if not is_on_disk or len(trace.ranks) < 2:
         return
-    processes = jobs or (cores() if trace.stored_bytes >= _MIN_BYTES_FOR_PROCESSES else 1)
+    processes = jobs or (
+        cores() if trace.stored_bytes >= _MIN_BYTES_FOR_PROCESSES else 1
+    )
     if scheduler is None and processes == 1:
         return
     from ebbtide.analysis.metrics.ranks.scan import scan_ranks
     from ebbtide.workers import run_locally, run_on_cluster
 
-    runner = partial(run_on_cluster, address=scheduler) if scheduler else partial(run_locally, jobs=processes)
+    runner = (
+        partial(run_on_cluster, address=scheduler)
+        if scheduler
+        else partial(run_locally, jobs=processes)
+    )
     with progress_bar() as update:
-        scan_ranks(trace, read, runner, lambda done, total: update(f"{done} of {total} ranks", done, total))
+        scan_ranks(
+            trace,
+            read,
+            runner,
+            lambda done, total: update(f"{done} of {total} ranks", done, total),
+        )
 
 
 def check_options(jobs: int | None, scheduler: str | None) -> None:
-    """Check the options `--jobs` and `--scheduler`. Raises BadParameter where they do not fit."""
+    """Check the options `--jobs` and `--scheduler`. Raises BadParameter where they do
+    not fit."""
     if scheduler == "":
         raise typer.BadParameter("--scheduler needs an address, e.g. tcp://host:8786")
     if jobs == 0 or (jobs and scheduler):
         raise typer.BadParameter(
-            "--jobs must be at least 1, and cannot be combined with --scheduler: a cluster has its own workers"
+            "--jobs must be at least 1, and cannot be combined with --scheduler: a "
+            "cluster has its own workers"
         )

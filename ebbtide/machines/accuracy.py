@@ -1,4 +1,5 @@
-"""The known accuracy of predictions that use a machine: what its rates come from, and how well they explained runs."""
+"""The known accuracy of predictions that use a machine: what its rates come from, and
+how well they explained runs."""
 
 import json
 import math
@@ -15,7 +16,11 @@ from ebbtide.units import counted
 # Value of `source.kind` in machine files whose rates are those of data sheets.
 DATA_SHEETS = "data sheets"
 # The rates of a machine, which a fit states in `rates`: its accuracy is that of these.
-RATES = {item.name for item in fields(Machine) if item.name.endswith(("_per_s", "_s", "_share", "_ratio"))}
+RATES = {
+    item.name
+    for item in fields(Machine)
+    if item.name.endswith(("_per_s", "_s", "_share", "_ratio"))
+}
 Basis = Literal["fitted", "measured", "data sheets", "unknown"]
 
 
@@ -25,11 +30,14 @@ class Accuracy:
 
     basis: Basis  # The source of the rates.
     runs: int = 0  # Runs that the machine was fitted to.
-    # Largest relative error of the update among these runs; None where nothing was compared.
+    # Largest relative error of the update among these runs; None where nothing was
+    # compared.
     largest_error: float | None = None
     undetermined: tuple[str, ...] = ()  # Rates that these runs do not determine.
-    fitted_ranks_per_host: tuple[int, ...] = ()  # Numbers of ranks on a host that these runs had, ascending.
-    ranks_per_host: int | None = None  # Ranks on a host that the rates are for; None: not known.
+    # Numbers of ranks on a host that these runs had, ascending.
+    fitted_ranks_per_host: tuple[int, ...] = ()
+    # Ranks on a host that the rates are for; None: not known.
+    ranks_per_host: int | None = None
     # The factor within which each rate is known, as in `uncertainty_of`.
     uncertainty: dict[str, float] = field(default_factory=dict)
 
@@ -42,13 +50,17 @@ class Accuracy:
         if self.basis == "data sheets" and self.uncertainty:
             key, factor = max(self.uncertainty.items(), key=lambda item: item[1])
             return (
-                f"rates from data sheets and assumed shares of their peaks, the least certain within a factor of "
+                "rates from data sheets and assumed shares of their peaks, the least "
+                "certain within a factor of "
                 f"{factor:.3g} ({key}): predictions from this machine are not validated"
             )
         if self.largest_error is None:
             return _NOT_VALIDATED[self.basis]
         error, runs = f"{100 * self.largest_error:.1f} %", counted(self.runs, "run")
-        line = f"updates predicted from this machine are within {error} on the {runs} it was fitted to"
+        line = (
+            f"updates predicted from this machine are within {error} on the {runs} it "
+            "was fitted to"
+        )
         ranks, fitted_ranks = self.ranks_per_host, self.fitted_ranks_per_host
         if ranks is not None and fitted_ranks and ranks not in fitted_ranks:
             numbers = " and ".join(map(str, fitted_ranks))
@@ -56,39 +68,70 @@ class Accuracy:
         return line
 
     def short_text(self) -> str:
-        """Return in two words how far to trust updates that are predicted, for a table."""
+        """Return in two words how far to trust updates that are predicted, for a
+        table."""
         if self.largest_error is not None:
             return f"fit {100 * self.largest_error:.1f} %"
         factor = self.uncertainty.get("cpu_update_params_per_s")
         return _SHORT[self.basis] + (f" x{factor:.1f}" if factor else "")
 
 
-_SHORT = {"fitted": "fit", "measured": "measured", "data sheets": "sheet", "unknown": "not known"}
+_SHORT = {
+    "fitted": "fit",
+    "measured": "measured",
+    "data sheets": "sheet",
+    "unknown": "not known",
+}
 _NOT_VALIDATED: dict[Basis, str] = {
-    "fitted": "the machine was fitted, but its file does not say how well with these rates: predictions not validated",
-    "measured": "rates measured by `ebbtide calibrate`: predictions from this machine are not validated against a run",
-    "data sheets": "rates from data sheets: predictions from this machine are not validated",
-    "unknown": "the machine file does not say where its rates are from: predictions are not validated",
+    "fitted": (
+        "the machine was fitted, but its file does not say how well with these rates: "
+        "predictions not validated"
+    ),
+    "measured": (
+        "rates measured by `ebbtide calibrate`: predictions from this machine are not "
+        "validated against a run"
+    ),
+    "data sheets": (
+        "rates from data sheets: predictions from this machine are not validated"
+    ),
+    "unknown": (
+        "the machine file does not say where its rates are from: predictions are not "
+        "validated"
+    ),
 }
 
 
 def accuracy_of(machine: Machine) -> Accuracy:
-    """Return the accuracy that the further keys of a machine file state (`fit`, `measured`, `source`)."""
+    """Return the accuracy that the further keys of a machine file state (`fit`,
+    `measured`, `source`)."""
     ranks = machine.box.ranks if machine.box is not None else None
     fit, source = section(machine.extra, "fit"), section(machine.extra, "source")
-    errors = [abs(error) for error in section(fit, "residuals").values() if isinstance(error, (int, float))]
-    fitted_ranks = sorted({number for number in section(fit, "ranks").values() if isinstance(number, int)})
-    # With another number of ranks on a host than the fit's, the rates that they share are others.
+    errors = [
+        abs(error)
+        for error in section(fit, "residuals").values()
+        if isinstance(error, (int, float))
+    ]
+    fitted_ranks = sorted(
+        {number for number in section(fit, "ranks").values() if isinstance(number, int)}
+    )
+    # With another number of ranks on a host than the fit's, the rates that they share
+    # are others.
     other_ranks = ranks is not None and fitted_ranks and ranks != fitted_ranks[-1]
     compared = RATES - {item.name for item in fields(Box) if other_ranks}
     rates = section(fit, "rates")
-    if errors and "rates" in fit and all(getattr(machine, key) == rates.get(key) for key in compared):
+    if (
+        errors
+        and "rates" in fit
+        and all(getattr(machine, key) == rates.get(key) for key in compared)
+    ):
         undetermined = fit.get("unidentified")
         return Accuracy(
             "fitted",
             runs=len(errors),
             largest_error=max(errors),
-            undetermined=tuple(map(str, undetermined)) if isinstance(undetermined, list) else (),
+            undetermined=tuple(map(str, undetermined))
+            if isinstance(undetermined, list)
+            else (),
             fitted_ranks_per_host=tuple(fitted_ranks),
             ranks_per_host=ranks,
             uncertainty=uncertainty_of(machine),
@@ -100,16 +143,27 @@ def accuracy_of(machine: Machine) -> Accuracy:
 
 
 def uncertainty_of(machine: Machine) -> dict[str, float]:
-    """Return the factors (one standard error, normal in the logarithm, at least 1) within which rates are known, by
-    key: of the fit, of the data sheets, or of a measured rate as its runs agree, no better than 5 %. Others are
-    missing."""
-    factors = {key: _measured_factor(entry) for key, entry in section(machine.extra, "measured").items()}
+    """Return the factors (one standard error, normal in the logarithm, at least 1)
+    within which rates are known, by key: of the fit, of the data sheets, or of a
+    measured rate as its runs agree, no better than 5 %. Others are missing."""
+    factors = {
+        key: _measured_factor(entry)
+        for key, entry in section(machine.extra, "measured").items()
+    }
     for stated in (
         section(section(machine.extra, "fit"), "uncertainty"),
         section(machine.extra, "uncertainty"),
     ):
-        factors |= {key: float(value) for key, value in stated.items() if isinstance(value, (int, float))}
-    return {key: value for key, value in factors.items() if math.isfinite(value) and value >= 1}
+        factors |= {
+            key: float(value)
+            for key, value in stated.items()
+            if isinstance(value, (int, float))
+        }
+    return {
+        key: value
+        for key, value in factors.items()
+        if math.isfinite(value) and value >= 1
+    }
 
 
 _LEAST_MEASURED_FACTOR = 1.05
@@ -120,24 +174,38 @@ _SPREAD_DEVIATIONS = 2 * NormalDist().inv_cdf(0.9)
 def _measured_factor(entry: Any) -> float:
     spread = entry.get("spread", 0.0) if isinstance(entry, dict) else 0.0
     has_spread = isinstance(spread, (int, float))
-    return max(_LEAST_MEASURED_FACTOR, 1 + spread / _SPREAD_DEVIATIONS) if has_spread else _LEAST_MEASURED_FACTOR
+    return (
+        max(_LEAST_MEASURED_FACTOR, 1 + spread / _SPREAD_DEVIATIONS)
+        if has_spread
+        else _LEAST_MEASURED_FACTOR
+    )
 
 
 @cache
 def track_record() -> dict[str, Any]:
-    """Return `iterations` by GPU (a part of its name, or `all`): `runs`, the share `held`; and errors of `updates`."""
-    return json.loads(Path(__file__).with_name("track_record.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+    """Return `iterations` by GPU (a part of its name, or `all`): `runs`, the share
+    `held`; and errors of `updates`."""
+    file = Path(__file__).with_name("track_record.json")
+    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return record
 
 
 def ranges_text(gpu_name: str = "all") -> str:
     """Return in few words how far ranges of iterations on a GPU can be trusted."""
     for name, record in track_record()["iterations"].items():
         if name in gpu_name:
-            return f"80 % range; held {100 * record['held']:.0f} % of {record['runs']:,} runs predicted blind"
+            return (
+                f"80 % range; held {100 * record['held']:.0f} % of {record['runs']:,} "
+                "runs predicted blind"
+            )
     return "80 % range; no run of this card was compared"
 
 
 def updates_text() -> str:
-    """Return in few words how well updates of published runs were predicted by fits to the others."""
+    """Return in few words how well updates of published runs were predicted by fits to
+    the others."""
     record = track_record()["updates"]
-    return f"held-out runs: {100 * record['mean_error']:.1f} % mean, {100 * record['largest_error']:.1f} % at most"
+    return (
+        f"held-out runs: {100 * record['mean_error']:.1f} % mean, "
+        f"{100 * record['largest_error']:.1f} % at most"
+    )

@@ -21,47 +21,76 @@ _ANY_PRESET = "the name of one that `ebbtide machines` lists"
 
 
 def presets() -> list[str]:
-    """Return the names of the machines that come with ebbtide: fitted ones, and data sheets of GPUs in a host."""
+    """Return the names of the machines that come with ebbtide: fitted ones, and data
+    sheets of GPUs in a host."""
     files = resources.files("ebbtide.machines").joinpath("presets").iterdir()
-    return sorted([*(file.name.removesuffix(".json") for file in files if file.name.endswith(".json")), *GPU_SHEETS])
+    return sorted(
+        [
+            *(
+                file.name.removesuffix(".json")
+                for file in files
+                if file.name.endswith(".json")
+            ),
+            *GPU_SHEETS,
+        ]
+    )
 
 
 def preset(name: str) -> Machine:
-    """Load a machine that comes with ebbtide, by its name in `presets()` or by letters with which only that begins.
+    """Load a machine that comes with ebbtide, by its name in `presets()` or by letters
+    with which only that begins.
 
-    Raises MachineError, which names those that are meant perhaps, where there is no such machine."""
+    Raises MachineError, which names those that are meant perhaps, where there is no
+    such machine."""
     matches = _beginning_with(name)
     if name not in matches and len(matches) != 1:
         raise MachineError(f"there is no machine {name!r:.80}: {_meant(name, matches)}")
     full_name = name if name in matches else matches[0]
     if full_name in GPU_SHEETS:
         return data_sheet_machine(full_name)
-    with resources.as_file(resources.files("ebbtide.machines").joinpath("presets", f"{full_name}.json")) as path:
+    with resources.as_file(
+        resources.files("ebbtide.machines").joinpath("presets", f"{full_name}.json")
+    ) as path:
         return load_machine(path)
 
 
 def named(names: Iterable[str]) -> list[str]:
-    """Return the presets that begin with one of some names, all where there are no names.
+    """Return the presets that begin with one of some names, all where there are no
+    names.
 
     Raises MachineError where none begins with a name."""
     chosen: dict[str, None] = {}
     for name in names:
         matches = _beginning_with(name)
         if not matches:
-            raise MachineError(f"there is no machine {name!r:.80}: {_meant(name, matches)}")
+            raise MachineError(
+                f"there is no machine {name!r:.80}: {_meant(name, matches)}"
+            )
         chosen |= dict.fromkeys(matches)
     return list(chosen) or presets()
 
 
 def _beginning_with(name: str) -> list[str]:
-    return [other for other in presets() if other.startswith(name.lower())] if name else []
+    return (
+        [other for other in presets() if other.startswith(name.lower())] if name else []
+    )
 
 
 def _meant(name: str, matches: Sequence[str]) -> str:
     """Return what to write instead of a name that is not that of one preset."""
-    likeness = {other: difflib.SequenceMatcher(None, name.lower(), other[: len(name)]).ratio() for other in presets()}
-    alike = sorted((other for other in likeness if likeness[other] >= _NEAR), key=lambda other: -likeness[other])
-    near = (matches or [other for other in presets() if name and name.lower() in other] or alike)[:_MAX_NEAR]
+    likeness = {
+        other: difflib.SequenceMatcher(None, name.lower(), other[: len(name)]).ratio()
+        for other in presets()
+    }
+    alike = sorted(
+        (other for other in likeness if likeness[other] >= _NEAR),
+        key=lambda other: -likeness[other],
+    )
+    near = (
+        matches
+        or [other for other in presets() if name and name.lower() in other]
+        or alike
+    )[:_MAX_NEAR]
     if not near:
         return f"name a file, or one of {', '.join(presets())}"
     meant = " or ".join(filter(None, (", ".join(near[:-1]), near[-1])))
@@ -69,24 +98,32 @@ def _meant(name: str, matches: Sequence[str]) -> str:
 
 
 def find_machine(
-    machine: MachineArgument | None, recorded: dict[str, Any] | None = None, recorded_in: str = "the trace"
+    machine: MachineArgument | None,
+    recorded: dict[str, Any] | None = None,
+    recorded_in: str = "the trace",
 ) -> Machine:
-    """Return a machine by file or by the name of a preset, or the one recorded in a trace; a machine itself.
+    """Return a machine by file or by the name of a preset, or the one recorded in a
+    trace; a machine itself.
 
     Args:
-        machine: A machine, its file, or a name as for `preset`; None for the recorded machine. `NAME@HOST` is its GPU
-            in another host, such as `rtx4090@ddr5-2ch,16-cores,pcie4x16,256GB`.
+        machine: A machine, its file, or a name as for `preset`; None for the recorded
+            machine. `NAME@HOST` is its GPU in another host, such as
+            `rtx4090@ddr5-2ch,16-cores,pcie4x16,256GB`.
         recorded: The machine in the metadata of a trace, None if there is none.
         recorded_in: Where it was recorded, for error messages.
 
     Raises:
-        MachineError: There is no such machine, the host cannot be parsed, or no machine is named or recorded.
+        MachineError: There is no such machine, the host cannot be parsed, or no machine
+            is named or recorded.
     """
     if isinstance(machine, Machine):
         return machine
     if machine is not None:
         if not isinstance(machine, str | Path):
-            raise MachineError(f"machine is {machine!r:.80}: it must be a Machine, its file, or {_ANY_PRESET}")
+            raise MachineError(
+                f"machine is {machine!r:.80}: it must be a Machine, its file, or "
+                f"{_ANY_PRESET}"
+            )
         name_or_path = str(machine)
         path = Path(name_or_path)
         name, at, host = name_or_path.rpartition("@")
@@ -98,6 +135,6 @@ def find_machine(
     if recorded is not None:
         return machine_from(recorded, f"the machine of {recorded_in}")
     raise MachineError(
-        "there is no machine: name one with --machine, a file (`ebbtide calibrate` writes it) or one of "
-        + ", ".join(presets())
+        "there is no machine: name one with --machine, a file (`ebbtide calibrate` "
+        "writes it) or one of " + ", ".join(presets())
     )

@@ -1,4 +1,5 @@
-"""Hosts: CPU, memory and link of the box that holds GPUs, and their description in one line."""
+"""Hosts: CPU, memory and link of the box that holds GPUs, and their description in one
+line."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ from ebbtide.units import parse_bytes
 
 EXAMPLE = "ddr5-2ch,16-cores,pcie4x16,256GB"
 GRAMMAR = (
-    "parts separated by commas, in any order: memory (ddr4-8ch, ddr5-5600-2ch with MT/s, lpddr5x-512GB/s, "
-    "hbm3-5300GB/s), 16-cores, pcie4x16, nvlink-c2c or unified, the size of memory (256GB), 2-sockets, 4-ranks"
+    "parts separated by commas, in any order: memory (ddr4-8ch, ddr5-5600-2ch with "
+    "MT/s, lpddr5x-512GB/s, "
+    "hbm3-5300GB/s), 16-cores, pcie4x16, nvlink-c2c or unified, the size of memory "
+    "(256GB), 2-sockets, 4-ranks"
 )
 # The link of a GPU that shares the memory of the CPU.
 UNIFIED = "unified"
@@ -32,7 +35,8 @@ _NVLINK_C2C_BYTES_PER_S = 450e9
 class Host:
     """A box that holds GPUs; None is not stated."""
 
-    # Memory of all sockets: kind and channels (`ddr5-4800-16ch`) or peak (`lpddr5x-512gb/s`).
+    # Memory of all sockets: kind and channels (`ddr5-4800-16ch`) or peak
+    # (`lpddr5x-512gb/s`).
     memory: str | None = None
     memory_bytes: int | None = None  # Size of the memory.
     cores: int | None = None  # Cores of all sockets.
@@ -41,7 +45,8 @@ class Host:
     ranks: int | None = None  # Ranks, each with a GPU, that share the box.
 
     def over(self, other: Host) -> Host:
-        """Return this host with what it does not state taken from another one; CPUs only together with their cores."""
+        """Return this host with what it does not state taken from another one; CPUs
+        only together with their cores."""
         stated = {key: value for key, value in vars(self).items() if value is not None}
         sockets = other.sockets if self.memory is None and self.cores is None else None
         return replace(other, **{"sockets": sockets, **stated})
@@ -61,13 +66,17 @@ class Host:
 
 
 def parse_host(spec: str) -> Host:
-    """Parse a host such as `ddr5-2ch,16-cores,pcie4x16,256GB`. Raises MachineError for any other part."""
+    """Parse a host such as `ddr5-2ch,16-cores,pcie4x16,256GB`. Raises MachineError for
+    any other part."""
     values: dict[str, str | int] = {}
     for part in spec.lower().split(","):
         stated = _parse_part(part.strip())
         if stated is None or stated.keys() & values.keys():
             problem = "is not a part of a host" if stated is None else "is stated twice"
-            raise MachineError(f"host {spec!r:.80}: {part.strip()!r:.40} {problem}; write {GRAMMAR}; e.g. {EXAMPLE}")
+            raise MachineError(
+                f"host {spec!r:.80}: {part.strip()!r:.40} {problem}; write {GRAMMAR}; "
+                f"e.g. {EXAMPLE}"
+            )
         values |= stated
     return Host(**values)  # type: ignore[arg-type]
 
@@ -90,16 +99,22 @@ def link_bytes_per_s(link: str) -> float:
 
 
 def slower_link(gpu: str, host: str) -> str:
-    """Return the link that a GPU and a host agree on: the smaller of each, generation and width.
+    """Return the link that a GPU and a host agree on: the smaller of each, generation
+    and width.
 
     Raises MachineError where only one of them has NVLink-C2C or unified memory."""
     if UNIFIED in (gpu, host):
         if gpu != host:
-            raise MachineError(f"a GPU and its CPU share their memory or do not: write the link of this GPU, {gpu}")
+            raise MachineError(
+                "a GPU and its CPU share their memory or do not: write the link of "
+                f"this GPU, {gpu}"
+            )
         return host
     if host == "nvlink-c2c":
         if gpu != host:
-            raise MachineError(f"this GPU has no NVLink-C2C: write its link to the host, e.g. {gpu}")
+            raise MachineError(
+                f"this GPU has no NVLink-C2C: write its link to the host, e.g. {gpu}"
+            )
         return host
     if gpu == "nvlink-c2c":
         return host
@@ -112,9 +127,13 @@ def _count_text(number: int, unit: str) -> str:
 
 
 def _size_text(size: int) -> str:
-    """Return the size in the largest unit in which it is a whole number, so that it reads back as it is."""
+    """Return the size in the largest unit in which it is a whole number, so that it
+    reads back as it is."""
     units = ((2**30, "GiB"), (10**9, "GB"), (2**20, "MiB"), (10**6, "MB"))
-    return next((f"{size // scale}{unit}" for scale, unit in units if not size % scale), str(size))
+    return next(
+        (f"{size // scale}{unit}" for scale, unit in units if not size % scale),
+        str(size),
+    )
 
 
 def _pcie(link: str) -> tuple[int, int]:
@@ -124,11 +143,20 @@ def _pcie(link: str) -> tuple[int, int]:
 
 def _parse_part(part: str) -> dict[str, str | int] | None:
     """Return the values that a part states; None if it is none."""
-    if part in ("nvlink-c2c", UNIFIED) or re.fullmatch(r"pcie[3-6]x(1|2|4|8|16)", part, re.ASCII):
+    if part in ("nvlink-c2c", UNIFIED) or re.fullmatch(
+        r"pcie[3-6]x(1|2|4|8|16)", part, re.ASCII
+    ):
         return {"link": part}
     if match := re.fullmatch(r"(ddr[45])(?:-(\d{4,5}))?-(\d{1,2})ch", part, re.ASCII):
-        kind, transfers, channels = match[1], int(match[2] or _DDR_TRANSFERS[match[1]]), int(match[3])
-        if not 1 <= channels <= _MAX_CHANNELS or not 1000 <= transfers <= _MAX_TRANSFERS:
+        kind, transfers, channels = (
+            match[1],
+            int(match[2] or _DDR_TRANSFERS[match[1]]),
+            int(match[3]),
+        )
+        if (
+            not 1 <= channels <= _MAX_CHANNELS
+            or not 1000 <= transfers <= _MAX_TRANSFERS
+        ):
             return None
         return {"memory": f"{kind}-{transfers}-{channels}ch"}
     if re.fullmatch(r"(lpddr5x|hbm3)-[1-9]\d{1,4}gb/s", part, re.ASCII):

@@ -1,4 +1,5 @@
-"""Figures of GPUs and hosts, the shares of their peaks that jobs reach, and the source of each: `sheets.toml`."""
+"""Figures of GPUs and hosts, the shares of their peaks that jobs reach, and the source
+of each: `sheets.toml`."""
 
 import tomllib
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ class Share(NamedTuple):
     """The share of a peak that jobs reach, or another value of no data sheet."""
 
     value: float  # The most likely value.
-    factor: float  # The factor within which it is: one standard error, normal in the logarithm.
+    # The factor within which it is: one standard error, normal in the logarithm.
+    factor: float
     source: FigureSource
 
 
@@ -33,10 +35,14 @@ class GpuSheet:
 
     memory_gib: float  # Memory as torch reports it, GiB.
     compute: GpuCompute  # Name, compute capability and peak rates.
-    link: str  # Its link to the host: `pcie4x16`, `nvlink-c2c`, or `unified` if it shares the memory of the CPU.
-    # Measured copies to the device and to the host by NVLink-C2C, bytes/s; None: not measured.
+    # Its link to the host: `pcie4x16`, `nvlink-c2c`, or `unified` if it shares the
+    # memory of the CPU.
+    link: str
+    # Measured copies to the device and to the host by NVLink-C2C, bytes/s; None: not
+    # measured.
     c2c: tuple[Share, Share] | None
-    # FigureSource of each figure by its key in a machine file; of `c2c` under that name.
+    # FigureSource of each figure by its key in a machine file; of `c2c` under that
+    # name.
     sources: dict[str, FigureSource]
 
 
@@ -59,7 +65,10 @@ def _gpu(values: dict[str, Any], sources: dict[str, FigureSource]) -> GpuSheet:
     compute = GpuCompute(
         name=values["name"],
         compute_capability=values.get("capability"),
-        flops_per_s={key: value * _TERA for key, value in (peaks | {"bfloat16": peaks["float16"]}).items()},
+        flops_per_s={
+            key: value * _TERA
+            for key, value in (peaks | {"bfloat16": peaks["float16"]}).items()
+        },
         memory_bytes_per_s=values["memory_gb_per_s"] * 1e9,
         peer_bytes_per_s=peer_gb_per_s and peer_gb_per_s * 1e9,
     )
@@ -80,10 +89,18 @@ def _gpu(values: dict[str, Any], sources: dict[str, FigureSource]) -> GpuSheet:
     return GpuSheet(values["memory_gib"], compute, values["link"], rates, figures)
 
 
-_FILE = tomllib.loads(resources.files("ebbtide.machines").joinpath("sheets.toml").read_text(encoding="utf-8"))
+_FILE = tomllib.loads(
+    resources.files("ebbtide.machines")
+    .joinpath("sheets.toml")
+    .read_text(encoding="utf-8")
+)
 _SOURCES = {key: FigureSource(*values) for key, values in _FILE["sources"].items()}
 GPU_SHEETS = {name: _gpu(values, _SOURCES) for name, values in _FILE["gpus"].items()}
 DEFAULT_HOSTS = {
-    name: HostSheet(cpu, parse_host(spec), _SOURCES[key]) for name, (cpu, spec, key) in _FILE["hosts"].items()
+    name: HostSheet(cpu, parse_host(spec), _SOURCES[key])
+    for name, (cpu, spec, key) in _FILE["hosts"].items()
 }
-SHARES = {name: Share(value, factor, _SOURCES[key]) for name, (value, factor, key) in _FILE["shares"].items()}
+SHARES = {
+    name: Share(value, factor, _SOURCES[key])
+    for name, (value, factor, key) in _FILE["shares"].items()
+}

@@ -1,4 +1,5 @@
-"""Reads from /sys and /proc the NUMA nodes of the host, of a PCI device, and of a process and its memory."""
+"""Reads from /sys and /proc the NUMA nodes of the host, of a PCI device, and of a
+process and its memory."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -13,26 +14,35 @@ class NumaNode:
     """One NUMA node."""
 
     number: int  # The number of the node in Linux.
-    # Its logical cores. A node of memory alone (the memory of a GH200's GPU, or CXL memory) has none.
+    # Its logical cores. A node of memory alone (the memory of a GH200's GPU, or CXL
+    # memory) has none.
     cpus: frozenset[int]
     memory_bytes: int | None  # Its memory; None if the host does not report it.
 
 
 def read_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
-    """Return the NUMA nodes of the host, by number; none if it does not report them. `root` is the folder of `sys`."""
+    """Return the NUMA nodes of the host, by number; none if it does not report them.
+    `root` is the folder of `sys`."""
     nodes = []
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         cpus = read_text(folder / "cpulist")
         if cpus is None:
             continue
         total = re.search(r"MemTotal:\s+(\d+) kB", read_text(folder / "meminfo") or "")
-        nodes.append(NumaNode(int(folder.name[4:]), parse_cpus(cpus), int(total[1]) * 1024 if total else None))
+        nodes.append(
+            NumaNode(
+                int(folder.name[4:]),
+                parse_cpus(cpus),
+                int(total[1]) * 1024 if total else None,
+            )
+        )
     return tuple(sorted(nodes, key=lambda node: node.number))
 
 
 def pci_node(pci_bus_id: str | None, root: Path = Path("/")) -> int | None:
-    """Return the NUMA node of a PCI device by its address as in NVML (`00000000:18:00.0`) or Linux (`0000:18:00.0`), or
-    the one node of a host; None if neither firmware nor the device's list of local cores gives it."""
+    """Return the NUMA node of a PCI device by its address as in NVML
+    (`00000000:18:00.0`) or Linux (`0000:18:00.0`), or the one node of a host; None if
+    neither firmware nor the device's list of local cores gives it."""
     nodes = [node for node in read_nodes(root) if node.cpus]
     if len(nodes) == 1:
         return nodes[0].number
@@ -49,19 +59,23 @@ def pci_node(pci_bus_id: str | None, root: Path = Path("/")) -> int | None:
 
 
 def binding_node(pci_bus_id: str | None, root: Path = Path("/")) -> int | None:
-    """Return the node to bind memory and threads of a GPU to; None if it is not known or there is only one node."""
+    """Return the node to bind memory and threads of a GPU to; None if it is not known
+    or there is only one node."""
     several = sum(bool(node.cpus) for node in read_nodes(root)) > 1
     return pci_node(pci_bus_id, root) if several else None
 
 
 def pci_address(domain: int, bus: int, device: int) -> str:
-    """Return the address of a PCI device as Linux writes it, from the numbers that CUDA gives."""
+    """Return the address of a PCI device as Linux writes it, from the numbers that CUDA
+    gives."""
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def node_cpus(number: int, root: Path = Path("/")) -> frozenset[int]:
     """Return the logical cores of a node; an empty set if there is no such node."""
-    return next((node.cpus for node in read_nodes(root) if node.number == number), frozenset())
+    return next(
+        (node.cpus for node in read_nodes(root) if node.number == number), frozenset()
+    )
 
 
 def nodes_of(cpus: Collection[int], nodes: Iterable[NumaNode]) -> tuple[int, ...]:
@@ -70,7 +84,8 @@ def nodes_of(cpus: Collection[int], nodes: Iterable[NumaNode]) -> tuple[int, ...
 
 
 def parse_cpus(text: str) -> frozenset[int]:
-    """Return the logical cores of a list as Linux writes it, for example `0-15,64-79`."""
+    """Return the logical cores of a list as Linux writes it, for example
+    `0-15,64-79`."""
     cpus: set[int] = set()
     for part in text.replace("\n", "").split(","):
         first, _, last = part.strip().partition("-")
@@ -85,14 +100,16 @@ def cpus_text(cpus: Iterable[int]) -> str:
 
 
 def read_text(path: Path) -> str | None:
-    """Return the content of a file of /sys or /proc without surrounding space; None if it cannot be read."""
+    """Return the content of a file of /sys or /proc without surrounding space; None if
+    it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return None
 
 
-# Files whose pages are memory of the process; those of other files (libraries, data) are the page cache.
+# Files whose pages are memory of the process; those of other files (libraries, data)
+# are the page cache.
 _MEMORY_FILES = ("/dev/shm/", "/dev/zero", "/memfd:", "/anon_hugepage", "/SYSV")
 _PAGES = re.compile(r"\bN(\d+)=(\d+)")
 _PAGE_KIB = re.compile(r"\bkernelpagesize_kB=(\d+)")
@@ -100,31 +117,38 @@ _FILE = re.compile(r"\bfile=(\S+)")
 
 
 def read_allowed_cpus(pid: int | str, root: Path = Path("/")) -> frozenset[int] | None:
-    """Return the logical cores that the main thread of a process (or `self`) may use; None if it has ended."""
+    """Return the logical cores that the main thread of a process (or `self`) may use;
+    None if it has ended."""
     status = read_text(root / f"proc/{pid}/status") or ""
     match = re.search(r"^Cpus_allowed_list:\s*(\S+)$", status, re.MULTILINE)
     return parse_cpus(match[1]) if match else None
 
 
 def read_memory_by_node(pid: int, root: Path = Path("/")) -> dict[int, int] | None:
-    """Return the resident bytes of a process by NUMA node; None if it has ended or is another user's, or without NUMA.
-    Pages of files that are only read do not count, and memory of `cudaHostAlloc` may be missing. Read it rarely: the
-    process cannot map memory meanwhile, about a second per TB in pages of 4 KiB."""
+    """Return the resident bytes of a process by NUMA node; None if it has ended or is
+    another user's, or without NUMA. Pages of files that are only read do not count, and
+    memory of `cudaHostAlloc` may be missing. Read it rarely: the process cannot map
+    memory meanwhile, about a second per TB in pages of 4 KiB."""
     sizes: dict[int, int] = {}
     try:
-        with open(root / f"proc/{pid}/numa_maps", encoding="utf-8", errors="replace") as maps:
+        with open(
+            root / f"proc/{pid}/numa_maps", encoding="utf-8", errors="replace"
+        ) as maps:
             for mapping in maps:
                 page = _PAGE_KIB.search(mapping)
                 if page is None or not _is_memory(mapping):
                     continue
                 for node, pages in _PAGES.findall(mapping):
-                    sizes[int(node)] = sizes.get(int(node), 0) + int(pages) * int(page[1]) * 1024
+                    sizes[int(node)] = (
+                        sizes.get(int(node), 0) + int(pages) * int(page[1]) * 1024
+                    )
     except OSError:
         return None
     return sizes or None
 
 
 def _is_memory(mapping: str) -> bool:
-    """Return whether a line of `numa_maps` is memory of the process: anonymous, shared, or a written copy of a file."""
+    """Return whether a line of `numa_maps` is memory of the process: anonymous, shared,
+    or a written copy of a file."""
     file = _FILE.search(mapping)
     return file is None or file[1].startswith(_MEMORY_FILES) or " anon=" in mapping

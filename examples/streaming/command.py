@@ -31,27 +31,74 @@ def make_parser(description: str, slots: int, rank: int) -> argparse.ArgumentPar
         rank: Default rank.
     """
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--rows", type=_positive, default=16384, help="rows of the matrix (default 16384)")
-    add("--columns", type=_positive, default=1024, help="columns of the matrix (default 1024)")
-    add("--rank", type=_positive, default=rank, help=f"rank of the result (default {rank})")
-    add("--tile-rows", type=_positive, default=512, help="rows of a tile (default 512)")
-    add("--slots", type=_positive, default=slots, help=f"tiles in flight on the device (default {slots})")
-    add("--memory", type=_size, default="32MB", help="device memory for everything, such as 32MB (default)")
-    add("--device", choices=("emulated", "cuda"), default="emulated", help="device (default emulated)")
     add(
-        "--link", type=_size, help="rate of each direction of the emulated link per second, such as 2GB (default: none)"
+        "--rows",
+        type=_positive,
+        default=16384,
+        help="rows of the matrix (default 16384)",
     )
-    add("--compute-seconds", type=float, default=0.0, help="least computation of a pass in s, a timed wait (default 0)")
+    add(
+        "--columns",
+        type=_positive,
+        default=1024,
+        help="columns of the matrix (default 1024)",
+    )
+    add(
+        "--rank",
+        type=_positive,
+        default=rank,
+        help=f"rank of the result (default {rank})",
+    )
+    add("--tile-rows", type=_positive, default=512, help="rows of a tile (default 512)")
+    add(
+        "--slots",
+        type=_positive,
+        default=slots,
+        help=f"tiles in flight on the device (default {slots})",
+    )
+    add(
+        "--memory",
+        type=_size,
+        default="32MB",
+        help="device memory for everything, such as 32MB (default)",
+    )
+    add(
+        "--device",
+        choices=("emulated", "cuda"),
+        default="emulated",
+        help="device (default emulated)",
+    )
+    add(
+        "--link",
+        type=_size,
+        help=(
+            "rate of each direction of the emulated link per second, such as 2GB "
+            "(default: none)"
+        ),
+    )
+    add(
+        "--compute-seconds",
+        type=float,
+        default=0.0,
+        help="least computation of a pass in s, a timed wait (default 0)",
+    )
     add("--trace", type=Path, metavar="RUN.ebb", help="record the run as a trace")
-    add("--replay", action="store_true", help="predict a pass for other tile sizes and slots")
+    add(
+        "--replay",
+        action="store_true",
+        help="predict a pass for other tile sizes and slots",
+    )
     return parser
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run the main function of an example. Wrong input gives one line, and exit status 2."""
+    """Run the main function of an example. Wrong input gives one line, and exit status
+    2."""
     try:
         main()
     except UserError as error:
@@ -60,11 +107,15 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def open_device(options: argparse.Namespace) -> StreamDevice:
-    """Return the device of the options. Raises UserError for options that it cannot have."""
+    """Return the device of the options. Raises UserError for options that it cannot
+    have."""
     if options.device == "emulated":
         return EmulatedDevice(options.memory, options.link, options.link)
     if options.link or options.compute_seconds:
-        raise UserError("--link and --compute-seconds are for the emulated device: leave them out with --device cuda")
+        raise UserError(
+            "--link and --compute-seconds are for the emulated device: leave them out "
+            "with --device cuda"
+        )
     if not torch.cuda.is_available():
         raise UserError("torch finds no GPU: leave out --device cuda")
     return CudaDevice(torch.device("cuda"))
@@ -103,24 +154,36 @@ def open_stream(
 
 
 def print_times(
-    stream: TileStream, device: StreamDevice, options: argparse.Namespace, factor: tuple[bool, bool]
+    stream: TileStream,
+    device: StreamDevice,
+    options: argparse.Namespace,
+    factor: tuple[bool, bool],
 ) -> None:
-    """Print layout, memory, rates and times of a stream, and with `--replay` those of other layouts.
+    """Print layout, memory, rates and times of a stream, and with `--replay` those of
+    other layouts.
 
     Args:
         stream: The stream, after its passes.
         device: Its device.
         options: The options.
-        factor: Whether passes fetch, and whether they flush, the factor, in other layouts.
+        factor: Whether passes fetch, and whether they flush, the factor, in other
+            layouts.
     """
     layout = stream.layout
     machine = measure_rates(stream.schedules)
     pass_s = [schedule.update_s for schedule in stream.schedules]
-    predicted_s = [simulate(one.plan, one.workload, machine).update_s for one in stream.schedules]
+    predicted_s = [
+        simulate(one.plan, one.workload, machine).update_s for one in stream.schedules
+    ]
     bounds_s = [bound_s(one.plan, machine) for one in stream.schedules]
-    peak = device.peak_bytes if isinstance(device, EmulatedDevice) else torch.cuda.max_memory_allocated()
+    peak = (
+        device.peak_bytes
+        if isinstance(device, EmulatedDevice)
+        else torch.cuda.max_memory_allocated()
+    )
     print(
-        f"matrix   {bytes_text(stream.matrix.nbytes)} in {len(layout.tiles)} tiles of {bytes_text(layout.tile_bytes)}"
+        f"matrix   {bytes_text(stream.matrix.nbytes)} in {len(layout.tiles)} tiles of "
+        f"{bytes_text(layout.tile_bytes)}"
     )
     print(
         f"device   {bytes_text(peak)} of {bytes_text(options.memory)} at the peak, "
@@ -131,18 +194,27 @@ def print_times(
         f"{machine.gpu_update_params_per_s:,.0f} rows/s computed, "
         f"{1e6 * (machine.operation_s or 0):.0f} us an operation"
     )
-    print(f"passes   {_times_text(pass_s)}, after {ms_text(1e3 * stream.load_s)} of loading")
+    print(
+        f"passes   {_times_text(pass_s)}, after {ms_text(1e3 * stream.load_s)} of "
+        "loading"
+    )
     print(f"         {_times_text(predicted_s)} predicted")
     print(f"         {_times_text(bounds_s)} bound")
     if not options.replay:
         return
-    print("a pass predicted for other layouts: tile rows, slots, resident share, time, bound")
+    print(
+        "a pass predicted for other layouts: tile rows, slots, resident share, time, "
+        "bound"
+    )
     sizes = [2**power for power in range(5, 14) if 2**power <= layout.rows]
-    for prediction in replay(layout, stream.tile_budget_bytes, sizes, (1, 2, 3, 4), *factor, machine):
+    for prediction in replay(
+        layout, stream.tile_budget_bytes, sizes, (1, 2, 3, 4), *factor, machine
+    ):
         other = prediction.layout
         print(
             f"{other.tile_rows:9} {other.slots:6} {100 * other.resident_share:7.0f} % "
-            f"{ms_text(1e3 * prediction.pass_s):>10} {ms_text(1e3 * prediction.bound_s):>10}"
+            f"{ms_text(1e3 * prediction.pass_s):>10} "
+            f"{ms_text(1e3 * prediction.bound_s):>10}"
         )
 
 

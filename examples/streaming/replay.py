@@ -1,4 +1,5 @@
-"""Replays passes over tiles: their time under other tile sizes and slots, from measured rates, and its lower bound."""
+"""Replays passes over tiles: their time under other tile sizes and slots, from measured
+rates, and its lower bound."""
 
 from __future__ import annotations
 
@@ -12,9 +13,16 @@ from ebbtide.interleave.model.plan import Plan, Resource
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
-from examples.streaming.tile_plan import LayoutError, TileLayout, fit_layout, pass_plan, pass_workload
+from examples.streaming.tile_plan import (
+    LayoutError,
+    TileLayout,
+    fit_layout,
+    pass_plan,
+    pass_workload,
+)
 
-# Larger than the traffic of any link: copies and computations are assumed not to share host memory.
+# Larger than the traffic of any link: copies and computations are assumed not to share
+# host memory.
 _UNLIMITED = 1e14
 
 
@@ -36,8 +44,9 @@ class Prediction:
 def measure_rates(schedules: Sequence[Schedule]) -> Machine:
     """Return the rates of recorded passes; a row is a parameter of the simulator.
 
-    The overhead of an operation is the mean time from the end of all that it waits for to its start. Its length has
-    overhead, too, which is known only if the passes have tiles of several sizes: then a line is fitted to the lengths.
+    The overhead of an operation is the mean time from the end of all that it waits for
+    to its start. Its length has overhead, too, which is known only if the passes have
+    tiles of several sizes: then a line is fitted to the lengths.
     """
     amounts: dict[Resource, list[float]] = {"h2d": [], "d2h": [], "gpu": []}
     seconds: dict[Resource, list[float]] = {resource: [] for resource in amounts}
@@ -46,15 +55,25 @@ def measure_rates(schedules: Sequence[Schedule]) -> Machine:
         last_end = dict.fromkeys(amounts, 0.0)
         whole_tile = max(op.params for op in schedule.plan.ops)
         for op, start, end in schedule.items():
-            ready = max([last_end[op.resource], *(schedule.ends[index] for index in op.after)])
+            ready = max(
+                [last_end[op.resource], *(schedule.ends[index] for index in op.after)]
+            )
             last_end[op.resource] = end
             gaps.append(max(0.0, start - ready))
             amount = op.params if op.resource == "gpu" else op.nbytes
             if amount and op.params == whole_tile:
                 amounts[op.resource].append(amount)
                 seconds[op.resource].append(end - start)
-    lines = {resource: _fit_line(amounts[resource], seconds[resource]) for resource in amounts if amounts[resource]}
-    overheads = [overhead_s for resource, (_, overhead_s) in lines.items() for _ in amounts[resource]]
+    lines = {
+        resource: _fit_line(amounts[resource], seconds[resource])
+        for resource in amounts
+        if amounts[resource]
+    }
+    overheads = [
+        overhead_s
+        for resource, (_, overhead_s) in lines.items()
+        for _ in amounts[resource]
+    ]
     rates = {resource: rate for resource, (rate, _) in lines.items()}
     return Machine(
         name="rates of recorded passes",
@@ -66,8 +85,11 @@ def measure_rates(schedules: Sequence[Schedule]) -> Machine:
     )
 
 
-def _fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return the rate, and the overhead of an operation in s, by least squares; without overhead for equal amounts."""
+def _fit_line(
+    amounts: Sequence[float], seconds: Sequence[float]
+) -> tuple[float, float]:
+    """Return the rate, and the overhead of an operation in s, by least squares; without
+    overhead for equal amounts."""
     if min(amounts) < max(amounts):
         slope, overhead_s = np.polyfit(amounts, seconds, 1)
         if slope > 0.0 and overhead_s > 0.0:
@@ -75,7 +97,9 @@ def _fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float
     return sum(amounts) / sum(seconds), 0.0
 
 
-def predict_pass(layout: TileLayout, fetch_factor: bool, flush_factor: bool, machine: Machine) -> Prediction:
+def predict_pass(
+    layout: TileLayout, fetch_factor: bool, flush_factor: bool, machine: Machine
+) -> Prediction:
     """Simulate the plan of a pass."""
     plan = pass_plan(layout, fetch_factor, flush_factor)
     pass_s = simulate(plan, pass_workload(layout), machine).update_s
@@ -83,9 +107,11 @@ def predict_pass(layout: TileLayout, fetch_factor: bool, flush_factor: bool, mac
 
 
 def bound_s(plan: Plan, machine: Machine) -> float:
-    """Return the seconds that a pass takes at least: those of the busiest resource without any overhead.
+    """Return the seconds that a pass takes at least: those of the busiest resource
+    without any overhead.
 
-    max(bytes (1 - resident share) / link rate, rows / rows per second), with the busier direction of the link.
+    max(bytes (1 - resident share) / link rate, rows / rows per second), with the busier
+    direction of the link.
     """
 
     def moved_bytes(direction: str) -> float:
@@ -124,7 +150,14 @@ def replay(
     for rows in tile_rows:
         for count in counts:
             try:
-                other = fit_layout(layout.rows, layout.columns, layout.factor_columns, rows, count, free_bytes)
+                other = fit_layout(
+                    layout.rows,
+                    layout.columns,
+                    layout.factor_columns,
+                    rows,
+                    count,
+                    free_bytes,
+                )
             except LayoutError:
                 continue
             predictions.append(predict_pass(other, fetch_factor, flush_factor, machine))

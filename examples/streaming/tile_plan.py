@@ -1,7 +1,9 @@
-"""Plans of passes over row tiles: which tiles stay on the device, and how the others go through its slots.
+"""Plans of passes over row tiles: which tiles stay on the device, and how the others go
+through its slots.
 
-A tile is a subgroup of the engine, and a row of it a parameter: the plan of a pass fetches, computes (`update`) and
-evicts (`flush`) each tile, so that the engine's executor runs it and the simulator predicts it.
+A tile is a subgroup of the engine, and a row of it a parameter: the plan of a pass
+fetches, computes (`update`) and evicts (`flush`) each tile, so that the engine's
+executor runs it and the simulator predicts it.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ class LayoutError(UserError):
 
 @dataclass(frozen=True)
 class TileLayout:
-    """The tiles of a matrix and of its factor, which has as many rows, and the places of tiles on the device.
+    """The tiles of a matrix and of its factor, which has as many rows, and the places
+    of tiles on the device.
 
     Attributes:
         rows: Rows of the matrix.
         columns: Columns of the matrix.
-        factor_columns: Columns of the factor, which is stored beside the matrix in each tile.
+        factor_columns: Columns of the factor, which is stored beside the matrix in each
+            tile.
         tile_rows: Rows of a tile; the last one may have fewer.
         slots: Tiles on the device through which those pass that are not resident.
         resident_count: Tiles that stay on the device.
@@ -45,17 +49,20 @@ class TileLayout:
     def tiles(self) -> tuple[range, ...]:
         """The rows of each tile."""
         return tuple(
-            range(begin, min(begin + self.tile_rows, self.rows)) for begin in range(0, self.rows, self.tile_rows)
+            range(begin, min(begin + self.tile_rows, self.rows))
+            for begin in range(0, self.rows, self.tile_rows)
         )
 
     @cached_property
     def resident(self) -> frozenset[int]:
-        """The tiles that stay on the device, spread evenly, so that they are computed while others are fetched."""
+        """The tiles that stay on the device, spread evenly, so that they are computed
+        while others are fetched."""
         count = len(self.tiles)
         return frozenset(
             tile
             for tile in range(count)
-            if tile * self.resident_count // count != (tile + 1) * self.resident_count // count
+            if tile * self.resident_count // count
+            != (tile + 1) * self.resident_count // count
         )
 
     @property
@@ -76,7 +83,12 @@ class TileLayout:
 
 
 def fit_layout(
-    rows: int, columns: int, factor_columns: int, tile_rows: int, slots: int, free_bytes: float | None
+    rows: int,
+    columns: int,
+    factor_columns: int,
+    tile_rows: int,
+    slots: int,
+    free_bytes: float | None,
 ) -> TileLayout:
     """Return the layout with as many resident tiles as memory allows beside the slots.
 
@@ -86,7 +98,8 @@ def fit_layout(
         factor_columns: Columns of the factor.
         tile_rows: Rows of a tile.
         slots: Tiles through which those pass that are not resident.
-        free_bytes: Device memory for tiles, in bytes; None: only the slots, no tile is resident.
+        free_bytes: Device memory for tiles, in bytes; None: only the slots, no tile is
+            resident.
 
     Raises:
         LayoutError: The slots do not fit the memory.
@@ -99,8 +112,10 @@ def fit_layout(
     places = int(free_bytes // layout.tile_bytes)
     if places < min(slots, count):
         raise LayoutError(
-            f"{bytes_text(max(0, free_bytes))} of device memory are left for tiles, and {slots} slots of {tile_rows} "
-            f"rows need {bytes_text(slots * layout.tile_bytes)}: choose fewer --tile-rows, fewer --slots or "
+            f"{bytes_text(max(0, free_bytes))} of device memory are left for tiles, "
+            f"and {slots} slots of {tile_rows} "
+            f"rows need {bytes_text(slots * layout.tile_bytes)}: choose fewer "
+            "--tile-rows, fewer --slots or "
             "more --memory"
         )
     resident = count if places >= count else max(0, places - slots)
@@ -108,7 +123,8 @@ def fit_layout(
 
 
 def pass_workload(layout: TileLayout) -> Workload:
-    """Return what a pass is to the simulator: an iteration that has an update only, of one parameter per row."""
+    """Return what a pass is to the simulator: an iteration that has an update only, of
+    one parameter per row."""
     return Workload(
         name="pass over row tiles",
         params=layout.rows,
@@ -125,13 +141,15 @@ def pass_workload(layout: TileLayout) -> Workload:
 def pass_plan(layout: TileLayout, fetch_factor: bool, flush_factor: bool) -> Plan:
     """Return the plan of one pass over all tiles.
 
-    Tiles are computed in the order of their rows, whatever is resident, so sums over tiles do not depend on the layout.
+    Tiles are computed in the order of their rows, whatever is resident, so sums over
+    tiles do not depend on the layout.
 
     Args:
         layout: The layout.
         fetch_factor: Whether the computation reads the factor.
-        flush_factor: Whether it writes the factor. If not, a tile is dropped when it is computed: the plan ends with a
-            flush of 0 bytes for it, which nothing waits for.
+        flush_factor: Whether it writes the factor. If not, a tile is dropped when it is
+            computed: the plan ends with a flush of 0 bytes for it, which nothing waits
+            for.
     """
     ops: list[Op] = []
     # By slot: the operation that has emptied it.
@@ -149,7 +167,16 @@ def pass_plan(layout: TileLayout, fetch_factor: bool, flush_factor: bool) -> Pla
         slot = streamed % layout.slots
         streamed += 1
         size = float(layout.tile_bytes)
-        fetch = Op("fetch", "h2d", tile, rows, row_bytes * fetched_columns, STEP, emptied_by[slot], takes=size)
+        fetch = Op(
+            "fetch",
+            "h2d",
+            tile,
+            rows,
+            row_bytes * fetched_columns,
+            STEP,
+            emptied_by[slot],
+            takes=size,
+        )
         update = Op("update", "gpu", tile, rows, 0.0, STEP, (*computed, len(ops)))
         flush = Op("flush", "d2h", tile, rows, 0.0, STEP, (len(ops) + 1,))
         if flush_factor:

@@ -1,4 +1,5 @@
-"""Passes over a matrix in host memory whose row tiles go through slots of device memory."""
+"""Passes over a matrix in host memory whose row tiles go through slots of device
+memory."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ TileFunction = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 class TileStream:
-    """A matrix (rows, columns) and a factor (rows, factor_columns) in host memory, fp32, and a device for their tiles.
+    """A matrix (rows, columns) and a factor (rows, factor_columns) in host memory,
+    fp32, and a device for their tiles.
 
     Args:
         device: The device.
@@ -32,15 +34,18 @@ class TileStream:
         factor_columns: Columns of the factor.
         tile_rows: Rows of a tile.
         slots: Tiles on the device through which those pass that are not resident.
-        memory_bytes: Device memory for all that the job allocates; None: no tile is resident.
+        memory_bytes: Device memory for all that the job allocates; None: no tile is
+            resident.
         other_elements: Number of fp32 elements that the job allocates besides tiles.
-        compute_s: Seconds that the computation of a pass takes at least, a timed wait; 0: as long as it takes.
+        compute_s: Seconds that the computation of a pass takes at least, a timed wait;
+            0: as long as it takes.
         tracer: Records each pass; None: nothing is recorded.
 
     Attributes:
         layout: Tiles, slots and resident tiles.
         tile_budget_bytes: Device memory for tiles; None: only the slots.
-        factor: The factor in host memory; rows of resident tiles are those of `collect`.
+        factor: The factor in host memory; rows of resident tiles are those of
+            `collect`.
         schedules: The measured schedule of each pass.
         load_s: Seconds in which the resident tiles were copied to the device.
 
@@ -62,8 +67,12 @@ class TileStream:
     ) -> None:
         rows, columns = matrix.shape
         other_bytes = other_elements * matrix.element_size()
-        self.tile_budget_bytes = None if memory_bytes is None else memory_bytes - other_bytes
-        self.layout = fit_layout(rows, columns, factor_columns, tile_rows, slots, self.tile_budget_bytes)
+        self.tile_budget_bytes = (
+            None if memory_bytes is None else memory_bytes - other_bytes
+        )
+        self.layout = fit_layout(
+            rows, columns, factor_columns, tile_rows, slots, self.tile_budget_bytes
+        )
         self.matrix = matrix
         self.factor = device.allocate_host((rows, factor_columns), torch.float32)
         self.schedules: list[Schedule] = []
@@ -80,15 +89,27 @@ class TileStream:
         layout = self.layout
         elements = layout.tile_rows * (layout.columns + layout.factor_columns)
         needs_slots = len(layout.resident) < len(layout.tiles)
-        slots = [self.allocate(elements) for _ in range(layout.slots if needs_slots else 0)]
-        streamed = [tile for tile in range(len(layout.tiles)) if tile not in layout.resident]
-        memory = {tile: slots[number % layout.slots] for number, tile in enumerate(streamed)}
+        slots = [
+            self.allocate(elements) for _ in range(layout.slots if needs_slots else 0)
+        ]
+        streamed = [
+            tile for tile in range(len(layout.tiles)) if tile not in layout.resident
+        ]
+        memory = {
+            tile: slots[number % layout.slots] for number, tile in enumerate(streamed)
+        }
         memory |= {tile: self.allocate(elements) for tile in sorted(layout.resident)}
-        self._tiles = [self._views(memory[tile], len(rows)) for tile, rows in enumerate(layout.tiles)]
+        self._tiles = [
+            self._views(memory[tile], len(rows))
+            for tile, rows in enumerate(layout.tiles)
+        ]
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._executor.close()
         for block in self._blocks:
@@ -96,7 +117,8 @@ class TileStream:
         self._blocks.clear()
 
     def allocate(self, *shape: int) -> torch.Tensor:
-        """Allocate device memory, fp32, until the stream ends. Raises DeviceMemoryError if there is none."""
+        """Allocate device memory, fp32, until the stream ends. Raises DeviceMemoryError
+        if there is none."""
         block = self._device.allocate_state(torch.Size(shape).numel(), rows=1)
         for stream in ("h2d", "gpu", "d2h"):
             self._device.wait(stream, [self._device.record("memory")])
@@ -106,16 +128,25 @@ class TileStream:
     def load(self) -> None:
         """Copy the resident tiles to the device."""
         start_s = time.perf_counter()
-        copy_now(self._device, "h2d", [self._host_and_device(tile)[0] for tile in self._resident()])
+        copy_now(
+            self._device,
+            "h2d",
+            [self._host_and_device(tile)[0] for tile in self._resident()],
+        )
         self.load_s = time.perf_counter() - start_s
 
     def replace_factor(self, values: torch.Tensor) -> None:
         """Write the factor, and the rows of it that are on the device."""
         self.factor.copy_(values)
-        copy_now(self._device, "h2d", [self._host_and_device(tile)[1] for tile in self._resident()])
+        copy_now(
+            self._device,
+            "h2d",
+            [self._host_and_device(tile)[1] for tile in self._resident()],
+        )
 
     def collect(self) -> torch.Tensor:
-        """Return the factor, with the rows of resident tiles as they are on the device."""
+        """Return the factor, with the rows of resident tiles as they are on the
+        device."""
         pairs = [self._host_and_device(tile)[1] for tile in self._resident()]
         copy_now(self._device, "d2h", [(device, host) for host, device in pairs])
         return self.factor
@@ -139,13 +170,21 @@ class TileStream:
         """Record what is computed before a pass, as the phase `backward`."""
         return self._tracer.phase("backward") if self._tracer else nullcontext()
 
-    def run_pass(self, function: TileFunction, fetch_factor: bool = False, flush_factor: bool = False) -> None:
-        """Compute each tile once, in the order of rows, and record the pass as the phase `update`.
+    def run_pass(
+        self,
+        function: TileFunction,
+        fetch_factor: bool = False,
+        flush_factor: bool = False,
+    ) -> None:
+        """Compute each tile once, in the order of rows, and record the pass as the
+        phase `update`.
 
         Args:
-            function: Computes a tile. It may write the factor, and tensors from `allocate`.
+            function: Computes a tile. It may write the factor, and tensors from
+                `allocate`.
             fetch_factor: Whether it reads the factor.
-            flush_factor: Whether the host gets the factor. Otherwise tiles are dropped.
+            flush_factor: Whether the host gets the factor. Otherwise tiles are
+                dropped.
         """
         plan = pass_plan(self.layout, fetch_factor, flush_factor)
         self._function, self._plan_options = function, (fetch_factor, flush_factor)
@@ -157,7 +196,9 @@ class TileStream:
             run = self._executor.finish()
             record_operations(run, numbers)
         workload = pass_workload(self.layout)
-        self.schedules.append(Schedule(plan, workload, run.starts, run.ends, 0.0, 0.0, 0.0, max(run.ends)))
+        self.schedules.append(
+            Schedule(plan, workload, run.starts, run.ends, 0.0, 0.0, 0.0, max(run.ends))
+        )
 
     def _perform(self, op: Op) -> None:
         fetch_factor, flush_factor = self._plan_options
@@ -176,20 +217,29 @@ class TileStream:
             end_s = start_s + self._compute_s * len(matrix) / self.layout.rows
             time.sleep(max(0.0, end_s - time.perf_counter()))
 
-    def _views(self, block: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the parts of a block for the matrix and for the factor, each contiguous."""
+    def _views(
+        self, block: torch.Tensor, rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the parts of a block for the matrix and for the factor, each
+        contiguous."""
         layout = self.layout
         middle = layout.tile_rows * layout.columns
         return (
             block[: rows * layout.columns].view(rows, layout.columns),
-            block[middle : middle + rows * layout.factor_columns].view(rows, layout.factor_columns),
+            block[middle : middle + rows * layout.factor_columns].view(
+                rows, layout.factor_columns
+            ),
         )
 
     def _host_and_device(self, tile: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (host memory, device memory) of a tile's part of the matrix, and of the factor."""
+        """Return (host memory, device memory) of a tile's part of the matrix, and of
+        the factor."""
         rows = self.layout.tiles[tile]
         matrix, factor = self._tiles[tile]
-        return [(self.matrix[rows.start : rows.stop], matrix), (self.factor[rows.start : rows.stop], factor)]
+        return [
+            (self.matrix[rows.start : rows.stop], matrix),
+            (self.factor[rows.start : rows.stop], factor),
+        ]
 
     def _resident(self) -> list[int]:
         return sorted(self.layout.resident)

@@ -1,4 +1,5 @@
-"""Advice for a job: the best policy on a machine, the plan that makes it fit, and the lines to paste."""
+"""Advice for a job: the best policy on a machine, the plan that makes it fit, and the
+lines to paste."""
 
 from ebbtide.seams import Feature
 

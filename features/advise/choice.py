@@ -1,4 +1,5 @@
-"""The choice of a policy: the best one that a machine has memory for, with updates beside the step, and the others."""
+"""The choice of a policy: the best one that a machine has memory for, with updates
+beside the step, and the others."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,8 @@ _ROUNDED_SUBGROUPS = 2
 
 @dataclass(frozen=True)
 class OverlapChoice:
-    """A policy (its string without overlap) with updates beside the step, compared with the same policy without."""
+    """A policy (its string without overlap) with updates beside the step, compared with
+    the same policy without."""
 
     policy: str
     option: str
@@ -35,12 +37,19 @@ class OverlapChoice:
 
     @property
     def most_clipped(self) -> float | None:
-        """The share of clipped steps up to which the plan is no slower than without overlap; None: whatever it is.
+        """The share of clipped steps up to which the plan is no slower than without
+        overlap; None: whatever it is.
 
         A plan that is made for another share speculates as much as pays there."""
         valid_s = self.steps.valid.iteration_s
-        redone_s = self.steps.redone.iteration_s if self.steps.redone is not None else valid_s
-        return None if redone_s <= self.without_s else max(0.0, (self.without_s - valid_s) / (redone_s - valid_s))
+        redone_s = (
+            self.steps.redone.iteration_s if self.steps.redone is not None else valid_s
+        )
+        return (
+            None
+            if redone_s <= self.without_s
+            else max(0.0, (self.without_s - valid_s) / (redone_s - valid_s))
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures of the choice, for `ebbtide replay --json`."""
@@ -57,10 +66,16 @@ class OverlapChoice:
         """Return the gain in a sentence without an end."""
         gain_s = self.without_s - self.steps.iteration_s
         plan = self.steps.plan
-        kinds = {"under the next forward": plan.has_late_updates, "inside the backward": bool(plan.speculated)}
+        kinds = {
+            "under the next forward": plan.has_late_updates,
+            "inside the backward": bool(plan.speculated),
+        }
         where = " and ".join(kind for kind, is_used in kinds.items() if is_used)
         percent = 100 * gain_s / self.without_s
-        text = f"updates {where} win {gain_s * 1e3:,.0f} ms ({percent:.0f} %) over {self.policy} alone"
+        text = (
+            f"updates {where} win {gain_s * 1e3:,.0f} ms ({percent:.0f} %) over "
+            f"{self.policy} alone"
+        )
         if not plan.speculated:
             return text
         share = self.steps.valid.workload.clip_active_share
@@ -75,13 +90,19 @@ class PolicyChoice:
     """The policies of a workload on a machine, of which all advice is made."""
 
     best: Steps  # The chosen policy, without overlap.
-    excess: str | None = None  # What memory is too small for it, in words; None if it suffices or is not known.
-    # The best static split, which DeepSpeed has by itself; None if none fits, or nothing is offloaded.
+    # What memory is too small for it, in words; None if it suffices or is not known.
+    excess: str | None = None
+    # The best static split, which DeepSpeed has by itself; None if none fits, or
+    # nothing is offloaded.
     split: Steps | None = None
-    others: tuple[Steps, ...] = ()  # The best variant of each other policy that fits, or may fit, fastest first.
-    left_out: dict[str, str] = field(default_factory=dict)  # Policies that there is too little memory for, and why.
-    overlap: OverlapChoice | None = None  # The widest overlap that the job can run; None if that gains little.
-    # Searches for the widest overlap that `enable` takes, which only lines for DeepSpeed need.
+    # The best variant of each other policy that fits, or may fit, fastest first.
+    others: tuple[Steps, ...] = ()
+    # Policies that there is too little memory for, and why.
+    left_out: dict[str, str] = field(default_factory=dict)
+    # The widest overlap that the job can run; None if that gains little.
+    overlap: OverlapChoice | None = None
+    # Searches for the widest overlap that `enable` takes, which only lines for
+    # DeepSpeed need.
     find_deepspeed_overlap: Callable[[], OverlapChoice | None] = lambda: None
     present: Present = field(default_factory=Present)
 
@@ -102,28 +123,50 @@ class PolicyChoice:
 
     @property
     def advice(self) -> Setting | None:
-        """The setting to change, as findings and plans state it; None where nothing is gained, or nothing fits."""
+        """The setting to change, as findings and plans state it; None where nothing is
+        gained, or nothing fits."""
         if self.excess is not None:
             return None
         policy = self.best.plan.policy
         if policy == "gpu-only":
             offload = {"offload_optimizer": {"device": "none"}}
-            return self.present.setting("deepspeed", offload, "do not offload at all", self.steps, ends_offload=True)
+            return self.present.setting(
+                "deepspeed",
+                offload,
+                "do not offload at all",
+                self.steps,
+                ends_offload=True,
+            )
         overlap = "none" if self.overlap is None else self.overlap.option
         settings = {"policy": policy, "overlap": overlap}
-        return self.present.setting("policy", settings, f"use {self.steps.plan.policy}", self.steps)
+        return self.present.setting(
+            "policy", settings, f"use {self.steps.plan.policy}", self.steps
+        )
 
 
-def choose_policy(workload: Workload, machine: Machine, job: RecordedJob | None = None) -> PolicyChoice:
-    """Choose a policy: no offload if all state fits or GPU and CPU share one memory, else `adaptive`, or
-    `interleaved:2` where the free memory is unknown; `job`: what DeepSpeed runs takes less overlap. Its own policy
-    stays where it fits and no other one is worth a change."""
+def choose_policy(
+    workload: Workload, machine: Machine, job: RecordedJob | None = None
+) -> PolicyChoice:
+    """Choose a policy: no offload if all state fits or GPU and CPU share one memory,
+    else `adaptive`, or `interleaved:2` where the free memory is unknown; `job`: what
+    DeepSpeed runs takes less overlap. Its own policy stays where it fits and no other
+    one is worth a change."""
     present = present_of(workload, machine, job or RecordedJob())
     choice = replace(_choose_freely(workload, machine, job), present=present)
     if present.steps is None or choice.excess is not None or choice.gains:
         return choice
-    others = tuple(steps for steps in (choice.best, *choice.others) if not present.has(steps.plan.policy))
-    return replace(choice, best=present.steps, others=others, overlap=None, find_deepspeed_overlap=lambda: None)
+    others = tuple(
+        steps
+        for steps in (choice.best, *choice.others)
+        if not present.has(steps.plan.policy)
+    )
+    return replace(
+        choice,
+        best=present.steps,
+        others=others,
+        overlap=None,
+        find_deepspeed_overlap=lambda: None,
+    )
 
 
 def present_of(workload: Workload, machine: Machine, job: RecordedJob) -> Present:
@@ -138,16 +181,24 @@ def present_of(workload: Workload, machine: Machine, job: RecordedJob) -> Presen
     except PolicyError:  # One of the job's own, which is not registered here.
         steps = None
     # What was recorded there did fit.
-    is_known = steps is not None and (recorded_s is not None or fits_memory(steps, machine))
+    is_known = steps is not None and (
+        recorded_s is not None or fits_memory(steps, machine)
+    )
     return Present(steps if is_known else None, recorded_s)
 
 
-def _choose_freely(workload: Workload, machine: Machine, job: RecordedJob | None) -> PolicyChoice:
+def _choose_freely(
+    workload: Workload, machine: Machine, job: RecordedJob | None
+) -> PolicyChoice:
     """Choose a policy, whatever the job has."""
     on_gpu = all_on_device(own_job(workload, job), machine)
     if on_gpu is not None:
         return PolicyChoice(on_gpu, memory_excess(on_gpu.valid, machine))
-    policy = Policy.make("adaptive") if workload.gpu_free is not None else Policy.make("interleaved", 2)
+    policy = (
+        Policy.make("adaptive")
+        if workload.gpu_free is not None
+        else Policy.make("interleaved", 2)
+    )
     # A rate that is missing is an error here.
     best = simulate_steps(policy.plan(workload, machine), workload, machine)
     split = best_static_split(workload, machine)
@@ -170,30 +221,53 @@ def _choose_freely(workload: Workload, machine: Machine, job: RecordedJob | None
         best = others.pop(0)
     if split is not None and not fits_memory(split, machine):
         split = None
-    option = OPTIMIZER_OVERLAP if job is None or job.stage is None else DEEPSPEED_OVERLAP
+    option = (
+        OPTIMIZER_OVERLAP if job is None or job.stage is None else DEEPSPEED_OVERLAP
+    )
     overlap = choose_overlap(best, option, workload, machine)
-    find_deepspeed_overlap = partial(choose_overlap, best, DEEPSPEED_OVERLAP, workload, machine)
-    return PolicyChoice(best, excess, split, tuple(others), left_out, overlap, find_deepspeed_overlap)
+    find_deepspeed_overlap = partial(
+        choose_overlap, best, DEEPSPEED_OVERLAP, workload, machine
+    )
+    return PolicyChoice(
+        best, excess, split, tuple(others), left_out, overlap, find_deepspeed_overlap
+    )
 
 
 def choose_among(
-    policies: Sequence[Policy], workload: Workload, machine: Machine, job: RecordedJob | None = None
+    policies: Sequence[Policy],
+    workload: Workload,
+    machine: Machine,
+    job: RecordedJob | None = None,
 ) -> PolicyChoice:
-    """Choose the fastest of some policies: of those that the device and the host have memory for, if there are any."""
-    candidates = [simulate_steps(policy.plan(workload, machine), workload, machine) for policy in policies]
-    excess = {steps.plan.policy: memory_excess(steps.valid, machine) for steps in candidates}
-    best, *others = sorted(candidates, key=lambda steps: (bool(excess[steps.plan.policy]), steps.rating_s))
+    """Choose the fastest of some policies: of those that the device and the host have
+    memory for, if there are any."""
+    candidates = [
+        simulate_steps(policy.plan(workload, machine), workload, machine)
+        for policy in policies
+    ]
+    excess = {
+        steps.plan.policy: memory_excess(steps.valid, machine) for steps in candidates
+    }
+    best, *others = sorted(
+        candidates, key=lambda steps: (bool(excess[steps.plan.policy]), steps.rating_s)
+    )
     left_out = {policy: text for policy, text in excess.items() if text is not None}
     present = present_of(workload, machine, job or RecordedJob())
-    return PolicyChoice(best, excess[best.plan.policy], None, tuple(others), left_out, present=present)
+    return PolicyChoice(
+        best, excess[best.plan.policy], None, tuple(others), left_out, present=present
+    )
 
 
-def choose_overlap(best: Steps, option: str, workload: Workload, machine: Machine) -> OverlapChoice | None:
-    """Return the overlap of a policy; None if the policy has no such option, does not fit with it, or gains little."""
+def choose_overlap(
+    best: Steps, option: str, workload: Workload, machine: Machine
+) -> OverlapChoice | None:
+    """Return the overlap of a policy; None if the policy has no such option, does not
+    fit with it, or gains little."""
     policy = Policy.of_plan(best.plan)
     if option not in policy.registered.options.get("overlap", ()) or option == "none":
         return None
-    # No iteration is shorter than its compute, beside which updates would run: a search could gain too little.
+    # No iteration is shorter than its compute, beside which updates would run: a search
+    # could gain too little.
     if not workload.compute_s or workload.compute_s * (1 + MIN_GAIN) >= best.rating_s:
         return None
     steps = steps_of(policy.with_options(overlap=option), workload, machine)
@@ -207,7 +281,8 @@ def choose_overlap(best: Steps, option: str, workload: Workload, machine: Machin
 
 
 def steps_of(policy: Policy, workload: Workload, machine: Machine) -> Steps | None:
-    """Return a policy's schedules; None if the machine lacks a rate or the policy cannot plan the workload."""
+    """Return a policy's schedules; None if the machine lacks a rate or the policy
+    cannot plan the workload."""
     try:
         return simulate_steps(policy.plan(workload, machine), workload, machine)
     except (MachineError, PolicyError):
@@ -215,73 +290,112 @@ def steps_of(policy: Policy, workload: Workload, machine: Machine) -> Steps | No
 
 
 def without_offload(workload: Workload, machine: Machine) -> Steps | None:
-    """Return the schedule with all state on the device; None if it is not known to fit, or a rate is missing."""
+    """Return the schedule with all state on the device; None if it is not known to fit,
+    or a rate is missing."""
     if workload.gpu_free is None:
         return None
     on_gpu = steps_of(Policy.make("gpu-only"), workload, machine)
-    return on_gpu if on_gpu is not None and on_gpu.valid.fits_device(machine.gpu_memory_bytes) else None
+    return (
+        on_gpu
+        if on_gpu is not None and on_gpu.valid.fits_device(machine.gpu_memory_bytes)
+        else None
+    )
 
 
 def all_on_device(workload: Workload, machine: Machine) -> Steps | None:
-    """Return the schedule with all state on the device if it is known to fit there, or if offload frees no memory."""
+    """Return the schedule with all state on the device if it is known to fit there, or
+    if offload frees no memory."""
     if machine.unified_memory and workload.gpu_free is not None:
         return steps_of(Policy.make("gpu-only"), workload, machine)
     return without_offload(workload, machine)
 
 
 def best_static_split(workload: Workload, machine: Machine) -> Steps | None:
-    """Return the fastest static split without storage that fits the device, the largest of equals; None without."""
-    # If the free memory is not known, only a plan that needs no device memory is sure to fit.
+    """Return the fastest static split without storage that fits the device, the largest
+    of equals; None without."""
+    # If the free memory is not known, only a plan that needs no device memory is sure
+    # to fit.
     fitting = [
-        steps for steps in _static_splits(workload, machine) if steps.valid.fits_device(machine.gpu_memory_bytes)
+        steps
+        for steps in _static_splits(workload, machine)
+        if steps.valid.fits_device(machine.gpu_memory_bytes)
     ]
     return min(fitting, key=lambda steps: steps.rating_s, default=None)
 
 
 @lru_cache(maxsize=_REMEMBERED)
 def _static_splits(workload: Workload, machine: Machine) -> tuple[Steps, ...]:
-    """Return static splits without storage, the one that keeps most state on the host first.
+    """Return static splits without storage, the one that keeps most state on the host
+    first.
 
     Those whose resident state exceeds what the device always has free are left out."""
     machine = replace(machine, storage=())
-    shares = [share / 20 for share in range(19, -1, -1) if _may_keep(workload, 1 - share / 20)]
-    policies = (Policy.make("zero-offload"), *(Policy.make("twin-flow", f"{share:g}") for share in shares))
-    return tuple(steps for policy in policies if (steps := steps_of(policy, workload, machine)) is not None)
+    shares = [
+        share / 20 for share in range(19, -1, -1) if _may_keep(workload, 1 - share / 20)
+    ]
+    policies = (
+        Policy.make("zero-offload"),
+        *(Policy.make("twin-flow", f"{share:g}") for share in shares),
+    )
+    return tuple(
+        steps
+        for policy in policies
+        if (steps := steps_of(policy, workload, machine)) is not None
+    )
 
 
 def _may_keep(workload: Workload, share: float) -> bool:
-    """Return whether the state of a share of the parameters may fit the device all the time. It is a few subgroups more
-    or less, as versions of DeepSpeed round."""
+    """Return whether the state of a share of the parameters may fit the device all the
+    time. It is a few subgroups more or less, as versions of DeepSpeed round."""
     if workload.min_free_bytes is None:
         return True
     params = share * workload.params - _ROUNDED_SUBGROUPS * max(workload.subgroups)
     return params * workload.state_bytes <= workload.min_free_bytes
 
 
-def _other_policies(best: Steps, split: Steps | None, workload: Workload, machine: Machine) -> list[Steps]:
-    """Return the best variant of each other policy that fits the device, or may fit it, fastest first."""
+def _other_policies(
+    best: Steps, split: Steps | None, workload: Workload, machine: Machine
+) -> list[Steps]:
+    """Return the best variant of each other policy that fits the device, or may fit it,
+    fastest first."""
 
     def may_fit(steps: Steps) -> bool:
         return steps.valid.fits_device(machine.gpu_memory_bytes) is not False
 
     strides = range(1, _MAX_STRIDE + 1) if workload.gpu_free is not None else (2,)
-    interleaved = [steps_of(Policy.make("interleaved", stride), workload, machine) for stride in strides]
+    interleaved = [
+        steps_of(Policy.make("interleaved", stride), workload, machine)
+        for stride in strides
+    ]
     fitting = [steps for steps in interleaved if steps is not None and may_fit(steps)]
     candidates = [
-        *(steps_of(Policy.make(name), workload, machine) for name in ("zero-offload", "pipelined")),
+        *(
+            steps_of(Policy.make(name), workload, machine)
+            for name in ("zero-offload", "pipelined")
+        ),
         min(fitting, key=lambda steps: steps.rating_s, default=None),
         split,
     ]
     if workload.gpu_free is None and not fits_memory(best, machine):
-        # Where the host is too small for the best policy, a split may fit: what the device has free is not known.
-        splits = [steps for steps in _static_splits(workload, machine) if fits_memory(steps, machine)]
+        # Where the host is too small for the best policy, a split may fit: what the
+        # device has free is not known.
+        splits = [
+            steps
+            for steps in _static_splits(workload, machine)
+            if fits_memory(steps, machine)
+        ]
         candidates.append(min(splits, key=lambda steps: steps.rating_s, default=None))
     # A split may be zero-offload, and the best policy one of these.
     by_policy = {steps.plan.policy: steps for steps in candidates if steps is not None}
-    others = [steps for policy, steps in by_policy.items() if policy != best.plan.policy and may_fit(steps)]
+    others = [
+        steps
+        for policy, steps in by_policy.items()
+        if policy != best.plan.policy and may_fit(steps)
+    ]
     return sorted(others, key=lambda steps: steps.rating_s)
 
 
 def fits_memory(steps: Steps, machine: Machine) -> bool:
-    """Return whether device and host have memory for a policy, as far as that is known."""
+    """Return whether device and host have memory for a policy, as far as that is
+    known."""
     return memory_excess(steps.valid, machine) is None

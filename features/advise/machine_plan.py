@@ -1,4 +1,5 @@
-"""The plan of a job for one machine: what fits, under which policy, how fast (as a range), and at which cost."""
+"""The plan of a job for one machine: what fits, under which policy, how fast (as a
+range), and at which cost."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -8,14 +9,37 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from ebbtide.features.advise.changes import changed, least_settings, ranks_on_a_host, share_host
-from ebbtide.features.advise.choice import PolicyChoice, choose_among, choose_policy, fits_memory
+from ebbtide.features.advise.changes import (
+    changed,
+    least_settings,
+    ranks_on_a_host,
+    share_host,
+)
+from ebbtide.features.advise.choice import (
+    PolicyChoice,
+    choose_among,
+    choose_policy,
+    fits_memory,
+)
 from ebbtide.features.advise.job.memory import PlacedWorkload, place
 from ebbtide.features.advise.job.sources import BatchSettings, job_of_trace
-from ebbtide.features.advise.job.training_job import ComputeTimes, TrainingJob, TunableSettings
+from ebbtide.features.advise.job.training_job import (
+    ComputeTimes,
+    TrainingJob,
+    TunableSettings,
+)
 from ebbtide.features.advise.levers.effects import Variant
-from ebbtide.features.advise.levers.search import JobChange, cheapest_change, needed_bytes, single_changes
-from ebbtide.features.advise.lines.setups import LinesToPaste, PasteContext, lines_to_paste
+from ebbtide.features.advise.levers.search import (
+    JobChange,
+    cheapest_change,
+    needed_bytes,
+    single_changes,
+)
+from ebbtide.features.advise.lines.setups import (
+    LinesToPaste,
+    PasteContext,
+    lines_to_paste,
+)
 from ebbtide.features.advise.ranges import PolicyTime, policy_time
 from ebbtide.interleave.model.operations import BOTH
 from ebbtide.interleave.model.schedule import Schedule
@@ -34,7 +58,8 @@ _MS_PER_HOUR = 3.6e6
 _BILLION = 1e9
 # Shorter intervals, as a share of the iteration, are rounding errors.
 _SHORTEST_SHARE = 1e-9
-# If the optimizer adds less than this share of the iteration, forward and backward limit it.
+# If the optimizer adds less than this share of the iteration, forward and backward
+# limit it.
 _SMALL_SHARE = 0.1
 _CHANGES = {
     "policy": "offload",
@@ -46,7 +71,15 @@ _RESOURCE_NAMES = {"cpu": "cpu update", "gpu": "gpu update"}
 # What the table of plans is sorted by.
 SortKey = Literal["iteration", "cost"]
 # Properties of a plan that are in its JSON.
-_PROPERTIES = ("advice", "code", "lines", "policies", "needed_bytes", "cheapest", "alone")
+_PROPERTIES = (
+    "advice",
+    "code",
+    "lines",
+    "policies",
+    "needed_bytes",
+    "cheapest",
+    "alone",
+)
 
 
 @dataclass(frozen=True)
@@ -55,18 +88,21 @@ class PlanRequest:
 
     machine_source: str | None = None
     policies: Sequence[Policy] = ()  # Policies to choose from; empty: all.
-    ranks_per_host: int | None = None  # Ranks on a host; None: as many as the box of the machine has.
+    # Ranks on a host; None: as many as the box of the machine has.
+    ranks_per_host: int | None = None
     price_per_hour: float | None = None
 
 
 @dataclass(frozen=True)
 class PlacedJob:
-    """A job on a machine, with the least change that makes it fit, before a policy is chosen."""
+    """A job on a machine, with the least change that makes it fit, before a policy is
+    chosen."""
 
     job: TrainingJob
     machine: Machine
     request: PlanRequest
-    has_memory: bool  # Whether any change makes it fit; else the settings are those of the job.
+    # Whether any change makes it fit; else the settings are those of the job.
+    has_memory: bool
     settings: TunableSettings
     placed: PlacedWorkload
     shared: Machine  # The machine with the rates of a rank.
@@ -74,7 +110,9 @@ class PlacedJob:
     @property
     def ranks_per_host(self) -> int:
         """Ranks on a host."""
-        return ranks_on_a_host(self.machine, self.settings.ranks, self.request.ranks_per_host)
+        return ranks_on_a_host(
+            self.machine, self.settings.ranks, self.request.ranks_per_host
+        )
 
     @property
     def hosts(self) -> int:
@@ -83,25 +121,42 @@ class PlacedJob:
 
     @property
     def recorded(self) -> RecordedJob:
-        """The recorded job with the micro-steps and the update of the settings; a job that has to be changed has no
-        policy and iteration of its own there."""
+        """The recorded job with the micro-steps and the update of the settings; a job
+        that has to be changed has no policy and iteration of its own there."""
         own_s = self.placed.times.own_update_s
-        job = replace(self.job.recorded, micro_steps=self.job.micro_steps_of(self.settings), own_update_s=own_s)
-        return job if self.settings == self.job.settings else replace(job, policy=None, iteration_s=None)
+        job = replace(
+            self.job.recorded,
+            micro_steps=self.job.micro_steps_of(self.settings),
+            own_update_s=own_s,
+        )
+        return (
+            job
+            if self.settings == self.job.settings
+            else replace(job, policy=None, iteration_s=None)
+        )
 
     @property
     def needs_search(self) -> bool:
         """Whether the best policy is searched for, which takes long."""
-        is_searched = self.placed.workload.gpu_free is not None and not self.request.policies
-        return self.has_memory and is_searched and self.settings.offload and not self.shared.unified_memory
+        is_searched = (
+            self.placed.workload.gpu_free is not None and not self.request.policies
+        )
+        return (
+            self.has_memory
+            and is_searched
+            and self.settings.offload
+            and not self.shared.unified_memory
+        )
 
     def least(self, by: SortKey) -> float:
-        """Return a lower bound of the iteration, ms, or of its cost, of a policy that is searched for."""
+        """Return a lower bound of the iteration, ms, or of its cost, of a policy that
+        is searched for."""
         least_ms = min_iteration_s(self.placed.workload, self.shared, BOTH) * 1e3
         return least_ms if by == "iteration" else self.cost(least_ms) or 0.0
 
     def cost(self, iteration_ms: float) -> float | None:
-        """Return the price of a billion tokens; None where price or tokens are not known."""
+        """Return the price of a billion tokens; None where price or tokens are not
+        known."""
         price, tokens = self.request.price_per_hour, self.job.tokens_of(self.settings)
         if price is None or tokens is None:
             return None
@@ -110,22 +165,26 @@ class PlacedJob:
 
 @dataclass(frozen=True)
 class MachinePlan:
-    """The plan of a job for one machine. Bytes are per rank; figures are with the change, None where nothing fits.
-    Properties, which few readers need, are computed when they are first used."""
+    """The plan of a job for one machine. Bytes are per rank; figures are with the
+    change, None where nothing fits. Properties, which few readers need, are computed
+    when they are first used."""
 
     placed: PlacedJob
     choice: PolicyChoice | None  # None where nothing fits, or the plan has no times.
     machine: str
     fits: bool  # Whether the job fits as it is.
-    # The least change that makes it fit, by setting; None where it fits, or no change helps.
+    # The least change that makes it fit, by setting; None where it fits, or no change
+    # helps.
     change: dict[str, Any] | None
     policy: str | None = None
-    device_bytes: float | None = None  # Largest device memory at any time, of the job and its optimizer state.
+    # Largest device memory at any time, of the job and its optimizer state.
+    device_bytes: float | None = None
     device_capacity_bytes: float | None = None
     host_bytes: float | None = None
     host_capacity_bytes: float | None = None
     iteration_ms: float | None = None
-    iteration_low_ms: float | None = None  # Low end of the range that has it with a probability of 80 %.
+    # Low end of the range that has it with a probability of 80 %.
+    iteration_low_ms: float | None = None
     iteration_high_ms: float | None = None
     tokens_per_s: float | None = None
     tokens_per_s_low: float | None = None
@@ -142,7 +201,8 @@ class MachinePlan:
 
     @property
     def advice(self) -> dict[str, Any] | None:
-        """The setting to change on the machine; None where the job is as good as it is, or nothing fits."""
+        """The setting to change on the machine; None where the job is as good as it is,
+        or nothing fits."""
         setting = None if self.choice is None else self.choice.advice
         return None if setting is None else setting.as_json()
 
@@ -153,9 +213,18 @@ class MachinePlan:
             return None
         own, recorded = self.placed, self.placed.recorded
         # A job with a configuration of its own has the lines for what it checkpoints.
-        has_lines = bool(recorded.section("zero_optimization")) and own.job.settings.checkpointing
-        pasted = replace(own.settings, checkpointing=own.settings.checkpointing and not has_lines)
-        return lines_to_paste(self.choice, PasteContext(recorded, own.shared, own.request.machine_source), pasted)
+        has_lines = (
+            bool(recorded.section("zero_optimization"))
+            and own.job.settings.checkpointing
+        )
+        pasted = replace(
+            own.settings, checkpointing=own.settings.checkpointing and not has_lines
+        )
+        return lines_to_paste(
+            self.choice,
+            PasteContext(recorded, own.shared, own.request.machine_source),
+            pasted,
+        )
 
     @property
     def code(self) -> str | None:
@@ -168,58 +237,90 @@ class MachinePlan:
         if self.choice is None:
             return ()
         own, choice = self.placed, self.choice
-        candidates = [choice.steps, choice.best, *(steps for steps in choice.others if fits_memory(steps, own.shared))]
+        candidates = [
+            choice.steps,
+            choice.best,
+            *(steps for steps in choice.others if fits_memory(steps, own.shared)),
+        ]
         by_policy = {steps.plan.policy: steps for steps in candidates}
         ordered = sorted(by_policy.values(), key=lambda steps: steps.rating_s)
-        return tuple(policy_time(steps, own.shared, own.placed.times.factor) for steps in ordered)
+        return tuple(
+            policy_time(steps, own.shared, own.placed.times.factor) for steps in ordered
+        )
 
     @property
     def needed_bytes(self) -> float | None:
-        """Largest device memory of the job as it is, all state on the device; None where it fits."""
+        """Largest device memory of the job as it is, all state on the device; None
+        where it fits."""
         own = self.placed
         if not self._needs_changes:
             return None
-        return needed_bytes(Variant(own.job, own.job.settings), own.machine, own.request.ranks_per_host)[0]
+        return needed_bytes(
+            Variant(own.job, own.job.settings), own.machine, own.request.ranks_per_host
+        )[0]
 
     @cached_property
     def cheapest(self) -> JobChange | None:
-        """The cheapest changes in the framework's own settings that make it fit; None where it fits or none do."""
+        """The cheapest changes in the framework's own settings that make it fit; None
+        where it fits or none do."""
         own = self.placed
-        return cheapest_change(own.job, own.machine, own.request.ranks_per_host) if self._needs_changes else None
+        return (
+            cheapest_change(own.job, own.machine, own.request.ranks_per_host)
+            if self._needs_changes
+            else None
+        )
 
     @cached_property
     def alone(self) -> tuple[JobChange, ...]:
-        """The effect of each of these changes alone, the cheapest first; none where it fits."""
+        """The effect of each of these changes alone, the cheapest first; none where it
+        fits."""
         own = self.placed
-        return single_changes(own.job, own.machine, own.request.ranks_per_host) if self._needs_changes else ()
+        return (
+            single_changes(own.job, own.machine, own.request.ranks_per_host)
+            if self._needs_changes
+            else ()
+        )
 
     @property
     def _needs_changes(self) -> bool:
-        has_sizes = self.placed.job.memory is not None and self.placed.machine.gpu_memory_bytes is not None
+        has_sizes = (
+            self.placed.job.memory is not None
+            and self.placed.machine.gpu_memory_bytes is not None
+        )
         return has_sizes and not self.fits
 
     def changes_text(self) -> list[str]:
-        """Return the changes that make it fit, in few words; the offload of state is the first."""
-        return [_CHANGES[key].format(value) for key, value in (self.change or {}).items()]
+        """Return the changes that make it fit, in few words; the offload of state is
+        the first."""
+        return [
+            _CHANGES[key].format(value) for key, value in (self.change or {}).items()
+        ]
 
     def sort_key(self, by: SortKey) -> tuple[bool, float]:
         """Return the middle of a range, after whether it is not known."""
-        ranges = {"iteration": (self.iteration_low_ms, self.iteration_high_ms), "cost": (self.cost_low, self.cost_high)}
+        ranges = {
+            "iteration": (self.iteration_low_ms, self.iteration_high_ms),
+            "cost": (self.cost_low, self.cost_high),
+        }
         low, high = ranges[by]
         return low is None or high is None, ((low or 0.0) + (high or 0.0)) / 2
 
     def as_json(self) -> dict[str, Any]:
         """Return the object of `plans` of `ebbtide plan --json`."""
-        names = [one.name for one in fields(self) if one.name not in ("placed", "choice")]
+        names = [
+            one.name for one in fields(self) if one.name not in ("placed", "choice")
+        ]
         values = {name: getattr(self, name) for name in (*names, *_PROPERTIES)}
         values["action"] = self.cheapest.action if self.cheapest is not None else None
         plain: dict[str, Any] = msgspec.to_builtins(values)
         return plain
 
 
-def place_job(job: TrainingJob, machine: MachineArgument, request: PlanRequest | None = None) -> PlacedJob:
-    """Find the least change with which a job fits a machine, with the rates of its file. Raises MachineError for a
-    missing rate."""
+def place_job(
+    job: TrainingJob, machine: MachineArgument, request: PlanRequest | None = None
+) -> PlacedJob:
+    """Find the least change with which a job fits a machine, with the rates of its
+    file. Raises MachineError for a missing rate."""
     asked, machine = request or PlanRequest(), find_machine(machine)
     if job.memory is not None:
         machine = with_recorded_memory(machine, job.memory.capacity_bytes)
@@ -227,22 +328,46 @@ def place_job(job: TrainingJob, machine: MachineArgument, request: PlanRequest |
     if solution is not None:
         return PlacedJob(job, machine, asked, True, *solution)
     shared = share_host(machine, job.settings.ranks, asked.ranks_per_host)
-    return PlacedJob(job, machine, asked, False, job.settings, place(job, job.settings, shared), shared)
+    return PlacedJob(
+        job,
+        machine,
+        asked,
+        False,
+        job.settings,
+        place(job, job.settings, shared),
+        shared,
+    )
 
 
-def place_as_it_is(trace: Trace, machine: Machine, ranks_per_host: int | None = None) -> PlacedJob:
-    """Place the job of a trace on another machine for advice on its policy alone: with the least change of `place_job`
-    where that is offload, else as it is. Raises as `place_job`, and WorkloadError as `job_of_trace`."""
-    job, request = job_of_trace(trace, BatchSettings()), PlanRequest(ranks_per_host=ranks_per_host)
+def place_as_it_is(
+    trace: Trace, machine: Machine, ranks_per_host: int | None = None
+) -> PlacedJob:
+    """Place the job of a trace on another machine for advice on its policy alone: with
+    the least change of `place_job` where that is offload, else as it is. Raises as
+    `place_job`, and WorkloadError as `job_of_trace`."""
+    job, request = (
+        job_of_trace(trace, BatchSettings()),
+        PlanRequest(ranks_per_host=ranks_per_host),
+    )
     own = place_job(job, machine, request)
     offloaded = replace(job.settings, offload=True)
     if own.settings in (job.settings, offloaded):
         return own
     shared = share_host(own.machine, offloaded.ranks, ranks_per_host)
-    return PlacedJob(job, own.machine, request, False, offloaded, place(job, offloaded, shared), shared)
+    return PlacedJob(
+        job,
+        own.machine,
+        request,
+        False,
+        offloaded,
+        place(job, offloaded, shared),
+        shared,
+    )
 
 
-def plan_for_machine(job: TrainingJob, machine: MachineArgument, request: PlanRequest | None = None) -> MachinePlan:
+def plan_for_machine(
+    job: TrainingJob, machine: MachineArgument, request: PlanRequest | None = None
+) -> MachinePlan:
     """Return the plan of a job for a machine. Raises as `place_job`."""
     return plan_placed(place_job(job, machine, request))
 
@@ -253,7 +378,9 @@ def plan_placed(own: PlacedJob) -> MachinePlan:
     if not own.has_memory:
         return untimed
     if own.request.policies:
-        choice = choose_among(own.request.policies, own.placed.workload, own.shared, own.recorded)
+        choice = choose_among(
+            own.request.policies, own.placed.workload, own.shared, own.recorded
+        )
     else:
         choice = choose_policy(own.placed.workload, own.shared, own.recorded)
     schedule, policy = choice.steps.valid, choice.steps.plan.policy
@@ -291,21 +418,46 @@ def _without_times(own: PlacedJob) -> MachinePlan:
     )
     if own.has_memory:
         notes = _notes(own.placed, own.machine, own.ranks_per_host, own.hosts)
-        return replace(plan, settings=own.settings, ranks_per_host=own.ranks_per_host, hosts=own.hosts, notes=notes)
+        return replace(
+            plan,
+            settings=own.settings,
+            ranks_per_host=own.ranks_per_host,
+            hosts=own.hosts,
+            notes=notes,
+        )
     missing = own.placed.workload.missing_bytes
-    what = f"{missing / 1e9:.1f} GB of device memory are missing" if missing else "the host has too little memory"
-    return replace(plan, notes=(f"{what}, and none of the changes helps: policy, checkpointing, micro-batch, ranks",))
+    what = (
+        f"{missing / 1e9:.1f} GB of device memory are missing"
+        if missing
+        else "the host has too little memory"
+    )
+    return replace(
+        plan,
+        notes=(
+            f"{what}, and none of the changes helps: policy, checkpointing, "
+            "micro-batch, ranks",
+        ),
+    )
 
 
-def fastest_plans(placed: Sequence[PlacedJob], by: SortKey, count: int) -> Iterator[tuple[int, MachinePlan]]:
-    """Yield the number of each machine, and its plan. Plans that need a search, and are surely not among the first
-    `count` in the order of `by`, have no policy and no times."""
-    # The middle of a range is no shorter than the likely iteration: what slows it down counts for more.
-    least = {number: own.least(by) if own.needs_search else 0.0 for number, own in enumerate(placed)}
+def fastest_plans(
+    placed: Sequence[PlacedJob], by: SortKey, count: int
+) -> Iterator[tuple[int, MachinePlan]]:
+    """Yield the number of each machine, and its plan. Plans that need a search, and are
+    surely not among the first `count` in the order of `by`, have no policy and no
+    times."""
+    # The middle of a range is no shorter than the likely iteration: what slows it down
+    # counts for more.
+    least = {
+        number: own.least(by) if own.needs_search else 0.0
+        for number, own in enumerate(placed)
+    }
     keys: list[tuple[bool, float]] = []
     for number in sorted(least, key=least.__getitem__):
         is_later = len(keys) >= count and (False, least[number]) > keys[count - 1]
-        plan = _without_times(placed[number]) if is_later else plan_placed(placed[number])
+        plan = (
+            _without_times(placed[number]) if is_later else plan_placed(placed[number])
+        )
         keys = sorted([*keys, plan.sort_key(by)])
         yield number, plan
 
@@ -317,8 +469,10 @@ class JobPlans:
     job: TrainingJob
     plans: Sequence[MachinePlan]
     by: SortKey = "iteration"
-    is_named: bool = True  # Whether machines were named: then the first one is what the answer is about.
-    smallest: Machine | None = None  # The smallest preset that the job fits as it is; None without one.
+    # Whether machines were named: then the first one is what the answer is about.
+    is_named: bool = True
+    # The smallest preset that the job fits as it is; None without one.
+    smallest: Machine | None = None
     remarks: Sequence[str] = ()  # On the first machine.
 
     @property
@@ -331,33 +485,50 @@ class JobPlans:
         return sorted(self.plans, key=lambda plan: plan.sort_key(self.by))
 
 
-def _notes(placed: PlacedWorkload, machine: Machine, per_host: int, hosts: int) -> tuple[str, ...]:
+def _notes(
+    placed: PlacedWorkload, machine: Machine, per_host: int, hosts: int
+) -> tuple[str, ...]:
     notes = [placed.times.note]
     if machine.box is not None and per_host < machine.box.ranks:
-        notes.append(f"uses {per_host} of {machine.box.ranks} GPUs of a host, whose price counts in full")
+        notes.append(
+            f"uses {per_host} of {machine.box.ranks} GPUs of a host, whose price "
+            "counts in full"
+        )
     if hosts > 1:
         notes.append(NETWORK_NOTE)
     return tuple(filter(None, (*notes, unified_memory_text(machine))))
 
 
 def _limiting_part(schedule: Schedule, machine: Machine, times: ComputeTimes) -> str:
-    """Return what limits an iteration: what limits the update, or `compute` or `collectives`, the longer one, if
-    nothing is offloaded or the optimizer adds less than a tenth."""
-    if schedule.plan.policy == "gpu-only" or schedule.exposed_s < _SMALL_SHARE * schedule.iteration_s:
-        compute_s = times.forward_s + times.backward_s + times.other_s - times.collectives_s
+    """Return what limits an iteration: what limits the update, or `compute` or
+    `collectives`, the longer one, if nothing is offloaded or the optimizer adds less
+    than a tenth."""
+    if (
+        schedule.plan.policy == "gpu-only"
+        or schedule.exposed_s < _SMALL_SHARE * schedule.iteration_s
+    ):
+        compute_s = (
+            times.forward_s + times.backward_s + times.other_s - times.collectives_s
+        )
         return "collectives" if times.collectives_s > max(compute_s, 0.0) else "compute"
     resource = limiting_resource(schedule, machine)
     return _RESOURCE_NAMES.get(resource, resource)
 
 
 def _device_bytes(schedule: Schedule, machine: Machine) -> float | None:
-    """Return the largest device memory of the job and the plan together; intervals of rounding errors do not count."""
+    """Return the largest device memory of the job and the plan together; intervals of
+    rounding errors do not count."""
     if schedule.workload.gpu_free is None or machine.gpu_memory_bytes is None:
         return None
     times, sizes = device_memory(schedule, machine)
-    lasting = np.diff(np.append(times, schedule.iteration_s)) > _SHORTEST_SHARE * schedule.iteration_s
+    lasting = (
+        np.diff(np.append(times, schedule.iteration_s))
+        > _SHORTEST_SHARE * schedule.iteration_s
+    )
     return float(sizes[lasting].max())
 
 
 def _rate(tokens: float | None, iteration_ms: float) -> float | None:
-    return tokens / iteration_ms * 1e3 if tokens is not None and iteration_ms > 0 else None
+    return (
+        tokens / iteration_ms * 1e3 if tokens is not None and iteration_ms > 0 else None
+    )

@@ -1,4 +1,5 @@
-"""A picture of plans: memory, and ranges of the iteration, tokens per second and cost, of each machine."""
+"""A picture of plans: memory, and ranges of the iteration, tokens per second and cost,
+of each machine."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,7 +24,8 @@ _CAPACITY_COLOR = "#e4e4e4"
 
 
 class _Panel(NamedTuple):
-    """A panel of ranges: its heading, the attributes of low, likely and high values, and the scale of its unit."""
+    """A panel of ranges: its heading, the attributes of low, likely and high values,
+    and the scale of its unit."""
 
     title: str
     low: str
@@ -35,14 +37,45 @@ class _Panel(NamedTuple):
 
 def draw_plans(job: TrainingJob, plans: Sequence[MachinePlan]) -> Figure:
     """Draw plans, fastest machine first; machines that nothing helps come last."""
-    ordered = sorted(plans, key=lambda plan: (plan.iteration_ms is None, plan.iteration_ms or 0.0))
-    panels = [_Panel("iteration (s)", "iteration_low_ms", "iteration_ms", "iteration_high_ms", _TIME_COLOR, 1e3)]
+    ordered = sorted(
+        plans, key=lambda plan: (plan.iteration_ms is None, plan.iteration_ms or 0.0)
+    )
+    panels = [
+        _Panel(
+            "iteration (s)",
+            "iteration_low_ms",
+            "iteration_ms",
+            "iteration_high_ms",
+            _TIME_COLOR,
+            1e3,
+        )
+    ]
     if any(plan.tokens_per_s is not None for plan in plans):
-        panels.append(_Panel("tokens/s", "tokens_per_s_low", "tokens_per_s", "tokens_per_s_high", _RATE_COLOR))
+        panels.append(
+            _Panel(
+                "tokens/s",
+                "tokens_per_s_low",
+                "tokens_per_s",
+                "tokens_per_s_high",
+                _RATE_COLOR,
+            )
+        )
     if any(plan.cost_per_billion_tokens is not None for plan in plans):
-        panels.append(_Panel("cost of 1e9 tokens", "cost_low", "cost_per_billion_tokens", "cost_high", _COST_COLOR))
+        panels.append(
+            _Panel(
+                "cost of 1e9 tokens",
+                "cost_low",
+                "cost_per_billion_tokens",
+                "cost_high",
+                _COST_COLOR,
+            )
+        )
     widths = [1.25, 1.25, *[1.35] * len(panels)]
-    figure = Figure(figsize=(2.6 + 2.1 * len(widths), 1.5 + 0.5 * len(plans)), layout="constrained", dpi=130)
+    figure = Figure(
+        figsize=(2.6 + 2.1 * len(widths), 1.5 + 0.5 * len(plans)),
+        layout="constrained",
+        dpi=130,
+    )
     axes: Any = figure.subplots(1, len(widths), sharey=True, width_ratios=widths)
     rows = np.arange(len(ordered))
     _draw_memory(axes[0], rows, ordered, "device", _DEVICE_COLOR)
@@ -70,7 +103,9 @@ def _label(plan: MachinePlan) -> str:
     return f"{plan.machine}\n{', '.join([plan.policy, *(word for word in plan.changes_text() if word != 'offload')])}"
 
 
-def _draw_memory(axes: Axes, rows: Any, plans: Sequence[MachinePlan], place: str, color: str) -> None:
+def _draw_memory(
+    axes: Axes, rows: Any, plans: Sequence[MachinePlan], place: str, color: str
+) -> None:
     capacities = [getattr(plan, f"{place}_capacity_bytes") or 0.0 for plan in plans]
     sizes = [getattr(plan, f"{place}_bytes") for plan in plans]
     most = max([*capacities, *(size or 0.0 for size in sizes), 2**30]) / 2**30
@@ -85,16 +120,33 @@ def _draw_memory(axes: Axes, rows: Any, plans: Sequence[MachinePlan], place: str
     axes.set_title(f"{place} memory (GiB)", fontsize=9, loc="left")
 
 
-def _draw_ranges(axes: Axes, rows: Any, plans: Sequence[MachinePlan], panel: _Panel) -> None:
+def _draw_ranges(
+    axes: Axes, rows: Any, plans: Sequence[MachinePlan], panel: _Panel
+) -> None:
     """Draw ranges on a logarithmic axis, since machines differ by factors."""
     highs = []
     for row, plan in zip(rows, plans, strict=True):
         if getattr(plan, panel.likely) is None:
             continue
-        low, likely, high = (getattr(plan, name) / panel.scale for name in (panel.low, panel.likely, panel.high))
-        axes.plot([low, high], [row, row], color=panel.color, lw=3, alpha=0.45, solid_capstyle="butt")
+        low, likely, high = (
+            getattr(plan, name) / panel.scale
+            for name in (panel.low, panel.likely, panel.high)
+        )
+        axes.plot(
+            [low, high],
+            [row, row],
+            color=panel.color,
+            lw=3,
+            alpha=0.45,
+            solid_capstyle="butt",
+        )
         axes.plot([likely], [row], "o", color=panel.color, ms=5)
-        write_figure(axes, row, high, f"{likely:,.{0 if likely >= 100 else 1 if likely >= 10 else 2}f}")
+        write_figure(
+            axes,
+            row,
+            high,
+            f"{likely:,.{0 if likely >= 100 else 1 if likely >= 10 else 2}f}",
+        )
         highs.append((low, high))
     axes.set_title(panel.title, fontsize=9, loc="left")
     if highs:
@@ -104,7 +156,9 @@ def _draw_ranges(axes: Axes, rows: Any, plans: Sequence[MachinePlan], panel: _Pa
         axes.set_xlim(lowest / 1.15, highest * (highest / lowest) ** 0.3 * 1.3)
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0), numticks=5))
         axes.xaxis.set_major_formatter(
-            FuncFormatter(lambda value, _: f"{value:,.3g}" if value < 1000 else f"{value:,.0f}")
+            FuncFormatter(
+                lambda value, _: f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+            )
         )
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(axis="x", color="#eeeeee")

@@ -1,4 +1,5 @@
-"""The present setting of a job on a machine, which advice has to beat: both are simulated by the same model there."""
+"""The present setting of a job on a machine, which advice has to beat: both are
+simulated by the same model there."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ MIN_GAIN = 0.02
 class Present:
     """A job as it is on a machine; nothing of it may be known."""
 
-    steps: Steps | None = None  # Its own policy, simulated; None: not known, or it does not fit there.
-    recorded_s: float | None = None  # Its recorded iteration; None: it was not recorded on this machine.
+    # Its own policy, simulated; None: not known, or it does not fit there.
+    steps: Steps | None = None
+    # Its recorded iteration; None: it was not recorded on this machine.
+    recorded_s: float | None = None
 
     @property
     def iteration_s(self) -> float | None:
@@ -26,23 +29,38 @@ class Present:
         return self.recorded_s if self.steps is None else self.steps.iteration_s
 
     def is_slower_than(self, steps: Steps) -> bool:
-        """Return whether simulated steps are worth a change: by their rating, in which a plan that does not settle is
-        never shorter than the simulated and the recorded iteration."""
-        least_s = min(inf if self.steps is None else self.steps.iteration_s, self.recorded_s or inf)
+        """Return whether simulated steps are worth a change: by their rating, in which
+        a plan that does not settle is never shorter than the simulated and the recorded
+        iteration."""
+        least_s = min(
+            inf if self.steps is None else self.steps.iteration_s,
+            self.recorded_s or inf,
+        )
         return steps.rating_s * (1 + MIN_GAIN) <= least_s
 
     def has(self, policy: str) -> bool:
-        """Return whether a policy is the present one, whatever its copies are called."""
-        return self.steps is not None and _without_copies(self.steps.plan.policy) == _without_copies(policy)
+        """Return whether a policy is the present one, whatever its copies are
+        called."""
+        return self.steps is not None and _without_copies(
+            self.steps.plan.policy
+        ) == _without_copies(policy)
 
     def setting(
-        self, kind: str, settings: Mapping[str, Any], text: str, steps: Steps, *, ends_offload: bool = False
+        self,
+        kind: str,
+        settings: Mapping[str, Any],
+        text: str,
+        steps: Steps,
+        *,
+        ends_offload: bool = False,
     ) -> Setting | None:
-        """Return a setting that fits as advice; None where it gains too little over the present one."""
+        """Return a setting that fits as advice; None where it gains too little over the
+        present one."""
         if not self.is_slower_than(steps):
             return None
         present_ms, recorded_ms = (
-            None if seconds is None else seconds * 1e3 for seconds in (self.iteration_s, self.recorded_s)
+            None if seconds is None else seconds * 1e3
+            for seconds in (self.iteration_s, self.recorded_s)
         )
         iteration_ms = steps.iteration_s * 1e3
         times = ms_text(iteration_ms)
@@ -66,5 +84,6 @@ NOT_KNOWN = Present()
 
 
 def _without_copies(policy: str) -> str:
-    """Return a policy without its default option for copies of gradients, which recorded jobs state."""
+    """Return a policy without its default option for copies of gradients, which
+    recorded jobs state."""
     return policy.replace(",grads=async", "")

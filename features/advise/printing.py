@@ -26,23 +26,38 @@ MAX_PLANS = 10
 Framework = Literal["deepspeed", "script"]
 _FRAMEWORKS = {"deepspeed": "DeepSpeed", "script": "a plain script"}
 # Keys of the configuration with the argument of InterleavedAdamW for the same.
-_PLACEHOLDERS = {"gradient_clipping": "gradient_clipping (max_grad_norm)", "optimizer": "optimizer (lr)"}
+_PLACEHOLDERS = {
+    "gradient_clipping": "gradient_clipping (max_grad_norm)",
+    "optimizer": "optimizer (lr)",
+}
 
 
-def print_recommendation(advice: Recommendation, framework: Framework, baseline: str | None = None) -> None:
-    """Print the recommended policy, its iteration and that of the job as it is, and what to paste for it; `baseline`:
-    the policy that stands for the job, None: its own."""
+def print_recommendation(
+    advice: Recommendation, framework: Framework, baseline: str | None = None
+) -> None:
+    """Print the recommended policy, its iteration and that of the job as it is, and
+    what to paste for it; `baseline`: the policy that stands for the job, None: its
+    own."""
     best, present = advice.setups[0], advice.present
     if advice.is_as_today:
-        echo_line(f"Nothing to change: {_as_it_is(present, baseline)}", fg="green", bold=True)
+        echo_line(
+            f"Nothing to change: {_as_it_is(present, baseline)}", fg="green", bold=True
+        )
         echo_line("all policies: --all")
         return
-    policy = "Do not offload" if best.policy == "gpu-only" else f"Use {best.policy.replace(',', ', ')}"
+    policy = (
+        "Do not offload"
+        if best.policy == "gpu-only"
+        else f"Use {best.policy.replace(',', ', ')}"
+    )
     echo_line(f"{policy}: {_gain(best, present, baseline)}", fg="green", bold=True)
     split = advice.split if framework == "deepspeed" else None
     if split is not None and split.policy != best.policy:
         ratio = (advice.deepspeed or {})["offload_optimizer"]["ratio"]
-        echo_line(f"Plain DeepSpeed: offload_optimizer.ratio {ratio:g}: {_gain(split, present, baseline)}")
+        echo_line(
+            f"Plain DeepSpeed: offload_optimizer.ratio {ratio:g}: "
+            f"{_gain(split, present, baseline)}"
+        )
     for warning in advice.warnings:
         echo_line(f"But {warning}", fg="yellow")
     block = _block(best, framework)
@@ -66,43 +81,74 @@ def _as_it_is(present: PresentJob, baseline: str | None) -> str:
     recorded, simulated = present.recorded_ms, present.iteration_ms
     if recorded is None and simulated is None:
         return "no setting gains anything"
-    where = "with all state on the GPU" if present.policy == "gpu-only" else f"with {baseline or present.policy}"
-    time = f"{simulated:,.0f} ms simulated" if recorded is None else f"{recorded:,.0f} ms"
+    where = (
+        "with all state on the GPU"
+        if present.policy == "gpu-only"
+        else f"with {baseline or present.policy}"
+    )
+    time = (
+        f"{simulated:,.0f} ms simulated" if recorded is None else f"{recorded:,.0f} ms"
+    )
     return f"{time} {'as recorded' if present.policy is None else where}"
 
 
 def _gain(setup: PolicySetup, present: PresentJob, baseline: str | None) -> str:
-    """Return the iteration of a setup, after that of the job as it is where it is known."""
+    """Return the iteration of a setup, after that of the job as it is where it is
+    known."""
     before, recorded = present.iteration_ms, present.recorded_ms
     if before is None:
         return f"{setup.iteration_ms:,.0f} ms (simulated)"
     over = "" if baseline is None else f" over {baseline}"
     is_simulated = present.policy is not None
-    beside = f"; {recorded:,.0f} recorded" if is_simulated and recorded is not None else ""
-    times = f"{before:,.0f}{'' if is_simulated else ' recorded'} -> {setup.iteration_ms:,.0f} ms"
+    beside = (
+        f"; {recorded:,.0f} recorded" if is_simulated and recorded is not None else ""
+    )
+    times = (
+        f"{before:,.0f}{'' if is_simulated else ' recorded'} -> "
+        f"{setup.iteration_ms:,.0f} ms"
+    )
     return f"{times} ({before / setup.iteration_ms:.2f}x{over}, simulated{beside})"
 
 
 def _block(setup: PolicySetup, framework: Framework) -> str:
-    """Return the lines to paste for a framework, below a line that says where they belong."""
+    """Return the lines to paste for a framework, below a line that says where they
+    belong."""
     if framework == "script":
         code = setup.optimizer_code
-        return f"Instead of torch.optim.AdamW:\n\n{code}" if code else "In a script: keep torch.optim.AdamW."
+        return (
+            f"Instead of torch.optim.AdamW:\n\n{code}"
+            if code
+            else "In a script: keep torch.optim.AdamW."
+        )
     if setup.code is not None:
-        return f'Before deepspeed.initialize (stage 3; offload_optimizer stays "cpu"):\n\n{setup.code}'
-    offload = json.dumps(setup.deepspeed_config["zero_optimization"]["offload_optimizer"])
-    return f'In zero_optimization of DeepSpeed\'s configuration:\n\n"offload_optimizer": {offload}'
+        return (
+            "Before deepspeed.initialize (stage 3; offload_optimizer stays "
+            f'"cpu"):\n\n{setup.code}'
+        )
+    offload = json.dumps(
+        setup.deepspeed_config["zero_optimization"]["offload_optimizer"]
+    )
+    return (
+        'In zero_optimization of DeepSpeed\'s configuration:\n\n"offload_optimizer": '
+        f"{offload}"
+    )
 
 
 def print_setups(advice: Recommendation) -> None:
-    """Print the recommended policy, and under a heading for each policy what to paste."""
+    """Print the recommended policy, and under a heading for each policy what to
+    paste."""
     echo_line(f"recommended: {advice.line}")
     for alternative in advice.alternatives:
         echo_line(f"instead of offloading: {alternative}")
     faster = [system for system in advice.systems if system.is_faster]
     if faster:
-        texts = (f"{system.policy}{'' if system.exact else ' (not exact)'}" for system in faster)
-        echo_line(f"{_advantage(faster[0], advice)} in other systems: {', '.join(texts)}")
+        texts = (
+            f"{system.policy}{'' if system.exact else ' (not exact)'}"
+            for system in faster
+        )
+        echo_line(
+            f"{_advantage(faster[0], advice)} in other systems: {', '.join(texts)}"
+        )
     for policy, reason in advice.left_out.items():
         echo_line(f"not among the blocks below: {policy} ({reason})")
     if advice.placeholders:
@@ -115,37 +161,52 @@ def print_setups(advice: Recommendation) -> None:
 
 
 def json_block(value: Any, indent: int = 0) -> str:
-    """Return a JSON value as text to copy: an object has a line per key, unless it fits into one line."""
+    """Return a JSON value as text to copy: an object has a line per key, unless it fits
+    into one line."""
     line = json.dumps(value)
     if not isinstance(value, dict) or (indent and len(line) <= _MAX_INNER_WIDTH):
         return line
     inner = " " * (indent + 2)
-    entries = (f"{inner}{json.dumps(key)}: {json_block(entry, indent + 2)}" for key, entry in value.items())
+    entries = (
+        f"{inner}{json.dumps(key)}: {json_block(entry, indent + 2)}"
+        for key, entry in value.items()
+    )
     return "{\n" + ",\n".join(entries) + "\n" + " " * indent + "}"
 
 
 def _print_setup(setup: PolicySetup, is_recommended: bool) -> None:
-    title = f"{setup.policy}: {ms_text(setup.iteration_ms)} an iteration{' (recommended)' if is_recommended else ''}"
+    title = (
+        f"{setup.policy}: {ms_text(setup.iteration_ms)} an "
+        f"iteration{' (recommended)' if is_recommended else ''}"
+    )
     echo(f"\n{title}\n{'-' * len(title)}")
     if setup.code is not None or not setup.uses_storage:
-        echo(f"In the configuration of DeepSpeed, whose other keys stay:\n\n{json_block(setup.deepspeed_config)}")
+        echo(
+            "In the configuration of DeepSpeed, whose other keys "
+            f"stay:\n\n{json_block(setup.deepspeed_config)}"
+        )
     if setup.code is not None:
         echo(f"\nand in the script, before deepspeed.initialize:\n\n{setup.code}")
     if setup.optimizer_code is not None:
-        echo(f"\nIn a script without DeepSpeed, instead of torch.optim.AdamW:\n\n{setup.optimizer_code}")
+        echo(
+            "\nIn a script without DeepSpeed, instead of "
+            f"torch.optim.AdamW:\n\n{setup.optimizer_code}"
+        )
     if setup.policy == "gpu-only":
         echo("\nIn a script without DeepSpeed: keep torch.optim.AdamW.")
 
 
 def _advantage(system: SystemSetup, advice: Recommendation) -> str:
-    """Return in a word what a system has over the recommended policy: it is faster, or fits where that does not."""
+    """Return in a word what a system has over the recommended policy: it is faster, or
+    fits where that does not."""
     return "faster" if system.iteration_ms < advice.setups[0].iteration_ms else "fits"
 
 
 def _print_system(system: SystemSetup, advice: Recommendation) -> None:
     kind = _advantage(system, advice) if system.is_faster else "the best fraction"
     title = (
-        f"{system.policy}: {ms_text(system.iteration_ms)} an iteration ({kind}{'' if system.exact else ', not exact'})"
+        f"{system.policy}: {ms_text(system.iteration_ms)} an iteration "
+        f"({kind}{'' if system.exact else ', not exact'})"
     )
     echo(f"\n{title}\n{'-' * len(title)}")
     if system.note is not None:
@@ -154,19 +215,32 @@ def _print_system(system: SystemSetup, advice: Recommendation) -> None:
 
 
 def print_plans(answer: JobPlans, explain: bool) -> None:
-    """Print the answer and the table of plans; `explain`: of all, also what limits each, and the other policies."""
+    """Print the answer and the table of plans; `explain`: of all, also what limits
+    each, and the other policies."""
     from ebbtide.features.advise.tables import plan_view, policies_table
 
     ordered = answer.ordered()
     print_view(plan_view(answer, None if explain else MAX_PLANS))
     for plan in ordered if explain else ():
         notes = (*plan.notes, f"accuracy: {plan.accuracy}")
-        print_view(iter(["", _title(plan), *(f"  {note}" for note in notes), policies_table(plan)]))
+        print_view(
+            iter(
+                [
+                    "",
+                    _title(plan),
+                    *(f"  {note}" for note in notes),
+                    policies_table(plan),
+                ]
+            )
+        )
     best = ordered[0]
     if best.policy is None:
         echo_line("next: " + "; ".join(best.notes))
     elif not explain:
-        echo_line(f"next: --code {best.machine} (lines to paste), --explain (why, and the other policies)")
+        echo_line(
+            f"next: --code {best.machine} (lines to paste), --explain (why, and the "
+            "other policies)"
+        )
 
 
 def print_code(plan: MachinePlan) -> None:
@@ -177,18 +251,37 @@ def print_code(plan: MachinePlan) -> None:
     if settings is None or lines is None:
         raise UserError(f"no policy fits on {plan.machine}: {'; '.join(plan.notes)}")
     echo(f"{_title(plan)}\n")
-    if plan.cheapest is not None and {*plan.cheapest.text.split(" + ")} != {*plan.changes_text()}:
+    if plan.cheapest is not None and {*plan.cheapest.text.split(" + ")} != {
+        *plan.changes_text()
+    }:
         framework = plan.cheapest.action["kind"]
-        echo(f"Cheapest, in the settings of {TITLES[framework]} ({plan.cheapest.text}):\n")
+        echo(
+            f"Cheapest, in the settings of {TITLES[framework]} "
+            f"({plan.cheapest.text}):\n"
+        )
         echo(f"{json_block(plan.cheapest.action['settings'])}\n")
     if plan.fits and plan.policy == "gpu-only" and settings.ranks == 1:
         echo("It fits as it is on one GPU: nothing has to be changed.")
         return
-    echo(f"With DeepSpeed, in its configuration, whose other keys stay:\n\n{json_block(lines.deepspeed_config)}")
-    before = [block for block in (lines.checkpointing, lines.deepspeed_code) if block is not None]
+    echo(
+        "With DeepSpeed, in its configuration, whose other keys "
+        f"stay:\n\n{json_block(lines.deepspeed_config)}"
+    )
+    before = [
+        block
+        for block in (lines.checkpointing, lines.deepspeed_code)
+        if block is not None
+    ]
     if before:
-        echo("\nand in the script, before deepspeed.initialize:\n\n" + "\n\n".join(before))
-    blocks = [block for block in (lines.checkpointing, lines.fsdp2, lines.optimizer) if block is not None]
+        echo(
+            "\nand in the script, before deepspeed.initialize:\n\n"
+            + "\n\n".join(before)
+        )
+    blocks = [
+        block
+        for block in (lines.checkpointing, lines.fsdp2, lines.optimizer)
+        if block is not None
+    ]
     echo("\nWithout DeepSpeed, in the script:\n\n" + "\n\n".join(blocks) + "\n")
     _print_fill_in("\n".join([*before, *blocks, json.dumps(lines.deepspeed_config)]))
 
@@ -198,5 +291,7 @@ def _title(plan: MachinePlan) -> str:
 
     if plan.policy is None or plan.settings is None:
         return f"{plan.machine}: {fits_text(plan)}"
-    place = f"{counted(plan.settings.ranks, 'rank')} on {counted(plan.hosts or 1, 'host')}"
+    place = (
+        f"{counted(plan.settings.ranks, 'rank')} on {counted(plan.hosts or 1, 'host')}"
+    )
     return f"{plan.machine}: {plan.policy}, {place}; change: {fits_text(plan)}"

@@ -1,4 +1,5 @@
-"""The range of an iteration under a policy, from the uncertainty of rates and of the compute."""
+"""The range of an iteration under a policy, from the uncertainty of rates and of the
+compute."""
 
 import math
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from ebbtide.machines.accuracy import accuracy_of, uncertainty_of
 from ebbtide.machines.kernels.efficiency import DEVIATIONS_OF_RANGE
 from ebbtide.machines.machine import Machine
 
-# Updates of published runs were predicted within about this factor by machines fitted to others (docs/validation.md).
+# Updates of published runs were predicted within about this factor by machines fitted
+# to others (docs/validation.md).
 _MODEL_FACTOR = 1.02
 # Policies whose updates consist of the same operations.
 _SAME_OPERATIONS = {"twin-flow": "zero-offload"}
@@ -19,7 +21,8 @@ _SAME_OPERATIONS = {"twin-flow": "zero-offload"}
 
 @dataclass(frozen=True)
 class PolicyTime:
-    """The iteration of a policy, and the range that has it with a probability of 80 %, ms."""
+    """The iteration of a policy, and the range that has it with a probability of 80 %,
+    ms."""
 
     policy: str
     iteration_ms: float
@@ -28,41 +31,59 @@ class PolicyTime:
 
 
 def policy_time(steps: Steps, machine: Machine, compute_factor: float) -> PolicyTime:
-    """Return the range of a policy's mean iteration on the machine that it was simulated on. The plan is simulated
-    again with each uncertain rate, and the compute (within `compute_factor`), a standard error lower and higher.
-    Changes of the logarithm are summed as squares, each direction apart, and extended to the 10th and the 90th
-    percentile. A fit to runs of the policy has its residuals instead."""
+    """Return the range of a policy's mean iteration on the machine that it was
+    simulated on. The plan is simulated again with each uncertain rate, and the compute
+    (within `compute_factor`), a standard error lower and higher. Changes of the
+    logarithm are summed as squares, each direction apart, and extended to the 10th and
+    the 90th percentile. A fit to runs of the policy has its residuals instead."""
     likely = steps.iteration_s
     squares = {True: math.log(_MODEL_FACTOR) ** 2, False: math.log(_MODEL_FACTOR) ** 2}
     for iteration_s in _varied(steps, machine, compute_factor) if likely > 0 else ():
         change = math.log(iteration_s / likely)
         squares[change > 0] += change**2
-    shorter, longer = (math.exp(DEVIATIONS_OF_RANGE * math.sqrt(squares[side])) for side in (False, True))
-    return PolicyTime(steps.plan.policy, likely * 1e3, likely * 1e3 / shorter, likely * 1e3 * longer)
+    shorter, longer = (
+        math.exp(DEVIATIONS_OF_RANGE * math.sqrt(squares[side]))
+        for side in (False, True)
+    )
+    return PolicyTime(
+        steps.plan.policy, likely * 1e3, likely * 1e3 / shorter, likely * 1e3 * longer
+    )
 
 
 def residual_factor(policy: str, machine: Machine) -> float | None:
-    """Return the factor (root mean square) within which a fit to such updates explains them; None without one."""
+    """Return the factor (root mean square) within which a fit to such updates explains
+    them; None without one."""
     if accuracy_of(machine).largest_error is None:
         return None
-    policies, residuals = (section(section(machine.extra, "fit"), key) for key in ("policies", "residuals"))
+    policies, residuals = (
+        section(section(machine.extra, "fit"), key) for key in ("policies", "residuals")
+    )
     name, blocks = _operations(policy)
     fitted = {_operations(text) for text in policies.values() if isinstance(text, str)}
-    errors = [float(value) for value in residuals.values() if isinstance(value, int | float)]
-    # Blocking copies of gradients are operations of their own; the update after them is the same.
-    if not any(other == name and (other_blocks or not blocks) for other, other_blocks in fitted):
+    errors = [
+        float(value) for value in residuals.values() if isinstance(value, int | float)
+    ]
+    # Blocking copies of gradients are operations of their own; the update after them is
+    # the same.
+    if not any(
+        other == name and (other_blocks or not blocks) for other, other_blocks in fitted
+    ):
         return None
-    return 1 + max(_MODEL_FACTOR - 1, math.sqrt(sum(error**2 for error in errors) / len(errors)))
+    return 1 + max(
+        _MODEL_FACTOR - 1, math.sqrt(sum(error**2 for error in errors) / len(errors))
+    )
 
 
 def _operations(text: str) -> tuple[str, bool]:
-    """Return what the operations of a policy follow from: its name, and whether copies of gradients block."""
+    """Return what the operations of a policy follow from: its name, and whether copies
+    of gradients block."""
     name = text.partition(",")[0].partition(":")[0]
     return _SAME_OPERATIONS.get(name, name), "grads=blocking" in text
 
 
 def _varied(steps: Steps, machine: Machine, compute_factor: float) -> Iterator[float]:
-    """Yield the iteration with each uncertain value one standard error lower and higher."""
+    """Yield the iteration with each uncertain value one standard error lower and
+    higher."""
     plan, workload = steps.plan, steps.valid.workload
     factor = residual_factor(plan.policy, machine)
     if factor is not None:
@@ -74,7 +95,9 @@ def _varied(steps: Steps, machine: Machine, compute_factor: float) -> Iterator[f
         if isinstance(value, int | float) and value:
             for changed in (value * error, value / error):
                 changes: dict[str, Any] = {key: changed}
-                yield simulate_steps(plan, workload, replace(machine, **changes)).iteration_s
+                yield simulate_steps(
+                    plan, workload, replace(machine, **changes)
+                ).iteration_s
     for scale in (compute_factor, 1 / compute_factor):
         scaled = replace(
             workload,

@@ -1,4 +1,5 @@
-"""The recommended setup: the best policy, and what to paste for each policy that fits."""
+"""The recommended setup: the best policy, and what to paste for each policy that
+fits."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -7,7 +8,13 @@ from typing import Any
 
 from ebbtide.features.advise.changes import alternatives
 from ebbtide.features.advise.choice import PolicyChoice, choose_policy
-from ebbtide.features.advise.lines.setups import PasteContext, PolicySetup, best_setup, placeholders, setup_of
+from ebbtide.features.advise.lines.setups import (
+    PasteContext,
+    PolicySetup,
+    best_setup,
+    placeholders,
+    setup_of,
+)
 from ebbtide.features.advise.lines.systems import SystemSetup, other_systems
 from ebbtide.features.advise.present import MIN_GAIN
 from ebbtide.interleave.model.workload import Workload
@@ -31,29 +38,44 @@ class Recommendation:
 
     policy: str
     line: str
-    code: str | None  # Lines of Python that make a DeepSpeed job use the policy; None if nothing should be offloaded.
+    # Lines of Python that make a DeepSpeed job use the policy; None if nothing should
+    # be offloaded.
+    code: str | None
     deepspeed_config: dict[str, Any]
     optimizer_code: str | None
-    # The lines to paste for each policy that fits: the recommended one, then the others, fastest first.
+    # The lines to paste for each policy that fits: the recommended one, then the
+    # others, fastest first.
     setups: tuple[PolicySetup, ...]
-    # Keys of the configurations whose values stand for values of the job that are not known.
+    # Keys of the configurations whose values stand for values of the job that are not
+    # known.
     placeholders: tuple[str, ...]
     present: PresentJob
-    alternatives: tuple[str, ...]  # Changes to the job after which nothing would have to be offloaded.
+    # Changes to the job after which nothing would have to be offloaded.
+    alternatives: tuple[str, ...]
     uncertainty: str
     left_out: dict[str, str]
     systems: tuple[SystemSetup, ...] = ()
-    overlap: dict[str, Any] | None = None  # What updates beside the step win; None if it is little.
-    warnings: tuple[str, ...] = ()  # What keeps the job from using the policy as it is: memory, other settings.
-    # The best static split, which DeepSpeed has by itself; None if none fits, or is worth a change.
+    # What updates beside the step win; None if it is little.
+    overlap: dict[str, Any] | None = None
+    # What keeps the job from using the policy as it is: memory, other settings.
+    warnings: tuple[str, ...] = ()
+    # The best static split, which DeepSpeed has by itself; None if none fits, or is
+    # worth a change.
     split: PolicySetup | None = None
-    action: dict[str, Any] | None = None  # The setting to change, as in findings; None: nothing is gained, or fits.
-    is_as_today: bool = False  # Whether the job fits as it is, and nothing is worth a change.
+    # The setting to change, as in findings; None: nothing is gained, or fits.
+    action: dict[str, Any] | None = None
+    # Whether the job fits as it is, and nothing is worth a change.
+    is_as_today: bool = False
 
     @property
     def deepspeed(self) -> dict[str, Any] | None:
-        """The section zero_optimization of `split`, the best that DeepSpeed itself can do; None if none of it fits."""
-        return None if self.split is None else self.split.deepspeed_config["zero_optimization"]
+        """The section zero_optimization of `split`, the best that DeepSpeed itself can
+        do; None if none of it fits."""
+        return (
+            None
+            if self.split is None
+            else self.split.deepspeed_config["zero_optimization"]
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide replay --json` prints."""
@@ -61,9 +83,13 @@ class Recommendation:
 
 
 def recommend(
-    workload: Workload, machine: Machine, job: RecordedJob | None = None, machine_source: str | None = None
+    workload: Workload,
+    machine: Machine,
+    job: RecordedJob | None = None,
+    machine_source: str | None = None,
 ) -> Recommendation:
-    """Recommend the best policy that fits, with lines to paste. Raises MachineError if a needed rate is missing."""
+    """Recommend the best policy that fits, with lines to paste. Raises MachineError if
+    a needed rate is missing."""
     context = PasteContext(job or RecordedJob(), machine, machine_source)
     choice = choose_policy(workload, machine, context.job)
     present, advice = choice.present, choice.advice
@@ -75,7 +101,8 @@ def recommend(
     if best.policy == "gpu-only":
         state_gb = workload.state_bytes * workload.params / 1e9
         line = (
-            f"do not offload: the optimizer's state ({state_gb:.1f} GB a rank) fits on the device all the time; "
+            f"do not offload: the optimizer's state ({state_gb:.1f} GB a rank) fits on "
+            "the device all the time; "
             f"an iteration takes {best.iteration_ms:,.0f} ms then"
         )
         if choice.excess:
@@ -86,11 +113,15 @@ def recommend(
         line = _line(choice, warnings)
         changes = alternatives(workload, machine, context.job, present)
         # Where the best policy does not fit, any system that does is better.
-        systems = other_systems(workload, context, inf if choice.excess else choice.steps.rating_s, present)
+        systems = other_systems(
+            workload, context, inf if choice.excess else choice.steps.rating_s, present
+        )
         others = choice.others if overlap is None else (choice.best, *choice.others)
         setups += [setup_of(steps, context) for steps in others]
     gains = choice.split is not None and present.is_slower_than(choice.split)
-    split = setup_of(choice.split, context) if choice.split is not None and gains else None
+    split = (
+        setup_of(choice.split, context) if choice.split is not None and gains else None
+    )
     return Recommendation(
         policy=best.policy,
         line=line,
@@ -129,7 +160,10 @@ def _line(choice: PolicyChoice, warnings: Sequence[str]) -> str:
     elif split is not None and split.rating_s < (1 + MIN_GAIN) * steps.rating_s:
         line = f"nothing to gain by another policy; {line}"
     if split is not None:
-        line += f"; {split.plan.policy} in plain DeepSpeed: {split.iteration_s * 1e3:,.0f} ms"
+        line += (
+            f"; {split.plan.policy} in plain DeepSpeed: {split.iteration_s * 1e3:,.0f} "
+            "ms"
+        )
     return "; ".join((line, *warnings))
 
 
@@ -138,6 +172,8 @@ def _warnings(choice: PolicyChoice, job: RecordedJob) -> Iterator[str]:
     if choice.excess:
         yield f"it does not fit: {choice.excess}"
     if job.stage in (1, 2):
-        yield f"{policy} needs zero_optimization.stage 3: this job has stage {job.stage}"
+        yield (
+            f"{policy} needs zero_optimization.stage 3: this job has stage {job.stage}"
+        )
     if job.offloads_params:
         yield f"{policy} in a DeepSpeed job needs offload_param to be off"

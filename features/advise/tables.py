@@ -14,33 +14,58 @@ from ebbtide.units import count_text, counted
 
 # From this share on host memory decides what fits.
 _BINDING_SHARE = 0.75
-_PLACES = "resident: on the device; parked: there while it is free; streamed: in and out"
+_PLACES = (
+    "resident: on the device; parked: there while it is free; streamed: in and out"
+)
 FITS_TEXTS = {True: "yes", False: "no", None: "not known"}
 
 
 def plan_view(answer: JobPlans, max_plans: int | None = None) -> View:
-    """Return the answer for a machine, with remarks on it, the changes that help there, and the table of the first
-    plans."""
-    job, plans, here, smallest = answer.job, answer.ordered(), answer.here, answer.smallest
+    """Return the answer for a machine, with remarks on it, the changes that help there,
+    and the table of the first plans."""
+    job, plans, here, smallest = (
+        answer.job,
+        answer.ordered(),
+        answer.here,
+        answer.smallest,
+    )
     yield from _answer(job, plans, here)
     yield from (f"  {remark}" for remark in answer.remarks)
     if any((plan.hosts or 1) > 1 for plan in plans[:max_plans]):
         yield f"  {NETWORK_NOTE}"
     if smallest is not None and smallest.gpu_memory_bytes is not None:
         size_gib = smallest.gpu_memory_bytes / 2**30
-        yield f"  smallest machine that fits it as it is: {smallest.name} ({size_gib:,.0f} GiB)"
-    elif len(plans) > 1 and (with_change := [plan for plan in plans if plan.change and not plan.fits]):
-        plan = min(
-            with_change, key=lambda plan: (plan.change or {}).get("ranks", 0) * 1e15 + (plan.device_capacity_bytes or 0)
+        yield (
+            f"  smallest machine that fits it as it is: {smallest.name} "
+            f"({size_gib:,.0f} GiB)"
         )
-        yield f"  smallest machine that fits it with changes: {plan.machine} ({fits_text(plan)})"
+    elif len(plans) > 1 and (
+        with_change := [plan for plan in plans if plan.change and not plan.fits]
+    ):
+        plan = min(
+            with_change,
+            key=lambda plan: (
+                (plan.change or {}).get("ranks", 0) * 1e15
+                + (plan.device_capacity_bytes or 0)
+            ),
+        )
+        yield (
+            f"  smallest machine that fits it with changes: {plan.machine} "
+            f"({fits_text(plan)})"
+        )
     settings, total = job.settings, job.facts.total_params
     trained = f"{count_text(job.workload.params)} parameters a rank"
     if job.facts.has_adapters:
-        trained = f"{count_text(job.workload.params)} trained of {count_text(total)} parameters"
+        trained = (
+            f"{count_text(job.workload.params)} trained of {count_text(total)} "
+            "parameters"
+        )
     parts = [trained, counted(settings.ranks, "rank")]
     if settings.micro_batch is not None:
-        parts.append(f"micro-batch {settings.micro_batch}" + f" x {job.micro_steps}" * (job.micro_steps > 1))
+        parts.append(
+            f"micro-batch {settings.micro_batch}"
+            + f" x {job.micro_steps}" * (job.micro_steps > 1)
+        )
     if settings.checkpointing:
         parts.append("checkpointing")
     if job.tokens is not None:
@@ -51,14 +76,26 @@ def plan_view(answer: JobPlans, max_plans: int | None = None) -> View:
         yield _changes_table(here)
     host = text("host GiB", lambda plan: _of(plan.host_bytes, plan.host_capacity_bytes))
     shown = plans[:max_plans]
-    host_binds = any((plan.host_bytes or 0) > _BINDING_SHARE * (plan.host_capacity_bytes or inf) for plan in shown)
+    host_binds = any(
+        (plan.host_bytes or 0) > _BINDING_SHARE * (plan.host_capacity_bytes or inf)
+        for plan in shown
+    )
     columns = [
         text("machine", "machine"),
         text("needs", fits_text),
-        text("device GiB", lambda plan: _of(plan.device_bytes, plan.device_capacity_bytes)),
+        text(
+            "device GiB",
+            lambda plan: _of(plan.device_bytes, plan.device_capacity_bytes),
+        ),
         *([host] if host_binds else []),
-        text("s/iteration", lambda plan: _range(plan.iteration_low_ms, plan.iteration_high_ms, 1e3)),
-        text("tokens/s", lambda plan: _range(plan.tokens_per_s_low, plan.tokens_per_s_high)),
+        text(
+            "s/iteration",
+            lambda plan: _range(plan.iteration_low_ms, plan.iteration_high_ms, 1e3),
+        ),
+        text(
+            "tokens/s",
+            lambda plan: _range(plan.tokens_per_s_low, plan.tokens_per_s_high),
+        ),
         text("cost/1e9 tokens", lambda plan: _range(plan.cost_low, plan.cost_high)),
         text("policy", "policy"),
         *([] if host_binds else [host]),
@@ -69,8 +106,12 @@ def plan_view(answer: JobPlans, max_plans: int | None = None) -> View:
     note = f"{ranges_text(gpu_name)}; memory is that of a rank."
     if host_binds:
         note += f" Of host memory {100 * SYSTEM_SHARE:.0f} % stays for the system."
-    if on_host := sorted({plan.ranks_per_host for plan in plans if plan.ranks_per_host}):
-        numbers = f"{on_host[0]} to " * (len(on_host) > 1) + counted(on_host[-1], "rank")
+    if on_host := sorted(
+        {plan.ranks_per_host for plan in plans if plan.ranks_per_host}
+    ):
+        numbers = f"{on_host[0]} to " * (len(on_host) > 1) + counted(
+            on_host[-1], "rank"
+        )
         note += f" Rates are those with {numbers} on a host."
     if any(DATA_SHEETS in plan.accuracy for plan in plans):
         note += " Rates of data sheets are not validated."
@@ -80,8 +121,11 @@ def plan_view(answer: JobPlans, max_plans: int | None = None) -> View:
     yield Table("plans", title, columns, plans, note, "-v", max_plans)
 
 
-def _answer(job: TrainingJob, plans: Sequence[MachinePlan], here: MachinePlan | None) -> Iterator[str]:
-    """Yield whether the job fits here, and the settings of the cheapest changes that make it fit."""
+def _answer(
+    job: TrainingJob, plans: Sequence[MachinePlan], here: MachinePlan | None
+) -> Iterator[str]:
+    """Yield whether the job fits here, and the settings of the cheapest changes that
+    make it fit."""
     if here is None or here.fits or here.needed_bytes is None:
         yield f"{job.workload.name}: {_where_it_fits(plans)}"
         return
@@ -94,8 +138,13 @@ def _answer(job: TrainingJob, plans: Sequence[MachinePlan], here: MachinePlan | 
     if job.settings.ranks == 1 < change.ranks:
         yield f"  not on one card, whatever else is changed: on {change.ranks}"
     kind = change.action["kind"]
-    framework = TITLES[kind] + " with ebbtide's optimizer" * (kind == "torch" and "offload" in change.levers)
-    yield f"  cheapest change that fits ({framework}, {_gib(change.device_bytes)} GiB): {change.text}"
+    framework = TITLES[kind] + " with ebbtide's optimizer" * (
+        kind == "torch" and "offload" in change.levers
+    )
+    yield (
+        f"  cheapest change that fits ({framework}, {_gib(change.device_bytes)} GiB): "
+        f"{change.text}"
+    )
     yield f"  {settings_text(change.action['settings'])}"
 
 
@@ -107,7 +156,12 @@ def _changes_table(plan: MachinePlan) -> Table:
         text("fits", lambda change: FITS_TEXTS[change.fits]),
         text("costs", lambda change: "; ".join(change.costs)),
     )
-    return Table("changes", "Each change alone; those that train other weights are last", columns, plan.alone)
+    return Table(
+        "changes",
+        "Each change alone; those that train other weights are last",
+        columns,
+        plan.alone,
+    )
 
 
 def _gib(size: float | None) -> str:
@@ -117,7 +171,11 @@ def _gib(size: float | None) -> str:
 def _where_it_fits(plans: Sequence[MachinePlan]) -> str:
     fitting = [plan.machine for plan in plans if plan.fits]
     if len(fitting) == len(plans):
-        return f"fits on {plans[0].machine} as it is" if len(plans) == 1 else "fits on each machine as it is"
+        return (
+            f"fits on {plans[0].machine} as it is"
+            if len(plans) == 1
+            else "fits on each machine as it is"
+        )
     if fitting:
         return f"fits as it is on {len(fitting)} of {len(plans)} machines"
     changed = [plan for plan in plans if plan.change is not None]
@@ -132,7 +190,12 @@ def policies_table(plan: MachinePlan) -> Table:
         ms("from", "iteration_low_ms"),
         ms("to", "iteration_high_ms"),
     )
-    return Table("policies", "Other policies that fit", columns, plan.policies if len(plan.policies) > 1 else ())
+    return Table(
+        "policies",
+        "Other policies that fit",
+        columns,
+        plan.policies if len(plan.policies) > 1 else (),
+    )
 
 
 def fits_text(plan: MachinePlan) -> str:
@@ -154,4 +217,6 @@ def _range(low: float | None, high: float | None, scale: float = 1.0) -> str | N
 def _of(size: float | None, capacity: float | None) -> str | None:
     if size is None:
         return None
-    return "/".join("-" if value is None else f"{value / 2**30:,.0f}" for value in (size, capacity))
+    return "/".join(
+        "-" if value is None else f"{value / 2**30:,.0f}" for value in (size, capacity)
+    )

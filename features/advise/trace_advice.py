@@ -36,19 +36,21 @@ class _Job(NamedTuple):
 
 
 class TraceAdviser:
-    """Recommends settings for the job of a trace, as `ebbtide replay --recommend` does. It simulates when asked."""
+    """Recommends settings for the job of a trace, as `ebbtide replay --recommend` does.
+    It simulates when asked."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
 
     @property
     def can_simulate(self) -> bool:
-        """Whether the job can be simulated: its parameters, phases and machine are known."""
+        """Whether the job can be simulated: its parameters, phases and machine are
+        known."""
         return self._job is not None
 
     def split_setting(self) -> Setting | None:
-        """Return the best setting of DeepSpeed itself: no offload, or the fastest split that fits; None where neither
-        is worth a change, or is known."""
+        """Return the best setting of DeepSpeed itself: no offload, or the fastest split
+        that fits; None where neither is worth a change, or is known."""
         if self._job is None:
             return None
         workload, context = self._job
@@ -58,27 +60,45 @@ class TraceAdviser:
         # With unified memory the state has its place already.
         if steps is None or not (machine.unified_memory or fits_memory(steps, machine)):
             return None
-        offload = setup_of(steps, context).deepspeed_config["zero_optimization"]["offload_optimizer"]
-        text = ": ".join(filter(None, ("do not offload at all", unified_memory_text(machine))))
+        offload = setup_of(steps, context).deepspeed_config["zero_optimization"][
+            "offload_optimizer"
+        ]
+        text = ": ".join(
+            filter(None, ("do not offload at all", unified_memory_text(machine)))
+        )
         if not on_gpu:
             part = f'"offload_optimizer": {{"ratio": {offload["ratio"]:g}}}'
-            text = f"keep that part of the optimizer's state on the device (a static split: {part})"
+            text = (
+                "keep that part of the optimizer's state on the device (a static "
+                f"split: {part})"
+            )
         present = present_of(workload, machine, context.job)
         return present.setting(
-            "deepspeed", {"offload_optimizer": offload}, text, steps, ends_offload=on_gpu is not None
+            "deepspeed",
+            {"offload_optimizer": offload},
+            text,
+            steps,
+            ends_offload=on_gpu is not None,
         )
 
     def activations_setting(self) -> Setting | None:
-        """Return the best choice of activations, with its gain over recomputing all; None if none fits or is known."""
+        """Return the best choice of activations, with its gain over recomputing all;
+        None if none fits or is known."""
         if self._job is None:
             return None
         metrics, machine = JobMetrics(self._trace), self._job.context.machine
-        workload = own_job(with_trace_layers(self._job.workload, self._trace), self._job.context.job)
+        workload = own_job(
+            with_trace_layers(self._job.workload, self._trace), self._job.context.job
+        )
         if not workload.layers or machine.gpu_update_params_per_s is None:
             return None
         policy = Policy.make("pipelined" if metrics.offloaded else "gpu-only")
         again, best = (
-            simulate_steps(policy.with_options(activations=kind).plan(workload, machine), workload, machine)
+            simulate_steps(
+                policy.with_options(activations=kind).plan(workload, machine),
+                workload,
+                machine,
+            )
             for kind in ("recompute", "auto")
         )
         layers = best.valid.plan.layers
@@ -86,12 +106,20 @@ class TraceAdviser:
             return None
         counts = layers.counts(len(workload.chunk_shares))[1]
         text = ", ".join(
-            f"{kind.replace('-', ' and ')} those of {count} layers" for kind, count in counts.items() if count
+            f"{kind.replace('-', ' and ')} those of {count} layers"
+            for kind, count in counts.items()
+            if count
         )
         if copied := layers.host_bytes(workload):
-            text += f": {bytes_text(copied)} to the host in the forward, and back in the backward"
-        # The job itself computes again all that it checkpoints; one that does not fits only so.
-        return Present(again).setting("activations", counts, f"activations: {text}", best)
+            text += (
+                f": {bytes_text(copied)} to the host in the forward, and back in the "
+                "backward"
+            )
+        # The job itself computes again all that it checkpoints; one that does not fits
+        # only so.
+        return Present(again).setting(
+            "activations", counts, f"activations: {text}", best
+        )
 
     @cached_property
     def _job(self) -> _Job | None:
@@ -99,7 +127,9 @@ class TraceAdviser:
         if machine is None:
             return None
         try:
-            context = PasteContext(recorded_job(self._trace), inputs.share_box(machine, None, self._trace))
+            context = PasteContext(
+                recorded_job(self._trace), inputs.share_box(machine, None, self._trace)
+            )
             return _Job(workload_of(self._trace), context)
         except (MachineError, WorkloadError):
             return None
@@ -109,22 +139,28 @@ _POLICY = "pipelined"
 
 
 def with_replayed_offload(trace: Trace, error: OutOfMemory) -> OutOfMemory:
-    """Return an error whose remedy of offloaded state is that of `pipelined`, replayed, with its iteration time, less
-    what it uses on the device; as it is where the trace cannot be replayed."""
+    """Return an error whose remedy of offloaded state is that of `pipelined`, replayed,
+    with its iteration time, less what it uses on the device; as it is where the trace
+    cannot be replayed."""
     bound = next((remedy for remedy in error.remedies if remedy.name == OFFLOAD), None)
     machine = inputs.own_machine(trace)
     if bound is None or machine is None:
         return error
     if machine.unified_memory:
-        return replace(error, remedies=[remedy for remedy in error.remedies if remedy is not bound])
+        return replace(
+            error, remedies=[remedy for remedy in error.remedies if remedy is not bound]
+        )
     try:
         workload = workload_of(trace)
-        schedule = simulate(Policy.make(_POLICY).plan(workload, machine), workload, machine)
+        schedule = simulate(
+            Policy.make(_POLICY).plan(workload, machine), workload, machine
+        )
     except (MachineError, PolicyError, WorkloadError):
         return error
     kept = round(schedule.peak_device_bytes)
     reason = (
-        f"all optimizer state on the device, minus {bytes_text(kept)} that the policy {_POLICY} uses there; replayed "
+        f"all optimizer state on the device, minus {bytes_text(kept)} that the policy "
+        f"{_POLICY} uses there; replayed "
         f"on {machine.name}, an iteration takes {ms_text(schedule.iteration_s * 1e3)}"
     )
     remedy = make_remedy(OFFLOAD, max(bound.bytes - kept, 0), error.record, reason)

@@ -6,6 +6,9 @@ FEATURE = Feature(
     "calibrate",
     {
         "commands": {"calibrate": "command"},
-        "services": {"calibrate": "run:calibrate_alone", "measure-cpu": "cpu_machine:measure_cpu"},
+        "services": {
+            "calibrate": "run:calibrate_alone",
+            "measure-cpu": "cpu_machine:measure_cpu",
+        },
     },
 )

@@ -1,4 +1,5 @@
-"""Measures a GPU: updates, casts, the fixed cost of a step, arithmetic and memory. Needs a GPU."""
+"""Measures a GPU: updates, casts, the fixed cost of a step, arithmetic and memory.
+Needs a GPU."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -7,7 +8,13 @@ from contextlib import contextmanager
 import torch
 
 from ebbtide.features.calibrate.cpu import CAST_BYTES, KERNEL_BYTES, TorchAdamW
-from ebbtide.features.calibrate.record import MIN_RUNS, Record, Setup, Timing, measure_time
+from ebbtide.features.calibrate.record import (
+    MIN_RUNS,
+    Record,
+    Setup,
+    Timing,
+    measure_time,
+)
 from ebbtide.machines.machine import GpuCompute
 
 # Launches kernels.
@@ -16,7 +23,8 @@ Launch = Callable[[], object]
 # DeepSpeed's default subgroup; fewer parameters if the device has little memory.
 _PARAMS = 100_000_000
 _SMALL_PARAMS = 1024
-# Launched together, so that the launch cost on the host is hidden, as in a training step.
+# Launched together, so that the launch cost on the host is hidden, as in a training
+# step.
 _LAUNCHED = 8
 # How much more work each size has than the one before it, of the sizes that are tried.
 _GROWTH = 8
@@ -29,13 +37,18 @@ def record_memory(setup: Setup, record: Record) -> None:
 
 
 def measure_update(setup: Setup, record: Record) -> None:
-    """Measure `gpu_update_params_per_s`: torch's fused AdamW with its casts, several steps in a row."""
+    """Measure `gpu_update_params_per_s`: torch's fused AdamW with its casts, several
+    steps in a row."""
     free, _ = torch.cuda.mem_get_info(setup.device)
     sizes = _sizes(min(_PARAMS, free // (2 * KERNEL_BYTES)))
     device = torch.device("cuda", setup.device)
-    params, timing = _time_launches(lambda size: TorchAdamW(size, device), sizes, device, setup)
+    params, timing = _time_launches(
+        lambda size: TorchAdamW(size, device), sizes, device, setup
+    )
     how = f"torch AdamW(fused=True) and its casts, {params / 1e6:.1f} M parameters"
-    record.rate("gpu_update_params_per_s", _LAUNCHED * params / timing.seconds, how, timing)
+    record.rate(
+        "gpu_update_params_per_s", _LAUNCHED * params / timing.seconds, how, timing
+    )
 
 
 def measure_cast(setup: Setup, record: Record) -> None:
@@ -51,15 +64,21 @@ def measure_cast(setup: Setup, record: Record) -> None:
 
     params, timing = _time_launches(prepare, sizes, device, setup)
     how = f"torch copy_ to bfloat16, {params / 1e6:.1f} M parameters"
-    record.rate("gpu_cast_params_per_s", _LAUNCHED * params / timing.seconds, how, timing)
+    record.rate(
+        "gpu_cast_params_per_s", _LAUNCHED * params / timing.seconds, how, timing
+    )
 
 
 def measure_overhead(setup: Setup, record: Record) -> None:
-    """Measure `step_overhead_s`: gradient and state of a tiny subgroup copied up, updated, and copied back."""
+    """Measure `step_overhead_s`: gradient and state of a tiny subgroup copied up,
+    updated, and copied back."""
     step = TorchAdamW(_SMALL_PARAMS, torch.device("cuda", setup.device))
     step()
     on_device = [step.gradient, *step.state]
-    on_host = [torch.zeros_like(tensor, device="cpu").copy_(tensor).pin_memory() for tensor in on_device]
+    on_host = [
+        torch.zeros_like(tensor, device="cpu").copy_(tensor).pin_memory()
+        for tensor in on_device
+    ]
 
     def round_trip() -> None:
         for target, source in zip(on_device, on_host, strict=True):
@@ -70,11 +89,15 @@ def measure_overhead(setup: Setup, record: Record) -> None:
         torch.cuda.synchronize(setup.device)
 
     timing = measure_time(round_trip, setup.window_s, setup.ranks)
-    how = f"a subgroup of {_SMALL_PARAMS:,} parameters fetched, updated on the GPU and flushed"
+    how = (
+        f"a subgroup of {_SMALL_PARAMS:,} parameters fetched, updated on the GPU and "
+        "flushed"
+    )
     record.rate("step_overhead_s", timing.seconds, how, timing)
 
 
-# Type of the operands and precision of fp32 products, by the keys of `flops_per_s`. Products accumulate in fp32.
+# Type of the operands and precision of fp32 products, by the keys of `flops_per_s`.
+# Products accumulate in fp32.
 _PRECISIONS: dict[str, tuple[torch.dtype, str]] = {
     "float32": (torch.float32, "highest"),
     "tf32": (torch.float32, "high"),
@@ -84,25 +107,39 @@ _PRECISIONS: dict[str, tuple[torch.dtype, str]] = {
 # From compute capability 8.0 on.
 _NEEDS_AMPERE = ("tf32", "bfloat16")
 _AMPERE = (8, 0)
-# Rows and columns of the matrices, and bytes of a copy; smaller if the device has little memory or is slow.
+# Rows and columns of the matrices, and bytes of a copy; smaller if the device has
+# little memory or is slow.
 _MATRIX_SIZE = 8192
 _COPY_BYTES = 1 << 30
 
 
 def measure_compute(setup: Setup, record: Record) -> None:
-    """Measure `gpu`: name, compute capability, products of matrices by type, and traffic with device memory."""
+    """Measure `gpu`: name, compute capability, products of matrices by type, and
+    traffic with device memory."""
     device = torch.device("cuda", setup.device)
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
     free, _ = torch.cuda.mem_get_info(device)
     largest = min(_MATRIX_SIZE, int((free / (2 * 3 * 4)) ** 0.5) // 64 * 64)
-    precisions = [key for key in _PRECISIONS if capability >= _AMPERE or key not in _NEEDS_AMPERE]
+    precisions = [
+        key for key in _PRECISIONS if capability >= _AMPERE or key not in _NEEDS_AMPERE
+    ]
     flops = {}
     for key in precisions:
         flops[key], size, timing = measure_product(device, key, largest, setup)
-        record.describe(f"gpu.flops_per_s.{key}", f"products of two {size} x {size} matrices of random numbers", timing)
-    memory, copy_bytes, timing = measure_device_memory(device, min(_COPY_BYTES, free // 4), setup)
-    record.describe("gpu.memory_bytes_per_s", f"copies of {copy_bytes >> 20} MiB within device memory", timing)
+        record.describe(
+            f"gpu.flops_per_s.{key}",
+            f"products of two {size} x {size} matrices of random numbers",
+            timing,
+        )
+    memory, copy_bytes, timing = measure_device_memory(
+        device, min(_COPY_BYTES, free // 4), setup
+    )
+    record.describe(
+        "gpu.memory_bytes_per_s",
+        f"copies of {copy_bytes >> 20} MiB within device memory",
+        timing,
+    )
     is_cuda = torch.version.hip is None
     record.gpu = GpuCompute(
         name=properties.name,
@@ -112,8 +149,11 @@ def measure_compute(setup: Setup, record: Record) -> None:
     )
 
 
-def measure_product(device: torch.device, precision: str, largest: int, setup: Setup) -> tuple[float, int, Timing]:
-    """Return the FLOP/s of products of square matrices, their size (a product has 2 size**3 operations) and timing.
+def measure_product(
+    device: torch.device, precision: str, largest: int, setup: Setup
+) -> tuple[float, int, Timing]:
+    """Return the FLOP/s of products of square matrices, their size (a product has 2
+    size**3 operations) and timing.
 
     Args:
         precision: A key of `flops_per_s`.
@@ -122,8 +162,11 @@ def measure_product(device: torch.device, precision: str, largest: int, setup: S
     dtype, fp32_precision = _PRECISIONS[precision]
 
     def prepare(size: int) -> Launch:
-        # Products of zeros take less power, so that the clock stays higher than in a job.
-        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        # Products of zeros take less power, so that the clock stays higher than in a
+        # job.
+        left, right = (
+            torch.randn(size, size, device=device).to(dtype) for _ in range(2)
+        )
         product = torch.empty_like(left)
         return lambda: torch.mm(left, right, out=product)
 
@@ -133,9 +176,11 @@ def measure_product(device: torch.device, precision: str, largest: int, setup: S
     return _LAUNCHED * 2.0 * size**3 / timing.seconds, size, timing
 
 
-def measure_device_memory(device: torch.device, largest: int, setup: Setup) -> tuple[float, int, Timing]:
-    """Return the bytes/s read and written by copies within the memory of a device, the bytes of one, and their timing;
-    `largest`: bytes of a copy if the device is fast."""
+def measure_device_memory(
+    device: torch.device, largest: int, setup: Setup
+) -> tuple[float, int, Timing]:
+    """Return the bytes/s read and written by copies within the memory of a device, the
+    bytes of one, and their timing; `largest`: bytes of a copy if the device is fast."""
 
     def prepare(nbytes: int) -> Launch:
         source = torch.ones(nbytes, dtype=torch.uint8, device=device)
@@ -163,13 +208,18 @@ def _sizes(largest: int) -> list[int]:
 
 
 def _time_launches(
-    prepare: Callable[[int], Launch], sizes: Sequence[int], device: torch.device, setup: Setup
+    prepare: Callable[[int], Launch],
+    sizes: Sequence[int],
+    device: torch.device,
+    setup: Setup,
 ) -> tuple[int, Timing]:
-    """Measure calls that launch kernels, several in a row, of the largest size whose runs fit the window.
+    """Measure calls that launch kernels, several in a row, of the largest size whose
+    runs fit the window.
 
     Args:
         prepare: Returns the call of a size.
-        sizes: Sizes to try, ascending; each has `_GROWTH` times the work of the one before.
+        sizes: Sizes to try, ascending; each has `_GROWTH` times the work of the one
+            before.
     """
     for size in sizes:
         run = _repeated(prepare(size), device)

@@ -1,4 +1,5 @@
-"""Connects the ranks that measure at the same time: those of a launcher, or processes that are started here."""
+"""Connects the ranks that measure at the same time: those of a launcher, or processes
+that are started here."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Ranks:
     local_rank: int = 0
     local_count: int = 1
     store: Any = None  # A store of torch.distributed, which the ranks share.
-    helpers: tuple[BaseProcess, ...] = ()  # Processes of other ranks that this process has started.
+    # Processes of other ranks that this process has started.
+    helpers: tuple[BaseProcess, ...] = ()
 
     def wait(self) -> None:
         """Wait until all ranks have called this."""
@@ -62,29 +64,38 @@ class Ranks:
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[Ranks]:
-        """Connect to the other ranks by gloo for the block; report an error of the block to them.
+        """Connect to the other ranks by gloo for the block; report an error of the
+        block to them.
 
-        Like `wait` and `gather` it raises MachineError where another rank failed, was killed, or does not answer."""
+        Like `wait` and `gather` it raises MachineError where another rank failed, was
+        killed, or does not answer."""
         from torch import distributed
 
         with self._peers():
             self._wait_for_start()
             timeout = timedelta(seconds=_TIMEOUT_S)
             distributed.init_process_group(
-                "gloo", store=self.store, rank=self.rank, world_size=self.count, timeout=timeout
+                "gloo",
+                store=self.store,
+                rank=self.rank,
+                world_size=self.count,
+                timeout=timeout,
             )
         try:
             yield self
         except _PeerLostError:
             raise
         except Exception as error:
-            self.store.set(_FAILURE_KEY, f"rank {self.rank}: {str(error) or type(error).__name__}")
+            self.store.set(
+                _FAILURE_KEY, f"rank {self.rank}: {str(error) or type(error).__name__}"
+            )
             raise
         finally:
             distributed.destroy_process_group()
 
     def _wait_for_start(self) -> None:
-        """Wait until all ranks have started. gloo would not notice a rank that was killed before it connects."""
+        """Wait until all ranks have started. gloo would not notice a rank that was
+        killed before it connects."""
         self.store.set(f"started-{self.rank}", "")
         keys = [f"started-{rank}" for rank in range(self.count)]
         deadline = time.monotonic() + _TIMEOUT_S
@@ -109,9 +120,15 @@ class Ranks:
                 if self.store.check([_FAILURE_KEY]):
                     return str(self.store.get(_FAILURE_KEY).decode())
             if self._has_dead_helper():
-                return f"one of {self.count} ranks was killed: is there memory for so many? try fewer --ranks"
+                return (
+                    f"one of {self.count} ranks was killed: is there memory for so "
+                    "many? try fewer --ranks"
+                )
             time.sleep(0.05)
-        return f"one of {self.count} ranks has ended, or did not answer for {_TIMEOUT_S:g} s"
+        return (
+            f"one of {self.count} ranks has ended, or did not answer for "
+            f"{_TIMEOUT_S:g} s"
+        )
 
     def _has_dead_helper(self) -> bool:
         return any(helper.exitcode not in (None, 0) for helper in self.helpers)
@@ -123,10 +140,17 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 
 @contextlib.contextmanager
 def join_ranks(count: int | None, work: Callable[[Ranks], object]) -> Iterator[Ranks]:
-    """Join the ranks of a launcher, or start `count - 1` further processes here that call `work` (picklable)."""
-    launched = all(name in os.environ for name in _LAUNCHER_VARIABLES) and os.environ["WORLD_SIZE"] != "1"
+    """Join the ranks of a launcher, or start `count - 1` further processes here that
+    call `work` (picklable)."""
+    launched = (
+        all(name in os.environ for name in _LAUNCHER_VARIABLES)
+        and os.environ["WORLD_SIZE"] != "1"
+    )
     if launched and count is not None:
-        raise MachineError("--ranks starts ranks, but a launcher has started some already: use only one of them")
+        raise MachineError(
+            "--ranks starts ranks, but a launcher has started some already: use only "
+            "one of them"
+        )
     if launched:
         with _launched_ranks().joined() as ranks:
             yield ranks
@@ -141,7 +165,9 @@ def _launched_ranks() -> Ranks:
     from torch.distributed import rendezvous
 
     store, rank, count = next(iter(rendezvous("env://")))
-    return Ranks(rank, count, int(os.environ["LOCAL_RANK"]), host_limits.local_ranks(), store)
+    return Ranks(
+        rank, count, int(os.environ["LOCAL_RANK"]), host_limits.local_ranks(), store
+    )
 
 
 @contextlib.contextmanager
@@ -149,13 +175,19 @@ def _started_ranks(count: int, work: Callable[[Ranks], object]) -> Iterator[Rank
     import torch
 
     if 0 < torch.cuda.device_count() < count:
-        raise MachineError(f"--ranks is {count}, but each rank needs one of the {torch.cuda.device_count()} GPUs here")
+        raise MachineError(
+            f"--ranks is {count}, but each rank needs one of the "
+            f"{torch.cuda.device_count()} GPUs here"
+        )
     # A process with threads must not be forked, and CUDA does not survive a fork.
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="ebbtide-") as folder:
         file = Path(folder) / "store"
         helpers = tuple(
-            spawn.Process(target=_run_helper, args=(work, file, rank, count), daemon=True) for rank in range(1, count)
+            spawn.Process(
+                target=_run_helper, args=(work, file, rank, count), daemon=True
+            )
+            for rank in range(1, count)
         )
         try:
             for helper in helpers:
@@ -169,13 +201,17 @@ def _started_ranks(count: int, work: Callable[[Ranks], object]) -> Iterator[Rank
                     helper.join()
 
 
-def _local_ranks(file: Path, rank: int, count: int, helpers: tuple[BaseProcess, ...] = ()) -> Ranks:
+def _local_ranks(
+    file: Path, rank: int, count: int, helpers: tuple[BaseProcess, ...] = ()
+) -> Ranks:
     from torch.distributed import FileStore
 
     return Ranks(rank, count, rank, count, FileStore(str(file), count), helpers)
 
 
-def _run_helper(work: Callable[[Ranks], object], file: Path, rank: int, count: int) -> None:
+def _run_helper(
+    work: Callable[[Ranks], object], file: Path, rank: int, count: int
+) -> None:
     # Ctrl-C reaches all processes of the terminal; the first rank ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

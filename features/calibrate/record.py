@@ -21,7 +21,8 @@ class Timing:
 
     seconds: float  # Median of one run.
     runs: int
-    spread: float  # Distance from the 10th to the 90th percentile, divided by the median.
+    # Distance from the 10th to the 90th percentile, divided by the median.
+    spread: float
 
     @classmethod
     def from_runs(cls, seconds: list[float]) -> Timing:
@@ -31,13 +32,16 @@ class Timing:
 
 
 def measure_time(run: Callable[[], object], window_s: float, ranks: Ranks) -> Timing:
-    """Call `run`, which returns when its work has ended, once unmeasured, wait for the other ranks, then call it for
-    `window_s` seconds, at least three times."""
+    """Call `run`, which returns when its work has ended, once unmeasured, wait for the
+    other ranks, then call it for `window_s` seconds, at least three times."""
     return measure_times([run], window_s, ranks)[0]
 
 
-def measure_times(runs: Sequence[Callable[[], object]], window_s: float, ranks: Ranks) -> list[Timing]:
-    """Measure several calls as `measure_time` does one, taking turns, so that what slows one down slows down all."""
+def measure_times(
+    runs: Sequence[Callable[[], object]], window_s: float, ranks: Ranks
+) -> list[Timing]:
+    """Measure several calls as `measure_time` does one, taking turns, so that what
+    slows one down slows down all."""
     for run in runs:
         run()
     ranks.wait()
@@ -68,26 +72,37 @@ class Record:
     """Results of a calibration."""
 
     rates: dict[str, float] = field(default_factory=dict)
-    # The same rates of one rank while the others on its host are idle; empty where not measured.
+    # The same rates of one rank while the others on its host are idle; empty where not
+    # measured.
     alone: dict[str, float] = field(default_factory=dict)
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
     storage: list[StoragePath] = field(default_factory=list)
-    gpu: GpuCompute | None = None  # Arithmetic and memory of the GPU; None where there is none.
+    # Arithmetic and memory of the GPU; None where there is none.
+    gpu: GpuCompute | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def rate(self, key: str, value: float, how: str, timing: Timing | None = None) -> None:
+    def rate(
+        self, key: str, value: float, how: str, timing: Timing | None = None
+    ) -> None:
         """Record a rate and how it was measured."""
         self.rates[key] = value
         self.describe(key, how, timing)
 
     def describe(self, key: str, how: str, timing: Timing | None = None) -> None:
         """Record how a value of the machine file was measured."""
-        runs = {"runs": timing.runs, "spread": round(timing.spread, 4)} if timing is not None else {}
+        runs = (
+            {"runs": timing.runs, "spread": round(timing.spread, 4)}
+            if timing is not None
+            else {}
+        )
         self.measured[key] = {"how": how, **runs}
 
-    def host_traffic(self, bytes_per_s: float, how: str, timing: Timing | None = None) -> None:
-        """Record measured traffic of host memory. The highest one of all measurements is taken as its bandwidth."""
+    def host_traffic(
+        self, bytes_per_s: float, how: str, timing: Timing | None = None
+    ) -> None:
+        """Record measured traffic of host memory. The highest one of all measurements
+        is taken as its bandwidth."""
         key = "host_memory_bytes_per_s"
         if bytes_per_s > self.rates.get(key, 0.0):
             self.rate(key, bytes_per_s, how, timing)

@@ -38,8 +38,13 @@ _RATES = {
 
 
 def machine_view(machine: Machine, verbose: bool = True) -> View:
-    """Return the known rates; `verbose`: also how each was measured, the box, the GPU, and the errors of a fit."""
-    ranks = f" while {machine.box.ranks} update on its host" if machine.box is not None else ""
+    """Return the known rates; `verbose`: also how each was measured, the box, the GPU,
+    and the errors of a fit."""
+    ranks = (
+        f" while {machine.box.ranks} update on its host"
+        if machine.box is not None
+        else ""
+    )
     with_rate = [key for key in _RATES if getattr(machine, key) is not None]
     columns: list[Column] = [
         text("figure", lambda key: _RATES[key].label),
@@ -47,7 +52,9 @@ def machine_view(machine: Machine, verbose: bool = True) -> View:
         text("unit", lambda key: _RATES[key].unit),
         text("source", lambda key: _source(machine, key, verbose)),
     ]
-    yield Table("rates", f"{machine.name}, rates of one rank{ranks}", columns, with_rate)
+    yield Table(
+        "rates", f"{machine.name}, rates of one rank{ranks}", columns, with_rate
+    )
     if missing := [_RATES[key].label for key in _RATES if key not in with_rate]:
         yield f"not known: {'; '.join(missing)}"
     columns = [
@@ -57,7 +64,9 @@ def machine_view(machine: Machine, verbose: bool = True) -> View:
         rate("both together", lambda entry: entry[1].duplex_bytes_per_s),
         size("free", lambda entry: entry[1].bytes),
     ]
-    yield Table("storage", f"{machine.name}, storage", columns, list(enumerate(machine.storage)))
+    yield Table(
+        "storage", f"{machine.name}, storage", columns, list(enumerate(machine.storage))
+    )
     if verbose:
         yield from _details(machine)
 
@@ -66,27 +75,54 @@ def _details(machine: Machine) -> View:
     if (box := machine.box) is not None:
         columns: list[Column] = [
             text("figure", lambda key: _RATES[key].label),
-            text(f"total of {box.ranks} ranks", lambda key: _value(key, getattr(box, key))),
-            text("one rank, the others idle", lambda key: _value(key, getattr(box, f"one_rank_{key}"))),
+            text(
+                f"total of {box.ranks} ranks",
+                lambda key: _value(key, getattr(box, key)),
+            ),
+            text(
+                "one rank, the others idle",
+                lambda key: _value(key, getattr(box, f"one_rank_{key}")),
+            ),
             text("unit", lambda key: _RATES[key].unit),
         ]
         yield Table("box", f"{machine.name}, the box", columns, SHARED_RATES)
     if (gpu := machine.gpu) is not None:
-        rows = [(f"products in {kind}", f"{flops / 1e12:.4g}", "TFLOP/s") for kind, flops in gpu.flops_per_s.items()]
+        rows = [
+            (f"products in {kind}", f"{flops / 1e12:.4g}", "TFLOP/s")
+            for kind, flops in gpu.flops_per_s.items()
+        ]
         if gpu.memory_bytes_per_s is not None:
-            rows.append(("device memory, read and written", f"{gpu.memory_bytes_per_s / 1e9:,.0f}", "GB/s"))
-        capability = f", compute capability {gpu.compute_capability}" if gpu.compute_capability else ""
+            rows.append(
+                (
+                    "device memory, read and written",
+                    f"{gpu.memory_bytes_per_s / 1e9:,.0f}",
+                    "GB/s",
+                )
+            )
+        capability = (
+            f", compute capability {gpu.compute_capability}"
+            if gpu.compute_capability
+            else ""
+        )
         title = f"{machine.name}, the GPU: {gpu.name or 'not known'}{capability}"
-        cells = (text(label, itemgetter(number)) for number, label in enumerate(("figure", "rate", "unit")))
+        cells = (
+            text(label, itemgetter(number))
+            for number, label in enumerate(("figure", "rate", "unit"))
+        )
         yield Table("gpu", title, tuple(cells), rows)
     fit = machine.extra.get("fit") or {"residuals": {}}
     columns = [
         text("trace", lambda name: name),
         text("ranks on the host", lambda name: str(fit["ranks"][name] or "not known")),
         text("policy", lambda name: fit["policies"][name]),
-        text("update, fitted vs. measured", lambda name: f"{100 * fit['residuals'][name]:+.1f} %"),
+        text(
+            "update, fitted vs. measured",
+            lambda name: f"{100 * fit['residuals'][name]:+.1f} %",
+        ),
     ]
-    yield Table("fit", "Errors of the fit", columns, list(fit["residuals"]), max_rows=None)
+    yield Table(
+        "fit", "Errors of the fit", columns, list(fit["residuals"]), max_rows=None
+    )
 
 
 def _value(key: str, value: float | None) -> str | None:
@@ -96,10 +132,18 @@ def _value(key: str, value: float | None) -> str | None:
 def _source(machine: Machine, key: str, verbose: bool) -> str:
     fit = machine.extra.get("fit")
     if fit is None:
-        return f"measured: {machine.extra['measured'][key]['how']}" if verbose else "measured"
+        return (
+            f"measured: {machine.extra['measured'][key]['how']}"
+            if verbose
+            else "measured"
+        )
     if key not in fit["uncertainty"]:
         return "recorded in the traces"
     factor = f"x{fit['uncertainty'][key]:.2f}"
     if key in fit["unidentified"]:
-        return f"prior, {factor}: not determined by these traces" if verbose else f"prior, {factor}"
+        return (
+            f"prior, {factor}: not determined by these traces"
+            if verbose
+            else f"prior, {factor}"
+        )
     return f"fitted, {factor}"

@@ -1,4 +1,5 @@
-"""DeepSpeed: records its jobs, imports its logs, and drives its ZeRO stage 3 with offload by a policy."""
+"""DeepSpeed: records its jobs, imports its logs, and drives its ZeRO stage 3 with
+offload by a policy."""
 
 from ebbtide.seams import Feature
 

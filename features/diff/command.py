@@ -12,31 +12,62 @@ from ebbtide.cli.options import Json, Verbose
 from ebbtide.cli.printing import echo, echo_line, print_view
 
 
-@command("Explain", 3, examples=("diff before.ebb after.ebb", "diff base.json new.ebb --fail-if 'iteration>5%'"))
+@command(
+    "Explain",
+    3,
+    examples=(
+        "diff before.ebb after.ebb",
+        "diff base.json new.ebb --fail-if 'iteration>5%'",
+    ),
+)
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A.ebb", help="First trace, or file of summary --json.")],
-    b: Annotated[Path, typer.Argument(metavar="B.ebb", help="Second trace, or file of summary --json.")],
+    a: Annotated[
+        Path,
+        typer.Argument(metavar="A.ebb", help="First trace, or file of summary --json."),
+    ],
+    b: Annotated[
+        Path,
+        typer.Argument(
+            metavar="B.ebb", help="Second trace, or file of summary --json."
+        ),
+    ],
     fail_if: Annotated[
         list[str] | None,
         typer.Option(
             "--fail-if",
             metavar="QUANTITY>SHARE%",
-            help="Exit with 1 if a quantity grew by more, e.g. 'iteration>5%' or 'peak_allocated>1%'. Repeatable. "
-            "Times (of which the least growth with 95 % confidence counts): iteration, forward, backward, update, "
-            "other. Sizes: peak_allocated, peak_reserved, peak_device, peak_POOL of any other pool, h2d_bytes, "
-            "d2h_bytes.",
+            help=(
+                "Exit with 1 if a quantity grew by more, e.g. 'iteration>5%' or "
+                "'peak_allocated>1%'. Repeatable. "
+                "Times (of which the least growth with 95 % confidence counts): "
+                "iteration, "
+                "forward, backward, update, "
+                "other. Sizes: peak_allocated, peak_reserved, peak_device, peak_POOL "
+                "of "
+                "any other pool, h2d_bytes, "
+                "d2h_bytes."
+            ),
             show_default="no limits",
         ),
     ] = None,
     by: Annotated[
         Literal["kernel", "operator"] | None,
-        typer.Option("--by", help="Compare the time of each kernel, or of the kernels that each operator launched."),
+        typer.Option(
+            "--by",
+            help=(
+                "Compare the time of each kernel, or of the kernels that each "
+                "operator launched."
+            ),
+        ),
     ] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for a comment.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print Markdown, for a comment.")
+    ] = False,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
-    """Compare time, memory, link use and setup of two runs, and fail if the second one is above limits.
+    """Compare time, memory, link use and setup of two runs, and fail if the second one
+    is above limits.
 
     Traces, those of dry runs and stored files of `summary --json` can be compared."""
     from ebbtide.features.diff.comparison import compare

@@ -7,14 +7,19 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.analysis.timeseries.statistics import median_or_none
-from ebbtide.analysis.timeseries.two_samples import DifferenceInterval, beyond_spread, difference_interval
+from ebbtide.analysis.timeseries.two_samples import (
+    DifferenceInterval,
+    beyond_spread,
+    difference_interval,
+)
 from ebbtide.features.diff.runs import PHASE_SIZES, ComparedRun, run_of_trace
 from ebbtide.profiler.trace import Trace
 
 if TYPE_CHECKING:
     import pandas as pd
 
-# Confidence of the intervals that limits are compared with: the growth is at least `low` in 95 % of cases.
+# Confidence of the intervals that limits are compared with: the growth is at least
+# `low` in 95 % of cases.
 _OF_LIMITS = 0.90
 
 
@@ -34,37 +39,56 @@ class Change:
     @property
     def ratio(self) -> float | None:
         """b / a; None where one is not known or a is 0."""
-        return None if self.a is None or self.b is None or self.a == 0 else self.b / self.a
+        return (
+            None if self.a is None or self.b is None or self.a == 0 else self.b / self.a
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry of `ebbtide diff --json`."""
-        return {"of": self.name, "a": self.a, "b": self.b, "difference": self.difference, "ratio": self.ratio}
+        return {
+            "of": self.name,
+            "a": self.a,
+            "b": self.b,
+            "difference": self.difference,
+            "ratio": self.ratio,
+        }
 
 
 @dataclass(frozen=True)
 class TimeChange(Change):
     """Median milliseconds of both runs."""
 
-    beyond_spread: bool | None  # Whether the medians differ by more than their spread; see `beyond_spread`.
-    # The least and the largest difference b - a that the iterations allow; see `difference_interval`.
+    # Whether the medians differ by more than their spread; see `beyond_spread`.
+    beyond_spread: bool | None
+    # The least and the largest difference b - a that the iterations allow; see
+    # `difference_interval`.
     interval: DifferenceInterval | None
-    limit_interval: DifferenceInterval | None  # The same, of less confidence, for limits (`gate.py`).
+    # The same, of less confidence, for limits (`gate.py`).
+    limit_interval: DifferenceInterval | None
 
     @property
     def is_distinguishable(self) -> bool | None:
-        """Whether the difference can be told apart from noise: the interval does not contain 0. None with fewer than
-        three iterations in one of the runs."""
-        return None if self.interval is None else not self.interval.low <= 0 <= self.interval.high
+        """Whether the difference can be told apart from noise: the interval does not
+        contain 0. None with fewer than three iterations in one of the runs."""
+        return (
+            None
+            if self.interval is None
+            else not self.interval.low <= 0 <= self.interval.high
+        )
 
     @property
     def is_uncertain(self) -> bool:
-        """Whether there is a difference whose size is uncertain: it is within the spread of the medians."""
+        """Whether there is a difference whose size is uncertain: it is within the
+        spread of the medians."""
         return bool(self.is_distinguishable) and not self.beyond_spread
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry of `ebbtide diff --json`."""
         interval = None if self.interval is None else asdict(self.interval)
-        distinct = {"beyond_spread": self.beyond_spread, "distinguishable": self.is_distinguishable}
+        distinct = {
+            "beyond_spread": self.beyond_spread,
+            "distinguishable": self.is_distinguishable,
+        }
         return {**super().as_json(), **distinct, "difference_interval": interval}
 
 
@@ -87,7 +111,8 @@ class Diff:
 
     a: str  # Path of the first trace.
     b: str  # Path of the second trace.
-    counted: tuple[int, int]  # Number of steady iterations of each, which medians are over.
+    # Number of steady iterations of each, which medians are over.
+    counted: tuple[int, int]
     median_ms: list[TimeChange]  # Times of the iteration and its phases.
     peak_bytes: list[Change]  # Peak of each memory pool.
     min_free_bytes: list[Change]  # Least free memory in each phase.
@@ -95,43 +120,69 @@ class Diff:
     d2h_bytes: list[Change]  # Bytes moved to the host in each phase.
     setting_changes: list[SettingChange]  # Settings that differ; `facts` in JSON.
     totals: list[Change]  # Figures of the whole traces, which need no iterations.
-    kernels: list[Change]  # Mean milliseconds of each kernel in an iteration of the first rank, largest change first.
-    operators: list[Change]  # The same by operator that launched the kernels; empty unless both runs state it.
+    # Mean milliseconds of each kernel in an iteration of the first rank, largest change
+    # first.
+    kernels: list[Change]
+    # The same by operator that launched the kernels; empty unless both runs state it.
+    operators: list[Change]
     predicted: tuple[bool, bool]  # Whether a dry run made each.
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide diff --json` prints."""
-        figures = ("median_ms", "peak_bytes", "min_free_bytes", "h2d_bytes", "d2h_bytes")
+        figures = (
+            "median_ms",
+            "peak_bytes",
+            "min_free_bytes",
+            "h2d_bytes",
+            "d2h_bytes",
+        )
         others = ("totals", "kernels", "operators")
         return {
             "a": self.a,
             "b": self.b,
             "counted_iterations": {"a": self.counted[0], "b": self.counted[1]},
-            **{name: [change.as_json() for change in getattr(self, name)] for name in (*figures, *others)},
+            **{
+                name: [change.as_json() for change in getattr(self, name)]
+                for name in (*figures, *others)
+            },
             "facts": [change.as_json() for change in self.setting_changes],
-            **({"predicted": {"a": self.predicted[0], "b": self.predicted[1]}} if any(self.predicted) else {}),
+            **(
+                {"predicted": {"a": self.predicted[0], "b": self.predicted[1]}}
+                if any(self.predicted)
+                else {}
+            ),
         }
 
 
 def compare(a: Trace | ComparedRun, b: Trace | ComparedRun) -> Diff:
-    """Compare two runs by the figures of their summaries: medians over the steady iterations, times of the slowest
-    rank, peaks of the rank with the largest. Settings that only one of the runs states are not compared."""
-    first, second = (run_of_trace(run) if isinstance(run, Trace) else run for run in (a, b))
+    """Compare two runs by the figures of their summaries: medians over the steady
+    iterations, times of the slowest rank, peaks of the rank with the largest. Settings
+    that only one of the runs states are not compared."""
+    first, second = (
+        run_of_trace(run) if isinstance(run, Trace) else run for run in (a, b)
+    )
 
-    def changes(of_first: Mapping[str, float | None], of_second: Mapping[str, float | None]) -> list[Change]:
+    def changes(
+        of_first: Mapping[str, float | None], of_second: Mapping[str, float | None]
+    ) -> list[Change]:
         names = {**of_first, **of_second}
         return [Change(name, of_first.get(name), of_second.get(name)) for name in names]
 
-    def by_label(of_first: Mapping[str, float], of_second: Mapping[str, float]) -> list[Change]:
+    def by_label(
+        of_first: Mapping[str, float], of_second: Mapping[str, float]
+    ) -> list[Change]:
         if not of_first or not of_second:
             return []
         # What one of them does not run takes no time in it.
         none = dict.fromkeys({**of_first, **of_second}, 0.0)
         return sorted(
-            changes({**none, **of_first}, {**none, **of_second}), key=lambda change: -abs(change.difference or 0)
+            changes({**none, **of_first}, {**none, **of_second}),
+            key=lambda change: -abs(change.difference or 0),
         )
 
-    sizes = {size: changes(first.sizes[size], second.sizes[size]) for size in PHASE_SIZES}
+    sizes = {
+        size: changes(first.sizes[size], second.sizes[size]) for size in PHASE_SIZES
+    }
     settings = {}
     if (of_a := first.settings) is not None and (of_b := second.settings) is not None:
         settings = {name: (of_a.get(name), of_b.get(name)) for name in {**of_a, **of_b}}
@@ -139,10 +190,19 @@ def compare(a: Trace | ComparedRun, b: Trace | ComparedRun) -> Diff:
         a=first.path,
         b=second.path,
         counted=(first.counted, second.counted),
-        median_ms=[_time_change(part, times, second.times_ms[part]) for part, times in first.times_ms.items()],
-        peak_bytes=sorted(changes(first.peaks, second.peaks), key=lambda change: change.name),
+        median_ms=[
+            _time_change(part, times, second.times_ms[part])
+            for part, times in first.times_ms.items()
+        ],
+        peak_bytes=sorted(
+            changes(first.peaks, second.peaks), key=lambda change: change.name
+        ),
         **sizes,
-        setting_changes=[SettingChange(name, *values) for name, values in settings.items() if values[0] != values[1]],
+        setting_changes=[
+            SettingChange(name, *values)
+            for name, values in settings.items()
+            if values[0] != values[1]
+        ],
         totals=changes(first.totals, second.totals),
         kernels=by_label(first.kernels_ms, second.kernels_ms),
         operators=by_label(first.operators_ms, second.operators_ms),
@@ -153,5 +213,9 @@ def compare(a: Trace | ComparedRun, b: Trace | ComparedRun) -> Diff:
 def _time_change(part: str, a: pd.Series[float], b: pd.Series[float]) -> TimeChange:
     medians = median_or_none(a), median_or_none(b)
     return TimeChange(
-        part, *medians, beyond_spread(a, b), difference_interval(a, b), difference_interval(a, b, _OF_LIMITS)
+        part,
+        *medians,
+        beyond_spread(a, b),
+        difference_interval(a, b),
+        difference_interval(a, b, _OF_LIMITS),
     )

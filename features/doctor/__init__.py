@@ -1,4 +1,5 @@
-"""Checks a host before a job runs, and makes the launch line that binds ranks to its cores."""
+"""Checks a host before a job runs, and makes the launch line that binds ranks to its
+cores."""
 
 from ebbtide.seams import Feature
 

@@ -1,4 +1,5 @@
-"""Checks: functions of a host that say whether something would slow a job down; and their results as text."""
+"""Checks: functions of a host that say whether something would slow a job down; and
+their results as text."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ class CheckResult:
     name: str  # Name of the check.
     state: State  # `warning`: it slows a job down; `unknown`: the host does not tell.
     detail: str  # The figures that were found, and with a warning why they matter.
-    # Words to change it, as they are to be typed where possible; None where there is nothing to do.
+    # Words to change it, as they are to be typed where possible; None where there is
+    # nothing to do.
     remedy: str | None = None
 
 
@@ -33,7 +35,8 @@ _CHECKS: dict[str, Finder] = {}
 
 
 def check(name: str) -> Callable[[Finder], Finder]:
-    """Decorate a function of `JobHost`, in a file of the folder `checks`, so that `ebbtide doctor` calls it."""
+    """Decorate a function of `JobHost`, in a file of the folder `checks`, so that
+    `ebbtide doctor` calls it."""
 
     def register(finder: Finder) -> Finder:
         assert name not in _CHECKS, f"two checks are named {name}"
@@ -44,7 +47,8 @@ def check(name: str) -> Callable[[Finder], Finder]:
 
 @cache
 def all_checks() -> dict[str, Finder]:
-    """Return the checks of all modules in the folder `checks`, by name, in the order of modules and lines."""
+    """Return the checks of all modules in the folder `checks`, by name, in the order of
+    modules and lines."""
     for path in sorted((Path(__file__).parent / "checks").glob("[a-z]*.py")):
         import_module(f"ebbtide.features.doctor.checks.{path.stem}")
     return dict(_CHECKS)
@@ -52,7 +56,11 @@ def all_checks() -> dict[str, Finder]:
 
 def examine(host: JobHost) -> list[CheckResult]:
     """Run all checks on a host; return their results in the order of the checks."""
-    return [CheckResult(name, *result) for name, finder in all_checks().items() for result in finder(host)]
+    return [
+        CheckResult(name, *result)
+        for name, finder in all_checks().items()
+        for result in finder(host)
+    ]
 
 
 def checks_of(checks: Iterable[CheckResult], state: State) -> list[CheckResult]:
@@ -61,11 +69,15 @@ def checks_of(checks: Iterable[CheckResult], state: State) -> list[CheckResult]:
 
 
 def diagnosis_view(results: Sequence[CheckResult], verbose: bool) -> View:
-    """Yield what slows a job down on this host, with remedies; `verbose`: all checks with their figures."""
+    """Yield what slows a job down on this host, with remedies; `verbose`: all checks
+    with their figures."""
     fine, warnings, unknown = (checks_of(results, state) for state in get_args(State))
     counts = f"{len(fine)} checks are fine"
     if warnings:
-        yield Misfit(f"this host would slow a job down: {counted(len(warnings), 'warning')}; {counts}")
+        yield Misfit(
+            f"this host would slow a job down: {counted(len(warnings), 'warning')}; "
+            f"{counts}"
+        )
     else:
         yield f"nothing here would slow a job down; {counts}"
     for number, check in enumerate(warnings, 1):
@@ -83,7 +95,9 @@ def diagnosis_view(results: Sequence[CheckResult], verbose: bool) -> View:
 
 
 def _check_line(check: CheckResult) -> str:
-    return f"   {check.name}: {check.detail}" + (f"; {check.remedy}" if check.remedy else "")
+    return f"   {check.name}: {check.detail}" + (
+        f"; {check.remedy}" if check.remedy else ""
+    )
 
 
 _SECONDS = 4.0
@@ -92,27 +106,40 @@ _MIN_LINK_SHARE = 0.6
 
 
 def measured_checks(host: JobHost) -> Iterator[CheckResult]:
-    """Measure for a few seconds, on the first GPU if there is one; other processes that use the host slow it down."""
+    """Measure for a few seconds, on the first GPU if there is one; other processes that
+    use the host slow it down."""
     from ebbtide.features.calibrate.run import measure_quickly  # imports torch
 
     rates = measure_quickly(_SECONDS)
-    memory, update = rates.get("host_memory_bytes_per_s"), rates.get("cpu_update_params_per_s")
+    memory, update = (
+        rates.get("host_memory_bytes_per_s"),
+        rates.get("cpu_update_params_per_s"),
+    )
     if memory and update:
         text = (
-            f"memory moves {rate_text(memory)}; AdamW updates {count_text(update)} parameters/s ({STATE_BYTES} B each)"
+            f"memory moves {rate_text(memory)}; AdamW updates {count_text(update)} "
+            f"parameters/s ({STATE_BYTES} B each)"
         )
         yield CheckResult("measured-update", "ok", text)
     peak = host.cards[0].device["link"]["peak_bytes_per_s"] if host.cards else None
     for direction in ("h2d", "d2h"):
-        pinned, pageable = (rates.get(f"{direction}{kind}_bytes_per_s") for kind in ("", "_pageable"))
+        pinned, pageable = (
+            rates.get(f"{direction}{kind}_bytes_per_s") for kind in ("", "_pageable")
+        )
         if pinned is None:
             continue
         text = f"{direction}: pinned copies run at {rate_text(pinned)}"
         if pageable:
-            text += f", pageable ones at {rate_text(pageable)} ({pinned / pageable:.1f} times slower)"
+            text += (
+                f", pageable ones at {rate_text(pageable)} ({pinned / pageable:.1f} "
+                "times slower)"
+            )
         if peak and pinned < _MIN_LINK_SHARE * peak:
             text += f": {100 * pinned / peak:.0f} % of the link's {rate_text(peak)}"
-            remedy = "see the checks link and numa; other jobs may use the link; IOMMU may be on (iommu=pt)"
+            remedy = (
+                "see the checks link and numa; other jobs may use the link; IOMMU may "
+                "be on (iommu=pt)"
+            )
             yield CheckResult("measured-copies", "warning", text, remedy)
         else:
             yield CheckResult("measured-copies", "ok", text)

@@ -12,26 +12,54 @@ from ebbtide.cli.options import Json, Verbose
 from ebbtide.cli.printing import echo, print_view
 
 
-@command("Run", 0, runs_a_job=True, examples=("doctor", 'doctor --launch "torchrun --nproc-per-node 4 train.py"'))
+@command(
+    "Run",
+    0,
+    runs_a_job=True,
+    examples=("doctor", 'doctor --launch "torchrun --nproc-per-node 4 train.py"'),
+)
 def doctor(
-    job: Annotated[list[str] | None, typer.Argument(metavar="[-- CMD...]", help="The job that is to run.")] = None,
+    job: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- CMD...]", help="The job that is to run."),
+    ] = None,
     launch: Annotated[
         str | None,
-        typer.Option(metavar="CMD", help="Print the line that starts this command with its ranks bound to cores."),
+        typer.Option(
+            metavar="CMD",
+            help=(
+                "Print the line that starts this command with its ranks bound to cores."
+            ),
+        ),
     ] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Also measure copies and memory, a few seconds.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="End with 1 where there is a warning.")] = False,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Also measure copies and memory, a few seconds."
+        ),
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="End with 1 where there is a warning.")
+    ] = False,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
-    """Check this host: cores, threads, memory, links, storage and software, as a job would have them."""
-    from ebbtide.features.doctor.check import checks_of, diagnosis_view, examine, measured_checks
+    """Check this host: cores, threads, memory, links, storage and software, as a job
+    would have them."""
+    from ebbtide.features.doctor.check import (
+        checks_of,
+        diagnosis_view,
+        examine,
+        measured_checks,
+    )
     from ebbtide.features.doctor.host import this_host
     from ebbtide.features.doctor.launch import launch_line
 
     if launch is not None:
         if job or not launch.strip():
-            raise typer.BadParameter('name the command once: --launch "torchrun --nproc-per-node 4 train.py"')
+            raise typer.BadParameter(
+                'name the command once: --launch "torchrun --nproc-per-node 4 train.py"'
+            )
         line = launch_line(this_host(shlex.split(launch)))
         echo(json.dumps({"launch": line}) if as_json else line)
         return

@@ -12,7 +12,13 @@ from typing import Any
 
 from ebbtide import host_limits
 from ebbtide.features.doctor.job import JobCommand, read_job
-from ebbtide.numa.topology import NumaNode, pci_node, read_allowed_cpus, read_nodes, read_text
+from ebbtide.numa.topology import (
+    NumaNode,
+    pci_node,
+    read_allowed_cpus,
+    read_nodes,
+    read_text,
+)
 from ebbtide.profiler.sampler.gpu import Gpu, open_gpus
 from ebbtide.profiler.sampler.nvml import Nvml, NvmlError
 
@@ -37,7 +43,8 @@ class Card:
 
     device: Mapping[str, Any]  # Its description, as the metadata of a trace has it.
     node: int | None  # The NUMA node that it is attached to.
-    obstacle: str | None  # Why PCIe says nothing about its copies; None where they go over PCIe.
+    # Why PCIe says nothing about its copies; None where they go over PCIe.
+    obstacle: str | None
 
     @property
     def title(self) -> str:
@@ -59,15 +66,18 @@ class JobHost:
 
     job: JobCommand  # The job, which has no words where none was named.
     cards: tuple[Card, ...] = ()  # The GPUs that the job may use, in its order.
-    missing_cards: str = ""  # Why there are none, or not all; empty where all were read.
+    # Why there are none, or not all; empty where all were read.
+    missing_cards: str = ""
     driver: str | None = None  # Version of the driver; None: not known.
-    driver_cuda: tuple[int, int] | None = None  # Newest CUDA that it runs, as in (12, 8); None: not known.
+    # Newest CUDA that it runs, as in (12, 8); None: not known.
+    driver_cuda: tuple[int, int] | None = None
     folder: Path = field(default_factory=Path.cwd)  # The folder that the job starts in.
     root: Path = Path("/")  # The folder that holds `sys` and `proc`.
 
     @property
     def ranks(self) -> int:
-        """Ranks of the job on this host: those of its launcher, else one for each card."""
+        """Ranks of the job on this host: those of its launcher, else one for each
+        card."""
         return self.job.ranks or max(1, len(self.cards))
 
     @cached_property
@@ -92,17 +102,25 @@ class JobHost:
 
     @cached_property
     def packages(self) -> dict[str, Package | None]:
-        """Packages of the job's Python: torch, deepspeed, ninja; none where it cannot be asked."""
+        """Packages of the job's Python: torch, deepspeed, ninja; none where it cannot
+        be asked."""
         command = [self.job.python or sys.executable, "-c", _PROBE]
         try:
             run = subprocess.run(
-                command, capture_output=True, text=True, timeout=_PROBE_S, env=dict(self.job.environment), check=True
+                command,
+                capture_output=True,
+                text=True,
+                timeout=_PROBE_S,
+                env=dict(self.job.environment),
+                check=True,
             )
             facts = json.loads(run.stdout)
         except (OSError, ValueError, subprocess.SubprocessError):
             return {}
         return {
-            name: Package(fact["version"], Path(fact["file"]) if fact["file"] else None) if fact else None
+            name: Package(fact["version"], Path(fact["file"]) if fact["file"] else None)
+            if fact
+            else None
             for name, fact in facts.items()
         }
 
@@ -111,20 +129,34 @@ class JobHost:
         return read_text(self.root / path) or ""
 
 
-def this_host(command: Sequence[str] = (), root: Path = Path("/"), library: Any = None) -> JobHost:
+def this_host(
+    command: Sequence[str] = (), root: Path = Path("/"), library: Any = None
+) -> JobHost:
     """Return this host, with the job that a command starts, if one is named.
 
-    `root` is the folder that holds `sys` and `proc`, `library` the module `pynvml` or a replacement."""
+    `root` is the folder that holds `sys` and `proc`, `library` the module `pynvml` or a
+    replacement."""
     job = read_job(command, os.environ)
     try:
         nvml = Nvml(library)
     except NvmlError as error:
-        return JobHost(job, missing_cards=f"no GPU can be seen (NVML: {error})", root=root)
+        return JobHost(
+            job, missing_cards=f"no GPU can be seen (NVML: {error})", root=root
+        )
     try:
         opened = open_gpus(nvml, job.environment.get("CUDA_VISIBLE_DEVICES", ""))
         cards = tuple(_card(gpu, root) for gpu in opened.gpus)
-        missing = "; ".join(opened.unavailable) or ("" if cards else "NVML knows no GPU")
-        return JobHost(job, _visible(cards, job.environment), missing, nvml.driver(), _driver_cuda(nvml), root=root)
+        missing = "; ".join(opened.unavailable) or (
+            "" if cards else "NVML knows no GPU"
+        )
+        return JobHost(
+            job,
+            _visible(cards, job.environment),
+            missing,
+            nvml.driver(),
+            _driver_cuda(nvml),
+            root=root,
+        )
     finally:
         nvml.close()
 
@@ -134,14 +166,24 @@ def _card(gpu: Gpu, root: Path) -> Card:
     return Card(device, pci_node(device["pci_bus_id"], root), gpu.link_obstacle())
 
 
-def _visible(cards: tuple[Card, ...], environment: Mapping[str, str]) -> tuple[Card, ...]:
-    """Return the cards that CUDA_VISIBLE_DEVICES names by number or UUID, in its order; all where it is not set."""
+def _visible(
+    cards: tuple[Card, ...], environment: Mapping[str, str]
+) -> tuple[Card, ...]:
+    """Return the cards that CUDA_VISIBLE_DEVICES names by number or UUID, in its order;
+    all where it is not set."""
     names = environment.get("CUDA_VISIBLE_DEVICES")
     if names is None:
         return cards
     chosen = []
     for name in map(str.strip, names.split(",")):
-        card = next((one for one in cards if name in (str(one.device["index"]), one.device["uuid"])), None)
+        card = next(
+            (
+                one
+                for one in cards
+                if name in (str(one.device["index"]), one.device["uuid"])
+            ),
+            None,
+        )
         if card is None:
             break  # CUDA ends the list at the first name that it does not know
         chosen.append(card)

@@ -1,4 +1,5 @@
-"""Reads the command of a job: its environment, launcher, ranks and program; and the options of launchers."""
+"""Reads the command of a job: its environment, launcher, ranks and program; and the
+options of launchers."""
 
 import re
 import shutil
@@ -14,16 +15,21 @@ _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher that gives each rank LOCAL_RANK; options are written with `-` or `_`."""
+    """A launcher that gives each rank LOCAL_RANK; options are written with `-` or
+    `_`."""
 
     rank_option: str  # The option for the ranks on a host.
     own_words: int  # Number of words before its options.
     flags: str  # Options without a value, beside those of all launchers.
-    added: tuple[str, ...]  # Options with which it starts any program, with the words that follow alone.
-    last_argument: str = ""  # Further argument of the program, as a shell writes it: one that these options leave out.
+    # Options with which it starts any program, with the words that follow alone.
+    added: tuple[str, ...]
+    # Further argument of the program, as a shell writes it: one that these options
+    # leave out.
+    last_argument: str = ""
 
     def ranks(self, words: Sequence[str]) -> int | None:
-        """Return the ranks on this host that a command states as a number; None where it does not."""
+        """Return the ranks on this host that a command states as a number; None where
+        it does not."""
         for word, following in zip(words, [*words[1:], ""], strict=True):
             name, equals, value = word.partition("=")
             if _plain(name) == self.rank_option:
@@ -32,15 +38,21 @@ class Launcher:
         return None
 
     def split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return the launcher with its options, and the program with its arguments, as words that start each.
+        """Return the launcher with its options, and the program with its arguments, as
+        words that start each.
 
         Raises UserError where the command has no program."""
-        is_module = launcher_of(words) != Path(words[0]).name  # python -m torch.distributed.run
+        # python -m torch.distributed.run
+        is_module = launcher_of(words) != Path(words[0]).name
         number = 3 if is_module else self.own_words
         options, start = list(words[:number]), ["python"]
         while number < len(words) and words[number].startswith("-"):
             name = _plain(words[number].partition("=")[0])
-            width = 1 if "=" in words[number] or name in (*_COMMON_FLAGS, *self.flags.split()) else 2
+            width = (
+                1
+                if "=" in words[number] or name in (*_COMMON_FLAGS, *self.flags.split())
+                else 2
+            )
             if name in ("m", "module"):
                 start = ["python", "-m"]
             elif name == "no_python":
@@ -49,7 +61,9 @@ class Launcher:
                 options += words[number : number + width]
             number += width
         if number >= len(words):
-            raise UserError(f"{' '.join(words)!r:.80} starts no program: name the script of the job")
+            raise UserError(
+                f"{' '.join(words)!r:.80} starts no program: name the script of the job"
+            )
         return [*options, *self.added], [*start, *words[number:]]
 
 
@@ -59,12 +73,19 @@ def _plain(option: str) -> str:
 
 _COMMON_FLAGS = ("m", "module", "no_python")
 LAUNCHERS = {
-    "torchrun": Launcher("nproc_per_node", 1, "standalone run_path virtual_local_rank use_env", ("--no-python",)),
+    "torchrun": Launcher(
+        "nproc_per_node",
+        1,
+        "standalone run_path virtual_local_rank use_env",
+        ("--no-python",),
+    ),
     "accelerate": Launcher(
         "num_processes",
         2,
-        "multi_gpu cpu tpu quiet q debug same_network use_deepspeed use_fsdp use_megatron_lm use_xpu ipex "
-        "enable_cpu_affinity use_parallelism_config dynamo_use_fullgraph dynamo_use_dynamic",
+        "multi_gpu cpu tpu quiet q debug same_network use_deepspeed use_fsdp "
+        "use_megatron_lm use_xpu ipex "
+        "enable_cpu_affinity use_parallelism_config dynamo_use_fullgraph "
+        "dynamo_use_dynamic",
         ("--no_python",),
     ),
     # It would put --local_rank between the shell and its script.
@@ -83,13 +104,20 @@ def launcher_of(words: Sequence[str]) -> str | None:
     if not words:
         return None
     name = Path(words[0]).name
-    if name.startswith("python") and len(words) > 2 and words[1] == "-m" and words[2] in _TORCHRUN_MODULES:
+    if (
+        name.startswith("python")
+        and len(words) > 2
+        and words[1] == "-m"
+        and words[2] in _TORCHRUN_MODULES
+    ):
         return "torchrun"
     return name if name in LAUNCHERS else None
 
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
-_BINDING = re.compile(r"(--numa[-_]binding|--bind[-_]cores?[-_]to[-_]rank|numactl|taskset)\b")
+_BINDING = re.compile(
+    r"(--numa[-_]binding|--bind[-_]cores?[-_]to[-_]rank|numactl|taskset)\b"
+)
 _SHEBANG_BYTES = 256
 
 
@@ -97,11 +125,15 @@ _SHEBANG_BYTES = 256
 class JobCommand:
     """The command of a job."""
 
-    words: tuple[str, ...]  # Its words, without assignments of variables before them; empty: no command was named.
+    # Its words, without assignments of variables before them; empty: no command was
+    # named.
+    words: tuple[str, ...]
     variables: tuple[tuple[str, str], ...]  # These assignments.
     environment: Mapping[str, str]  # Its environment, with them.
-    launcher: str | None  # `torchrun`, `accelerate` or `deepspeed`; None: another command.
-    ranks: int | None  # Ranks on this host, as the command or the environment states; None: neither does.
+    # `torchrun`, `accelerate` or `deepspeed`; None: another command.
+    launcher: str | None
+    # Ranks on this host, as the command or the environment states; None: neither does.
+    ranks: int | None
     python: str | None  # The interpreter that runs it; None: not known.
 
     @property
@@ -111,15 +143,21 @@ class JobCommand:
 
     @property
     def threads(self) -> int | None:
-        """Threads of OpenMP in each rank: OMP_NUM_THREADS, or the 1 of a launcher; None: as many as there are cores."""
+        """Threads of OpenMP in each rank: OMP_NUM_THREADS, or the 1 of a launcher;
+        None: as many as there are cores."""
         text = self.environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
         if text.isdigit() and int(text):
             return int(text)
-        return 1 if self.launcher in ("torchrun", "accelerate") and (self.ranks or 0) > 1 else None
+        return (
+            1
+            if self.launcher in ("torchrun", "accelerate") and (self.ranks or 0) > 1
+            else None
+        )
 
 
 def read_job(command: Sequence[str], environment: Mapping[str, str]) -> JobCommand:
-    """Read the command of a job, which may begin with assignments of variables, as in a shell.
+    """Read the command of a job, which may begin with assignments of variables, as in a
+    shell.
 
     Raises UserError where nothing follows the assignments."""
     words = list(command)
@@ -130,22 +168,38 @@ def read_job(command: Sequence[str], environment: Mapping[str, str]) -> JobComma
         name, _, value = words.pop(0).partition("=")
         variables[name] = value
     if command and not words:
-        raise UserError(f"{' '.join(command)!r:.80} starts nothing: name the command of the job")
+        raise UserError(
+            f"{' '.join(command)!r:.80} starts nothing: name the command of the job"
+        )
     launcher = launcher_of(words)
-    ranks = LAUNCHERS[launcher].ranks(words) if launcher else host_limits.stated_local_ranks(environment)
+    ranks = (
+        LAUNCHERS[launcher].ranks(words)
+        if launcher
+        else host_limits.stated_local_ranks(environment)
+    )
     if ranks is None and words and launcher is None:
         ranks = 1
     return JobCommand(
-        tuple(words), tuple(variables.items()), {**environment, **variables}, launcher, ranks, _python(words)
+        tuple(words),
+        tuple(variables.items()),
+        {**environment, **variables},
+        launcher,
+        ranks,
+        _python(words),
     )
 
 
 def _python(words: Sequence[str]) -> str | None:
-    """Return the interpreter of a command: the program, or that of the first line of a script."""
+    """Return the interpreter of a command: the program, or that of the first line of a
+    script."""
     path = shutil.which(words[0]) if words else None
     if path is None or Path(path).name.startswith("python"):
         return path
     with open(path, "rb") as file:
         first = file.readline(_SHEBANG_BYTES).decode(errors="replace")
     interpreter = first.removeprefix("#!").split()
-    return interpreter[0] if first.startswith("#!") and interpreter and "python" in interpreter[0] else None
+    return (
+        interpreter[0]
+        if first.startswith("#!") and interpreter and "python" in interpreter[0]
+        else None
+    )

@@ -1,4 +1,5 @@
-"""Makes a trace of a training job that is not run on a device: its CUDA tensors are fake."""
+"""Makes a trace of a training job that is not run on a device: its CUDA tensors are
+fake."""
 
 from ebbtide.seams import Feature
 

@@ -1,6 +1,8 @@
-"""The two processes of a dry run: one runs the job; the other waits for it, and says in a line if a signal ended it.
+"""The two processes of a dry run: one runs the job; the other waits for it, and says in
+a line if a signal ended it.
 
-Compiled code that reads the address of a fake tensor ends its process, which can say nothing about it then.
+Compiled code that reads the address of a fake tensor ends its process, which can say
+nothing about it then.
 """
 
 import ctypes
@@ -19,16 +21,27 @@ from ebbtide.features.dryrun.failures import explain_crash
 from ebbtide.features.dryrun.files.view import FileView, made_in, remove_made, status_of
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
-_FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_FORWARDED = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 
 
 def run_apart(arguments: list[str]) -> int:
-    """Run the job in a process of its own, and return the exit status: 128 and more if a signal ended it."""
+    """Run the job in a process of its own, and return the exit status: 128 and more if
+    a signal ended it."""
     signals = {signal.SIGCHLD, *_FORWARDED}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     output, scratch = arguments[0], json.loads(arguments[1])["scratch"]
     before = status_of(output)
-    with tempfile.TemporaryFile() as dump, tempfile.TemporaryDirectory(prefix="ebbtide-dry-run-") as folder:
+    with (
+        tempfile.TemporaryFile() as dump,
+        tempfile.TemporaryDirectory(prefix="ebbtide-dry-run-") as folder,
+    ):
         FileView.parent = folder
         job = os.fork()
         if not job:
@@ -50,27 +63,37 @@ def run_apart(arguments: list[str]) -> int:
     if -code in _CRASHES:
         return fail(explain_crash(signal.Signals(-code).name, stack))
     if code < 0:
-        fail(f"incomplete: signal {-code} ({signal.strsignal(-code)}) ended the job; no trace is written")
+        fail(
+            f"incomplete: signal {-code} ({signal.strsignal(-code)}) ended the job; no "
+            "trace is written"
+        )
     if not code and status_of(output) == before:
-        return fail("incomplete: the job ended its process by os._exit or exec; no trace is written: take sys.exit")
+        return fail(
+            "incomplete: the job ended its process by os._exit or exec; no trace is "
+            "written: take sys.exit"
+        )
     return code if code >= 0 else 128 - code
 
 
 def _be_job(arguments: list[str], dump: IO[bytes], mask: Set[int]) -> NoReturn:
-    """Run the job, and end this process; before a crash, the last lines of Python are written to `dump`."""
+    """Run the job, and end this process; before a crash, the last lines of Python are
+    written to `dump`."""
 
     def end(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one for the whole process group arrives twice
+        # one for the whole process group arrives twice
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.exit(128 + signal.SIGTERM)
 
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end when the other process ends
+    # PR_SET_PDEATHSIG: end when the other process ends
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     faulthandler.enable(dump, all_threads=False)
     signal.signal(signal.SIGTERM, end)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     status = main(arguments)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without the end of the interpreter: what is left of the faked device may be used while modules are torn down.
+    # Without the end of the interpreter: what is left of the faked device may be used
+    # while modules are torn down.
     os._exit(status)
 
 

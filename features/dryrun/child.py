@@ -17,7 +17,11 @@ from ebbtide.errors import UserError
 from ebbtide.features.dryrun.errors import DryRunError
 from ebbtide.features.dryrun.failures import explain_failure, job_traceback
 from ebbtide.features.dryrun.jobs.models import complete_stand_ins
-from ebbtide.features.dryrun.launch import JobLaunched, become_dry_run, launcher_followed
+from ebbtide.features.dryrun.launch import (
+    JobLaunched,
+    become_dry_run,
+    launcher_followed,
+)
 from ebbtide.foreign_text import printable_line
 from ebbtide.machines.machine import machine_from
 from ebbtide.terminal_lines import print_note
@@ -28,20 +32,29 @@ _PROGRESS_S = 30.0
 
 
 def main(arguments: list[str]) -> int:
-    """Run the job, write its trace, and return the exit status: 2 for what cannot be faked, else the job's own.
+    """Run the job, write its trace, and return the exit status: 2 for what cannot be
+    faked, else the job's own.
 
-    `arguments`: path of the trace, settings as JSON, and the job (a script, `-m MODULE` or `-c CODE`, and its
-    arguments)."""
+    `arguments`: path of the trace, settings as JSON, and the job (a script, `-m MODULE`
+    or `-c CODE`, and its arguments)."""
     try:
         from ebbtide.features.dryrun.session import DryRun, DryRunOptions
         from ebbtide.features.dryrun.trace_of_run import trace_of_run
     except ImportError as error:
-        return fail(f"a dry run needs torch 2.13, which `pip install 'ebbtide[dry-run]'` adds: {error}")
+        return fail(
+            "a dry run needs torch 2.13, which `pip install 'ebbtide[dry-run]'` adds: "
+            f"{error}"
+        )
     output, words, *job = arguments
     settings = json.loads(words)
-    own = {name: settings.pop(name, None) for name in ("force", "machine", "prints", "check", "scratch")}
+    own = {
+        name: settings.pop(name, None)
+        for name in ("force", "machine", "prints", "check", "scratch")
+    }
     force, machine = own["force"], own["machine"]
-    options = DryRunOptions(**settings, machine=machine_from(machine, "the machine") if machine else None)
+    options = DryRunOptions(
+        **settings, machine=machine_from(machine, "the machine") if machine else None
+    )
     try:
         run = DryRun(options)
         if sys.stderr.isatty():
@@ -56,7 +69,9 @@ def main(arguments: list[str]) -> int:
             if not status and not run.finished:
                 _wait_for_threads()
         if status not in (0, _INTERRUPTED):
-            print_note(f"incomplete: the job ended with status {status}; no trace is written")
+            print_note(
+                f"incomplete: the job ended with status {status}; no trace is written"
+            )
             return status
         builder = trace_of_run(run, ["python", *job])
         builder.meta["exit"] = {"code": status}
@@ -66,10 +81,15 @@ def main(arguments: list[str]) -> int:
         fits = not own["prints"] or _print_result(Path(output))
         return _DOES_NOT_FIT if own["check"] and not fits and not status else status
     except JobLaunched as job_launched:
-        ranks = {"ranks": job_launched.ranks or options.ranks, "ranks_per_node": job_launched.ranks_per_node}
+        ranks = {
+            "ranks": job_launched.ranks or options.ranks,
+            "ranks_per_node": job_launched.ranks_per_node,
+        }
         settings |= {**ranks, **own}
         try:
-            become_dry_run(job_launched.command, Path(output), settings, job_launched.environment)
+            become_dry_run(
+                job_launched.command, Path(output), settings, job_launched.environment
+            )
         except UserError as error:
             return fail(str(error))
     except UserError as error:
@@ -93,12 +113,14 @@ def _show_progress(run: Any) -> None:
             return
         print_note(
             f"{time.monotonic() - start:.0f} s: {run.tracker.rule.index + 1} of "
-            f"{run.options.iterations} iterations, {len(run.clock.kernels):,} kernels so far"
+            f"{run.options.iterations} iterations, {len(run.clock.kernels):,} kernels "
+            "so far"
         )
 
 
 def _run_job(job: list[str]) -> int:
-    """Run a script, `-m MODULE` or `-c CODE` as Python does, and return its exit status."""
+    """Run a script, `-m MODULE` or `-c CODE` as Python does, and return its exit
+    status."""
     try:
         if job[0] == "-m":
             sys.argv = job[1:]
@@ -128,10 +150,15 @@ def _run_job(job: list[str]) -> int:
 
 
 def _wait_for_threads() -> None:
-    """Wait for the threads that Python waits for at its end; those of pools, which it ends itself, are left out."""
+    """Wait for the threads that Python waits for at its end; those of pools, which it
+    ends itself, are left out."""
     pools = getattr(sys.modules.get("concurrent.futures.thread"), "_threads_queues", ())
     for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.main_thread() and thread not in pools:
+        if (
+            not thread.daemon
+            and thread is not threading.main_thread()
+            and thread not in pools
+        ):
             thread.join()
 
 

@@ -1,4 +1,5 @@
-"""`ebbtide dry-run`: predict the memory of a training job that has never run, without a GPU."""
+"""`ebbtide dry-run`: predict the memory of a training job that has never run, without a
+GPU."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,11 +10,27 @@ from ebbtide.cli import options
 from ebbtide.cli.command import command
 from ebbtide.cli.printing import echo_line, on_stderr, print_view
 from ebbtide.cli.reading import print_next
-from ebbtide.features.dryrun.jobs.settings import Method, ModelJob, Optimizer, Precision, PreparedJob, Strategy
+from ebbtide.features.dryrun.jobs.settings import (
+    Method,
+    ModelJob,
+    Optimizer,
+    Precision,
+    PreparedJob,
+    Strategy,
+)
 
 # Options of `--model` alone.
 _OF_MODEL = " (only with --model)"
-_MODEL_OPTIONS = ("method", "optimizer", "batch", "sequence", "checkpointing", "precision", "strategy", "write_job")
+_MODEL_OPTIONS = (
+    "method",
+    "optimizer",
+    "batch",
+    "sequence",
+    "checkpointing",
+    "precision",
+    "strategy",
+    "write_job",
+)
 
 
 @command(
@@ -29,63 +46,113 @@ _MODEL_OPTIONS = ("method", "optimizer", "batch", "sequence", "checkpointing", "
 def dry_run(
     context: typer.Context,
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="-- CMD...", help="Command that starts the job: python train.py ...")
+        list[str] | None,
+        typer.Argument(
+            metavar="-- CMD...", help="Command that starts the job: python train.py ..."
+        ),
     ] = None,
     model: Annotated[
         str | None,
-        options.valued("NAME", "Instead of CMD: a model to train, by its name on the hub or its folder.", "none"),
+        options.valued(
+            "NAME",
+            "Instead of CMD: a model to train, by its name on the hub or its folder.",
+            "none",
+        ),
     ] = None,
     config: Annotated[
         Path | None,
-        options.valued("RECIPE", "Instead of CMD: a file of TRL, Axolotl, LLaMA-Factory or torchtune.", "none"),
+        options.valued(
+            "RECIPE",
+            "Instead of CMD: a file of TRL, Axolotl, LLaMA-Factory or torchtune.",
+            "none",
+        ),
     ] = None,
-    method: Annotated[Method, typer.Option("--method", help=f"Weights that are trained{_OF_MODEL}.")] = "full",
-    optimizer: Annotated[Optimizer, typer.Option("--optimizer", help=f"Optimizer{_OF_MODEL}.")] = "adamw",
-    batch: Annotated[int, options.valued("N", f"Samples of a step on a rank{_OF_MODEL}.", min=1)] = 1,
+    method: Annotated[
+        Method, typer.Option("--method", help=f"Weights that are trained{_OF_MODEL}.")
+    ] = "full",
+    optimizer: Annotated[
+        Optimizer, typer.Option("--optimizer", help=f"Optimizer{_OF_MODEL}.")
+    ] = "adamw",
+    batch: Annotated[
+        int, options.valued("N", f"Samples of a step on a rank{_OF_MODEL}.", min=1)
+    ] = 1,
     sequence: Annotated[int, options.valued("N", "Tokens of a sample.", min=1)] = 2048,
-    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="The job checkpoints activations.")] = False,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="The job checkpoints activations.")
+    ] = False,
     precision: Annotated[
         Precision,
-        typer.Option("--precision", help=f"Data type of weights and state; mixed: fp32, with autocast{_OF_MODEL}."),
+        typer.Option(
+            "--precision",
+            help=(
+                "Data type of weights and state; mixed: fp32, with "
+                f"autocast{_OF_MODEL}."
+            ),
+        ),
     ] = "bf16",
     strategy: Annotated[
         Strategy | None,
         typer.Option(
             "--strategy",
-            help=f"Sharing of the job among ranks; offload: zero3, with the optimizer on the CPU{_OF_MODEL}.",
+            help=(
+                "Sharing of the job among ranks; offload: zero3, with the optimizer "
+                f"on the CPU{_OF_MODEL}."
+            ),
             show_default="ddp for several ranks",
         ),
     ] = None,
     write_job: Annotated[
         Path | None,
-        options.valued("FILE", f"Script of the job, to read, edit and run{_OF_MODEL}.", "RUN-job.py beside the trace"),
+        options.valued(
+            "FILE",
+            f"Script of the job, to read, edit and run{_OF_MODEL}.",
+            "RUN-job.py beside the trace",
+        ),
     ] = None,
-    output: Annotated[Path | None, options.output_option("RUN.ebb", "SCRIPT-TIME.ebb")] = None,
+    output: Annotated[
+        Path | None, options.output_option("RUN.ebb", "SCRIPT-TIME.ebb")
+    ] = None,
     gpu: Annotated[
-        str | None, options.valued("NAME", "GPU that the job sees, by the name of a preset.", "none")
+        str | None,
+        options.valued(
+            "NAME", "GPU that the job sees, by the name of a preset.", "none"
+        ),
     ] = None,
     machine: Annotated[str | None, options.machine_option("none")] = None,
     host: options.Host = None,
     capacity: Annotated[
-        str | None, options.valued("SIZE", "Memory of the GPU in bytes, e.g. 80GB.", "that of the GPU, if named")
+        str | None,
+        options.valued(
+            "SIZE",
+            "Memory of the GPU in bytes, e.g. 80GB.",
+            "that of the GPU, if named",
+        ),
     ] = None,
     steps: Annotated[int, options.STEPS] = 2,
     iterations: options.FormerSteps = None,
     ranks: Annotated[
         int | None,
         options.valued(
-            "N", "Ranks of the job; rank 0 is run with process groups of N ranks.", "those of torchrun", min=1
+            "N",
+            "Ranks of the job; rank 0 is run with process groups of N ranks.",
+            "those of torchrun",
+            min=1,
         ),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="End with exit code 3 if the job does not fit the memory of the GPU.")
+        bool,
+        typer.Option(
+            "--check",
+            help="End with exit code 3 if the job does not fit the memory of the GPU.",
+        ),
     ] = False,
     force: options.Force = False,
 ) -> None:
     """Predict the device memory and the copies of a training job, without a GPU.
 
-    The unmodified script runs on this host with a faked CUDA device: tensors on it have shapes and no values, so that
-    they take no memory and no time. The result is a trace like a recorded one. What the job saves is not written."""
+    The unmodified script runs on this host with a faked CUDA device: tensors on it have
+    shapes and no values, so that they take no memory and no time. The result is a trace
+    like a recorded one. What the job saves is not written."""
     from ebbtide.cli.commands.profile import trace_name
     from ebbtide.errors import UserError
     from ebbtide.features.dryrun.jobs.model_job import prepare_model_job
@@ -95,22 +162,43 @@ def dry_run(
     from ebbtide.machines.catalog import find_machine
 
     if gpu is not None and machine is not None:
-        raise UserError("name the GPU with --gpu or the machine with --machine, not both")
+        raise UserError(
+            "name the GPU with --gpu or the machine with --machine, not both"
+        )
     if [model, config, command or None].count(None) != 2:
-        raise UserError("a dry run needs one of --model NAME, --config RECIPE and -- CMD..., as in -- python train.py")
+        raise UserError(
+            "a dry run needs one of --model NAME, --config RECIPE and -- CMD..., as in "
+            "-- python train.py"
+        )
     number = iterations if iterations is not None else steps
     if not number:
         raise typer.BadParameter("--steps must be at least 1")
     if model is None:
-        options.refuse_options(context, context.params.keys() - set(_MODEL_OPTIONS), "is for --model")
+        options.refuse_options(
+            context, context.params.keys() - set(_MODEL_OPTIONS), "is for --model"
+        )
     name = options.machine_in_host(gpu or machine, host)
     chosen = find_machine(name) if name is not None else None
-    path = output or Path(trace_name(command or [str(Path(model or config or "").absolute())]))
+    path = output or Path(
+        trace_name(command or [str(Path(model or config or "").absolute())])
+    )
     refuse_existing(path, force)
     if model is not None:
         sharing = strategy or ("ddp" if (ranks or 1) > 1 else None)
-        settings = ModelJob(model, method, optimizer, batch, sequence, checkpointing, precision, sharing, ranks or 1)
-        job = prepare_model_job(settings, write_job or path.with_name(f"{path.stem}-job.py"), force)
+        settings = ModelJob(
+            model,
+            method,
+            optimizer,
+            batch,
+            sequence,
+            checkpointing,
+            precision,
+            sharing,
+            ranks or 1,
+        )
+        job = prepare_model_job(
+            settings, write_job or path.with_name(f"{path.stem}-job.py"), force
+        )
     elif config is not None:
         job = prepare_recipe(config, ranks or 1)
     else:
@@ -133,7 +221,8 @@ def dry_run(
 
 
 def print_dry_run(path: Path) -> bool:
-    """Print on stderr whether the job fits, its memory and time, and what is next; return whether it may fit."""
+    """Print on stderr whether the job fits, its memory and time, and what is next;
+    return whether it may fit."""
     from ebbtide.analysis.metrics.job import JobMetrics
     from ebbtide.analysis.tables.prediction import MISFIT, prediction_view, verdict
     from ebbtide.profiler.trace import open_trace
@@ -142,7 +231,11 @@ def print_dry_run(path: Path) -> bool:
     metrics = JobMetrics(trace)
     with on_stderr():
         print_view(prediction_view(trace))
-        echo_line("figures that the script itself printed mean nothing: nothing was computed")
-        for follow_up in ("memory {} --at peak", "plan {}") if metrics.pool_peak("requested") else ():
+        echo_line(
+            "figures that the script itself printed mean nothing: nothing was computed"
+        )
+        for follow_up in (
+            ("memory {} --at peak", "plan {}") if metrics.pool_peak("requested") else ()
+        ):
             print_next(trace, follow_up)
     return verdict(metrics) != MISFIT

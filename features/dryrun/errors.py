@@ -8,9 +8,10 @@ class DryRunError(UserError):
 
 
 class CannotFakeError(RuntimeError):
-    """An operation of the job that cannot be faked; the message names it and says what to do."""
+    """An operation of the job that cannot be faked; the message names it and says what
+    to do."""
 
 
 class DryRunFinished(BaseException):
-    """Raised in the job when its iterations are done, or, with the line on it, where it cannot get so far.
-    Not an `Exception`, which the job might catch."""
+    """Raised in the job when its iterations are done, or, with the line on it, where it
+    cannot get so far. Not an `Exception`, which the job might catch."""

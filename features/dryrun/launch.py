@@ -1,7 +1,9 @@
-"""Starts the process of a dry run, and follows a launcher, such as `accelerate launch`, to the job that it starts.
+"""Starts the process of a dry run, and follows a launcher, such as `accelerate launch`,
+to the job that it starts.
 
-A launcher runs in the dry run like a job. One that trains in its own process is the job; where it would start another
-one, `JobLaunched` ends it, and the dry run begins again with the command of that process.
+A launcher runs in the dry run like a job. One that trains in its own process is the
+job; where it would start another one, `JobLaunched` ends it, and the dry run begins
+again with the command of that process.
 """
 
 import json
@@ -35,11 +37,13 @@ def dry_run(
     check: bool = False,
     scratch: Path | None = None,
 ) -> NoReturn:
-    """Become the process of a dry run, whose exit status is that of the job, or 2 where something cannot be faked.
+    """Become the process of a dry run, whose exit status is that of the job, or 2 where
+    something cannot be faked.
 
     Args:
         capacity_bytes: Memory of the device; None: that of the machine.
-        ranks: Ranks of the job, whose rank 0 is run; None: those that torchrun would start, else not stated.
+        ranks: Ranks of the job, whose rank 0 is run; None: those that torchrun would
+            start, else not stated.
         prints: Whether the result is printed, as `ebbtide dry-run` does.
         scratch: A folder of the job that is removed at the end; None: it has none.
     """
@@ -64,13 +68,19 @@ def dry_run(
 def refuse_existing(output: Path, force: bool) -> None:
     """Raise TraceError if a trace exists and is not to be replaced."""
     if os.path.lexists(output) and not force:
-        raise TraceError(f"{output} exists already: choose another path, or replace it (--force)")
+        raise TraceError(
+            f"{output} exists already: choose another path, or replace it (--force)"
+        )
 
 
 def become_dry_run(
-    command: Sequence[str], output: Path, settings: Mapping[str, Any], environment: Mapping[str, str]
+    command: Sequence[str],
+    output: Path,
+    settings: Mapping[str, Any],
+    environment: Mapping[str, str],
 ) -> NoReturn:
-    """Become a dry run with settings as in `DryRunOptions`; ranks that are not stated are those of a launcher."""
+    """Become a dry run with settings as in `DryRunOptions`; ranks that are not stated
+    are those of a launcher."""
     python, options, job = split_command(command)
     settings = {**settings, "ranks": settings["ranks"] or stated_ranks(job)}
     own = ["-P", "-m", "ebbtide.features.dryrun", str(output), json.dumps(settings)]
@@ -86,10 +96,11 @@ def _device_name(machine: Machine | None) -> str:
 
 
 def split_command(command: Sequence[str]) -> tuple[str, list[str], list[str]]:
-    """Return the interpreter of a command, its options, and the rest: a script, `-m MODULE` or `-c CODE`.
+    """Return the interpreter of a command, its options, and the rest: a script, `-m
+    MODULE` or `-c CODE`.
 
-    `python` without a folder is the interpreter that runs ebbtide, since the dry run needs both. It also runs console
-    scripts, such as `accelerate`."""
+    `python` without a folder is the interpreter that runs ebbtide, since the dry run
+    needs both. It also runs console scripts, such as `accelerate`."""
     program, *words = command
     if Path(program).name == "torchrun":
         return sys.executable, [], ["-m", TORCHRUN, *words]
@@ -99,8 +110,10 @@ def split_command(command: Sequence[str]) -> tuple[str, list[str], list[str]]:
         script = find_script(program)
         if script is None:
             raise DryRunError(
-                f"a dry run needs a Python program, as in `ebbtide dry-run -- python train.py`; {program} is "
-                f"{'none' if shutil.which(program) else 'not found'}: name the script that it starts, and its ranks "
+                "a dry run needs a Python program, as in `ebbtide dry-run -- python "
+                f"train.py`; {program} is "
+                f"{'none' if shutil.which(program) else 'not found'}: name the script "
+                "that it starts, and its ranks "
                 "with --ranks"
             )
         return sys.executable, [], [script, *words]
@@ -113,26 +126,36 @@ def split_command(command: Sequence[str]) -> tuple[str, list[str], list[str]]:
         options += words[:count]
         words = words[count:]
     if not words or (words[0] in ("-m", "-c") and len(words) < 2):
-        raise DryRunError("a dry run needs a Python script, as in `ebbtide dry-run -- python train.py`")
+        raise DryRunError(
+            "a dry run needs a Python script, as in `ebbtide dry-run -- python "
+            "train.py`"
+        )
     return python, options, words
 
 
 TORCHRUN = "torch.distributed.run"
-# Modules that start jobs; also those that console scripts start as processes in between.
+# Modules that start jobs; also those that console scripts start as processes in
+# between.
 _MODULES = frozenset(
-    {"accelerate.commands.launch", "accelerate.commands.accelerate_cli", "deepspeed.launcher.runner",
-     "deepspeed.launcher.launch", "axolotl.cli.main", "axolotl.cli.train", "llamafactory.cli", "trl.cli",
+    {"accelerate.commands.launch", "accelerate.commands.accelerate_cli",
+     "deepspeed.launcher.runner",
+     "deepspeed.launcher.launch", "axolotl.cli.main", "axolotl.cli.train",
+     "llamafactory.cli", "trl.cli",
      TORCHRUN, "torch.distributed.launch"}
 )  # fmt: skip
-# Their options for the processes on a host, without which they take as many as there are devices.
-_RANK_OPTIONS = re.compile(r"--(?:num[_-]processes|num[_-]gpus|nproc[_-]per[_-]node)(?:=(\d+))?")
+# Their options for the processes on a host, without which they take as many as there
+# are devices.
+_RANK_OPTIONS = re.compile(
+    r"--(?:num[_-]processes|num[_-]gpus|nproc[_-]per[_-]node)(?:=(\d+))?"
+)
 _PYTHON_FLAGS = ("-u", "-P", "-I", "-E", "-s", "-O")
 # How much of a file is read to find its interpreter.
 _MAX_SHEBANG = 256
 
 
 class JobLaunched(BaseException):
-    """Raised in a launcher that starts a job, past its `except Exception`. Ranks: None where the environment says."""
+    """Raised in a launcher that starts a job, past its `except Exception`. Ranks: None
+    where the environment says."""
 
     def __init__(
         self,
@@ -144,15 +167,25 @@ class JobLaunched(BaseException):
         super().__init__()
         self.command, self.environment = list(command), dict(environment)
         self.ranks = ranks or _number(environment, "WORLD_SIZE")
-        self.ranks_per_node = ranks_per_node or _number(environment, "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+        self.ranks_per_node = ranks_per_node or _number(
+            environment, "LOCAL_WORLD_SIZE", "LOCAL_SIZE"
+        )
 
 
 def _number(environment: Mapping[str, str], *names: str) -> int | None:
-    return next((int(environment[name]) for name in names if environment.get(name, "").isdecimal()), None)
+    return next(
+        (
+            int(environment[name])
+            for name in names
+            if environment.get(name, "").isdecimal()
+        ),
+        None,
+    )
 
 
 def find_script(program: str) -> str | None:
-    """Return the path of a console script that Python runs, by its name or path; None for other programs."""
+    """Return the path of a console script that Python runs, by its name or path; None
+    for other programs."""
     path = shutil.which(program)
     if path is None:
         return None
@@ -165,7 +198,8 @@ def find_script(program: str) -> str | None:
 
 
 def is_launcher(job: Sequence[str]) -> bool:
-    """Return whether a job, a script or `-m MODULE` and its arguments, may start the training as another process."""
+    """Return whether a job, a script or `-m MODULE` and its arguments, may start the
+    training as another process."""
     if job[0] == "-m":
         return job[1] in _MODULES
     return job[0] != "-c" and not Path(job[0]).suffix
@@ -193,8 +227,12 @@ def launcher_followed(job: Sequence[str]) -> Iterator[None]:
     original = subprocess.Popen.__init__
 
     def start(process: Any, args: Any, *others: Any, **options: Any) -> None:
-        if isinstance(args, list | tuple) and _is_job([os.fspath(word) for word in args]):
-            raise JobLaunched([os.fspath(word) for word in args], options.get("env") or os.environ)
+        if isinstance(args, list | tuple) and _is_job(
+            [os.fspath(word) for word in args]
+        ):
+            raise JobLaunched(
+                [os.fspath(word) for word in args], options.get("env") or os.environ
+            )
         original(process, args, *others, **options)
 
     def replacing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,7 +247,10 @@ def launcher_followed(job: Sequence[str]) -> Iterator[None]:
     patches.set(subprocess.Popen, "__init__", start)
     for name in ("execv", "execve"):  # which the other functions of their kind call
         patches.set(os, name, replacing(getattr(os, name)))
-    patches.when_imported("torch.distributed.launcher.api", lambda module: _follow_torchrun(module, patches))
+    patches.when_imported(
+        "torch.distributed.launcher.api",
+        lambda module: _follow_torchrun(module, patches),
+    )
     try:
         yield
     finally:
@@ -223,18 +264,28 @@ def _follow_torchrun(module: Any, patches: Patches) -> None:
         if not isinstance(entrypoint, str):
             return original(config, entrypoint, args, **options)
         per_node = config.nproc_per_node
-        raise JobLaunched([entrypoint, *args], os.environ, per_node * config.max_nodes, per_node)
+        raise JobLaunched(
+            [entrypoint, *args], os.environ, per_node * config.max_nodes, per_node
+        )
 
     patches.set(module, "launch_agent", launch)
 
 
 def _is_job(command: Sequence[str]) -> bool:
-    """Return whether a command is Python with a script or a launcher, or a console script of a launcher."""
+    """Return whether a command is Python with a script or a launcher, or a console
+    script of a launcher."""
     program, *words = command
     if not Path(program).name.startswith("python"):
-        return Path(program).name in ("torchrun", "accelerate", "deepspeed") and find_script(program) is not None
+        return (
+            Path(program).name in ("torchrun", "accelerate", "deepspeed")
+            and find_script(program) is not None
+        )
     while words and words[0] in _PYTHON_FLAGS:
         words = words[1:]
     if words[:1] == ["-m"]:
         return len(words) > 1 and words[1] in _MODULES
-    return bool(words) and Path(words[0]).suffix == ".py" and (program != sys.executable or Path(words[0]).is_file())
+    return (
+        bool(words)
+        and Path(words[0]).suffix == ".py"
+        and (program != sys.executable or Path(words[0]).is_file())
+    )

@@ -13,14 +13,27 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch._dynamo  # classifies torch's functions, which must happen before they are replaced
 
-from ebbtide.features.dryrun.device.attention import AttentionChoice, register_attention, register_fused_norms
+# classifies torch's functions, which must happen before they are replaced
+import torch._dynamo
+
+from ebbtide.features.dryrun.device.attention import (
+    AttentionChoice,
+    register_attention,
+    register_fused_norms,
+)
 from ebbtide.features.dryrun.device.cuda_stubs import CudaStubs
-from ebbtide.features.dryrun.device.fake_cuda import DEFAULT_CAPACITY_BYTES, capability_of, patch_cuda
+from ebbtide.features.dryrun.device.fake_cuda import (
+    DEFAULT_CAPACITY_BYTES,
+    capability_of,
+    patch_cuda,
+)
 from ebbtide.features.dryrun.device.fake_device import FakeDeviceMode
 from ebbtide.features.dryrun.device.flex_attention import register_flex_attention
-from ebbtide.features.dryrun.device.tensor_patches import patch_legacy_types, patch_tensors
+from ebbtide.features.dryrun.device.tensor_patches import (
+    patch_legacy_types,
+    patch_tensors,
+)
 from ebbtide.features.dryrun.device.triton_kernels import TritonKernels
 from ebbtide.features.dryrun.device.unknown_shapes import register_missing_kernels
 from ebbtide.features.dryrun.errors import DryRunError, DryRunFinished
@@ -28,11 +41,29 @@ from ebbtide.features.dryrun.failures import WAKE, follow_threads
 from ebbtide.features.dryrun.files.user_files import UserFiles
 from ebbtide.features.dryrun.frameworks.deepspeed import DeepSpeedPatches
 from ebbtide.features.dryrun.frameworks.libraries import LibraryPatches
-from ebbtide.features.dryrun.frameworks.parallelism import patch_data_parallel, patch_model_parallel
-from ebbtide.features.dryrun.frameworks.process_groups import ProcessGroups, patch_ray_train
-from ebbtide.features.dryrun.memory.caching_allocator import CachingAllocator, context_bytes, device_allocator
-from ebbtide.features.dryrun.memory.convolutions import keep_channels_last, reserved_range
-from ebbtide.features.dryrun.memory.device_memory import CallStacks, DeviceMemory, FakeHostMemory, is_trial
+from ebbtide.features.dryrun.frameworks.parallelism import (
+    patch_data_parallel,
+    patch_model_parallel,
+)
+from ebbtide.features.dryrun.frameworks.process_groups import (
+    ProcessGroups,
+    patch_ray_train,
+)
+from ebbtide.features.dryrun.memory.caching_allocator import (
+    CachingAllocator,
+    context_bytes,
+    device_allocator,
+)
+from ebbtide.features.dryrun.memory.convolutions import (
+    keep_channels_last,
+    reserved_range,
+)
+from ebbtide.features.dryrun.memory.device_memory import (
+    CallStacks,
+    DeviceMemory,
+    FakeHostMemory,
+    is_trial,
+)
 from ebbtide.features.dryrun.memory.workspaces import KernelWorkspaces, multiprocessors
 from ebbtide.features.dryrun.shadow_values import tensors_in
 from ebbtide.features.dryrun.time.clock import VirtualClock
@@ -40,18 +71,24 @@ from ebbtide.features.dryrun.time.phase_tracker import PhaseTracker
 from ebbtide.machines.catalog import MachineArgument, find_machine
 from ebbtide.machines.machine import Machine
 from ebbtide.profiler.agent.inventory import list_blocks
-from ebbtide.profiler.agent.job_info import describe_framework, describe_model, describe_optimizers
+from ebbtide.profiler.agent.job_info import (
+    describe_framework,
+    describe_model,
+    describe_optimizers,
+)
 from ebbtide.profiler.agent.patches import Patches
 from ebbtide.units import ByteCount, byte_count
 
 _LOOKED_AT = 32
-# Frameworks fetch a batch ahead: the longest one reaches the model in the second of these iterations.
+# Frameworks fetch a batch ahead: the longest one reaches the model in the second of
+# these iterations.
 _LONG_ITERATIONS = 2
 Shape = tuple[int, ...]
 
 
 class BatchLengths:
-    """Follows the shapes of batches, and gives the longest of the next ones when it is asked to."""
+    """Follows the shapes of batches, and gives the longest of the next ones when it is
+    asked to."""
 
     def __init__(self) -> None:
         # By loader: the shape of the largest tensor of each batch.
@@ -60,29 +97,45 @@ class BatchLengths:
 
     @property
     def seen(self) -> tuple[Shape, Shape] | None:
-        """The smallest and the largest batch of the loader whose batches vary the most; None: batches are alike."""
-        ranges = [sorted(shapes, key=math.prod) for shapes in self._shapes.values() if len(shapes) > 1]
-        widest = max(ranges, key=lambda shapes: math.prod(shapes[-1]) - math.prod(shapes[0]), default=None)
+        """The smallest and the largest batch of the loader whose batches vary the most;
+        None: batches are alike."""
+        ranges = [
+            sorted(shapes, key=math.prod)
+            for shapes in self._shapes.values()
+            if len(shapes) > 1
+        ]
+        widest = max(
+            ranges,
+            key=lambda shapes: math.prod(shapes[-1]) - math.prod(shapes[0]),
+            default=None,
+        )
         return None if widest is None else (widest[0], widest[-1])
 
     def install(self, patches: Patches) -> None:
         """Follow torch's data loaders until `patches.undo()`."""
         kind = torch.utils.data.DataLoader
         iterate = kind.__iter__
-        patches.set(kind, "__iter__", lambda loader: self.follow(id(loader), iterate(loader)))
+        patches.set(
+            kind, "__iter__", lambda loader: self.follow(id(loader), iterate(loader))
+        )
 
     def needs_longest(self) -> bool:
-        """Return whether an iteration with the longest batch is to follow, as where batches vary, and begin it."""
+        """Return whether an iteration with the longest batch is to follow, as where
+        batches vary, and begin it."""
         if self.seen is None or self._long_iterations == _LONG_ITERATIONS:
             return False
         self._long_iterations += 1
         return True
 
     def follow(self, loader: int, batches: Any) -> Iterator[Any]:
-        """Give the batches of a loader; where the longest one is asked for, that of the next ones in place of each."""
+        """Give the batches of a loader; where the longest one is asked for, that of the
+        next ones in place of each."""
         shapes = self._shapes.setdefault(loader, set())
         for batch in batches:
-            ahead = [batch, *islice(batches, _LOOKED_AT - 1 if self._long_iterations else 0)]
+            ahead = [
+                batch,
+                *islice(batches, _LOOKED_AT - 1 if self._long_iterations else 0),
+            ]
             shapes.update(map(_shape, ahead))
             longest = max(ahead, key=lambda each: math.prod(_shape(each)))
             yield from [longest] * len(ahead)
@@ -91,7 +144,11 @@ class BatchLengths:
 def _shape(batch: Any) -> Shape:
     """Return the shape of the largest tensor in a batch."""
     values = batch.values() if isinstance(batch, Mapping) else [batch]
-    return max((tuple(tensor.shape) for tensor in tensors_in(values)), key=math.prod, default=())
+    return max(
+        (tuple(tensor.shape) for tensor in tensors_in(values)),
+        key=math.prod,
+        default=(),
+    )
 
 
 @dataclass(frozen=True)
@@ -101,8 +158,10 @@ class DryRunOptions:
     Attributes:
         iterations: Iterations after which the job is ended.
         capacity_bytes: Memory of the device; None: not stated.
-        machine: The machine, its file or its name, for its rates and its compute capability; None: not named.
-        ranks: Ranks of the job, whose rank 0 is run; None: not stated, and process groups have one rank.
+        machine: The machine, its file or its name, for its rates and its compute
+            capability; None: not named.
+        ranks: Ranks of the job, whose rank 0 is run; None: not stated, and process
+            groups have one rank.
         ranks_per_node: Ranks on one host; None: all of them.
     """
 
@@ -115,27 +174,34 @@ class DryRunOptions:
 
 
 class DryRun:
-    """A context in which CUDA tensors of this process are fake, and what they do is counted.
+    """A context in which CUDA tensors of this process are fake, and what they do is
+    counted.
 
     Leaving it restores torch. Tensors made inside must not be used afterwards.
 
     Attributes:
-        clock, memory, host_memory, stacks, mode, tracker, attention, deepspeed, user_files:
-            What was counted.
+        clock, memory, host_memory, stacks, mode, tracker, attention, deepspeed,
+            user_files: What was counted.
         machine, capacity_bytes: Those of the options, read.
-        model, optimizers: Descriptions of the job's model and optimizers, as in meta.json.
+        model, optimizers: Descriptions of the job's model and optimizers, as in
+            meta.json.
         finished: Whether all iterations were reached.
 
     Raises:
-        DryRunError: This build of torch cannot be faked, or the job cannot get to its end.
+        DryRunError: This build of torch cannot be faked, or the job cannot get to its
+            end.
     """
 
     def __init__(self, options: DryRunOptions | None = None) -> None:
         self.options = options or DryRunOptions()
         capacity, machine = self.options.capacity_bytes, self.options.machine
-        self.capacity_bytes = None if capacity is None else int(byte_count(capacity, "capacity_bytes"))
+        self.capacity_bytes = (
+            None if capacity is None else int(byte_count(capacity, "capacity_bytes"))
+        )
         self.machine = machine = None if machine is None else find_machine(machine)
-        self._capability = capability_of(self.options.device_name, machine.gpu if machine is not None else None)
+        self._capability = capability_of(
+            self.options.device_name, machine.gpu if machine is not None else None
+        )
         self.clock = VirtualClock(machine)
         gpu = multiprocessors(self.options.device_name, self._capability)
         self.context_bytes = context_bytes(gpu.count)
@@ -161,23 +227,39 @@ class DryRun:
         self.attention = AttentionChoice()
         self._triton = TritonKernels(self.clock, self.mode.values)
         self.user_files = UserFiles(self.mode)
-        self.process_groups = ProcessGroups(self.options.ranks, self.options.ranks_per_node)
+        self.process_groups = ProcessGroups(
+            self.options.ranks, self.options.ranks_per_node
+        )
         self._patches = Patches()
         self._process = os.getpid()
 
     def __enter__(self) -> DryRun:
-        self._patches.on_undo(CudaStubs(torch, self.process_groups.ranks_per_node).remove)
+        self._patches.on_undo(
+            CudaStubs(torch, self.process_groups.ranks_per_node).remove
+        )
         self._patches.on_undo(self.user_files.close)
         capacity = self.capacity_bytes or DEFAULT_CAPACITY_BYTES
         devices = self.process_groups.ranks_per_node
         patch_cuda(
-            self._patches, self.clock, self.memory, self.options.device_name, self._capability, capacity, devices
+            self._patches,
+            self.clock,
+            self.memory,
+            self.options.device_name,
+            self._capability,
+            capacity,
+            devices,
         )
         patch_legacy_types(self._patches)
         self.process_groups.install(self._patches)
         self.mode.collectives.install(self._patches)
         patch_data_parallel(self._patches, self.mode.collectives)
-        patch_tensors(self._patches, self.memory, self.stacks, self.tracker.module_names, self.mode.values)
+        patch_tensors(
+            self._patches,
+            self.memory,
+            self.stacks,
+            self.tracker.module_names,
+            self.mode.values,
+        )
         self.user_files.install(self._patches)
         self.host_memory.install(self._patches)
         self.batches.install(self._patches)
@@ -187,7 +269,9 @@ class DryRun:
         patch_ray_train(self._patches, self.process_groups)
         machine = self.machine
         patch_model_parallel(self._patches, self.mode)
-        self.deepspeed = DeepSpeedPatches(self._patches, self.tracker, self.clock, self.process_groups, machine)
+        self.deepspeed = DeepSpeedPatches(
+            self._patches, self.tracker, self.clock, self.process_groups, machine
+        )
         library = register_attention(self.attention)
         self._patches.on_undo(library._destroy)
         register_fused_norms(library)
@@ -196,7 +280,9 @@ class DryRun:
         register_flex_attention()
         keep_channels_last(self._patches)
         only_lifts_cpu = torch._C._only_lift_cpu_tensors()
-        self._patches.on_undo(lambda: torch._C._set_only_lift_cpu_tensors(only_lifts_cpu))
+        self._patches.on_undo(
+            lambda: torch._C._set_only_lift_cpu_tensors(only_lifts_cpu)
+        )
         torch._C._set_only_lift_cpu_tensors(True)
         multithreading = torch.autograd.set_multithreading_enabled(False)
         self._patches.on_undo(lambda: multithreading.__exit__(None, None, None))
@@ -206,7 +292,10 @@ class DryRun:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> bool:
         self._freeze()
         self.mode.__exit__(kind, error, traceback)
@@ -217,75 +306,110 @@ class DryRun:
         return isinstance(error, DryRunFinished)
 
     def reserved_range(self) -> tuple[int, int]:
-        """Return the least and the largest peak of reserved memory, in bytes: batches and workspaces may vary."""
+        """Return the least and the largest peak of reserved memory, in bytes: batches
+        and workspaces may vary."""
         most = self.memory.most_reserved_bytes
         least = most if self._natural_bytes is None else self._natural_bytes
         if not self.memory.convolutions:
             return least, most
         allocators = self._new_allocator(), self._new_allocator()
-        low, high = reserved_range(self.memory.blocks, self.memory.convolutions, allocators)
+        low, high = reserved_range(
+            self.memory.blocks, self.memory.convolutions, allocators
+        )
         return min(low, least), max(high, most)
 
     def host_use(self) -> dict[str, tuple[int, float | None]]:
-        """Return the most host memory of the rank and its limit (None: not known), of all and of pinned memory."""
+        """Return the most host memory of the rank and its limit (None: not known), of
+        all and of pinned memory."""
         ranks, machine = self.process_groups.ranks_per_node, self.machine
         divisible = machine is not None and (machine.box is not None or ranks == 1)
-        own = machine.for_ranks(ranks) if machine is not None and divisible else Machine()
+        own = (
+            machine.for_ranks(ranks) if machine is not None and divisible else Machine()
+        )
         most, pinned = self.host_memory.most_bytes, self.host_memory.most_pinned_bytes
-        return {"all": (most, own.host_memory_bytes), "pinned": (pinned, own.pinned_memory_bytes)}
+        return {
+            "all": (most, own.host_memory_bytes),
+            "pinned": (pinned, own.pinned_memory_bytes),
+        }
 
     def notes(self) -> list[str]:
-        """Return lines for people: what is predicted, what is assumed, and what was met in the job."""
+        """Return lines for people: what is predicted, what is assumed, and what was met
+        in the job."""
         notes = [
-            "predicted by a dry run: the job ran without a GPU, on tensors without values",
-            "times are predicted from FLOPs, bytes and launches at stated efficiencies, under fast, typical and slow "
+            "predicted by a dry run: the job ran without a GPU, on tensors without "
+            "values",
+            "times are predicted from FLOPs, bytes and launches at stated "
+            "efficiencies, under fast, typical and slow "
             f"assumptions: {'; '.join(self.clock.assumptions().values())}",
         ]
         notes += self.process_groups.notes(self.clock.rates.gpu.peer_bytes_per_s)
         notes.append(
-            f"beside the pools, a GPU holds the CUDA context (about {self.context_bytes / 1e9:.2f} GB, which the "
-            "verdict keeps free), and buffers of NCCL where there are several ranks (0.2 GB and more)"
+            "beside the pools, a GPU holds the CUDA context (about "
+            f"{self.context_bytes / 1e9:.2f} GB, which the "
+            "verdict keeps free), and buffers of NCCL where there are several ranks "
+            "(0.2 GB and more)"
         )
         notes += self.memory.allocator.notes()
         notes += self.host_memory.notes()
         number = sum(self.mode.values.placeholders.values())
         if number:
             notes.append(
-                f"the job read {number:,} values of tensors, which a dry run does not have: it got 1 for "
+                f"the job read {number:,} values of tensors, which a dry run does not "
+                "have: it got 1 for "
                 "numbers and False for booleans"
             )
         if self._libraries.compiles:
-            notes.append("torch.compile was left out: the memory is that of the eager model")
+            notes.append(
+                "torch.compile was left out: the memory is that of the eager model"
+            )
         if self.mode.shapes.bounds:
             names = _counted(self.mode.shapes.bounds)
-            notes.append(f"shapes that depend on values count with the largest possible size: {names}")
+            notes.append(
+                "shapes that depend on values count with the largest possible size: "
+                f"{names}"
+            )
         if self.mode.shapes.least:
             names = _counted(self.mode.shapes.least)
-            notes.append(f"shapes that depend on values, without a stated bound, count with the smallest size: {names}")
+            notes.append(
+                "shapes that depend on values, without a stated bound, count with the "
+                f"smallest size: {names}"
+            )
         if self.batches.seen is not None:
-            notes.append("batches vary: the last iterations have the longest one of those seen")
+            notes.append(
+                "batches vary: the last iterations have the longest one of those seen"
+            )
         if self.attention.counts:
-            notes.append(f"kernels chosen for scaled_dot_product_attention: {_counted(self.attention.counts)}")
+            notes.append(
+                "kernels chosen for scaled_dot_product_attention: "
+                f"{_counted(self.attention.counts)}"
+            )
         if self._triton.counts:
             notes.append(
-                f"Triton kernels count with the bytes of their arguments alone: {_counted(self._triton.counts)}"
+                "Triton kernels count with the bytes of their arguments alone: "
+                f"{_counted(self._triton.counts)}"
             )
         if self.tracker.rule.index < 0:
             notes.append("no optimizer of torch stepped: there are no iterations")
         elif not self.finished:
             finished = self.tracker.rule.index + 1
-            notes.append(f"the job ended by itself after {finished} of {self.options.iterations} iterations")
+            notes.append(
+                f"the job ended by itself after {finished} of "
+                f"{self.options.iterations} iterations"
+            )
         return notes
 
     def _new_allocator(self) -> CachingAllocator:
         return device_allocator(self.capacity_bytes, self.context_bytes)
 
     def _classify(self) -> None:
-        """Note which storages hold parameters, buffers, gradients and optimizer state."""
+        """Note which storages hold parameters, buffers, gradients and optimizer
+        state."""
         modules, optimizers = list(self.tracker.modules), list(self.tracker.optimizers)
         with self.tracker.threads.quiet() as quiet:
             if quiet:
-                blocks = list_blocks(modules, optimizers, lambda storage: int(storage._cdata))
+                blocks = list_blocks(
+                    modules, optimizers, lambda storage: int(storage._cdata)
+                )
                 self.memory.set_categories(blocks)
 
     def _end_iteration(self, finished: int) -> None:
@@ -295,7 +419,9 @@ class DryRun:
         optimizers = self.tracker.rule.optimizers
         modules = list(self.tracker.modules)
         self.model = describe_model(modules, optimizers, self.tracker.recomputes)
-        self.framework = self.framework or describe_framework(modules, self.tracker.batch)
+        self.framework = self.framework or describe_framework(
+            modules, self.tracker.batch
+        )
         self.optimizers = describe_optimizers(optimizers)
         self.mode.values.reads = 0
         if finished >= self.options.iterations and not is_trial():

@@ -24,10 +24,15 @@ ITERATION = "iteration"
 
 
 def trace_of_run(run: DryRun, command: Sequence[str] = ()) -> TraceBuilder:
-    """Build the trace of a finished dry run, whose context was left; its `write(path)` writes it."""
-    builder = TraceBuilder("predicted", clock={"name": "simulated", "host": None, "wall_offset_ns": 0})
+    """Build the trace of a finished dry run, whose context was left; its `write(path)`
+    writes it."""
+    builder = TraceBuilder(
+        "predicted", clock={"name": "simulated", "host": None, "wall_offset_ns": 0}
+    )
     # The first iteration makes the optimizer state; alone it is better than no figures.
-    builder.meta.update(command=list(command), warmup_iterations=1 if run.tracker.rule.index > 0 else 0)
+    builder.meta.update(
+        command=list(command), warmup_iterations=1 if run.tracker.rule.index > 0 else 0
+    )
     if run.machine is not None:
         builder.meta["machine"] = run.machine.as_json()
     device = {
@@ -58,7 +63,9 @@ def trace_of_run(run: DryRun, command: Sequence[str] = ()) -> TraceBuilder:
         torch=torch.__version__,
     )
     if run.model:
-        rank.meta.update(model=run.model, optimizers=run.optimizers, framework=run.framework)
+        rank.meta.update(
+            model=run.model, optimizers=run.optimizers, framework=run.framework
+        )
     if run.deepspeed.description is not None:
         builder.meta["deepspeed"] = run.deepspeed.description
     _add_phases(run, rank)
@@ -83,7 +90,9 @@ def _add_phases(run: DryRun, rank: Any) -> None:
 
 def _add_forwards_without_gradients(run: DryRun, rank: Any) -> None:
     for forward in run.tracker.without_gradients.rows:
-        following = run.tracker.phases[forward.phases_before : forward.phases_before + 1]
+        following = run.tracker.phases[
+            forward.phases_before : forward.phases_before + 1
+        ]
         iteration = following[0].iteration if following else None
         times = {"start_ns": forward.start_ns, "end_ns": forward.end_ns}
         rank.add("ops", **times, resource="gpu", name=NAME, iteration=iteration)
@@ -91,12 +100,34 @@ def _add_forwards_without_gradients(run: DryRun, rank: Any) -> None:
 
 def _add_activity(run: DryRun, rank: Any) -> None:
     if copies := run.clock.copies:
-        columns = _columns(copies, "direction", "host_memory", "stream", "launch_ns", "start_ns", "end_ns")
+        columns = _columns(
+            copies,
+            "direction",
+            "host_memory",
+            "stream",
+            "launch_ns",
+            "start_ns",
+            "end_ns",
+        )
         sizes = [copy.size for copy in copies]
-        rank.extend("transfers", device=_DEVICE, bytes=sizes, name=columns["direction"], **columns)
+        rank.extend(
+            "transfers",
+            device=_DEVICE,
+            bytes=sizes,
+            name=columns["direction"],
+            **columns,
+        )
     if kernels := run.clock.kernels:
-        work = _columns([kernel.work for kernel in kernels], "kind", "name", "group", "flops", "bytes")
-        # A kernel has the name of its operation, except for collectives and kernels of Triton.
+        work = _columns(
+            [kernel.work for kernel in kernels],
+            "kind",
+            "name",
+            "group",
+            "flops",
+            "bytes",
+        )
+        # A kernel has the name of its operation, except for collectives and kernels of
+        # Triton.
         work["operator"] = [name if "::" in name else None for name in work["name"]]
         launched = _columns(kernels, "start_ns", "end_ns", "launch_ns", "stream")
         rank.extend("kernels", device=_DEVICE, **launched, **work)
@@ -108,12 +139,21 @@ def _columns(rows: Sequence[Any], *names: str) -> dict[str, list[Any]]:
 
 
 def _add_memory(run: DryRun, rank: Any) -> None:
-    for device, pools, rows in ((_DEVICE, _POOLS, run.memory.timeline), ("cpu", _HOST_POOLS, run.host_memory.timeline)):
+    for device, pools, rows in (
+        (_DEVICE, _POOLS, run.memory.timeline),
+        ("cpu", _HOST_POOLS, run.host_memory.timeline),
+    ):
         timeline = np.array(rows, dtype=np.int64).reshape(-1, 1 + len(pools))
         for column, pool in enumerate(pools, 1):
             sizes = timeline[:, column]
             changed = np.append(True, sizes[1:] != sizes[:-1])[: len(sizes)]
-            rank.extend("memory", t_ns=timeline[changed, 0], device=device, pool=pool, bytes=sizes[changed])
+            rank.extend(
+                "memory",
+                t_ns=timeline[changed, 0],
+                device=device,
+                pool=pool,
+                bytes=sizes[changed],
+            )
     blocks = run.memory.blocks
     if not blocks:
         return
@@ -122,15 +162,20 @@ def _add_memory(run: DryRun, rank: Any) -> None:
         end_ns=pd.array([block.end_ns for block in blocks], dtype="Int64"),
         device=_DEVICE,
         bytes=[block.size for block in blocks],
-        stack=pd.Categorical.from_codes([block.stack for block in blocks], run.stacks.texts),
+        stack=pd.Categorical.from_codes(
+            [block.stack for block in blocks], run.stacks.texts
+        ),
         **_columns(blocks, "start_ns", "category", "module"),
     )
 
 
 def case_times_ns(phases: list[FakePhase], case: int) -> dict[int, dict[str, int]]:
-    """Return ns per iteration and part (`iteration`, phases, `other`) in a case, by the device's times. An iteration
-    begins where the one before ended, the first one at 0, and ends with its last phase."""
-    spent: dict[int, dict[str, int]] = defaultdict(lambda: dict.fromkeys((ITERATION, *ITERATION_PARTS), 0))
+    """Return ns per iteration and part (`iteration`, phases, `other`) in a case, by the
+    device's times. An iteration begins where the one before ended, the first one at 0,
+    and ends with its last phase."""
+    spent: dict[int, dict[str, int]] = defaultdict(
+        lambda: dict.fromkeys((ITERATION, *ITERATION_PARTS), 0)
+    )
     ends: dict[int, int] = {}
     for phase in phases:
         if phase.iteration is not None:
@@ -141,19 +186,30 @@ def case_times_ns(phases: list[FakePhase], case: int) -> dict[int, dict[str, int
     for iteration in sorted(spent):
         parts = spent[iteration]
         parts[ITERATION] = ends[iteration] - previous
-        parts[OTHER] = max(0, parts[ITERATION] - sum(parts[part] for part in ITERATION_PARTS if part != OTHER))
+        parts[OTHER] = max(
+            0,
+            parts[ITERATION]
+            - sum(parts[part] for part in ITERATION_PARTS if part != OTHER),
+        )
         previous = ends[iteration]
     return dict(spent)
 
 
 def predicted_times(phases: list[FakePhase], rank: int) -> list[dict[str, Any]]:
-    """Return the least and the largest time of each part of each iteration over the cases, as meta.json has them."""
+    """Return the least and the largest time of each part of each iteration over the
+    cases, as meta.json has them."""
     cases = [case_times_ns(phases, case) for case in range(len(CASES))]
     rows = []
     for iteration, parts in cases[0].items():
         for part in parts:
             times = [case[iteration][part] / 1e6 for case in cases]
             rows.append(
-                {"rank": rank, "iteration": iteration, "phase": part, "low_ms": min(times), "high_ms": max(times)}
+                {
+                    "rank": rank,
+                    "iteration": iteration,
+                    "phase": part,
+                    "low_ms": min(times),
+                    "high_ms": max(times),
+                }
             )
     return rows

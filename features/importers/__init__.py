@@ -1,4 +1,5 @@
-"""Imports files of other tools into traces: a package per source, behind one `Importer` protocol."""
+"""Imports files of other tools into traces: a package per source, behind one `Importer`
+protocol."""
 
 from ebbtide.seams import Feature
 

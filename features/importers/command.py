@@ -7,7 +7,14 @@ from typing import Annotated
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Force, jobs_option, output_option, refuse_options, size, valued
+from ebbtide.cli.options import (
+    Force,
+    jobs_option,
+    output_option,
+    refuse_options,
+    size,
+    valued,
+)
 from ebbtide.cli.reading import check_options
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.terminal_lines import print_note
@@ -15,16 +22,28 @@ from ebbtide.terminal_lines import print_note
 _RANGE_MEANINGS = (*ITERATION_PARTS, "iteration")
 
 
-@command("Record", 2, examples=("import torch-profiler.json.gz -o run.ebb", "import log.txt monitor.csv -o run.ebb"))
+@command(
+    "Record",
+    2,
+    examples=(
+        "import torch-profiler.json.gz -o run.ebb",
+        "import log.txt monitor.csv -o run.ebb",
+    ),
+)
 def import_(
     context: typer.Context,
     sources: Annotated[
         list[Path],
         typer.Argument(
             metavar="SOURCE...",
-            help="Files of one run, or their folder: logs of DeepSpeed or Megatron-LM, torch.profiler traces, memory "
-            "snapshots, Nsight Systems exports, output of nvidia-smi, DCGM or other GPU monitors. Or traces of one "
-            "job, one per host.",
+            help=(
+                "Files of one run, or their folder: logs of DeepSpeed or Megatron-LM, "
+                "torch.profiler traces, memory "
+                "snapshots, Nsight Systems exports, output of nvidia-smi, DCGM or "
+                "other "
+                "GPU monitors. Or traces of one "
+                "job, one per host."
+            ),
         ),
     ],
     output: Annotated[Path, output_option("RUN.ebb")],
@@ -32,22 +51,36 @@ def import_(
         str | None,
         typer.Option(
             metavar="F",
-            help="Format: deepspeed-log, kineto, megatron-log, nsys, nvml-monitor, torch-snapshot.",
+            help=(
+                "Format: deepspeed-log, kineto, megatron-log, nsys, nvml-monitor, "
+                "torch-snapshot."
+            ),
             show_default="recognised by content",
         ),
     ] = None,
     capacity: Annotated[
-        str | None, valued("SIZE", "Memory of the GPU in bytes, e.g. 80GB.", "as stated by the files")
+        str | None,
+        valued(
+            "SIZE", "Memory of the GPU in bytes, e.g. 80GB.", "as stated by the files"
+        ),
     ] = None,
     link: Annotated[
-        str | None, valued("GENxLANES", "PCIe link of the GPU, e.g. 5x16, for its peak rate.", "as stated by the files")
+        str | None,
+        valued(
+            "GENxLANES",
+            "PCIe link of the GPU, e.g. 5x16, for its peak rate.",
+            "as stated by the files",
+        ),
     ] = None,
     align: Annotated[
         str | None,
         typer.Option(
             metavar="start|FILE",
-            help="Move files or traces without a common clock so that all begin with the first one (start) or with "
-            "FILE.",
+            help=(
+                "Move files or traces without a common clock so that all begin with "
+                "the first one (start) or with "
+                "FILE."
+            ),
             show_default="use their times, which must overlap",
         ),
     ] = None,
@@ -55,15 +88,19 @@ def import_(
         list[str] | None,
         typer.Option(
             metavar="NAME=PHASE",
-            help="NVTX ranges of Nsight Systems called NAME are forward, backward, update, iteration, or other (none "
-            "of these); * in NAME stands for any text. Repeatable.",
+            help=(
+                "NVTX ranges of Nsight Systems called NAME are forward, backward, "
+                "update, iteration, or other (none "
+                "of these); * in NAME stands for any text. Repeatable."
+            ),
             show_default="by the words in their names",
         ),
     ] = None,
     jobs: Annotated[int | None, jobs_option("one")] = None,
     force: Force = False,
 ) -> None:
-    """Convert files of other tools into a trace, or merge the traces that the hosts of one job recorded.
+    """Convert files of other tools into a trace, or merge the traces that the hosts of
+    one job recorded.
 
     Give all files of a run together, e.g. a log and its monitor CSV."""
     from ebbtide.profiler.trace.files import is_trace
@@ -71,11 +108,17 @@ def import_(
 
     if all(map(is_trace, sources)):
         merges = {"sources", "output", "align", "force"}
-        refuse_options(context, merges, "is for files of other tools: traces are merged as they are")
+        refuse_options(
+            context,
+            merges,
+            "is for files of other tools: traces are merged as they are",
+        )
         from ebbtide.profiler.trace import open_trace
         from ebbtide.profiler.trace.merge import merge
 
-        for line in closing_lines(merge([open_trace(path) for path in sources], output, force, align)):
+        for line in closing_lines(
+            merge([open_trace(path) for path in sources], output, force, align)
+        ):
             print_note(line)
         return
     capacity_bytes = size(capacity) if capacity is not None else None
@@ -86,15 +129,28 @@ def import_(
     from ebbtide.features.importers.importer import Hardware
     from ebbtide.features.importers.load import import_trace
 
-    trace = import_trace(sources, output, format, force, Hardware(capacity_bytes, lanes), align, phases, jobs or 1)
+    trace = import_trace(
+        sources,
+        output,
+        format,
+        force,
+        Hardware(capacity_bytes, lanes),
+        align,
+        phases,
+        jobs or 1,
+    )
     for line in (*trace.notes, *closing_lines(trace)):
         print_note(line)
 
 
 def _link(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"\s*(?:gen)?\s*([1-6])\s*x\s*(1|2|4|8|16|32)\s*", text, re.IGNORECASE)
+    match = re.fullmatch(
+        r"\s*(?:gen)?\s*([1-6])\s*x\s*(1|2|4|8|16|32)\s*", text, re.IGNORECASE
+    )
     if match is None:
-        raise typer.BadParameter(f"{text!r} is not a link: write generation x lanes, e.g. 5x16")
+        raise typer.BadParameter(
+            f"{text!r} is not a link: write generation x lanes, e.g. 5x16"
+        )
     generation, width = match.groups()
     return int(generation), int(width)
 
@@ -102,5 +158,7 @@ def _link(text: str) -> tuple[int, int]:
 def _phase(text: str) -> tuple[str, str]:
     name, _, meaning = text.rpartition("=")
     if not name or meaning not in _RANGE_MEANINGS:
-        raise typer.BadParameter(f"{text!r} assigns no phase: write NAME={'|'.join(_RANGE_MEANINGS)}")
+        raise typer.BadParameter(
+            f"{text!r} assigns no phase: write NAME={'|'.join(_RANGE_MEANINGS)}"
+        )
     return name, meaning

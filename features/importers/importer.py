@@ -1,4 +1,5 @@
-"""The protocol of all importers, which each sub-package of `importers` lists in `IMPORTERS`."""
+"""The protocol of all importers, which each sub-package of `importers` lists in
+`IMPORTERS`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ from ebbtide.profiler.trace import TraceBuilder
 
 
 class Recognition(IntEnum):
-    """Feature by which a format is recognized. Importers are asked in this order, the strictest check first."""
+    """Feature by which a format is recognized. Importers are asked in this order, the
+    strictest check first."""
 
     MAGIC_BYTES = 0
     FIXED_LAYOUT = 1
@@ -21,12 +23,17 @@ class Recognition(IntEnum):
 
 
 class Stage(IntEnum):
-    """Position of an importer among the importers of one trace, by what it needs from the others."""
+    """Position of an importer among the importers of one trace, by what it needs from
+    the others."""
 
     JOB = 0  # Creates all ranks of the job, with their phases
-    PROFILE = 1  # Adds what one rank recorded: phases (unless the rank has some), devices, memory and copies
+    # Adds what one rank recorded: phases (unless the rank has some), devices, memory
+    # and copies
+    PROFILE = 1
     MEMORY = 2  # Adds memory to ranks, on the device that an earlier stage has named
-    DEVICES = 3  # Adds data of devices to the ranks to which earlier stages have assigned those devices
+    # Adds data of devices to the ranks to which earlier stages have assigned those
+    # devices
+    DEVICES = 3
 
 
 @dataclass(frozen=True)
@@ -34,18 +41,21 @@ class Hardware:
     """Hardware figures that the user states because the files do not."""
 
     capacity_bytes: int | None = None  # Memory of each device; None: as in the files
-    link: tuple[int, int] | None = None  # PCIe generation and number of lanes of each device; None: as in the files
+    # PCIe generation and number of lanes of each device; None: as in the files
+    link: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class ImportOptions:
     """Inputs of an importer other than the files of its own format."""
 
-    hardware: Hardware = Hardware()  # Figures that the user states. They replace those of the files after all imports
-    # All files of the run by format. The ranks that monitor files cover get the phases of a log, for example.
+    # Figures that the user states. They replace those of the files after all imports
+    hardware: Hardware = Hardware()
+    # All files of the run by format. The ranks that monitor files cover get the phases
+    # of a log, for example.
     sources: Mapping[str, Sequence[Source]] = field(default_factory=dict)
-    # Meanings of NVTX ranges by their names, where `*` stands for any text: `forward`, `backward`, `update`,
-    # `iteration`, or `other` for ranges that are none of these.
+    # Meanings of NVTX ranges by their names, where `*` stands for any text: `forward`,
+    # `backward`, `update`, `iteration`, or `other` for ranges that are none of these.
     phases: Mapping[str, str] = field(default_factory=dict)
     jobs: int = 1  # Number of processes that may read many files.
 
@@ -60,8 +70,12 @@ class Importer(Protocol):
     def matches(self, source: Source) -> bool:
         """Return whether the contents of a file look like this format."""
 
-    def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
-        """Add the contents of files of this format, at least one, to a trace; return those whose times have no date.
+    def import_into(
+        self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions
+    ) -> list[Source]:
+        """Add the contents of files of this format, at least one, to a trace; return
+        those whose times have no date.
 
-        Files without dates cannot be combined with others. `options`: other files of the run, and figures that the user
-        states. Raises SourceError if a file is damaged or empty, or does not fit the others."""
+        Files without dates cannot be combined with others. `options`: other files of
+        the run, and figures that the user states. Raises SourceError if a file is
+        damaged or empty, or does not fit the others."""

@@ -30,23 +30,36 @@ _META_TIMES = ("first_iteration_start_ns", "started_ns")
 
 
 def expand_folders(
-    paths: Sequence[Path], recognize: Callable[[Source], str], format: str | None, notes: list[str]
+    paths: Sequence[Path],
+    recognize: Callable[[Source], str],
+    format: str | None,
+    notes: list[str],
 ) -> list[Path]:
-    """Replace folders by their files of one format (`format`, else that of most of them), in the order of the numbers
-    in their names, hidden ones left out. `notes` receives a line for each folder with other files."""
+    """Replace folders by their files of one format (`format`, else that of most of
+    them), in the order of the numbers in their names, hidden ones left out. `notes`
+    receives a line for each folder with other files."""
     files: list[Path] = []
     for path in paths:
         files += _files_of(path, recognize, format, notes) if path.is_dir() else [path]
     return files
 
 
-def _files_of(folder: Path, recognize: Callable[[Source], str], format: str | None, notes: list[str]) -> list[Path]:
+def _files_of(
+    folder: Path,
+    recognize: Callable[[Source], str],
+    format: str | None,
+    notes: list[str],
+) -> list[Path]:
     try:
-        entries = sorted((p for p in folder.iterdir() if not p.name.startswith(".")), key=_by_number)
+        entries = sorted(
+            (p for p in folder.iterdir() if not p.name.startswith(".")), key=_by_number
+        )
     except OSError as error:
         raise SourceError(f"{folder} cannot be read: {error.strerror}") from None
     if any(entry.name == "meta.json" for entry in entries):
-        raise SourceError(f"{folder} is a trace already: import the files first, then merge traces")
+        raise SourceError(
+            f"{folder} is a trace already: import the files first, then merge traces"
+        )
     by_format: dict[str, list[Path]] = {}
     ignored = []
     for entry in entries:
@@ -57,12 +70,21 @@ def _files_of(folder: Path, recognize: Callable[[Source], str], format: str | No
             by_format.setdefault(name, []).append(entry)
     if not by_format:
         of_format = f" of the format {format}" if format is not None else ""
-        raise SourceError(f"{folder} has no file{of_format} to import: it contains {_names(entries) or 'nothing'}")
+        raise SourceError(
+            f"{folder} has no file{of_format} to import: it contains "
+            f"{_names(entries) or 'nothing'}"
+        )
     chosen = max(by_format, key=lambda name: len(by_format[name]))
-    ignored += [entry for name, entries in by_format.items() if name != chosen for entry in entries]
+    ignored += [
+        entry
+        for name, entries in by_format.items()
+        if name != chosen
+        for entry in entries
+    ]
     if ignored:
         notes.append(
-            f"{folder.name}: the {len(by_format[chosen])} files of the format {chosen} are imported; name others to "
+            f"{folder.name}: the {len(by_format[chosen])} files of the format {chosen} "
+            "are imported; name others to "
             f"import them, too: {_names(ignored)}"
         )
     _refuse_several_steps(folder, by_format[chosen])
@@ -70,15 +92,19 @@ def _files_of(folder: Path, recognize: Callable[[Source], str], format: str | No
 
 
 def _refuse_several_steps(folder: Path, files: Sequence[Path]) -> None:
-    """Raise SourceError if a process has several files. Between them are steps that were not recorded."""
+    """Raise SourceError if a process has several files. Between them are steps that
+    were not recorded."""
     by_worker: dict[str, list[Path]] = {}
     for path in files:
         if match := _STEPS_OF_WORKER.fullmatch(path.name):
             by_worker.setdefault(match.group(1), []).append(path)
-    worker, several = max(by_worker.items(), key=lambda item: len(item[1]), default=("", []))
+    worker, several = max(
+        by_worker.items(), key=lambda item: len(item[1]), default=("", [])
+    )
     if len(several) > 1:
         raise SourceError(
-            f"{folder} has {len(several)} files of the process {worker}, one per cycle of the profiler's schedule: "
+            f"{folder} has {len(several)} files of the process {worker}, one per cycle "
+            "of the profiler's schedule: "
             f"import one file of each process, by name: {_names(several)}"
         )
 
@@ -94,12 +120,17 @@ def _format_of(path: Path, recognize: Callable[[Source], str]) -> str | None:
 
 def _names(paths: Sequence[Path]) -> str:
     names = [path.name for path in paths[:_MAX_NAMES]]
-    return ", ".join(names) + (f" and {len(paths) - _MAX_NAMES} more" if len(paths) > _MAX_NAMES else "")
+    return ", ".join(names) + (
+        f" and {len(paths) - _MAX_NAMES} more" if len(paths) > _MAX_NAMES else ""
+    )
 
 
 def _by_number(path: Path) -> list[tuple[int, str]]:
     """Return a key that sorts `rank-2` before `rank-10`."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d{1,18})", path.name)]
+    return [
+        (int(part), "") if part.isdigit() else (-1, part)
+        for part in re.split(r"(\d{1,18})", path.name)
+    ]
 
 
 def import_trace(
@@ -112,14 +143,17 @@ def import_trace(
     phases: Mapping[str, str] | None = None,
     jobs: int = 1,
 ) -> Trace:
-    """Write one trace from the files of one run, or folders of files of one format, on one clock. `format` None: each
-    file is recognized by its contents; `hardware` replaces figures of the files. `align` moves the files so that they
-    begin at the same time: with the first one (`start`), or with the file of this path; None: their times must overlap.
-    `phases`, `jobs`: see `ImportOptions`. Raises SourceError if a file cannot be read, TraceError if the output cannot
-    be written."""
+    """Write one trace from the files of one run, or folders of files of one format, on
+    one clock. `format` None: each file is recognized by its contents; `hardware`
+    replaces figures of the files. `align` moves the files so that they begin at the
+    same time: with the first one (`start`), or with the file of this path; None: their
+    times must overlap. `phases`, `jobs`: see `ImportOptions`. Raises SourceError if a
+    file cannot be read, TraceError if the output cannot be written."""
     importers = find_importers()
     if format is not None and format not in importers:
-        raise SourceError(f"{format!r} is not a format: choose one of {', '.join(importers)}")
+        raise SourceError(
+            f"{format!r} is not a format: choose one of {', '.join(importers)}"
+        )
     sources: dict[str, list[Source]] = {name: [] for name in importers}
     folder_notes: list[str] = []
     files = expand_folders(paths, recognize, format, folder_notes)
@@ -127,9 +161,17 @@ def import_trace(
         source = Source(path)
         sources[format or recognize(source)].append(source)
     if phases and not sources[_FORMAT_WITH_RANGES]:
-        raise SourceError("--phase assigns NVTX ranges: none of the files is of Nsight Systems")
-    builder = TraceBuilder("imported", clock={"name": "unix", "host": None, "wall_offset_ns": 0})
-    builder.meta["imported"] = [{"format": name, "file": s.path.name} for name in importers for s in sources[name]]
+        raise SourceError(
+            "--phase assigns NVTX ranges: none of the files is of Nsight Systems"
+        )
+    builder = TraceBuilder(
+        "imported", clock={"name": "unix", "host": None, "wall_offset_ns": 0}
+    )
+    builder.meta["imported"] = [
+        {"format": name, "file": s.path.name}
+        for name in importers
+        for s in sources[name]
+    ]
     for note in folder_notes:
         builder.note(note)
     options = ImportOptions(hardware or Hardware(), sources, phases or {}, jobs)
@@ -140,12 +182,17 @@ def import_trace(
             undated += importer.import_into(builder, sources[importer.format], options)
             times.add(importer.format, sources[importer.format])
     if undated:
-        _accept_undated(undated[0], builder, alone=len(undated) == len(files) or align is not None)
+        _accept_undated(
+            undated[0], builder, alone=len(undated) == len(files) or align is not None
+        )
     if align is None:
         times.check()
     else:
         times.align(align)
-        builder.note("the times of the files are not their own: they were moved so that all files begin at once")
+        builder.note(
+            "the times of the files are not their own: they were moved so that all "
+            "files begin at once"
+        )
     _apply_hardware(builder, options.hardware)
     _note_missing_hardware(builder)
     return builder.write(output, force)
@@ -158,16 +205,20 @@ def recognize(source: Source) -> str:
         if importer.matches(source):
             return name
     raise SourceError(
-        f"{source} has no format that ebbtide recognizes ({', '.join(importers)}): pass --format if it has one of these"
+        f"{source} has no format that ebbtide recognizes ({', '.join(importers)}): "
+        "pass --format if it has one of these"
     )
 
 
 def _accept_undated(source: Source, builder: TraceBuilder, alone: bool) -> None:
-    """Mark the clock of the trace as unknown. Raise SourceError if the trace has other files too."""
+    """Mark the clock of the trace as unknown. Raise SourceError if the trace has other
+    files too."""
     if not alone:
         raise SourceError(
-            f"{source} has no dates, so it cannot be combined with other files: import it alone, or record dates next "
-            "time (nvidia-smi dmon -o DT; other tools and the job: | ts '%Y-%m-%dT%H:%M:%.S'), or pass --align start"
+            f"{source} has no dates, so it cannot be combined with other files: import "
+            "it alone, or record dates next "
+            "time (nvidia-smi dmon -o DT; other tools and the job: | ts "
+            "'%Y-%m-%dT%H:%M:%.S'), or pass --align start"
         )
     builder.meta["clock"] = {"name": "unknown", "host": None, "wall_offset_ns": None}
 
@@ -181,22 +232,48 @@ def _apply_hardware(builder: TraceBuilder, hardware: Hardware) -> None:
                 device["capacity_bytes"] = hardware.capacity_bytes
             if hardware.link is not None:
                 generation, width = hardware.link
-                peak, stated = link_peak_bytes_per_s(generation, width), device.get("link")
-                if stated and (own := (stated["generation"], stated["width"])) != hardware.link:
-                    builder.note("--link {}x{} replaces the {}x{} that the files state".format(*hardware.link, *own))
-                device["link"] = {"generation": generation, "width": width, "peak_bytes_per_s": peak}
+                peak, stated = (
+                    link_peak_bytes_per_s(generation, width),
+                    device.get("link"),
+                )
+                if (
+                    stated
+                    and (own := (stated["generation"], stated["width"]))
+                    != hardware.link
+                ):
+                    builder.note(
+                        "--link {}x{} replaces the {}x{} that the files state".format(
+                            *hardware.link, *own
+                        )
+                    )
+                device["link"] = {
+                    "generation": generation,
+                    "width": width,
+                    "peak_bytes_per_s": peak,
+                }
 
 
-def _check_capacity(builder: TraceBuilder, rank: RankBuilder, device: dict[str, Any], capacity: int) -> None:
-    """Raise SourceError if a device had more in use than the user states; note if the files state another size."""
-    stated, name, memory = device.get("capacity_bytes"), device["device"], rank.frame("memory")
+def _check_capacity(
+    builder: TraceBuilder, rank: RankBuilder, device: dict[str, Any], capacity: int
+) -> None:
+    """Raise SourceError if a device had more in use than the user states; note if the
+    files state another size."""
+    stated, name, memory = (
+        device.get("capacity_bytes"),
+        device["device"],
+        rank.frame("memory"),
+    )
     if (used := memory.loc[memory["device"] == name, "bytes"].max()) > capacity:
         raise SourceError(
-            f"--capacity {bytes_text(capacity)} is less than the {bytes_text(used)} that were in use on {name}: a size "
+            f"--capacity {bytes_text(capacity)} is less than the {bytes_text(used)} "
+            f"that were in use on {name}: a size "
             "without a unit is in bytes, so write it like 80GB"
         )
     if stated not in (None, capacity):
-        builder.note(f"--capacity {bytes_text(capacity)} replaces the {bytes_text(stated)} that the files state")
+        builder.note(
+            f"--capacity {bytes_text(capacity)} replaces the {bytes_text(stated)} that "
+            "the files state"
+        )
 
 
 def _note_missing_hardware(builder: TraceBuilder) -> None:
@@ -207,25 +284,35 @@ def _note_missing_hardware(builder: TraceBuilder) -> None:
     device = first.meta["devices"][0]
     if device.get("capacity_bytes") is None:
         builder.note(
-            "the capacity of the device is not known, so free memory cannot be computed: import with --capacity 80GB"
+            "the capacity of the device is not known, so free memory cannot be "
+            "computed: import with --capacity 80GB"
         )
-    if not first.frame("link").empty and (device.get("link") or {}).get("peak_bytes_per_s") is None:
+    if (
+        not first.frame("link").empty
+        and (device.get("link") or {}).get("peak_bytes_per_s") is None
+    ):
         builder.note(
-            "the peak rate of the link is not known, so its idle share cannot be computed: import with --link 5x16 "
+            "the peak rate of the link is not known, so its idle share cannot be "
+            "computed: import with --link 5x16 "
             "(PCIe generation 5, 16 lanes)"
         )
 
 
 @cache
 def find_importers() -> dict[str, Importer]:
-    """Return all importers by the name of their format, in the order in which they are asked to recognize a file."""
+    """Return all importers by the name of their format, in the order in which they are
+    asked to recognize a file."""
     listed = chain.from_iterable(seams.load_all("importers"))
-    return {importer.format: importer for importer in sorted(listed, key=lambda importer: importer.recognition)}
+    return {
+        importer.format: importer
+        for importer in sorted(listed, key=lambda importer: importer.recognition)
+    }
 
 
 @dataclass(frozen=True)
 class _Addition:
-    """The rows that one file added to one rank; `parts`: the rows, and columns of rows."""
+    """The rows that one file added to one rank; `parts`: the rows, and columns of
+    rows."""
 
     path: Path
     entry: RankBuilder
@@ -234,16 +321,31 @@ class _Addition:
 
     def span_ns(self) -> tuple[int, int] | None:
         """Return the first and last time of the rows; None if there are none."""
-        columns = (pd.Series(part[name]).dropna() for part in self.parts for name in _SPAN_COLUMNS if name in part)
-        spans = [(int(times.min()), int(times.max())) for times in columns if times.size]
-        return (min(first for first, _ in spans), max(last for _, last in spans)) if spans else None
+        columns = (
+            pd.Series(part[name]).dropna()
+            for part in self.parts
+            for name in _SPAN_COLUMNS
+            if name in part
+        )
+        spans = [
+            (int(times.min()), int(times.max())) for times in columns if times.size
+        ]
+        return (
+            (min(first for first, _ in spans), max(last for _, last in spans))
+            if spans
+            else None
+        )
 
     def shift(self, offset_ns: int) -> None:
         """Move the rows in time."""
         for part in self.parts:
             for column, values in part.items():
                 # Not a time: the length of a sample's window.
-                if column.endswith("_ns") and column != "window_ns" and values is not None:
+                if (
+                    column.endswith("_ns")
+                    and column != "window_ns"
+                    and values is not None
+                ):
                     part[column] = values + offset_ns
         for name in self.meta_times:
             self.entry.meta[name] += offset_ns
@@ -261,21 +363,35 @@ class FileTimes:
     def add(self, format: str, sources: Sequence[Source]) -> None:
         """Record what the importer of a format has just added from its files."""
         for rank, entry in self._builder.ranks.items():
-            parts = [part for part in entry.parts() if id(part) not in self._known_parts]
+            parts = [
+                part for part in entry.parts() if id(part) not in self._known_parts
+            ]
             self._known_parts.update(map(id, parts))
             names = {name for name in _META_TIMES if entry.meta.get(name) is not None}
             new_names = names - self._known_meta.get(rank, set())
             self._known_meta[rank] = names
             if parts:
-                self._additions.append(_Addition(_source_of(entry, format, sources), entry, parts, sorted(new_names)))
+                self._additions.append(
+                    _Addition(
+                        _source_of(entry, format, sources),
+                        entry,
+                        parts,
+                        sorted(new_names),
+                    )
+                )
 
     def check(self) -> None:
         """Raise SourceError if some files share no time with the others."""
-        spans = [(*span, addition.path) for addition in self._additions if (span := addition.span_ns()) is not None]
+        spans = [
+            (*span, addition.path)
+            for addition in self._additions
+            if (span := addition.span_ns()) is not None
+        ]
         refuse_gaps(spans, SourceError)
 
     def align(self, reference: str) -> None:
-        """Move all files so that they begin with a reference: START, or the path of a file."""
+        """Move all files so that they begin with a reference: START, or the path of a
+        file."""
         begins: dict[Path, int] = {}
         for addition in self._additions:
             span = addition.span_ns()
@@ -290,6 +406,13 @@ class FileTimes:
 
 
 def _source_of(entry: RankBuilder, format: str, sources: Sequence[Source]) -> Path:
-    """Return the file of a format that a rank was imported from: the first one where several were."""
-    names = {entry.meta.get("imported_from"), entry.meta.get("imported", {}).get(format)}
-    return next((source.path for source in sources if source.path.name in names), sources[0].path)
+    """Return the file of a format that a rank was imported from: the first one where
+    several were."""
+    names = {
+        entry.meta.get("imported_from"),
+        entry.meta.get("imported", {}).get(format),
+    }
+    return next(
+        (source.path for source in sources if source.path.name in names),
+        sources[0].path,
+    )

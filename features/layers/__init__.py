@@ -1,4 +1,5 @@
-"""Weights and activations of a model's layers that are not on the device all the time."""
+"""Weights and activations of a model's layers that are not on the device all the
+time."""
 
 from ebbtide.seams import Feature
 
@@ -13,7 +14,10 @@ FEATURE = Feature(
         },
         "plan-passes": {"layers": "plan_pass:LAYER_PASS"},
         "plan-checks": {"layers": "layer_checks:check_layers"},
-        "policies": {"ml_dataflow": "systems.ml_dataflow", "streamed_weights": "systems.streamed_weights"},
+        "policies": {
+            "ml_dataflow": "systems.ml_dataflow",
+            "streamed_weights": "systems.streamed_weights",
+        },
         "services": {"layer-comparison": "comparison"},
     },
 )

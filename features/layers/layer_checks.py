@@ -1,4 +1,5 @@
-"""Checks of the operations of a plan on layers: weights and activations are on the device when compute uses them."""
+"""Checks of the operations of a plan on layers: weights and activations are on the
+device when compute uses them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,14 +12,17 @@ from ebbtide.interleave.model.workload import Workload
 
 
 def check_layers(plan: Plan, workload: Workload) -> None:
-    """Check that no compute uses weights or activations that are not on the device, or more slots than there are.
+    """Check that no compute uses weights or activations that are not on the device, or
+    more slots than there are.
 
     The workload is a placed one. Raises PlanError."""
     policy, ops, layers = plan.policy, plan.ops, plan.layers
     on_layers = [op for op in ops if op.kind in LAYER_KINDS]
     if layers is None:
         if on_layers:
-            raise PlanError(f"policy {policy}: {on_layers[0].kind} without a plan for layers")
+            raise PlanError(
+                f"policy {policy}: {on_layers[0].kind} without a plan for layers"
+            )
         return
     stretches = stretches_of(workload, layers)
     streamed = [stretch for stretch in stretches if stretch.layer in layers.streamed]
@@ -29,37 +33,57 @@ def check_layers(plan: Plan, workload: Workload) -> None:
         at_start = []
         others = [op for op in arrivals if op.subgroup not in layers.streamed]
         arrivals = [op for op in arrivals if op.subgroup in layers.streamed]
-        resident = [stretch for stretch in stretches if stretch.layer not in layers.streamed]
+        resident = [
+            stretch for stretch in stretches if stretch.layer not in layers.streamed
+        ]
         _walk(policy, resident, others, [], len(resident))
-    if _walk(policy, streamed, arrivals, at_start, layers.weight_slots) != frozenset(first):
-        raise PlanError(f"policy {policy}: weights of the first layers are not on the device when the iteration ends")
+    if _walk(policy, streamed, arrivals, at_start, layers.weight_slots) != frozenset(
+        first
+    ):
+        raise PlanError(
+            f"policy {policy}: weights of the first layers are not on the device when "
+            "the iteration ends"
+        )
     _check_activations(policy, ops, layers, stretches)
 
 
 def _walk(
-    policy: str, uses: Sequence[Stretch], arrivals: Iterable[Op], at_start: Iterable[int], slots: int
+    policy: str,
+    uses: Sequence[Stretch],
+    arrivals: Iterable[Op],
+    at_start: Iterable[int],
+    slots: int,
 ) -> frozenset[int]:
-    """Walk through uses of weights that pass through slots, and return the layers whose weights are there at the end.
+    """Walk through uses of weights that pass through slots, and return the layers whose
+    weights are there at the end.
 
-    An arrival takes the slot of what is used last of all. Each starts when that slot is free."""
+    An arrival takes the slot of what is used last of all. Each starts when that slot is
+    free."""
     next_uses: dict[int, list[float]] = {}
     for use in reversed(uses):
         next_uses.setdefault(use.layer, []).append(use.start)
     present = set(at_start)
     # An arrival at a point follows uses that end there.
-    events = sorted([(op.start, 0, op.subgroup) for op in arrivals] + [(use.start, 1, use.layer) for use in uses])
+    events = sorted(
+        [(op.start, 0, op.subgroup) for op in arrivals]
+        + [(use.start, 1, use.layer) for use in uses]
+    )
     needed = {(op.subgroup, op.holds and op.holds.point) for op in arrivals}
     arrived: set[int] = set()
     for point, is_use, layer in events:
         if not is_use:
             if len(present) == slots:
-                present.remove(max(present, key=lambda one: (next_uses[one] or [float("inf")])[-1]))
+                present.remove(
+                    max(present, key=lambda one: (next_uses[one] or [float("inf")])[-1])
+                )
             present.add(layer)
             arrived.add(layer)
             continue
         where = f"weights of layer {layer} at point {point:.4f}"
         if layer not in present:
-            raise PlanError(f"policy {policy}: compute uses {where}, and they are not on the device")
+            raise PlanError(
+                f"policy {policy}: compute uses {where}, and they are not on the device"
+            )
         if layer in arrived and (layer, point) not in needed:
             raise PlanError(f"policy {policy}: compute does not wait for {where}")
         arrived.discard(layer)
@@ -67,8 +91,11 @@ def _walk(
     return frozenset(present)
 
 
-def _check_activations(policy: str, ops: Sequence[Op], plan: LayerPlan, stretches: Sequence[Stretch]) -> None:
-    """Check that each copied activation goes down when it is computed and is back when its backward begins."""
+def _check_activations(
+    policy: str, ops: Sequence[Op], plan: LayerPlan, stretches: Sequence[Stretch]
+) -> None:
+    """Check that each copied activation goes down when it is computed and is back when
+    its backward begins."""
     copied = frozenset(plan.copied)
     # By kind and activation: what is left of its rounds, the last one first.
     uses: dict[tuple[str, int], list[Stretch]] = {}
@@ -81,11 +108,22 @@ def _check_activations(policy: str, ops: Sequence[Op], plan: LayerPlan, stretche
             continue
         left = uses.get((op.kind, op.tag))
         if not left:
-            raise PlanError(f"policy {policy}: {op.kind} of activation {op.tag} is repeated, or not to be copied")
+            raise PlanError(
+                f"policy {policy}: {op.kind} of activation {op.tag} is repeated, or "
+                "not to be copied"
+            )
         use = left.pop()
         if not use.is_backward and op.start < use.end:
-            raise PlanError(f"policy {policy}: activation {op.tag} is copied before it is computed")
+            raise PlanError(
+                f"policy {policy}: activation {op.tag} is copied before it is computed"
+            )
         if use.is_backward and op.holds != Hold(use.start):
-            raise PlanError(f"policy {policy}: activation {op.tag} does not come back from the host in time")
+            raise PlanError(
+                f"policy {policy}: activation {op.tag} does not come back from the "
+                "host in time"
+            )
     if any(uses.values()):
-        raise PlanError(f"policy {policy}: activations are not copied to the host and back once each")
+        raise PlanError(
+            f"policy {policy}: activations are not copied to the host and back once "
+            "each"
+        )

@@ -1,5 +1,6 @@
-"""The options `weights` and `activations`: which layers are streamed, and which activations are kept, recomputed or
-offloaded, together with the policy of the optimizer's state."""
+"""The options `weights` and `activations`: which layers are streamed, and which
+activations are kept, recomputed or offloaded, together with the policy of the
+optimizer's state."""
 
 from __future__ import annotations
 
@@ -34,10 +35,11 @@ WEIGHTS = ("resident", "streamed", "streamed:K", "auto")
 ACTIVATIONS = (*ACTIVATION_KINDS, "auto")
 LAYER_OPTIONS = {"weights": WEIGHTS, "activations": ACTIVATIONS}
 _MOST_SLOTS = 4
-# So many operations the search simulates, twice as many with few layers, and at least so many for each plan.
+# So many operations the search simulates, twice as many with few layers, and at least
+# so many for each plan.
 _SEARCHED_OPS, _LEAST_OPS = 100_000, 50
-# Up to so many choices all are compared; of up to so many blocks of layers, two are changed at a time; so many of the
-# choices that the search starts from are changed.
+# Up to so many choices all are compared; of up to so many blocks of layers, two are
+# changed at a time; so many of the choices that the search starts from are changed.
 _EXACT_CHOICES, _PAIRED_BLOCKS, _CLIMBS = 1100, 6, 12
 
 
@@ -48,14 +50,15 @@ def streamed_count(weights: str) -> int | None:
 
 
 def spread(count: int, layers: int) -> tuple[bool, ...]:
-    """Return which layers are streamed where some are, evenly spread: compute of the others hides their copies."""
+    """Return which layers are streamed where some are, evenly spread: compute of the
+    others hides their copies."""
     until = [layer * count // layers for layer in range(layers + 1)]
     return tuple(after > before for before, after in pairwise(until))
 
 
 class LayerChoice(NamedTuple):
-    """The choice for each layer: whether its weights are streamed, and the form in which its activations are kept, or
-    `~form` where they are offloaded."""
+    """The choice for each layer: whether its weights are streamed, and the form in
+    which its activations are kept, or `~form` where they are offloaded."""
 
     streamed: tuple[bool, ...]
     forms: tuple[int, ...]
@@ -65,7 +68,9 @@ class LayerChoice(NamedTuple):
     def plan(self, workload: Workload) -> LayerPlan:
         """Return the plan for the layers of a workload."""
         return LayerPlan(
-            frozenset(layer for layer, streamed in enumerate(self.streamed) if streamed),
+            frozenset(
+                layer for layer, streamed in enumerate(self.streamed) if streamed
+            ),
             saved_activations(
                 workload,
                 [form if form >= 0 else ~form for form in self.forms],
@@ -75,18 +80,24 @@ class LayerChoice(NamedTuple):
             self.activation_slots,
         )
 
-    def changed(self, layers: range, streamed: bool | None, form: int | None) -> LayerChoice:
+    def changed(
+        self, layers: range, streamed: bool | None, form: int | None
+    ) -> LayerChoice:
         """Return the choice with other weights or forms of some layers."""
         weights, forms = list(self.streamed), list(self.forms)
         for layer in layers:
             weights[layer] = weights[layer] if streamed is None else streamed
             forms[layer] = forms[layer] if form is None else form
-        return LayerChoice(tuple(weights), tuple(forms), self.weight_slots, self.activation_slots)
+        return LayerChoice(
+            tuple(weights), tuple(forms), self.weight_slots, self.activation_slots
+        )
 
 
-# Makes the plan for the optimizer's state in a placed workload; whether updates may end in the next forward.
+# Makes the plan for the optimizer's state in a placed workload; whether updates may end
+# in the next forward.
 Maker = Callable[[Workload, bool], Plan]
-# Bytes of device and of host memory that are missing, the mean iteration, s, and the bytes of layers that move.
+# Bytes of device and of host memory that are missing, the mean iteration, s, and the
+# bytes of layers that move.
 Cost = tuple[float, float, float, float]
 # Yields choices that are somewhat different.
 Change = Callable[[LayerChoice], Iterator[LayerChoice]]
@@ -100,15 +111,24 @@ class Evaluated(NamedTuple):
 
 
 def plan_of_choice(
-    choice: LayerChoice, workload: Workload, machine: Machine, make: Maker, leaves_link: bool = False
+    choice: LayerChoice,
+    workload: Workload,
+    machine: Machine,
+    make: Maker,
+    leaves_link: bool = False,
 ) -> Evaluated:
-    """Return the plan of a choice with the state's plan that `make` makes for the memory that the layers leave, or also
-    for the time and the rest of the link that their copies leave."""
+    """Return the plan of a choice with the state's plan that `make` makes for the
+    memory that the layers leave, or also for the time and the rest of the link that
+    their copies leave."""
     layers = choice.plan(workload)
     placed = place(workload, layers)
     limit = available_host_bytes(workload, machine)
     left = None if limit is None else max(0.0, limit - layers.host_bytes(workload))
-    busy = with_layer_copies(placed, layers, link_rates(placed, machine).values()) if leaves_link else placed
+    busy = (
+        with_layer_copies(placed, layers, link_rates(placed, machine).values())
+        if leaves_link
+        else placed
+    )
     state_workload = replace(busy, host_free_bytes=left, missing_bytes=0.0)
 
     def evaluate(state_workload: Workload) -> Evaluated:
@@ -118,8 +138,13 @@ def plan_of_choice(
         return Evaluated(cost_of(simulate_steps(plan, placed, machine), limit), plan)
 
     result = evaluate(state_workload)
-    if result.cost[0] and not placed.missing_bytes and placed.min_free_bytes is not None:
-        # Copies of layers delay those of state: without windows it is on the device as long as there is memory.
+    if (
+        result.cost[0]
+        and not placed.missing_bytes
+        and placed.min_free_bytes is not None
+    ):
+        # Copies of layers delay those of state: without windows it is on the device as
+        # long as there is memory.
         always_free = replace(state_workload, gpu_free=((0.0, placed.min_free_bytes),))
         result = min(result, evaluate(always_free), key=lambda one: one.cost)
     return result
@@ -130,8 +155,14 @@ def cost_of(steps: Steps, host_limit_bytes: float | None) -> Cost:
     schedule = steps.valid
     missing = schedule.workload.missing_bytes
     if schedule.fits_device(None) is False:
-        missing += max(1.0, schedule.peak_device_bytes - (schedule.workload.min_free_bytes or 0.0))
-    excess = 0.0 if host_limit_bytes is None else max(0.0, schedule.host_bytes() - host_limit_bytes)
+        missing += max(
+            1.0, schedule.peak_device_bytes - (schedule.workload.min_free_bytes or 0.0)
+        )
+    excess = (
+        0.0
+        if host_limit_bytes is None
+        else max(0.0, schedule.host_bytes() - host_limit_bytes)
+    )
     moved = sum(op.nbytes for op in schedule.plan.ops if op.kind in LAYER_KINDS)
     return missing, excess, steps.rating_s, moved
 
@@ -143,53 +174,96 @@ def plan_with_layers(
     make: Maker,
     quick: Maker,
 ) -> Plan:
-    """Return the plan of a policy, which `make` makes for the state, for a workload with layers. With `auto` it is the
-    best one found, by plans of `quick`: never worse than the same with one choice for all layers."""
+    """Return the plan of a policy, which `make` makes for the state, for a workload
+    with layers. With `auto` it is the best one found, by plans of `quick`: never worse
+    than the same with one choice for all layers."""
     search = LayerSearch(workload, machine, options)
     ranked = search.run(quick) if len(search.singles) > 1 else search.singles
     chosen, best = ranked[0], plan_of_choice(ranked[0], workload, machine, quick)
     for choice in ranked:
-        if choice in search.singles and (len(ranked) == 1 or search.may_be_better(choice, best.cost)):
+        if choice in search.singles and (
+            len(ranked) == 1 or search.may_be_better(choice, best.cost)
+        ):
             result = plan_of_choice(choice, workload, machine, make)
             if result.cost < best.cost:
                 chosen, best = choice, result
     for choice in {ranked[0], chosen} if len(ranked) > 1 else ():
-        best = min(best, plan_of_choice(choice, workload, machine, make, True), key=lambda one: one.cost)
+        best = min(
+            best,
+            plan_of_choice(choice, workload, machine, make, True),
+            key=lambda one: one.cost,
+        )
     return best.plan.validate(place(workload, best.plan.layers))
 
 
 class LayerSearch:
-    """The search for the best choice by simulation: from one for all layers, blocks are changed while that helps."""
+    """The search for the best choice by simulation: from one for all layers, blocks are
+    changed while that helps."""
 
-    def __init__(self, workload: Workload, machine: Machine, options: Mapping[str, str]) -> None:
+    def __init__(
+        self, workload: Workload, machine: Machine, options: Mapping[str, str]
+    ) -> None:
         self._workload = workload
         self._machine = machine
         self._costs: dict[LayerChoice, Cost] = {}
-        self._missing: dict[LayerChoice, float] = {}  # Bytes of device memory that a choice lacks whatever the plan.
-        count, last = len(workload.layers), min(len(layer.forms) for layer in workload.layers) - 1
-        self._ops_left, self._plan_ops = _SEARCHED_OPS * (1 + (count <= _PAIRED_BLOCKS)), 0
+        # Bytes of device memory that a choice lacks whatever the plan.
+        self._missing: dict[LayerChoice, float] = {}
+        count, last = (
+            len(workload.layers),
+            min(len(layer.forms) for layer in workload.layers) - 1,
+        )
+        self._ops_left, self._plan_ops = (
+            _SEARCHED_OPS * (1 + (count <= _PAIRED_BLOCKS)),
+            0,
+        )
         named = dict(zip(ACTIVATION_KINDS, (0, last, ~0, ~last), strict=True))
-        weights, activations = options.get("weights", "resident"), options.get("activations", "keep")
+        weights, activations = (
+            options.get("weights", "resident"),
+            options.get("activations", "keep"),
+        )
         if activations.startswith("recompute") and not last:
-            raise PolicyError(f"activations={activations} needs layers with recompute_s, or with several forms")
+            raise PolicyError(
+                f"activations={activations} needs layers with recompute_s, or with "
+                "several forms"
+            )
         fixed = streamed_count(weights)
         if fixed is not None and fixed > count:
             raise PolicyError(f"weights={weights}: {workload.name} has {count} layers")
         # The choices of a layer, and those of all: `streamed:K` leaves none.
-        self._weights = () if fixed is not None else (False, True) if weights == "auto" else (weights == "streamed",)
-        self._patterns = [(streamed,) * count for streamed in self._weights] or [spread(fixed or 0, count)]
+        self._weights = (
+            ()
+            if fixed is not None
+            else (False, True)
+            if weights == "auto"
+            else (weights == "streamed",)
+        )
+        self._patterns = [(streamed,) * count for streamed in self._weights] or [
+            spread(fixed or 0, count)
+        ]
         kept = range(last + 1)
-        self._forms = (*kept, *(~form for form in kept)) if activations == "auto" else (named[activations],)
+        self._forms = (
+            (*kept, *(~form for form in kept))
+            if activations == "auto"
+            else (named[activations],)
+        )
         overlaps = overlaps_of(options.get("overlap", "none"))
-        self._overlap = Overlap(*(any(flags) for flags in zip(NO_OVERLAP, *overlaps, strict=True)))
+        self._overlap = Overlap(
+            *(any(flags) for flags in zip(NO_OVERLAP, *overlaps, strict=True))
+        )
         self.singles = [
-            LayerChoice(streamed, (form,) * count) for streamed, form in product(self._patterns, self._forms)
+            LayerChoice(streamed, (form,) * count)
+            for streamed, form in product(self._patterns, self._forms)
         ]
 
     def run(self, make: Maker) -> list[LayerChoice]:
         """Return choices, the best ones first."""
         count = len(self._workload.layers)
-        if max(1, len(self._weights) ** count) * len(self._forms) ** count * _MOST_SLOTS <= _EXACT_CHOICES:
+        if (
+            max(1, len(self._weights) ** count)
+            * len(self._forms) ** count
+            * _MOST_SLOTS
+            <= _EXACT_CHOICES
+        ):
             for choice in self._all():
                 self._cost(choice, make)
         else:
@@ -202,23 +276,33 @@ class LayerSearch:
         return sorted(self._costs, key=self._rank)
 
     def _rank(self, choice: LayerChoice) -> tuple[Cost, int]:
-        """Return the cost of a choice; of equally good ones that with fewer slots has more memory for other plans."""
+        """Return the cost of a choice; of equally good ones that with fewer slots has
+        more memory for other plans."""
         return self._costs[choice], choice.weight_slots + choice.activation_slots
 
     def may_be_better(self, choice: LayerChoice, best: Cost) -> bool:
-        """Return whether a choice may have a lower cost, whatever the plan of the optimizer's state."""
+        """Return whether a choice may have a lower cost, whatever the plan of the
+        optimizer's state."""
         layers = choice.plan(self._workload)
         placed = place(self._workload, layers)
-        limit, on_host = available_host_bytes(placed, self._machine), layers.host_bytes(self._workload)
+        limit, on_host = (
+            available_host_bytes(placed, self._machine),
+            layers.host_bytes(self._workload),
+        )
         if not self._machine.storage:
-            on_host += placed.state_bytes * placed.params - (placed.min_free_bytes or 0.0)
+            on_host += placed.state_bytes * placed.params - (
+                placed.min_free_bytes or 0.0
+            )
         excess = 0.0 if limit is None else max(0.0, on_host - limit)
         return (placed.missing_bytes, excess, self._least_s(placed, layers)) < best[:3]
 
     def _least_s(self, placed: Workload, layers: LayerPlan) -> float:
-        """Return a lower bound of the iteration with a plan for layers, s: that of the state beside their copies, with
-        parameters of streamed layers that need not return to the device."""
-        busy = with_layer_copies(placed, layers, link_rates(placed, self._machine).values())
+        """Return a lower bound of the iteration with a plan for layers, s: that of the
+        state beside their copies, with parameters of streamed layers that need not
+        return to the device."""
+        busy = with_layer_copies(
+            placed, layers, link_rates(placed, self._machine).values()
+        )
         state = replace(busy, sizes=placed.subgroups, layers=(), layer_memory=())
         state = replace(state, param_bytes=0.0) if layers.streamed else state
         with suppress(MachineError):
@@ -227,38 +311,61 @@ class LayerSearch:
 
     def _all(self) -> Iterator[LayerChoice]:
         count, slots = len(self._workload.layers), range(1, SLOTS + 1)
-        for weights in product(self._weights, repeat=count) if self._weights else self._patterns:
+        for weights in (
+            product(self._weights, repeat=count) if self._weights else self._patterns
+        ):
             for forms in product(self._forms, repeat=count):
-                yield from (LayerChoice(weights, forms, *one) for one in product(slots, slots))
+                yield from (
+                    LayerChoice(weights, forms, *one) for one in product(slots, slots)
+                )
 
     def _starts(self) -> Iterator[LayerChoice]:
-        """Yield choices that are alike for all layers, and some with every second, third or fourth layer resident, so
-        that its compute hides the copy for the next one."""
+        """Yield choices that are alike for all layers, and some with every second,
+        third or fourth layer resident, so that its compute hides the copy for the next
+        one."""
         count = len(self._workload.layers)
         for single in self.singles:
-            for slots in (SLOTS, 1) if any(single.streamed) or single.forms[0] < 0 else (SLOTS,):
+            for slots in (
+                (SLOTS, 1) if any(single.streamed) or single.forms[0] < 0 else (SLOTS,)
+            ):
                 choice = single._replace(weight_slots=slots, activation_slots=slots)
                 yield choice
                 if len(self._weights) > 1 and single.streamed[0]:
                     for stride in (2, 3, 4):
-                        yield choice.changed(range(stride // 2, count, stride), False, None)
+                        yield choice.changed(
+                            range(stride // 2, count, stride), False, None
+                        )
 
     def _climb(self, choice: LayerChoice, make: Maker) -> None:
-        """Change blocks of layers, and then smaller ones, as long as that lowers the cost."""
+        """Change blocks of layers, and then smaller ones, as long as that lowers the
+        cost."""
         count = len(self._workload.layers)
         size = count
         while size and self._ops_left > 0:
             before = choice
-            blocks = [range(first, min(count, first + size)) for first in range(0, count, size)]
-            changes: list[Change] = [partial(self._change_layers, layers=layers) for layers in blocks]
+            blocks = [
+                range(first, min(count, first + size))
+                for first in range(0, count, size)
+            ]
+            changes: list[Change] = [
+                partial(self._change_layers, layers=layers) for layers in blocks
+            ]
             choice = self._improved(choice, [self._change_slots, *changes], make)
             if choice == before and 1 < len(blocks) <= _PAIRED_BLOCKS:
-                # With other slots, or in two blocks, one of which gives memory that the other may take.
-                pairs = [*product(changes, [self._change_slots]), *combinations(changes, 2)]
-                choice = self._improved(choice, [_in_turn(*pair) for pair in pairs], make)
+                # With other slots, or in two blocks, one of which gives memory that the
+                # other may take.
+                pairs = [
+                    *product(changes, [self._change_slots]),
+                    *combinations(changes, 2),
+                ]
+                choice = self._improved(
+                    choice, [_in_turn(*pair) for pair in pairs], make
+                )
             size = size if choice != before else size // 2
 
-    def _improved(self, choice: LayerChoice, changes: Sequence[Change], make: Maker) -> LayerChoice:
+    def _improved(
+        self, choice: LayerChoice, changes: Sequence[Change], make: Maker
+    ) -> LayerChoice:
         """Return a choice after all changes that lower its cost."""
         best = self._cost(choice, make)
         for change in changes:
@@ -272,25 +379,41 @@ class LayerSearch:
     def _change_slots(self, choice: LayerChoice) -> Iterator[LayerChoice]:
         """Yield choices with another number of slots."""
         for change in (-1, 1):
-            if any(choice.streamed) and 1 <= choice.weight_slots + change <= _MOST_SLOTS:
+            if (
+                any(choice.streamed)
+                and 1 <= choice.weight_slots + change <= _MOST_SLOTS
+            ):
                 yield choice._replace(weight_slots=choice.weight_slots + change)
-            if min(choice.forms) < 0 and 1 <= choice.activation_slots + change <= _MOST_SLOTS:
+            if (
+                min(choice.forms) < 0
+                and 1 <= choice.activation_slots + change <= _MOST_SLOTS
+            ):
                 yield choice._replace(activation_slots=choice.activation_slots + change)
 
-    def _change_layers(self, choice: LayerChoice, layers: range) -> Iterator[LayerChoice]:
+    def _change_layers(
+        self, choice: LayerChoice, layers: range
+    ) -> Iterator[LayerChoice]:
         """Yield choices that differ in a block of layers."""
         # What all of them have already is no change.
         weights, forms = ({values[layer] for layer in layers} for values in choice[:2])
-        for streamed in (None, *(value for value in self._weights if weights != {value})):
+        for streamed in (
+            None,
+            *(value for value in self._weights if weights != {value}),
+        ):
             for form in (None, *(value for value in self._forms if forms != {value})):
                 yield choice.changed(layers, streamed, form)
 
-    def _cost(self, choice: LayerChoice, make: Maker, limit: Cost | None = None) -> Cost:
-        """Return the cost of a choice, or the missing memory alone where that is above the limit's."""
+    def _cost(
+        self, choice: LayerChoice, make: Maker, limit: Cost | None = None
+    ) -> Cost:
+        """Return the cost of a choice, or the missing memory alone where that is above
+        the limit's."""
         if (cost := self._costs.get(choice)) is not None:
             return cost
         if (missing := self._missing.get(choice)) is None:
-            self._missing[choice] = missing = place(self._workload, choice.plan(self._workload)).missing_bytes
+            self._missing[choice] = missing = place(
+                self._workload, choice.plan(self._workload)
+            ).missing_bytes
             chunks = len(self._workload.layers) * len(self._workload.chunk_shares)
             self._ops_left -= max(_LEAST_OPS, self._plan_ops + 2 * chunks)
         if limit is not None and missing > limit[0]:
@@ -303,4 +426,6 @@ class LayerSearch:
 
 def _in_turn(first: Change, second: Change) -> Change:
     """Return the change that makes one after the other."""
-    return lambda choice: (after for before in first(choice) for after in second(before))
+    return lambda choice: (
+        after for before in first(choice) for after in second(before)
+    )

@@ -16,7 +16,8 @@ _WITHOUT_LATE = {"forward": "none", "both": "backward", "auto": "backward"}
 
 
 class LayerPass:
-    """Plans the layers of a workload that has some, and the state with what they leave."""
+    """Plans the layers of a workload that has some, and the state with what they
+    leave."""
 
     name: ClassVar[str] = "layers"
     position: ClassVar[int] = 10
@@ -24,20 +25,30 @@ class LayerPass:
     offers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     options: ClassVar[Mapping[str, tuple[str, ...]]] = LAYER_OPTIONS
 
-    def plan(self, make: Maker, policy: Policy, workload: Workload, machine: Machine) -> Plan:
-        """Return the plan of a policy for the state, with the layers that its options move."""
+    def plan(
+        self, make: Maker, policy: Policy, workload: Workload, machine: Machine
+    ) -> Plan:
+        """Return the plan of a policy for the state, with the layers that its options
+        move."""
         if workload.layers and not workload.layer_memory:
             plan = plan_with_layers(
                 workload,
                 machine,
                 policy.options,
-                lambda placed, late: make(policy if late else _without_late(policy), placed, machine),
-                lambda placed, _: make(_quick(policy, placed, machine), placed, machine),
+                lambda placed, late: make(
+                    policy if late else _without_late(policy), placed, machine
+                ),
+                lambda placed, _: make(
+                    _quick(policy, placed, machine), placed, machine
+                ),
             )
             return replace(plan, policy=policy.text)
         moved = policy.changed(LAYER_OPTIONS)
         if moved and not workload.layers:
-            raise PolicyError(f"{policy.text!r}: {moved[0]} is for workloads with layers, and {workload.name} has none")
+            raise PolicyError(
+                f"{policy.text!r}: {moved[0]} is for workloads with layers, and "
+                f"{workload.name} has none"
+            )
         return make(policy, workload, machine)
 
     def complete(self, plan: Plan, workload: Workload, machine: Machine) -> Plan:
@@ -49,8 +60,9 @@ LAYER_PASS = LayerPass()
 
 
 def _quick(policy: Policy, placed: Workload, machine: Machine) -> Policy:
-    """Return a policy whose plans are made quickly: this one, but for adaptive one that keeps as much state on the
-    device as there is memory for, and interleaves the rest."""
+    """Return a policy whose plans are made quickly: this one, but for adaptive one that
+    keeps as much state on the device as there is memory for, and interleaves the
+    rest."""
     if not policy.is_adaptive:
         return _without_late(policy)
     if machine.gpu_update_params_per_s is None:

@@ -11,12 +11,16 @@ from ebbtide.cli.options import Metrics, metrics_server
 from ebbtide.terminal_lines import print_note
 
 
-@command("Record", 1, shares_stdout=True, examples=("watch", "watch run.ebb --metrics 9400"))
+@command(
+    "Record", 1, shares_stdout=True, examples=("watch", "watch run.ebb --metrics 9400")
+)
 def watch(
     trace: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[RUN.ebb]", help="Trace to watch.", show_default="the newest one that is recorded here"
+            metavar="[RUN.ebb]",
+            help="Trace to watch.",
+            show_default="the newest one that is recorded here",
         ),
     ] = None,
     metrics: Metrics = None,
@@ -24,12 +28,16 @@ def watch(
         bool,
         typer.Option(
             "--view/--no-view",
-            help="Show the view; without it --metrics serves until Ctrl-C, as it does where there is no terminal.",
+            help=(
+                "Show the view; without it --metrics serves until Ctrl-C, as it does "
+                "where there is no terminal."
+            ),
             show_default="view",
         ),
     ] = True,
 ) -> None:
-    """Show a recording in the terminal while it runs: phases, memory, link, windows, ranks, findings.
+    """Show a recording in the terminal while it runs: phases, memory, link, windows,
+    ranks, findings.
 
     A finished trace is shown in the same way. The job is not touched."""
     from ebbtide.features.live.trace import LiveTrace
@@ -37,10 +45,15 @@ def watch(
     from ebbtide.features.live.view.terminal import require_terminal, show
 
     if not view and metrics is None:
-        raise typer.BadParameter("--no-view is for --metrics: name a port, or leave it out to see the view")
+        raise typer.BadParameter(
+            "--no-view is for --metrics: name a port, or leave it out to see the view"
+        )
     view &= metrics is None or sys.stdout.isatty()
     if view:
-        require_terminal("watch", f"`ebbtide summary {trace or 'RUN.ebb'}` prints a trace without one")
+        require_terminal(
+            "watch",
+            f"`ebbtide summary {trace or 'RUN.ebb'}` prints a trace without one",
+        )
     path = trace if trace is not None else newest_recording(Path())
     if metrics is None:
         show(path)

@@ -3,5 +3,9 @@
 from ebbtide.seams import Feature
 
 FEATURE = Feature(
-    "matrices", {"rules": {"muon": "muon"}, "services": {"exchange": "sharded_matrices:sharded_matrices"}}
+    "matrices",
+    {
+        "rules": {"muon": "muon"},
+        "services": {"exchange": "sharded_matrices:sharded_matrices"},
+    },
 )

@@ -1,12 +1,15 @@
-"""The update of a whole matrix: its products have one order, so that nothing but the matrix decides about the bits.
+"""The update of a whole matrix: its products have one order, so that nothing but the
+matrix decides about the bits.
 
-The formula of the rule gives a matrix U and the new moments, element by element. With three coefficients a, b and c,
+The formula of the rule gives a matrix U and the new moments, element by element. With
+three coefficients a, b and c,
 
     X = U, or its transpose if it has more rows than columns, over its norm (at least eps)
     as often as the rule says:   G = X Xt,   X = a X + (b G + c (G G)) X
 
-Then the rule's `finish` updates the master with X in place of a gradient. An element of a product is the sum of its
-fp32 products from the first to the last, beginning with 0, each operation rounded. Norms are those of norm.py.
+Then the rule's `finish` updates the master with X in place of a gradient. An element of
+a product is the sum of its fp32 products from the first to the last, beginning with 0,
+each operation rounded. Norms are those of norm.py.
 """
 
 import math

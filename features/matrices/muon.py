@@ -1,4 +1,5 @@
-"""Muon: orthogonalized momentum of whole matrices (Jordan et al., 2024), with the formulas of torch.optim.Muon."""
+"""Muon: orthogonalized momentum of whole matrices (Jordan et al., 2024), with the
+formulas of torch.optim.Muon."""
 
 import math
 
@@ -6,7 +7,13 @@ import numpy as np
 
 from ebbtide.features.matrices.matrices import MatrixParts, multiply, orthogonalize
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.rules.rule import Group, Scalars, UpdateRule, WholeUpdate, register
+from ebbtide.interleave.engine.rules.rule import (
+    Group,
+    Scalars,
+    UpdateRule,
+    WholeUpdate,
+    register,
+)
 
 _ADJUSTMENTS = None, "original", "match_rms_adamw"
 
@@ -23,7 +30,11 @@ def _finish(g, p, kept, rate):  # type: ignore[no-untyped-def]
 
 
 def _factors(group: Group, step: int) -> tuple[float, ...]:
-    lr, momentum, matches = float(group["lr"]), group["momentum"], group["adjust_lr_fn"] == "match_rms_adamw"
+    lr, momentum, matches = (
+        float(group["lr"]),
+        group["momentum"],
+        group["adjust_lr_fn"] == "match_rms_adamw",
+    )
     kept = 1 - lr * group["weight_decay"]
     products = *group["ns_coefficients"], group["ns_steps"], group["eps"]
     return momentum, 1 - momentum, group["nesterov"], kept, lr, matches, *products
@@ -31,17 +42,32 @@ def _factors(group: Group, step: int) -> tuple[float, ...]:
 
 def _parts(scalars: Scalars, shape: tuple[int, int]) -> MatrixParts:
     kept, lr, matches, a, b, c, steps, eps = scalars[4:]
-    ratio = 0.2 * math.sqrt(max(shape)) if matches else math.sqrt(max(1.0, shape[0] / shape[1]))
-    return MatrixParts(scalars[:4], (a, b, c), int(steps), eps, (np.float32(1), kept, np.float32(float(lr) * ratio)))
+    ratio = (
+        0.2 * math.sqrt(max(shape))
+        if matches
+        else math.sqrt(max(1.0, shape[0] / shape[1]))
+    )
+    return MatrixParts(
+        scalars[:4],
+        (a, b, c),
+        int(steps),
+        eps,
+        (np.float32(1), kept, np.float32(float(lr) * ratio)),
+    )
 
 
 def _check(group: Group) -> None:
     if group["momentum"] >= 1:
         raise EngineError(f"momentum is {group['momentum']}: it must be below 1")
     if group["adjust_lr_fn"] not in _ADJUSTMENTS:
-        raise EngineError(f"adjust_lr_fn is {group['adjust_lr_fn']!r}: it must be one of {_ADJUSTMENTS}")
+        raise EngineError(
+            f"adjust_lr_fn is {group['adjust_lr_fn']!r}: it must be one of "
+            f"{_ADJUSTMENTS}"
+        )
     if not 1 <= group["ns_steps"] < 100 or group["ns_steps"] != int(group["ns_steps"]):
-        raise EngineError(f"ns_steps is {group['ns_steps']}: it must be a whole number from 1 to 99")
+        raise EngineError(
+            f"ns_steps is {group['ns_steps']}: it must be a whole number from 1 to 99"
+        )
 
 
 register(
@@ -67,7 +93,9 @@ register(
             transform=orthogonalize,
             multiply=multiply,
             loops="ebbtide.features.matrices.compiled_matrices",
-            finish=UpdateRule("muon-finish", "Muon", (), {}, _finish, lambda group, step: (1.0, 0.0)),
+            finish=UpdateRule(
+                "muon-finish", "Muon", (), {}, _finish, lambda group, step: (1.0, 0.0)
+            ),
         ),
     )
 )

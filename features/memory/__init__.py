@@ -1,4 +1,5 @@
-"""Holders of device memory: at a time, at an error, and what keeps growing; and a limit of it."""
+"""Holders of device memory: at a time, at an error, and what keeps growing; and a limit
+of it."""
 
 from ebbtide.seams import Feature
 

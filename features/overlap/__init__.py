@@ -1,4 +1,5 @@
-"""Updates beside the next forward and the backward: late updates, and those before clipping is known."""
+"""Updates beside the next forward and the backward: late updates, and those before
+clipping is known."""
 
 from ebbtide.seams import Feature
 

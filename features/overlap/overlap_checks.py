@@ -1,18 +1,34 @@
-"""Checks of updates beside other phases, besides their data flow: when late operations end, and which may speculate."""
+"""Checks of updates beside other phases, besides their data flow: when late operations
+end, and which may speculate."""
 
 from ebbtide.interleave.model.kinds import Kind, find_kind
-from ebbtide.interleave.model.operations import BACKWARD, FORWARD, Op, forward_points, plan_error
+from ebbtide.interleave.model.operations import (
+    BACKWARD,
+    FORWARD,
+    Op,
+    forward_points,
+    plan_error,
+)
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 
 
 def check_overlap(plan: Plan, workload: Workload) -> None:
-    """Check that what follows a late operation is late, that parameters are new before the next forward uses them, and
-    that the next iteration begins when all late operations have ended, as the engine does. Raises PlanError."""
+    """Check that what follows a late operation is late, that parameters are new before
+    the next forward uses them, and that the next iteration begins when all late
+    operations have ended, as the engine does. Raises PlanError."""
     is_late = plan.has_late_operations
     for op in plan.ops:
-        if op.is_speculative and (op.resource != "cpu" or not workload.clipping or workload.gradients_held_until_step):
-            raise plan_error(plan.policy, op, "cannot be speculative: updates on the CPU can, before clipping")
+        if op.is_speculative and (
+            op.resource != "cpu"
+            or not workload.clipping
+            or workload.gradients_held_until_step
+        ):
+            raise plan_error(
+                plan.policy,
+                op,
+                "cannot be speculative: updates on the CPU can, before clipping",
+            )
         kind = find_kind(op.kind)
         if is_late and kind.on_subgroups:
             problem = _problem(op, kind, plan, workload)
@@ -29,10 +45,14 @@ def _problem(op: Op, kind: Kind, plan: Plan, workload: Workload) -> str | None:
         return "waits for a late operation and is not late" if is_after_late else None
     if not kind.may_be_late:
         return "cannot be late"
-    is_in_place = workload.gradients_held_until_step and op.subgroup in plan.kept_gradients
+    is_in_place = (
+        workload.gradients_held_until_step and op.subgroup in plan.kept_gradients
+    )
     if is_in_place and op.kind == "update":
         return "cannot be late: the job holds its gradient only until the step returns"
-    limit = forward_points(workload)[op.subgroup] if kind.writes_parameters else BACKWARD
+    limit = (
+        forward_points(workload)[op.subgroup] if kind.writes_parameters else BACKWARD
+    )
     if not FORWARD <= op.due <= limit:
         return f"is due at point {op.due}, which must be from {FORWARD} to {limit}"
     return None

@@ -1,4 +1,5 @@
-"""The pass over plans that lets updates run beside other phases of the iteration, and the same for a search."""
+"""The pass over plans that lets updates run beside other phases of the iteration, and
+the same for a search."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -14,7 +15,8 @@ from ebbtide.machines.machine import Machine
 
 
 class OverlapPass:
-    """Applies the option `overlap` of policies that take it, and do not search for plans with it themselves."""
+    """Applies the option `overlap` of policies that take it, and do not search for
+    plans with it themselves."""
 
     name: ClassVar[str] = "overlap"
     position: ClassVar[int] = 30
@@ -22,11 +24,15 @@ class OverlapPass:
     offers: ClassVar[Mapping[str, tuple[str, ...]]] = {"overlap": OVERLAP}
     options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
-    def plan(self, make: Maker, policy: Policy, workload: Workload, machine: Machine) -> Plan:
+    def plan(
+        self, make: Maker, policy: Policy, workload: Workload, machine: Machine
+    ) -> Plan:
         """Return the plan of a policy with the best updates that its option allows."""
         plan = make(policy, workload, machine)
         is_taken = "overlap" in policy.registered.takes
-        return with_overlap(plan, workload, machine, policy.overlap) if is_taken else plan
+        return (
+            with_overlap(plan, workload, machine, policy.overlap) if is_taken else plan
+        )
 
     def complete(self, plan: Plan, workload: Workload, machine: Machine) -> Plan:
         """Return a plan as it is."""
@@ -36,8 +42,11 @@ class OverlapPass:
 OVERLAP_PASS = OverlapPass()
 
 
-def beside_step(plan: Plan, workload: Workload, assignment: Assignment, overlap: Overlap) -> Plan:
-    """Return the plan of an assignment, not validated, with its updates beside the step."""
+def beside_step(
+    plan: Plan, workload: Workload, assignment: Assignment, overlap: Overlap
+) -> Plan:
+    """Return the plan of an assignment, not validated, with its updates beside the
+    step."""
     if overlap.backward:
         uploads_first = assignment.uploads_first and not overlap.forward
         plan = speculate(plan, workload, assignment.speculated, uploads_first)

@@ -1,4 +1,5 @@
-"""The option `overlap`: phases that updates may run in, beside the step; and the best count of subgroups for that."""
+"""The option `overlap`: phases that updates may run in, beside the step; and the best
+count of subgroups for that."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,8 @@ _START, _HOLDS = Op._fields.index("start"), Op._fields.index("holds")
 
 
 def best_count(most: int, cost: Callable[[int], Cost]) -> int:
-    """Return the best count from 0 to a number: of some evenly spread ones, and then near the best.
+    """Return the best count from 0 to a number: of some evenly spread ones, and then
+    near the best.
 
     `cost` is that of a count (see `Steps.cost`); it is called once for each."""
     cost_of = cache(cost)
@@ -33,9 +35,10 @@ def best_count(most: int, cost: Callable[[int], Cost]) -> int:
 
 
 def with_overlap(plan: Plan, workload: Workload, machine: Machine, option: str) -> Plan:
-    """Return a plan whose updates may run in other phases than the step (`none`: itself; `auto`: the best), with as
-    many speculated subgroups as give the shortest mean iteration, within the memory of the host. The plan must update
-    subgroups in the order in which the forward needs them."""
+    """Return a plan whose updates may run in other phases than the step (`none`:
+    itself; `auto`: the best), with as many speculated subgroups as give the shortest
+    mean iteration, within the memory of the host. The plan must update subgroups in the
+    order in which the forward needs them."""
     overlaps = overlaps_of(option)
     if not overlaps:
         return plan
@@ -43,19 +46,30 @@ def with_overlap(plan: Plan, workload: Workload, machine: Machine, option: str) 
         return late(plan, workload).validate(workload)
 
     def cost(candidate: Plan) -> tuple[bool, bool, float]:
-        return simulate_steps(complete(candidate, workload, machine), workload, machine).cost(machine)
+        return simulate_steps(
+            complete(candidate, workload, machine), workload, machine
+        ).cost(machine)
 
     plans = [plan]
     for overlap in overlaps:
-        plans.append(_speculating(plan, workload, overlap, cost) if overlap.backward else late(plan, workload))
+        plans.append(
+            _speculating(plan, workload, overlap, cost)
+            if overlap.backward
+            else late(plan, workload)
+        )
     return min(plans, key=cost).validate(workload)
 
 
-def _speculating(plan: Plan, workload: Workload, overlap: Overlap, cost: Callable[[Plan], Cost]) -> Plan:
-    """Return the best plan found by the number of subgroups that it speculates: of some, and then near the best."""
+def _speculating(
+    plan: Plan, workload: Workload, overlap: Overlap, cost: Callable[[Plan], Cost]
+) -> Plan:
+    """Return the best plan found by the number of subgroups that it speculates: of
+    some, and then near the best."""
 
     def with_count(count: int) -> Plan:
-        speculating = speculate(plan, workload, count, uploads_first=not overlap.forward)
+        speculating = speculate(
+            plan, workload, count, uploads_first=not overlap.forward
+        )
         return late(speculating, workload) if overlap.forward else speculating
 
     most = plan.counts().get("update on cpu", 0)
@@ -63,12 +77,18 @@ def _speculating(plan: Plan, workload: Workload, overlap: Overlap, cost: Callabl
 
 
 def late(plan: Plan, workload: Workload, on_time: frozenset[int] = frozenset()) -> Plan:
-    """Return a plan, not validated, whose updates may end in the next iteration but for those of `on_time`. Parameters
-    are due when the next forward first uses them, flushed state before the next backward, which fetches again. Updates
-    of resident state are short and stay with the step, as do parked state and what uses the job's own gradients."""
+    """Return a plan, not validated, whose updates may end in the next iteration but for
+    those of `on_time`. Parameters are due when the next forward first uses them,
+    flushed state before the next backward, which fetches again. Updates of resident
+    state are short and stay with the step, as do parked state and what uses the job's
+    own gradients."""
     needed = forward_points(workload)
-    used_in_place = plan.kept_gradients if workload.gradients_held_until_step else frozenset()
-    on_time = _with_predecessors(plan, on_time | plan.resident | plan.parked | used_in_place)
+    used_in_place = (
+        plan.kept_gradients if workload.gradients_held_until_step else frozenset()
+    )
+    on_time = _with_predecessors(
+        plan, on_time | plan.resident | plan.parked | used_in_place
+    )
 
     def late_op(op: Op) -> Op:
         if not find_kind(op.kind).may_be_late or op.subgroup in on_time:
@@ -76,7 +96,15 @@ def late(plan: Plan, workload: Workload, on_time: frozenset[int] = frozenset()) 
         due = needed[op.subgroup] if find_kind(op.kind).writes_parameters else BACKWARD
         # Without `_replace`, which takes several times as long.
         holds = Hold(due, is_next=True)
-        return Op._make((*op[:_START], max(op.start, BACKWARD), *op[_START + 1 : _HOLDS], holds, *op[_HOLDS + 1 :]))
+        return Op._make(
+            (
+                *op[:_START],
+                max(op.start, BACKWARD),
+                *op[_START + 1 : _HOLDS],
+                holds,
+                *op[_HOLDS + 1 :],
+            )
+        )
 
     ops = tuple(map(late_op, plan.ops))
     if any(op.is_late for op in ops):
@@ -92,7 +120,9 @@ def _with_predecessors(plan: Plan, subgroups: frozenset[int]) -> frozenset[int]:
         for op in plan.ops:
             if op.subgroup in result:
                 inputs = (plan.ops[index] for index in op.after)
-                result |= {one.subgroup for one in inputs if find_kind(one.kind).may_be_late}
+                result |= {
+                    one.subgroup for one in inputs if find_kind(one.kind).may_be_late
+                }
         if len(result) == before:
             break
     return frozenset(result)

@@ -1,4 +1,5 @@
-"""Speculative updates: computed beside the old state before it is known whether clipping changes them."""
+"""Speculative updates: computed beside the old state before it is known whether
+clipping changes them."""
 
 from dataclasses import replace
 
@@ -9,17 +10,26 @@ from ebbtide.interleave.model.workload import Workload
 _AFTER = Op._fields.index("after")
 
 
-def speculate(plan: Plan, workload: Workload, count: int, uploads_first: bool = False) -> Plan:
-    """Return a plan, not validated, that updates the last subgroups, whose gradients come first, on the CPU as soon as
-    these are there. Uploads follow when clipping has said that they are valid, before all else of the step
-    (`uploads_first`) or in their places. None are without clipping, or if gradients are held until the step."""
+def speculate(
+    plan: Plan, workload: Workload, count: int, uploads_first: bool = False
+) -> Plan:
+    """Return a plan, not validated, that updates the last subgroups, whose gradients
+    come first, on the CPU as soon as these are there. Uploads follow when clipping has
+    said that they are valid, before all else of the step (`uploads_first`) or in their
+    places. None are without clipping, or if gradients are held until the step."""
     if not workload.clipping or workload.gradients_held_until_step or count <= 0:
         return plan
-    on_cpu = sorted(op.subgroup for op in plan.ops if op.kind == "update" and op.resource == "cpu")
+    on_cpu = sorted(
+        op.subgroup for op in plan.ops if op.kind == "update" and op.resource == "cpu"
+    )
     chosen = frozenset(on_cpu[-count:])
     clip = next(index for index, op in enumerate(plan.ops) if op.kind == "clip")
     points = gradient_ready_points(workload)
-    copies = {op.subgroup: index for index, op in enumerate(plan.ops) if op.kind == "gradient down"}
+    copies = {
+        op.subgroup: index
+        for index, op in enumerate(plan.ops)
+        if op.kind == "gradient down"
+    }
 
     ops = list(plan.ops)
     updates: list[int] = []
@@ -28,11 +38,21 @@ def speculate(plan: Plan, workload: Workload, count: int, uploads_first: bool = 
         if op.subgroup in chosen and op.kind == "update":
             # It may wait for its gradient by way of clipping.
             inputs = (*op.after, copies[op.subgroup])
-            after = tuple(dict.fromkeys(before for before in inputs if plan.ops[before].kind == "gradient down"))
-            ops[index] = op._replace(tag=SPECULATIVE, after=after, start=points[op.subgroup])
+            after = tuple(
+                dict.fromkeys(
+                    before
+                    for before in inputs
+                    if plan.ops[before].kind == "gradient down"
+                )
+            )
+            ops[index] = op._replace(
+                tag=SPECULATIVE, after=after, start=points[op.subgroup]
+            )
             updates.append(index)
         elif op.subgroup in chosen and op.kind in ("cast", "upload"):
-            ops[index] = op._replace(after=tuple({clip: None, **dict.fromkeys(op.after)}))
+            ops[index] = op._replace(
+                after=tuple({clip: None, **dict.fromkeys(op.after)})
+            )
             moved.append(index)
     if not uploads_first:
         return replace(plan, ops=tuple(ops))
@@ -42,19 +62,25 @@ def speculate(plan: Plan, workload: Workload, count: int, uploads_first: bool = 
     rest = [index for index in range(clip + 1, len(ops)) if index not in taken]
     order = [*first, *updates, *moved, *rest]
     places = dict(zip(order, range(len(order)), strict=True))
-    reordered = (_with_after(ops[index], tuple([places[before] for before in ops[index].after])) for index in order)
+    reordered = (
+        _with_after(ops[index], tuple([places[before] for before in ops[index].after]))
+        for index in order
+    )
     return replace(plan, ops=tuple(reordered))
 
 
 def redone(plan: Plan) -> Plan:
-    """Return the plan of a step that clipping changes, to be simulated: speculative updates are computed again from the
-    old state, and state in storage is read again."""
+    """Return the plan of a step that clipping changes, to be simulated: speculative
+    updates are computed again from the old state, and state in storage is read
+    again."""
     if plan.rolls_back:
         return _rolled_back(plan)
     ops: list[Op] = []
     indices: list[int] = []
     again: dict[int, int] = {}
-    speculative = {op.subgroup: index for index, op in enumerate(plan.ops) if op.is_speculative}
+    speculative = {
+        op.subgroup: index for index, op in enumerate(plan.ops) if op.is_speculative
+    }
     clip = -1
     reads = {op.subgroup: op for op in plan.ops if op.kind == "read"}
 
@@ -67,21 +93,26 @@ def redone(plan: Plan) -> Plan:
         read = reads.get(update.subgroup)
         if read is None:
             return append(update, indices[source], clip)
-        read_again = append(read._replace(start=STEP, holds=update.holds), indices[source], clip)
+        read_again = append(
+            read._replace(start=STEP, holds=update.holds), indices[source], clip
+        )
         return append(update, indices[source], clip, read_again)
 
     for op in plan.ops:
         source = speculative.get(op.subgroup, -1)
         if source in op.after and source not in again:
             again[source] = update_again(source)
-        indices.append(append(op, *[again.get(index, indices[index]) for index in op.after]))
+        indices.append(
+            append(op, *[again.get(index, indices[index]) for index in op.after])
+        )
         if op.kind == "clip":
             clip = indices[-1]
     return replace(plan, ops=tuple(ops))
 
 
 def _rolled_back(plan: Plan) -> Plan:
-    """Return the plan of a step in which updates are undone, which takes as long as an update, and run once more."""
+    """Return the plan of a step in which updates are undone, which takes as long as an
+    update, and run once more."""
     clip = next(index for index, op in enumerate(plan.ops) if op.kind == "clip")
     ops = list(plan.ops)
     for number, update in enumerate(plan.ops):
@@ -102,5 +133,6 @@ def _with_after(op: Op, after: tuple[int, ...]) -> Op:
     """Return an operation that waits for others."""
     if op.after == after:
         return op
-    # Without `_replace`, which takes several times as long: searches come here for each operation of each plan.
+    # Without `_replace`, which takes several times as long: searches come here for each
+    # operation of each plan.
     return Op._make((*op[:_AFTER], after, *op[_AFTER + 1 :]))

@@ -1,4 +1,5 @@
-"""Adam with weight decay in the gradient (Kingma and Ba, arXiv:1412.6980), in the order of torch.optim.Adam."""
+"""Adam with weight decay in the gradient (Kingma and Ba, arXiv:1412.6980), in the order
+of torch.optim.Adam."""
 
 from dataclasses import replace
 

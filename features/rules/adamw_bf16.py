@@ -11,7 +11,9 @@ from ebbtide.interleave.engine.rules.rule import Group, register
 def _factors(group: Group, step: int) -> tuple[float, ...]:
     # fp32 has this integer exactly.
     seed = step % 2**24 or 2**24
-    return *ADAMW.factors(group, step), float(seed if group["stochastic_rounding"] else 0)
+    return *ADAMW.factors(group, step), float(
+        seed if group["stochastic_rounding"] else 0
+    )
 
 
 ADAMW_BF16 = register(

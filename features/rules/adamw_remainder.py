@@ -1,4 +1,5 @@
-"""AdamW whose masters are a bfloat16 parameter and the remainder of its rounding: 10 B of state (see remainder.py)."""
+"""AdamW whose masters are a bfloat16 parameter and the remainder of its rounding: 10 B
+of state (see remainder.py)."""
 
 from dataclasses import replace
 

@@ -1,9 +1,11 @@
-"""The update with moments in 8 bits (blocks.py), compiled like the loops in compiled.py.
+"""The update with moments in 8 bits (blocks.py), compiled like the loops in
+compiled.py.
 
-The results of a block wait on the stack, in fp32, until its scales are known. A code is that of a table for the upper
-16 bits of the quotient, or the next one: at most one middle between two numbers has the same upper bits. The addition
-of the lower bits compares with it, by its carry. What LLVM computes side by side in registers and what it looks up one
-by one are loops of their own, over whole blocks of constant length.
+The results of a block wait on the stack, in fp32, until its scales are known. A code is
+that of a table for the upper 16 bits of the quotient, or the next one: at most one
+middle between two numbers has the same upper bits. The addition of the lower bits
+compares with it, by its carry. What LLVM computes side by side in registers and what it
+looks up one by one are loops of their own, over whole blocks of constant length.
 """
 
 # numba types these functions, for each combination of argument types.
@@ -28,7 +30,11 @@ from ebbtide.interleave.engine.numerics.compiled import (
     store,
     with_functions,
 )
-from ebbtide.interleave.engine.numerics.compiled_beside import address, slice_rows, stack_memory
+from ebbtide.interleave.engine.numerics.compiled_beside import (
+    address,
+    slice_rows,
+    stack_memory,
+)
 from ebbtide.interleave.engine.rules.rule import BLOCK
 
 _SIGNED = np.int32
@@ -41,15 +47,19 @@ _COUNT = 0xBF81
 def _codes_and_steps(number):
     """Return the codes of the least quotients with the same upper bits, by these.
 
-    The lower 16 bits are what a quotient's own add a carry to if it is above the middle there."""
+    The lower 16 bits are what a quotient's own add a carry to if it is above the middle
+    there."""
     words = MIDDLES[number].view(_SIGNED)
-    # Integers in the order of the numbers: all bits but the sign of negative ones are inverted.
+    # Integers in the order of the numbers: all bits but the sign of negative ones are
+    # inverted.
     middles = np.append(words ^ (words >> 31 & 0x7FFFFFFF), _SIGNED(0x7FFFFFFF))
     upper = np.arange(_COUNT, dtype=np.uint16).view(np.int16).astype(_SIGNED)
     upper ^= upper >> 31 & 0x7FFF
     codes = np.searchsorted(middles, upper << 16)
     following = middles[codes]
-    return ((codes << 16) + np.where(following >> 16 == upper, ~following & 0xFFFF, 0)).astype(U)
+    return (
+        (codes << 16) + np.where(following >> 16 == upper, ~following & 0xFFFF, 0)
+    ).astype(U)
 
 
 # They are arguments: as constants they would be in each file of a compiled loop.
@@ -96,9 +106,14 @@ _quantize_each = over_rows(
 )
 _store_each = over_rows("rows, i, value", "store(rows[K], i, value)", store=store)
 _stacks = over_rows("rows, memory", "memory[K * BLOCK : (K + 1) * BLOCK]", BLOCK=BLOCK)
-# Whole blocks of arrays, from an element on: of constant length, and not counted as references.
+# Whole blocks of arrays, from an element on: of constant length, and not counted as
+# references.
 whole_blocks = over_rows(
-    "rows, begin", "carray(address(rows[K], begin), BLOCK)", carray=carray, address=address, BLOCK=BLOCK
+    "rows, begin",
+    "carray(address(rows[K], begin), BLOCK)",
+    carray=carray,
+    address=address,
+    BLOCK=BLOCK,
 )
 
 
@@ -123,12 +138,18 @@ def _update(tables, grad, masters, codes, scales, out, scalars):
     whole = size // BLOCK
     for block in range(whole):
         begin = block * BLOCK
-        (g, own), old, half = whole_blocks((grad, masters), begin), whole_blocks(codes, begin), whole_blocks(out, begin)
+        (g, own), old, half = (
+            whole_blocks((grad, masters), begin),
+            whole_blocks(codes, begin),
+            whole_blocks(out, begin),
+        )
         _update_block(g, own, old, scales, half, scalars, tables, block)
     if whole < scales[0].size:
         begin = whole * BLOCK
         old, half = slice_rows(codes, begin, size), slice_rows(out, begin, size)
-        _update_block(grad[begin:], masters[begin:], old, scales, half, scalars, tables, whole)
+        _update_block(
+            grad[begin:], masters[begin:], old, scales, half, scalars, tables, whole
+        )
 
 
 @cache
@@ -136,5 +157,7 @@ def update_of(rule):
     """Return the loop that updates masters, codes and scales of a rule in place.
 
     `out` is a tuple of one parameter or none."""
-    block = register_jitable(forceinline=True)(with_functions(_update_block, step=make_step(rule)))
+    block = register_jitable(forceinline=True)(
+        with_functions(_update_block, step=make_step(rule))
+    )
     return partial(compile_loop(_update, rule=rule, _update_block=block), _CODES)

@@ -20,6 +20,7 @@ def join(param, remainder):
 @register_jitable
 def split(master):
     """Return the parameter and the remainder of a master."""
-    # The bits of the one NaN are rounded to its parameter, with the remainder 0, like those of a number.
+    # The bits of the one NaN are rounded to its parameter, with the remainder 0, like
+    # those of a number.
     bits = F(master).view(U)
     return np.uint16(U(bits + U(0x8000)) >> U(16)), np.uint16(bits & U(0xFFFF))

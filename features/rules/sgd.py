@@ -9,14 +9,22 @@ def _formula(g, p, m, decay, momentum, share, ahead, lr):  # type: ignore[no-unt
     # As in torch, a step without momentum neither reads nor writes that of others.
     moved = momentum * m + share * g if momentum > 0 else g
     # Nesterov's step looks ahead by one more momentum.
-    return p - lr * (g + ahead * moved if ahead > 0 else moved), moved if momentum > 0 else m
+    return p - lr * (
+        g + ahead * moved if ahead > 0 else moved
+    ), moved if momentum > 0 else m
 
 
 def _factors(group: Group, step: int) -> tuple[float, ...]:
     momentum = group["momentum"]
     # As in torch, the first gradient is the momentum of the first step.
     share = 1.0 if step == 1 else 1 - group["dampening"]
-    return group["weight_decay"], momentum, share, momentum if group["nesterov"] else 0.0, float(group["lr"])
+    return (
+        group["weight_decay"],
+        momentum,
+        share,
+        momentum if group["nesterov"] else 0.0,
+        float(group["lr"]),
+    )
 
 
 def _check(group: Group) -> None:
@@ -29,7 +37,13 @@ register(
         name="sgd",
         title="SGD",
         moments=("momentum_buffer",),
-        defaults={"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+        defaults={
+            "lr": 1e-3,
+            "momentum": 0.0,
+            "dampening": 0.0,
+            "weight_decay": 0.0,
+            "nesterov": False,
+        },
         formula=_formula,
         factors=_factors,
         check=_check,

@@ -1,4 +1,5 @@
-"""Both parts of masters (remainder.py) for the kernel of a GPU. Importing this module needs triton."""
+"""Both parts of masters (remainder.py) for the kernel of a GPU. Importing this module
+needs triton."""
 
 # Triton types these functions.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -17,6 +18,7 @@ def join(param, remainder):
 @triton.jit
 def split(master):
     """Return the parameters and the remainders of masters."""
-    # The bits of the one NaN are rounded to its parameter, with the remainder 0, like those of a number.
+    # The bits of the one NaN are rounded to its parameter, with the remainder 0, like
+    # those of a number.
     bits = master.to(tl.uint32, bitcast=True)
     return ((bits + 0x8000) >> 16).to(tl.uint16), (bits & 0xFFFF).to(tl.uint16)

@@ -1,7 +1,8 @@
 """Operations that read state from storage and write it there.
 
-Their tag is the buffer in host memory, by its index in `Plan.storage_buffers`, that the subgroup has from the start of
-its read until the end of its write; None for the write of a gradient."""
+Their tag is the buffer in host memory, by its index in `Plan.storage_buffers`, that the
+subgroup has from the start of its read until the end of its write; None for the write
+of a gradient."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -12,12 +13,14 @@ from ebbtide.interleave.model.operations import Op, split_lane
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.machines.machine import Machine
 
-# A rule that plans of other systems may depart from (see `operations.py`): gradients are in storage, too.
+# A rule that plans of other systems may depart from (see `operations.py`): gradients
+# are in storage, too.
 STATE_ONLY: Final = "storage has state only"
 
 
 def path_of(op: Op) -> int:
-    """Return the number of the path of the storage (see `Machine.storage`) that a read or write is on."""
+    """Return the number of the path of the storage (see `Machine.storage`) that a read
+    or write is on."""
     return split_lane(op.resource)[1]
 
 
@@ -31,13 +34,15 @@ def _check_paths(ops: Iterable[Op], machine: Machine, policy: str) -> None:
     paths = max(path_of(op) + 1 for op in ops)
     if paths > len(machine.storage):
         raise MachineError(
-            f"machine {machine.name} has {len(machine.storage)} paths of storage, and policy {policy} needs "
+            f"machine {machine.name} has {len(machine.storage)} paths of storage, and "
+            f"policy {policy} needs "
             f"{paths}: measure them with `ebbtide calibrate --storage FOLDER`"
         )
 
 
 def _read_flow(op: Op, plan: Plan) -> Flow:
-    """Return what a read does: it takes a buffer, which its subgroup has until the write."""
+    """Return what a read does: it takes a buffer, which its subgroup has until the
+    write."""
     gradient = () if plan.follows(STATE_ONLY) else (f"grad@file {path_of(op)}",)
     moves = (f"state@file {path_of(op)}", f"buffer {op.tag}")
     return Flow(gradient, ("state@host", f"own@buffer {op.tag}"), moves)

@@ -11,7 +11,8 @@ from ebbtide.machines.machine import Machine
 
 
 class StoragePass:
-    """Keeps state in storage as far as the machine has storage, and host memory does not hold all state."""
+    """Keeps state in storage as far as the machine has storage, and host memory does
+    not hold all state."""
 
     name: ClassVar[str] = "storage"
     position: ClassVar[int] = 20
@@ -19,12 +20,15 @@ class StoragePass:
     offers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
-    def plan(self, make: Maker, policy: Policy, workload: Workload, machine: Machine) -> Plan:
+    def plan(
+        self, make: Maker, policy: Policy, workload: Workload, machine: Machine
+    ) -> Plan:
         """Return the plan of a policy with the best layout of its state in storage."""
         return with_storage(make(policy, workload, machine), workload, machine)
 
     def complete(self, plan: Plan, workload: Workload, machine: Machine) -> Plan:
-        """Return a plan with the default layout of its state in storage, or the smallest if that does not fit."""
+        """Return a plan with the default layout of its state in storage, or the
+        smallest if that does not fit."""
         return with_fitting_storage(plan, workload, machine)
 
 

@@ -1,7 +1,8 @@
-"""Rates of storage that schedules show: of each path that of reads, that of writes, and the limit of both at once.
+"""Rates of storage that schedules show: of each path that of reads, that of writes, and
+the limit of both at once.
 
-Reads that run while nothing is written show the rate of reads, and writes alike. What is moved while a path works in
-both directions shows their limit.
+Reads that run while nothing is written show the rate of reads, and writes alike. What
+is moved while a path works in both directions shows their limit.
 """
 
 from collections.abc import Mapping
@@ -17,9 +18,11 @@ from ebbtide.machines.machine import Machine, StoragePath
 
 _READ, _WRITE, _BOTH = "read_bytes_per_s", "write_bytes_per_s", "duplex_bytes_per_s"
 _NAMES = (_READ, _WRITE, _BOTH)
-# An operation is alone if its path works in the other direction for at most this share of its time.
+# An operation is alone if its path works in the other direction for at most this share
+# of its time.
 _ALONE = 0.02
-# A path shows its limit if it works in both directions for at least this share of the time of its operations.
+# A path shows its limit if it works in both directions for at least this share of the
+# time of its operations.
 _SHOWS_BOTH = 0.05
 
 
@@ -31,7 +34,11 @@ class _Transfers:
     """
 
     def __init__(self, schedule: Schedule, lane: str) -> None:
-        rows = [(op.nbytes, start, end) for op, start, end in schedule.items() if op.resource == lane]
+        rows = [
+            (op.nbytes, start, end)
+            for op, start, end in schedule.items()
+            if op.resource == lane
+        ]
         self.nbytes, self._starts, self._ends = np.array(rows).reshape(-1, 3).T
         self.seconds = self._ends - self._starts
         self.shared_s = np.zeros(len(rows))
@@ -43,7 +50,8 @@ class _Transfers:
         self.shared_s = np.maximum(first_end - last_start, 0.0).sum(axis=1)
 
     def rate(self, needs_alone: bool) -> float | None:
-        """Return the bytes per second of those that are alone; of all if there are none and it does not need them."""
+        """Return the bytes per second of those that are alone; of all if there are none
+        and it does not need them."""
         chosen = self.shared_s <= _ALONE * self.seconds
         if not chosen.any() and not needs_alone:
             chosen[:] = True
@@ -51,16 +59,21 @@ class _Transfers:
         return float(self.nbytes[chosen].sum() / seconds) if seconds > 0 else None
 
     def bytes_in_both(self, rate: float) -> float:
-        """Return what is moved while the path works in both directions, by the rate of the rest."""
+        """Return what is moved while the path works in both directions, by the rate of
+        the rest."""
         return float(self.nbytes.sum() - rate * (self.seconds - self.shared_s).sum())
 
 
 def _path_rates(schedule: Schedule, number: int, path: StoragePath) -> dict[str, float]:
-    reads, writes = (_Transfers(schedule, numbered_lane(name, number)) for name in STORAGE_RESOURCES)
+    reads, writes = (
+        _Transfers(schedule, numbered_lane(name, number)) for name in STORAGE_RESOURCES
+    )
     reads.share_path_with(writes)
     writes.share_path_with(reads)
     together = path.read_bytes_per_s + path.write_bytes_per_s
-    needs_alone = path.duplex_bytes_per_s is not None and path.duplex_bytes_per_s < together
+    needs_alone = (
+        path.duplex_bytes_per_s is not None and path.duplex_bytes_per_s < together
+    )
     own = {_READ: reads.rate(needs_alone), _WRITE: writes.rate(needs_alone)}
     shown = {name: rate for name, rate in own.items() if rate}
     both_s = reads.shared_s.sum()
@@ -78,13 +91,20 @@ def _named(number: int, name: str) -> str:
 
 def _planning(machine: Machine) -> dict[str, float | None]:
     paths = enumerate(machine.storage)
-    return {_named(number, name): getattr(path, name) for number, path in paths for name in _NAMES}
+    return {
+        _named(number, name): getattr(path, name)
+        for number, path in paths
+        for name in _NAMES
+    }
 
 
 def _observed(schedule: Schedule, machine: Machine) -> dict[str, float]:
     shown: dict[str, float] = {}
     for number, path in enumerate(machine.storage):
-        shown |= {_named(number, name): rate for name, rate in _path_rates(schedule, number, path).items()}
+        shown |= {
+            _named(number, name): rate
+            for name, rate in _path_rates(schedule, number, path).items()
+        }
     return shown
 
 
@@ -92,7 +112,10 @@ def _scaled(machine: Machine, factors: Mapping[str, float]) -> Machine:
     storage = []
     for number, path in enumerate(machine.storage):
         rates = {name: rate for name in _NAMES if (rate := getattr(path, name))}
-        changed = {name: rate * factors.get(_named(number, name), 1.0) for name, rate in rates.items()}
+        changed = {
+            name: rate * factors.get(_named(number, name), 1.0)
+            for name, rate in rates.items()
+        }
         storage.append(replace(path, **changed))
     return replace(machine, storage=tuple(storage))
 

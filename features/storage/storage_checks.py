@@ -1,4 +1,5 @@
-"""Checks of operations that move state between storage and host memory, besides their data flow: sizes and places."""
+"""Checks of operations that move state between storage and host memory, besides their
+data flow: sizes and places."""
 
 from ebbtide.errors import PlanError
 from ebbtide.features.storage.kinds import STATE_ONLY
@@ -9,27 +10,41 @@ from ebbtide.state_bytes import MASTER_BYTES
 
 
 def check_storage(plan: Plan, workload: Workload) -> None:
-    """Check that reads and writes move all of the state, and of gradients in storage, through buffers that hold it.
+    """Check that reads and writes move all of the state, and of gradients in storage,
+    through buffers that hold it.
 
     Raises PlanError."""
     ops = [op for op in plan.ops if op.kind in ("read", "write")]
     buffers = plan.storage_buffers
     if buffers and not ops:
-        raise PlanError(f"policy {plan.policy}: there are {len(buffers)} storage buffers, and nothing is in storage")
+        raise PlanError(
+            f"policy {plan.policy}: there are {len(buffers)} storage buffers, and "
+            "nothing is in storage"
+        )
     has_gradients = not plan.follows(STATE_ONLY)
     for op in ops:
         is_read, is_gradient = op.kind == "read", has_gradients and op.tag is None
-        size, gradient = (width * workload.subgroups[op.subgroup] for width in (workload.state_bytes, MASTER_BYTES))
+        size, gradient = (
+            width * workload.subgroups[op.subgroup]
+            for width in (workload.state_bytes, MASTER_BYTES)
+        )
         if is_gradient:
             size = gradient
         elif has_gradients and is_read:
             size += gradient
         if not (is_gradient or (op.tag is not None and 0 <= op.tag < len(buffers))):
-            raise plan_error(plan.policy, op, "has no buffer, or one that does not exist")
+            raise plan_error(
+                plan.policy, op, "has no buffer, or one that does not exist"
+            )
         if op.nbytes != size:
-            raise plan_error(plan.policy, op, f"does not move the whole {'gradient' if is_gradient else 'state'}")
+            raise plan_error(
+                plan.policy,
+                op,
+                f"does not move the whole {'gradient' if is_gradient else 'state'}",
+            )
         if not is_gradient and buffers[op.tag] < size:
             raise plan_error(plan.policy, op, "is larger than its buffer")
         if is_read and op.start < BACKWARD:
-            # The write of the iteration before may still run until then, of this subgroup or of another one.
+            # The write of the iteration before may still run until then, of this
+            # subgroup or of another one.
             raise plan_error(plan.policy, op, "starts before the backward")

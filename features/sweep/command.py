@@ -1,4 +1,5 @@
-"""`ebbtide sweep`: replay many jobs on many machines, under many policies, at many sizes."""
+"""`ebbtide sweep`: replay many jobs on many machines, under many policies, at many
+sizes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Sweep:
-    """Combinations to replay, as options say them; empty lists stand for their defaults."""
+    """Combinations to replay, as options say them; empty lists stand for their
+    defaults."""
 
     traces: list[Path]
     workloads: list[Path]
@@ -44,32 +46,62 @@ class Sweep:
     def scenarios(self) -> list[Scenario]:
         """Return all combinations of the sizes; what is not given stays as it is."""
         factors = _values("--scale-params", self.scale_params, _factor) or [1.0]
-        sizes: list[float | None] = [*_values("--free-bytes", self.free_bytes, _size)] or [None]
-        counts: list[int | None] = [*_values("--subgroup-params", self.subgroup_params, _at_least_one)] or [None]
-        host_sizes: list[float | None] = [*_values("--host-free-bytes", self.host_free_bytes, _size)] or [None]
+        sizes: list[float | None] = [
+            *_values("--free-bytes", self.free_bytes, _size)
+        ] or [None]
+        counts: list[int | None] = [
+            *_values("--subgroup-params", self.subgroup_params, _at_least_one)
+        ] or [None]
+        host_sizes: list[float | None] = [
+            *_values("--host-free-bytes", self.host_free_bytes, _size)
+        ] or [None]
 
         from ebbtide.features.sweep.task import Scenario
 
-        return [Scenario(*values) for values in itertools.product(factors, sizes, counts, host_sizes)]
+        return [
+            Scenario(*values)
+            for values in itertools.product(factors, sizes, counts, host_sizes)
+        ]
 
     def tasks(self, scenarios: list[Scenario]) -> tuple[list[Task], list[Row]]:
-        """Return all combinations, and the rows of those of traces that cannot be replayed. Raises UserError for too
-        many, and for names that do not exist."""
+        """Return all combinations, and the rows of those of traces that cannot be
+        replayed. Raises UserError for too many, and for names that do not exist."""
         from ebbtide.errors import UserError
         from ebbtide.features.sweep.task import combinations, find_pairs
         from ebbtide.interleave.policies import BUILT_IN, as_policies
 
         policies = _distinct(as_policies(self.policies))
-        traces, workloads, machines = _distinct(self.traces), _distinct(self.workloads), _distinct(self.machines)
+        traces, workloads, machines = (
+            _distinct(self.traces),
+            _distinct(self.workloads),
+            _distinct(self.machines),
+        )
         pairs, failed = find_pairs(traces, workloads, machines, self.ranks_per_host)
         total = (len(pairs) + len(failed)) * len(scenarios) * len(policies or BUILT_IN)
         if total > _MAX_COMBINATIONS:
-            raise UserError(f"{total:,} combinations: replay at most {_MAX_COMBINATIONS:,} at once")
+            raise UserError(
+                f"{total:,} combinations: replay at most {_MAX_COMBINATIONS:,} at once"
+            )
         tasks = combinations(pairs, scenarios, policies)
-        names = _distinct(task.machine.name for task in tasks) if machines else ["not known"]
-        cases = itertools.product(failed.items(), names, scenarios, _distinct(task.policy.text for task in tasks))
+        names = (
+            _distinct(task.machine.name for task in tasks)
+            if machines
+            else ["not known"]
+        )
+        cases = itertools.product(
+            failed.items(),
+            names,
+            scenarios,
+            _distinct(task.policy.text for task in tasks),
+        )
         return tasks, [
-            {"workload": str(path), "machine": name, "policy": policy, **asdict(scenario), "error": str(error)}
+            {
+                "workload": str(path),
+                "machine": name,
+                "policy": policy,
+                **asdict(scenario),
+                "error": str(error),
+            }
             for (path, error), name, scenario, policy in cases
         ]
 
@@ -94,20 +126,28 @@ class SweepOutputs:
 )
 def sweep(
     sources: Annotated[
-        list[Path] | None, typer.Argument(metavar="(RUN.ebb|W.json)...", help="Traces and workload files.")
+        list[Path] | None,
+        typer.Argument(
+            metavar="(RUN.ebb|W.json)...", help="Traces and workload files."
+        ),
     ] = None,
     workload: Annotated[list[Path] | None, options.WORKLOAD] = None,
     machine: Annotated[
-        list[str] | None, options.machine_option("the recorded one, else that of the trace's card")
+        list[str] | None,
+        options.machine_option("the recorded one, else that of the trace's card"),
     ] = None,
     host: options.Host = None,
     ranks_per_host: options.RanksPerHost = None,
-    policy: Annotated[list[str] | None, options.policy_option("all built-in ones; systems: all other systems")] = None,
+    policy: Annotated[
+        list[str] | None,
+        options.policy_option("all built-in ones; systems: all other systems"),
+    ] = None,
     scale_params: Annotated[
         list[str] | None,
         options.valued(
             "F,...",
-            "Factors for the number of parameters. Forward and backward times are scaled, free memory shrinks.",
+            "Factors for the number of parameters. Forward and backward times are "
+            "scaled, free memory shrinks.",
             "1",
         ),
     ] = None,
@@ -115,37 +155,50 @@ def sweep(
         list[str] | None,
         options.valued(
             "SIZE,...",
-            "Least device memory in bytes that the job leaves free, e.g. 20GiB: the free memory is shifted to it.",
+            "Least device memory in bytes that the job leaves free, e.g. 20GiB: the "
+            "free memory is shifted to it.",
             "that of the trace or workload",
         ),
     ] = None,
     subgroup_params: Annotated[
-        list[str] | None, options.valued("N,...", "Parameters per subgroup, e.g. 1e8.", "those of the workload")
+        list[str] | None,
+        options.valued(
+            "N,...", "Parameters per subgroup, e.g. 1e8.", "those of the workload"
+        ),
     ] = None,
     host_free_bytes: Annotated[
         list[str] | None,
         options.valued(
             "SIZE,...",
-            "Host memory in bytes that the optimizer may use, e.g. 64GiB. State beyond it is in storage.",
+            "Host memory in bytes that the optimizer may use, e.g. 64GiB. State "
+            "beyond it is in storage.",
             "that of the workload, else the host memory of the machine",
         ),
     ] = None,
-    print_all: Annotated[bool, typer.Option("--all", help="Print all combinations, not the best alone.")] = False,
-    output: Annotated[Path | None, options.output_option("TABLE.parquet", "no file")] = None,
+    print_all: Annotated[
+        bool, typer.Option("--all", help="Print all combinations, not the best alone.")
+    ] = False,
+    output: Annotated[
+        Path | None, options.output_option("TABLE.parquet", "no file")
+    ] = None,
     plot: options.Plot = None,
     jobs: Annotated[int | None, options.jobs_option("one per core")] = None,
     scheduler: options.Scheduler = None,
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """Predict the iterations of several jobs on several machines under several policies, at several sizes.
+    """Predict the iterations of several jobs on several machines under several
+    policies, at several sizes.
 
-    All combinations are replayed, as `ebbtide replay` does; -o writes a table of them."""
+    All combinations are replayed, as `ebbtide replay` does; -o writes a table of
+    them."""
     traces: list[Path] = []
     files = [*(workload or ())]
     for source in sources or ():
         (traces if source.is_dir() else files).append(source)
-    machines = [options.machine_in_host(name, host) for name in [*(machine or ())] or [None]]
+    machines = [
+        options.machine_in_host(name, host) for name in [*(machine or ())] or [None]
+    ]
     combinations = Sweep(
         traces=traces,
         workloads=files,
@@ -160,11 +213,19 @@ def sweep(
     if not (traces or files):
         raise typer.BadParameter("nothing to replay: give traces or workload files")
     check_options(jobs, scheduler)
-    _replay(combinations, SweepOutputs(output, plot, force, print_all, as_json), jobs, scheduler)
+    _replay(
+        combinations,
+        SweepOutputs(output, plot, force, print_all, as_json),
+        jobs,
+        scheduler,
+    )
 
 
-def _replay(sweep: Sweep, outputs: SweepOutputs, jobs: int | None, scheduler: str | None) -> None:
-    """Replay every job on every machine under every policy at every size, and print the best ones."""
+def _replay(
+    sweep: Sweep, outputs: SweepOutputs, jobs: int | None, scheduler: str | None
+) -> None:
+    """Replay every job on every machine under every policy at every size, and print the
+    best ones."""
     scenarios = sweep.scenarios()
     check_outputs([outputs.plot], outputs.table)
 
@@ -173,13 +234,20 @@ def _replay(sweep: Sweep, outputs: SweepOutputs, jobs: int | None, scheduler: st
 
     tasks, failed = sweep.tasks(scenarios)
     processes = jobs or host_limits.cores()
-    runner = partial(run_on_cluster, address=scheduler) if scheduler else partial(run_locally, jobs=processes)
+    runner = (
+        partial(run_on_cluster, address=scheduler)
+        if scheduler
+        else partial(run_locally, jobs=processes)
+    )
     notes = _distinct(note for task in tasks for note in task.workload.notes)
     _print(_run(tasks, failed, runner, outputs), notes, outputs)
 
 
-def _run(tasks: list[Task], failed: list[Row], runner: TaskRunner, outputs: SweepOutputs) -> list[Row]:
-    """Compute the rows of tasks, and write the outputs with those that failed. Raises UserError without any result."""
+def _run(
+    tasks: list[Task], failed: list[Row], runner: TaskRunner, outputs: SweepOutputs
+) -> list[Row]:
+    """Compute the rows of tasks, and write the outputs with those that failed. Raises
+    UserError without any result."""
     from ebbtide.errors import UserError
     from ebbtide.features.sweep.best import write_rows
     from ebbtide.features.sweep.task import compute_rows
@@ -193,14 +261,23 @@ def _run(tasks: list[Task], failed: list[Row], runner: TaskRunner, outputs: Swee
     with ExitStack() as files:
         # Before the work is done: a path that cannot be written is refused here.
         table, picture = (
-            files.enter_context(new_output(path, outputs.force, Path.is_file, "a file")) if path is not None else None
+            files.enter_context(new_output(path, outputs.force, Path.is_file, "a file"))
+            if path is not None
+            else None
             for path in (outputs.table, outputs.plot)
         )
         update = files.enter_context(progress_bar())
-        rows = compute_rows(tasks, runner, lambda done, total: update(f"{done} of {total} combinations", done, total))
+        rows = compute_rows(
+            tasks,
+            runner,
+            lambda done, total: update(f"{done} of {total} combinations", done, total),
+        )
         rows += failed
         if all(row["error"] for row in rows):
-            raise UserError(f"none of the {len(rows)} combinations can be replayed; the first: {rows[0]['error']}")
+            raise UserError(
+                f"none of the {len(rows)} combinations can be replayed; the first: "
+                f"{rows[0]['error']}"
+            )
         if table is not None:
             write_rows(rows, tasks, table)
         if picture is not None:
@@ -209,7 +286,8 @@ def _run(tasks: list[Task], failed: list[Row], runner: TaskRunner, outputs: Swee
 
 
 def _print(rows: list[Row], notes: list[str], outputs: SweepOutputs) -> None:
-    """Print the tables of a sweep and notes on its workloads, or one JSON object; the path of its file on stderr."""
+    """Print the tables of a sweep and notes on its workloads, or one JSON object; the
+    path of its file on stderr."""
     from ebbtide.features.sweep.best import BASELINE, find_best, sweep_view
 
     best = find_best(rows)
@@ -225,14 +303,24 @@ def _print(rows: list[Row], notes: list[str], outputs: SweepOutputs) -> None:
         return
     print_view(sweep_view(rows, outputs.table, outputs.print_all))
     if notes:
-        echo_line(f"note: {notes[0]}{f' (and {len(notes) - 1} more)' if len(notes) > 1 else ''}")
-    options = [f"--all (all {len(rows):,} combinations)"] if len(rows) > len(best) and not outputs.print_all else []
-    echo_line(f"next: {', '.join([*options, 'ebbtide replay --recommend for one of them'])}")
+        echo_line(
+            "note: "
+            f"{notes[0]}{f' (and {len(notes) - 1} more)' if len(notes) > 1 else ''}"
+        )
+    options = (
+        [f"--all (all {len(rows):,} combinations)"]
+        if len(rows) > len(best) and not outputs.print_all
+        else []
+    )
+    echo_line(
+        f"next: {', '.join([*options, 'ebbtide replay --recommend for one of them'])}"
+    )
     print_outputs(outputs.table)
 
 
 def _values(option: str, texts: list[str], read: Callable[[str], Value]) -> list[Value]:
-    """Return the values of an option that is repeated or has several values separated by commas."""
+    """Return the values of an option that is repeated or has several values separated
+    by commas."""
     try:
         return _distinct(read(part) for text in texts for part in text.split(","))
     except typer.BadParameter as error:
@@ -249,7 +337,9 @@ def _factor(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 1e-6 <= value <= 1e6:
-        raise typer.BadParameter(f"{text!r} is not a factor: write a number above 0, e.g. 0.5 or 2")
+        raise typer.BadParameter(
+            f"{text!r} is not a factor: write a number above 0, e.g. 0.5 or 2"
+        )
     return value
 
 

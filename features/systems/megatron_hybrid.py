@@ -17,15 +17,20 @@ _RUN = SystemRun("megatron-hybrid:0.5,overlap=copies", 30, ())
 
 @system("megatron-hybrid", _RUN, overlap=("none", "copies"), masters=("cpu", "gpu"))
 def megatron_hybrid(workload: Workload, machine: Machine, policy: Policy) -> Plan:
-    """Update the fraction F of the parameters on the CPU and the rest on the GPU, as Megatron-LM's
-    HybridDeviceOptimizer does.
+    """Update the fraction F of the parameters on the CPU and the rest on the GPU, as
+    Megatron-LM's HybridDeviceOptimizer does.
 
-    F is rounded up to whole subgroups, the first ones. Gradients and parameters cross the link in fp32, at the step:
-    all gradients, then all updates, then all parameters; with `overlap=copies` each as soon as it can. With
-    `masters=gpu` the GPU keeps fp32 masters of all parameters, as without --use-precision-aware-optimizer."""
+    F is rounded up to whole subgroups, the first ones. Gradients and parameters cross
+    the link in fp32, at the step: all gradients, then all updates, then all parameters;
+    with `overlap=copies` each as soon as it can. With `masters=gpu` the GPU keeps fp32
+    masters of all parameters, as without --use-precision-aware-optimizer."""
     fraction = policy.number("the fraction on the CPU", None, 0.0, 1.0)
     builder = PlanBuilder(policy.text, workload)
-    on_cpu = range(bisect_left([*accumulate(builder.sizes, initial=0)], fraction * sum(builder.sizes)))
+    on_cpu = range(
+        bisect_left(
+            [*accumulate(builder.sizes, initial=0)], fraction * sum(builder.sizes)
+        )
+    )
     resident = range(len(on_cpu), len(builder.sizes))
     builder.gradients_at_step(frozenset(resident), MASTER_BYTES)
     for subgroup in resident:

@@ -17,4 +17,6 @@ def _make(params: list[Any]) -> Update:
     return update
 
 
-BASELINE = Baseline("CPUOffloadOptimizer, which keeps its state in the parameters' precision", _make)
+BASELINE = Baseline(
+    "CPUOffloadOptimizer, which keeps its state in the parameters' precision", _make
+)

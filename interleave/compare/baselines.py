@@ -1,4 +1,5 @@
-"""Other optimizers that a comparison measures: torch's own, and those of features (seam `baselines`)."""
+"""Other optimizers that a comparison measures: torch's own, and those of features (seam
+`baselines`)."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,14 +15,18 @@ SETTINGS = {"lr": LR, "weight_decay": 0.01}
 
 
 class Baseline(NamedTuple):
-    """Another optimizer: a description for the user, and its step for the parameters of a job, without clipping."""
+    """Another optimizer: a description for the user, and its step for the parameters of
+    a job, without clipping."""
 
     description: str
     make: Callable[[list[Any]], Update]
 
 
-def update_of_masters(params: list[Any], device: torch.device, make: Callable[..., Any], **settings: bool) -> Update:
-    """Return the step of an optimizer of fp32 masters, with the copies and casts of half-precision parameters."""
+def update_of_masters(
+    params: list[Any], device: torch.device, make: Callable[..., Any], **settings: bool
+) -> Update:
+    """Return the step of an optimizer of fp32 masters, with the copies and casts of
+    half-precision parameters."""
     masters = [param.detach().to(device, torch.float32, copy=True) for param in params]
     for master in masters:
         master.grad = torch.zeros_like(master)
@@ -51,5 +56,7 @@ def baseline_names() -> list[str]:
 
 def find_baseline(name: str) -> Baseline:
     """Return the baseline of a name in `baseline_names`."""
-    baseline: Baseline = _TORCH if name == "torch" else seams.plugs("baselines")[name].load()
+    baseline: Baseline = (
+        _TORCH if name == "torch" else seams.plugs("baselines")[name].load()
+    )
     return baseline

@@ -1,4 +1,5 @@
-"""Draws a comparison: the figures of each policy, and each operation on the lane of its resource."""
+"""Draws a comparison: the figures of each policy, and each operation on the lane of its
+resource."""
 
 from typing import Any
 
@@ -7,7 +8,11 @@ from matplotlib.figure import Figure, SubFigure
 
 from ebbtide.interleave.compare.results import ComparedPolicy, Comparison
 from ebbtide.interleave.replay.pictures import policy_bars
-from ebbtide.interleave.replay.pictures.replay import add_lane_legend, draw_lanes, schedules_height
+from ebbtide.interleave.replay.pictures.replay import (
+    add_lane_legend,
+    draw_lanes,
+    schedules_height,
+)
 from ebbtide.interleave.replay.replay import RESULT_BYTES
 from ebbtide.phases import PHASES
 
@@ -22,9 +27,14 @@ TITLE: dict[str, Any] = {"x": 0.01, "ha": "left", "fontsize": 10.5, "parse_math"
 
 
 def draw_comparison(comparison: Comparison) -> Figure:
-    """Draw each policy's medians by phase, memory and storage, measured and predicted, above its lanes."""
+    """Draw each policy's medians by phase, memory and storage, measured and predicted,
+    above its lanes."""
     results = comparison.results
-    schedules = [schedule for result in results for schedule in (result.measured, result.predicted)]
+    schedules = [
+        schedule
+        for result in results
+        for schedule in (result.measured, result.predicted)
+    ]
     parts = (0.95 + _POLICY_HEIGHT * len(results), schedules_height(schedules))
     figure = Figure(figsize=(12.0, 0.35 + sum(parts)), layout="constrained", dpi=130)
     figure.set_label("ebbtide: policies, measured and predicted")
@@ -35,7 +45,10 @@ def draw_comparison(comparison: Comparison) -> Figure:
     add_lane_legend(bottom, schedules)
     device = EMULATED if comparison.testbed.emulated else comparison.testbed.name
     losses = "losses equal bit for bit" if comparison.losses_equal else "LOSSES DIFFER"
-    figure.suptitle(f"{comparison.shape.params / 1e6:,.3g} M parameters on {device}; {losses}", **TITLE)
+    figure.suptitle(
+        f"{comparison.shape.params / 1e6:,.3g} M parameters on {device}; {losses}",
+        **TITLE,
+    )
     return figure
 
 
@@ -44,12 +57,19 @@ def _title(result: ComparedPolicy) -> str:
     what = "exposed" if plan.has_late_operations or plan.speculated else "update"
     pair = result.times[what]
     ratio = "" if pair.ratio is None else f", {pair.ratio:.2f} times as long"
-    return f"{result.policy}: {what} measured {pair.measured:,.1f} ms, predicted {pair.predicted:,.1f} ms{ratio}"
+    return (
+        f"{result.policy}: {what} measured {pair.measured:,.1f} ms, predicted "
+        f"{pair.predicted:,.1f} ms{ratio}"
+    )
 
 
 def _draw_figures(figure: SubFigure, results: list[ComparedPolicy]) -> None:
     """Draw two bars per policy in each panel, and a legend below them."""
-    bars = [bar for number, result in enumerate(results) for bar in _pair(result, number * _POLICY_STEP)]
+    bars = [
+        bar
+        for number, result in enumerate(results)
+        for bar in _pair(result, number * _POLICY_STEP)
+    ]
     kinds = policy_bars.byte_kinds(bars)
     (panels,) = policy_bars.add_panels(figure, kinds)
     policy_bars.draw_row(panels, kinds, bars)
@@ -65,7 +85,10 @@ def _pair(result: ComparedPolicy, position: float) -> list[policy_bars.PolicyBar
         policy_bars.PolicyBar(
             name=f"{result.policy}  measured" if half == "measured" else "predicted",
             phases_ms={phase: getattr(result.times[phase], half) for phase in PHASES},
-            bytes_by_kind={kind: getattr(pair, half) for kind, pair in zip(RESULT_BYTES, pairs, strict=True)},
+            bytes_by_kind={
+                kind: getattr(pair, half)
+                for kind, pair in zip(RESULT_BYTES, pairs, strict=True)
+            },
             remark=remark if half == "measured" else "",
             is_faint=half == "predicted",
             position=position + (0.0 if half == "measured" else _PAIR_STEP),

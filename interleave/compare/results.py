@@ -1,4 +1,5 @@
-"""Results of a comparison, measured figures and their predictions, and the traces of both."""
+"""Results of a comparison, measured figures and their predictions, and the traces of
+both."""
 
 import math
 from collections.abc import Sequence
@@ -28,12 +29,17 @@ class Pair:
         return self.measured / self.predicted if self.predicted > 0 else None
 
     def as_json(self) -> dict[str, float | None]:
-        return {"measured": self.measured, "predicted": self.predicted, "ratio": self.ratio}
+        return {
+            "measured": self.measured,
+            "predicted": self.predicted,
+            "ratio": self.ratio,
+        }
 
 
 @dataclass(frozen=True)
 class ComparedBytes:
-    """Bytes in use by count of the engine and by the plan: memory with that of copies; storage in an iteration."""
+    """Bytes in use by count of the engine and by the plan: memory with that of copies;
+    storage in an iteration."""
 
     device: Pair
     host: Pair
@@ -44,7 +50,9 @@ class ComparedBytes:
     def storage(self) -> Pair:
         """Bytes read from and written to storage in an iteration."""
         read, written = self.storage_read, self.storage_written
-        return Pair(read.measured + written.measured, read.predicted + written.predicted)
+        return Pair(
+            read.measured + written.measured, read.predicted + written.predicted
+        )
 
 
 @dataclass(frozen=True)
@@ -53,13 +61,16 @@ class ComparedPolicy:
 
     policy: str
     counted: int  # Number of iterations that medians are over.
-    # Median in ms of the iteration, of each phase, and of what the optimizer adds to the iteration: `exposed`.
+    # Median in ms of the iteration, of each phase, and of what the optimizer adds to
+    # the iteration: `exposed`.
     times: dict[str, Pair]
     busy: dict[str, Pair]
-    # Peak of the device memory of the plan, at the measured or predicted times of its operations.
+    # Peak of the device memory of the plan, at the measured or predicted times of its
+    # operations.
     peak_device_bytes: Pair
     memory: ComparedBytes
-    losses: list[float | None]  # Loss of every iteration; None for one that is not finite.
+    # Loss of every iteration; None for one that is not finite.
+    losses: list[float | None]
     losses_equal: bool
     measured: Schedule  # Schedule of the iteration with the median update time.
     predicted: Schedule
@@ -76,7 +87,10 @@ class ComparedPolicy:
             **{f"{phase}_ms": pair.as_json() for phase, pair in self.times.items()},
             "busy": {resource: pair.as_json() for resource, pair in self.busy.items()},
             "peak_device_bytes": self.peak_device_bytes.as_json(),
-            **{f"{field.name}_bytes": getattr(self.memory, field.name).as_json() for field in fields(ComparedBytes)},
+            **{
+                f"{field.name}_bytes": getattr(self.memory, field.name).as_json()
+                for field in fields(ComparedBytes)
+            },
             "stored_subgroups": len(self.measured.plan.stored),
             "exact": self.is_exact,
             "final_loss": self.losses[-1],
@@ -119,15 +133,27 @@ class Comparison:
     @property
     def difference(self) -> str:
         """A sentence on the policies whose losses differ."""
-        differing = ", ".join(result.policy for result in self.results if not result.losses_equal)
-        return f"the losses of {differing} differ from those of {self.results[0].policy}"
+        differing = ", ".join(
+            result.policy for result in self.results if not result.losses_equal
+        )
+        return (
+            f"the losses of {differing} differ from those of {self.results[0].policy}"
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide compare --json` prints."""
         testbed = self.testbed
         return {
-            "device": {"name": testbed.name, "emulated": testbed.emulated, "memory_budget": testbed.memory_budget},
-            "job": {"params": self.shape.params, **asdict(self.shape), "subgroup_params": self.subgroup_params},
+            "device": {
+                "name": testbed.name,
+                "emulated": testbed.emulated,
+                "memory_budget": testbed.memory_budget,
+            },
+            "job": {
+                "params": self.shape.params,
+                **asdict(self.shape),
+                "subgroup_params": self.subgroup_params,
+            },
             "machine": testbed.machine.as_json(),
             "iterations": self.iterations,
             "warmup_iterations": self.warmup_iterations,
@@ -139,14 +165,30 @@ class Comparison:
 
 
 def compared_policy(
-    policy: str, measured: Sequence[Schedule], predicted: Schedule, losses: Sequence[float], losses_equal: bool
+    policy: str,
+    measured: Sequence[Schedule],
+    predicted: Schedule,
+    losses: Sequence[float],
+    losses_equal: bool,
 ) -> ComparedPolicy:
-    """Return the medians of schedules beside a prediction, and the largest memory of all of them."""
-    shares, expected = [schedule.busy_shares() for schedule in measured], predicted.busy_shares()
-    counts = [schedule.measured for schedule in measured if schedule.measured is not None]
+    """Return the medians of schedules beside a prediction, and the largest memory of
+    all of them."""
+    shares, expected = (
+        [schedule.busy_shares() for schedule in measured],
+        predicted.busy_shares(),
+    )
+    counts = [
+        schedule.measured for schedule in measured if schedule.measured is not None
+    ]
     read, written = (
-        Pair(median(getattr(count, name) for count in counts), predicted.moved_bytes(resource))
-        for name, resource in (("storage_read", "storage_read"), ("storage_written", "storage_write"))
+        Pair(
+            median(getattr(count, name) for count in counts),
+            predicted.moved_bytes(resource),
+        )
+        for name, resource in (
+            ("storage_read", "storage_read"),
+            ("storage_written", "storage_write"),
+        )
     )
     return ComparedPolicy(
         policy=policy,
@@ -158,10 +200,17 @@ def compared_policy(
             )
             for phase in ("iteration", *PHASES, "exposed")
         },
-        busy={name: Pair(median(share[name] for share in shares), expected[name]) for name in RESOURCES},
-        peak_device_bytes=Pair(max(one.peak_device_bytes for one in measured), predicted.peak_device_bytes),
+        busy={
+            name: Pair(median(share[name] for share in shares), expected[name])
+            for name in RESOURCES
+        },
+        peak_device_bytes=Pair(
+            max(one.peak_device_bytes for one in measured), predicted.peak_device_bytes
+        ),
         memory=ComparedBytes(
-            device=Pair(max(count.device for count in counts), predicted.peak_device_bytes),
+            device=Pair(
+                max(count.device for count in counts), predicted.peak_device_bytes
+            ),
             host=Pair(max(count.host for count in counts), predicted.host_bytes()),
             storage_read=read,
             storage_written=written,
@@ -169,7 +218,9 @@ def compared_policy(
         losses=finite_losses(losses),
         losses_equal=losses_equal,
         # Of an even number the shorter of the two.
-        measured=sorted(measured, key=lambda schedule: schedule.update_s)[(len(measured) - 1) // 2],
+        measured=sorted(measured, key=lambda schedule: schedule.update_s)[
+            (len(measured) - 1) // 2
+        ],
         predicted=predicted,
     )
 
@@ -180,15 +231,23 @@ def finite_losses(losses: Sequence[float]) -> list[float | None]:
 
 
 def save_traces(comparison: Comparison, folder: Path) -> None:
-    """Write POLICY.measured.ebb (the iteration with the median update time) and POLICY.predicted.ebb per policy."""
+    """Write POLICY.measured.ebb (the iteration with the median update time) and
+    POLICY.predicted.ebb per policy."""
     testbed = comparison.testbed
-    device = f"an emulated device with {testbed.link_bytes_per_s:g} B/s" if testbed.emulated else testbed.name
+    device = (
+        f"an emulated device with {testbed.link_bytes_per_s:g} B/s"
+        if testbed.emulated
+        else testbed.name
+    )
     for result in comparison.results:
         for half, source in (("measured", "recorded"), ("predicted", "simulated")):
             schedule: Schedule = getattr(result, half)
-            # The budget for state says nothing about the memory that the job itself leaves free.
+            # The budget for state says nothing about the memory that the job itself
+            # leaves free.
             workload = replace(schedule.workload, gpu_free=None)
-            trace = trace_of(replace(schedule, workload=workload), testbed.machine, iterations=1)
+            trace = trace_of(
+                replace(schedule, workload=workload), testbed.machine, iterations=1
+            )
             trace.meta["source"] = source
             trace.note(f"{half} by ebbtide compare: one iteration on {device}")
             trace.write(folder / f"{file_name(result.policy)}.{half}.ebb")

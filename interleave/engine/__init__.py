@@ -1,1 +1,2 @@
-"""Runs AdamW with its optimizer state where a plan puts it, with the same bits everywhere."""
+"""Runs AdamW with its optimizer state where a plan puts it, with the same bits
+everywhere."""

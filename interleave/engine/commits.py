@@ -17,13 +17,19 @@ def with_digest(commit: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_digest(commit: Any) -> None:
-    """Raise EngineError if a commit lacks something, or was changed since it was made."""
+    """Raise EngineError if a commit lacks something, or was changed since it was
+    made."""
     if not isinstance(commit, Mapping) or not set(_KEYS) <= commit.keys():
-        raise EngineError(f"this is not a whole commit, which has {', '.join(_KEYS)}: load what commit() has returned")
+        raise EngineError(
+            f"this is not a whole commit, which has {', '.join(_KEYS)}: load what "
+            "commit() has returned"
+        )
     others = {key: value for key, value in commit.items() if key != _DIGEST}
     # Commits of version 0.2 have none.
     if commit.get(_DIGEST, _digest(others)) != _digest(others):
-        raise EngineError("this commit was changed since it was made: load what commit() has returned")
+        raise EngineError(
+            "this commit was changed since it was made: load what commit() has returned"
+        )
 
 
 def commit_place(commit: Mapping[str, Any]) -> str:
@@ -33,4 +39,6 @@ def commit_place(commit: Mapping[str, Any]) -> str:
 
 
 def _digest(commit: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(commit, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(commit, sort_keys=True, default=str).encode()
+    ).hexdigest()

@@ -1,4 +1,5 @@
-"""Forks of the process: what has threads is at rest during a fork, and the child goes on with threads of its own."""
+"""Forks of the process: what has threads is at rest during a fork, and the child goes
+on with threads of its own."""
 
 import ctypes
 import functools
@@ -25,7 +26,8 @@ T = TypeVar("T")
 
 
 class Rest(IntEnum):
-    """The order in which things come to rest: calls of the job, then what these have begun."""
+    """The order in which things come to rest: calls of the job, then what these have
+    begun."""
 
     CALLS = 0
     OPERATIONS = 1
@@ -43,7 +45,8 @@ class ForkFollower(Protocol):
 
 
 class _Forks:
-    """The followers of forks by their identity, in weak references, and the locks that a child makes anew."""
+    """The followers of forks by their identity, in weak references, and the locks that
+    a child makes anew."""
 
     def __init__(self) -> None:
         # How many forks this process is away from its first ancestor with ebbtide.
@@ -56,13 +59,20 @@ class _Forks:
 
     def add(self, follower: ForkFollower, rest: Rest) -> None:
         key = id(follower)
-        self._followers[key] = rest, weakref.ref(follower, lambda _: self._followers.pop(key, None))
+        self._followers[key] = (
+            rest,
+            weakref.ref(follower, lambda _: self._followers.pop(key, None)),
+        )
 
     def before(self) -> None:
         self._lock.acquire()
         # A copy at once: other threads may add some.
         ordered = sorted(self._followers.copy().values(), key=lambda entry: entry[0])
-        followers = [follower for _, reference in ordered if (follower := reference()) is not None]
+        followers = [
+            follower
+            for _, reference in ordered
+            if (follower := reference()) is not None
+        ]
         prepared: list[ForkFollower] = []
         self._prepared.append(prepared)
         for follower in followers:
@@ -87,7 +97,11 @@ class _Forks:
 
 
 _forks = _Forks()
-os.register_at_fork(before=_forks.before, after_in_parent=_forks.in_parent, after_in_child=_forks.in_child)
+os.register_at_fork(
+    before=_forks.before,
+    after_in_parent=_forks.in_parent,
+    after_in_child=_forks.in_child,
+)
 
 
 def follow_forks(follower: ForkFollower, rest: Rest) -> None:
@@ -101,17 +115,20 @@ def fork_generation() -> int:
 
 
 def fork_lock() -> Any:
-    """Return a re-entrant lock that is free in a forked child, unless the thread that forks has acquired it."""
+    """Return a re-entrant lock that is free in a forked child, unless the thread that
+    forks has acquired it."""
     lock = threading.RLock()
     _forks.locks.add(lock)
     return lock
 
 
 class Completion:
-    """An event that is set once, by a thread that never waits for those that wait for it.
+    """An event that is set once, by a thread that never waits for those that wait for
+    it.
 
-    `threading.Event` and `Future` have a lock that a waiting thread may hold when a signal handler interrupts it: a
-    fork in the handler, which waits for the work, would wait for ever."""
+    `threading.Event` and `Future` have a lock that a waiting thread may hold when a
+    signal handler interrupts it: a fork in the handler, which waits for the work, would
+    wait for ever."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -123,29 +140,32 @@ class Completion:
         self._pending.release()
 
     def wait(self, timeout_s: float = -1) -> bool:
-        """Return whether it is set, at the latest after the time; a negative one is no limit."""
+        """Return whether it is set, at the latest after the time; a negative one is no
+        limit."""
         if not self.is_set and self._pending.acquire(timeout=timeout_s):
             self._pending.release()
         return self.is_set
 
 
 class ForkCondition(threading.Condition):
-    """A condition with a `fork_lock`. A signal handler may use it while its thread waits or notifies."""
+    """A condition with a `fork_lock`. A signal handler may use it while its thread
+    waits or notifies."""
 
     def __init__(self) -> None:
         super().__init__(fork_lock())
 
     def wait_for(self, predicate: Callable[[], T]) -> T:  # type: ignore[override]
         """Wait until a function returns a true value, and return it."""
-        # A handler that waits, after this has looked and before it is among those that are notified, lets others
-        # change the state: nobody would notify it.
+        # A handler that waits, after this has looked and before it is among those that
+        # are notified, lets others change the state: nobody would notify it.
         while not (result := predicate()):
             self.wait(_LOOK_S)
         return result
 
     def notify_all(self) -> None:
         """Wake all that wait. The lock is acquired."""
-        # That of `threading` raises IndexError where a handler notifies in the middle of it.
+        # That of `threading` raises IndexError where a handler notifies in the middle
+        # of it.
         for waiter in tuple(self._waiters):  # type: ignore[attr-defined]
             with suppress(RuntimeError):
                 waiter.release()
@@ -190,10 +210,11 @@ class QueuedCall(Generic[T]):
 
 
 class WorkQueue:
-    """Work that threads begin in order. They start with the first work, and end with this object. A fork waits for the
-    work, and the child has threads of its own.
+    """Work that threads begin in order. They start with the first work, and end with
+    this object. A fork waits for the work, and the child has threads of its own.
 
-    A pool of `concurrent.futures` would not do: in a signal handler within its `submit`, a fork hangs.
+    A pool of `concurrent.futures` would not do: in a signal handler within its
+    `submit`, a fork hangs.
 
     Args:
         name: The name of the threads.
@@ -203,11 +224,17 @@ class WorkQueue:
     """
 
     def __init__(
-        self, name: str, threads: int = 1, initializer: Callable[..., None] | None = None, *initargs: Any
+        self,
+        name: str,
+        threads: int = 1,
+        initializer: Callable[..., None] | None = None,
+        *initargs: Any,
     ) -> None:
         self._name = name
         self._count = threads
-        self._initialize = None if initializer is None else functools.partial(initializer, *initargs)
+        self._initialize = (
+            None if initializer is None else functools.partial(initializer, *initargs)
+        )
         self._lock = fork_lock()
         self._set_up()
         follow_forks(self, Rest.QUEUES)
@@ -230,7 +257,9 @@ class WorkQueue:
                 if not self._threads:
                     self._start()
 
-    def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> QueuedCall[T]:
+    def submit(
+        self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> QueuedCall[T]:
         """Let a thread call a function."""
         if not self._end.alive:
             raise EngineError(f"the threads {self._name} have ended")
@@ -253,7 +282,9 @@ class WorkQueue:
             for _ in threads:
                 self._queue.put(barrier.wait)
             # Another thread may close it meanwhile.
-            while all(thread.is_alive() for thread in threads) and not are_idle.wait(_LOOK_S):
+            while all(thread.is_alive() for thread in threads) and not are_idle.wait(
+                _LOOK_S
+            ):
                 pass
 
     def after_fork(self, in_child: bool) -> None:
@@ -263,14 +294,18 @@ class WorkQueue:
     def _start(self) -> None:
         target = functools.partial(_do_all, self._queue, self._initialize)
         threads = [
-            threading.Thread(target=target, name=f"{self._name}_{number}", daemon=True) for number in range(self._count)
+            threading.Thread(target=target, name=f"{self._name}_{number}", daemon=True)
+            for number in range(self._count)
         ]
         for thread in threads:
             thread.start()
         self._threads = threads
 
 
-def _do_all(queue: SimpleQueue[Callable[[], object] | None], initialize: Callable[[], None] | None) -> None:
+def _do_all(
+    queue: SimpleQueue[Callable[[], object] | None],
+    initialize: Callable[[], None] | None,
+) -> None:
     if initialize is not None:
         initialize()
     while (work := queue.get()) is not None:
@@ -293,7 +328,8 @@ def _log_errors(call: Callable[[], None]) -> None:
 
 
 def _end_openmp_threads() -> None:
-    """End the threads that OpenMP keeps for this one: a child would wait for them, in torch's own operations, too."""
+    """End the threads that OpenMP keeps for this one: a child would wait for them, in
+    torch's own operations, too."""
     pause = _openmp_pause()
     if pause is not None:
         pause(_OMP_PAUSE_HARD)
@@ -305,7 +341,8 @@ _OMP_PAUSE_HARD = 2
 
 @functools.cache
 def _openmp_pause() -> Any:
-    """Return omp_pause_resource_all of the OpenMP runtime that torch has loaded; None if there is none."""
+    """Return omp_pause_resource_all of the OpenMP runtime that torch has loaded; None
+    if there is none."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1]
         if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):

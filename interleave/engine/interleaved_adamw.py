@@ -9,7 +9,8 @@ from ebbtide.interleave.engine.options import OptimizerArguments, shows_options
 
 
 class AdamWArguments(OptimizerArguments, total=False):
-    """The keywords of InterleavedAdamW: options of optimizers, and those of torch.optim.AdamW."""
+    """The keywords of InterleavedAdamW: options of optimizers, and those of
+    torch.optim.AdamW."""
 
     foreach: bool | None
     fused: bool | None
@@ -20,11 +21,13 @@ class AdamWArguments(OptimizerArguments, total=False):
 
 
 class InterleavedAdamW(InterleavedOptimizer):
-    """torch.optim.AdamW with an fp32 master: `InterleavedOptimizer` with the rule `adamw`.
+    """torch.optim.AdamW with an fp32 master: `InterleavedOptimizer` with the rule
+    `adamw`.
 
-    `lr`, `betas`, `eps` and `weight_decay` are as for torch.optim.AdamW, and OptimizerOptions lists the options. Of
-    torch's other options, `foreach`, `fused` and `capturable` have no effect, and `amsgrad`, `maximize` and
-    `differentiable` must be off.
+    `lr`, `betas`, `eps` and `weight_decay` are as for torch.optim.AdamW, and
+    OptimizerOptions lists the options. Of torch's other options, `foreach`, `fused` and
+    `capturable` have no effect, and `amsgrad`, `maximize` and `differentiable` must be
+    off.
     """
 
     @shows_options(OptimizerArguments, others="torch_options")
@@ -37,4 +40,12 @@ class InterleavedAdamW(InterleavedOptimizer):
         weight_decay: float = 0.01,
         **options: Unpack[AdamWArguments],
     ) -> None:
-        super().__init__(params, "adamw", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)
+        super().__init__(
+            params,
+            "adamw",
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            **options,
+        )

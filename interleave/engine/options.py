@@ -1,4 +1,5 @@
-"""The options of optimizers, written once: their types, defaults, checks and documentation."""
+"""The options of optimizers, written once: their types, defaults, checks and
+documentation."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +32,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class SharedArguments(TypedDict, total=False):
-    """The options that optimizers and DeepSpeed's `enable` have alike, as callers write them: `OptimizerOptions`
-    documents them."""
+    """The options that optimizers and DeepSpeed's `enable` have alike, as callers write
+    them: `OptimizerOptions` documents them."""
 
     machine: MachineArgument | None
     subgroup_params: int
@@ -44,7 +45,8 @@ class SharedArguments(TypedDict, total=False):
 
 
 class OptimizerArguments(SharedArguments, total=False):
-    """The options of optimizers as callers write them: `OptimizerOptions` documents them."""
+    """The options of optimizers as callers write them: `OptimizerOptions` documents
+    them."""
 
     policy: Policy | str
     overlap: Literal["none", "forward", "backward", "both", "auto"]
@@ -56,33 +58,45 @@ class OptimizerArguments(SharedArguments, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """The options of InterleavedAdamW and InterleavedOptimizer, and most of them of DeepSpeed's `enable`. They are
-    keywords there, and sizes, machines, devices and policies may be text.
+    """The options of InterleavedAdamW and InterleavedOptimizer, and most of them of
+    DeepSpeed's `enable`. They are keywords there, and sizes, machines, devices and
+    policies may be text.
 
     Args:
         policy: As for `ebbtide replay`; `adaptive` makes new plans while the job runs.
-        machine: The first rates, or the name or file of a machine. By default, `adaptive` measures this one for a
-            moment.
+        machine: The first rates, or the name or file of a machine. By default,
+            `adaptive` measures this one for a moment.
         subgroup_params: Number of parameters whose state is moved and updated as one.
-        memory_budget: Bytes of device memory for state, as a number or as text like `4GiB`, or a dict of these by phase
-            (`forward`, `backward`, `update`). By default, what the device has free.
-        max_grad_norm: Maximum norm of all gradients, over all ranks; larger ones are clipped. None to not clip.
-        gradients: `kept` in `p.grad` until the step, or `streamed` to the host as soon as the backward has computed
-            them; then only the optimizer can clip and scale them.
-        loss_scale: A number, or `dynamic`. Then back-propagate `scale(loss)`, and a step with a gradient that is not
-            finite is skipped.
-        device: By default the device of the parameters; for parameters on the CPU an emulated one.
-        threads: Number of threads for updates on the CPU; by default all cores of this rank.
-        overlap: Phases beside the step that updates may run in. `forward`: parameters are updated under the next
-            forward, as far as it does not use them yet, and `step` returns before; read them outside of `model` only
-            after `synchronize()`. `backward`: updates are computed as soon as gradients are there, beside the old
-            state, and again where the step turns out to be clipped; this needs streamed gradients and more host memory.
-            `both`, or `auto`, the fastest of what gradients and `model` allow.
-        model: With updates under the forward: the module whose forward uses the parameters, so that it waits for them.
-        storage: A folder, or several, for state that host memory does not hold; see `commit`.
-        host_memory_budget: With `storage`: bytes of host memory for state and buffers; by default most of what is free.
-        beside_step: The phases beside the step in which the caller can run the updates of a policy that has some there;
-            by default those that `model` and `gradients` allow, of any policy.
+        memory_budget: Bytes of device memory for state, as a number or as text like
+            `4GiB`, or a dict of these by phase (`forward`, `backward`, `update`). By
+            default, what the device has free.
+        max_grad_norm: Maximum norm of all gradients, over all ranks; larger ones are
+            clipped. None to not clip.
+        gradients: `kept` in `p.grad` until the step, or `streamed` to the host as soon
+            as the backward has computed them; then only the optimizer can clip and
+            scale them.
+        loss_scale: A number, or `dynamic`. Then back-propagate `scale(loss)`, and a
+            step with a gradient that is not finite is skipped.
+        device: By default the device of the parameters; for parameters on the CPU an
+            emulated one.
+        threads: Number of threads for updates on the CPU; by default all cores of this
+            rank.
+        overlap: Phases beside the step that updates may run in. `forward`: parameters
+            are updated under the next forward, as far as it does not use them yet, and
+            `step` returns before; read them outside of `model` only after
+            `synchronize()`. `backward`: updates are computed as soon as gradients are
+            there, beside the old state, and again where the step turns out to be
+            clipped; this needs streamed gradients and more host memory. `both`, or
+            `auto`, the fastest of what gradients and `model` allow.
+        model: With updates under the forward: the module whose forward uses the
+            parameters, so that it waits for them.
+        storage: A folder, or several, for state that host memory does not hold; see
+            `commit`.
+        host_memory_budget: With `storage`: bytes of host memory for state and buffers;
+            by default most of what is free.
+        beside_step: The phases beside the step in which the caller can run the updates
+            of a policy that has some there; by default those that `model` and
+            `gradients` allow, of any policy.
 
     Raises:
         EngineError: If an option is not valid, or contradicts another.
@@ -99,36 +113,56 @@ class OptimizerOptions:
     device: Device | None = None
     threads: int | None = None
     overlap: str = "none"
-    model: InitVar[torch.nn.Module | None] = None  # Not kept: engines do not keep models alive.
+    # Not kept: engines do not keep models alive.
+    model: InitVar[torch.nn.Module | None] = None
     storage: str | Path | Sequence[str | Path] | None = None
     host_memory_budget: float | None = None
     beside_step: InitVar[Overlap | None] = None
     supported: Overlap = field(init=False)
 
-    def __post_init__(self, model: torch.nn.Module | None, beside_step: Overlap | None) -> None:
+    def __post_init__(
+        self, model: torch.nn.Module | None, beside_step: Overlap | None
+    ) -> None:
         if self.gradients not in ("kept", "streamed"):
-            raise EngineError(f"gradients is {self.gradients!r}: it must be 'kept' or 'streamed'")
+            raise EngineError(
+                f"gradients is {self.gradients!r}: it must be 'kept' or 'streamed'"
+            )
         if self.subgroup_params < 1:
-            raise EngineError(f"subgroup_params is {self.subgroup_params}: it must be at least 1")
+            raise EngineError(
+                f"subgroup_params is {self.subgroup_params}: it must be at least 1"
+            )
         if self.threads is not None and self.threads < 1:
-            raise EngineError(f"threads is {self.threads}: it must be at least 1, or None")
+            raise EngineError(
+                f"threads is {self.threads}: it must be at least 1, or None"
+            )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise EngineError(f"max_grad_norm is {self.max_grad_norm}: it must be above 0, or None")
+            raise EngineError(
+                f"max_grad_norm is {self.max_grad_norm}: it must be above 0, or None"
+            )
         _check_budget(self.memory_budget)
         own = Overlap(forward=model is not None, backward=self.streamed)
         policy = self._policy_with_overlap(own if beside_step is None else beside_step)
         object.__setattr__(self, "policy", policy)
-        object.__setattr__(self, "supported", own if beside_step is None else beside_step & policy.widest_overlap)
+        object.__setattr__(
+            self,
+            "supported",
+            own if beside_step is None else beside_step & policy.widest_overlap,
+        )
         self.open_backing()
 
     @classmethod
     def of_arguments(
         cls, beside_step: Overlap | None = None, **arguments: Unpack[OptimizerArguments]
     ) -> "OptimizerOptions":
-        """Return the options that arguments of a caller stand for; policies, machines, sizes and devices may be text.
+        """Return the options that arguments of a caller stand for; policies, machines,
+        sizes and devices may be text.
 
         Raises MachineError if there is no such machine, and as the class."""
-        values: dict[str, Any] = {"policy": _DEFAULT_POLICY, "machine": None, **arguments}
+        values: dict[str, Any] = {
+            "policy": _DEFAULT_POLICY,
+            "machine": None,
+            **arguments,
+        }
         values["policy"] = as_policy(values["policy"])
         values["device"] = as_device(values.get("device"))
         if values["machine"] is not None:
@@ -143,66 +177,97 @@ class OptimizerOptions:
         return self.gradients == "streamed"
 
     def open_backing(self) -> Backing:
-        """Return the memory behind that of the host for one engine, which opens files of its own."""
+        """Return the memory behind that of the host for one engine, which opens files
+        of its own."""
         if self.storage is not None:
-            backing: Backing = seams.service("storage")(self.storage, self.host_memory_budget)
+            backing: Backing = seams.service("storage")(
+                self.storage, self.host_memory_budget
+            )
             return backing
         if self.host_memory_budget is not None:
-            raise EngineError("host_memory_budget needs storage=: a folder for state that host memory does not hold")
+            raise EngineError(
+                "host_memory_budget needs storage=: a folder for state that host "
+                "memory does not hold"
+            )
         return Backing()
 
     def _policy_with_overlap(self, supported: Overlap) -> Policy:
-        """Return the policy with the option `overlap`, unless it has one. `auto` becomes what is supported. Raises
-        EngineError if the two contradict each other, or there is no such overlap with gradients of this kind."""
+        """Return the policy with the option `overlap`, unless it has one. `auto`
+        becomes what is supported. Raises EngineError if the two contradict each other,
+        or there is no such overlap with gradients of this kind."""
         policy, overlap = self.policy, self.overlap
         if overlap not in OVERLAP:
-            raise EngineError(f"overlap is {overlap!r}: it must be one of {', '.join(OVERLAP)}")
+            raise EngineError(
+                f"overlap is {overlap!r}: it must be one of {', '.join(OVERLAP)}"
+            )
         if policy.states("overlap"):
             if overlap not in ("none", policy.overlap):
                 raise EngineError(
-                    f"policy is {policy.text!r} and overlap {overlap!r}: they must not contradict each other"
+                    f"policy is {policy.text!r} and overlap {overlap!r}: they must not "
+                    "contradict each other"
                 )
             overlap = policy.overlap
         elif overlap == "none":
             return policy
         if overlap in ("backward", "both") and not self.streamed:
             raise EngineError(
-                f"overlap is {overlap!r} and gradients are {self.gradients!r}: updates inside the backward need "
+                f"overlap is {overlap!r} and gradients are {self.gradients!r}: updates "
+                "inside the backward need "
                 "gradients='streamed'"
             )
         if overlap == "auto":
             best = "auto" if supported == BOTH else supported.name
             overlap = best if "overlap" in policy.options else "none"
-        return policy if overlap == policy.overlap else policy.with_options(overlap=overlap)
+        return (
+            policy
+            if overlap == policy.overlap
+            else policy.with_options(overlap=overlap)
+        )
 
 
-def shows_options(arguments: type, others: str | None = None) -> Callable[[Function], Function]:
+def shows_options(
+    arguments: type, others: str | None = None
+) -> Callable[[Function], Function]:
     """Let the signature of a function name the keywords that it takes.
 
     Args:
         arguments: TypedDict of the keywords; their defaults are in `OptimizerOptions`.
-        others: Name under which the signature has any further keywords; None if there are none.
+        others: Name under which the signature has any further keywords; None if there
+            are none.
     """
     options = inspect.signature(OptimizerOptions).parameters
     types = inspect.get_annotations(arguments)
 
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
-        own = {name: one for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD}
+        own = {
+            name: one
+            for name, one in signature.parameters.items()
+            if one.kind is not one.VAR_KEYWORD
+        }
         shown = [
-            one.replace(annotation=types[name], default=_DEFAULT_POLICY if name == "policy" else one.default)
+            one.replace(
+                annotation=types[name],
+                default=_DEFAULT_POLICY if name == "policy" else one.default,
+            )
             for name, one in options.items()
             if name in types and name not in own
         ]
-        rest = [] if others is None else [inspect.Parameter(others, inspect.Parameter.VAR_KEYWORD)]
-        function.__signature__ = signature.replace(parameters=[*own.values(), *shown, *rest])  # type: ignore[attr-defined]
+        rest = (
+            []
+            if others is None
+            else [inspect.Parameter(others, inspect.Parameter.VAR_KEYWORD)]
+        )
+        all_shown = signature.replace(parameters=[*own.values(), *shown, *rest])
+        function.__signature__ = all_shown  # type: ignore[attr-defined]
         return function
 
     return decorate
 
 
 def budget_bytes(size: Any, name: str = "memory_budget") -> Any:
-    """Return a budget in bytes, which may be text or by phase; numbers as they are. Raises EngineError for others."""
+    """Return a budget in bytes, which may be text or by phase; numbers as they are.
+    Raises EngineError for others."""
     if isinstance(size, Mapping) and name == "memory_budget":
         return {phase: budget_bytes(one, name) for phase, one in size.items()}
     if size is None or isinstance(size, int | float):
@@ -220,7 +285,10 @@ _LEAST_BUDGET_BYTES = 1000
 def _check_budget(budget: Any) -> None:
     by_phase = isinstance(budget, Mapping)
     if by_phase and set(budget) != set(PHASES):
-        raise EngineError(f"memory_budget by phase has {', '.join(map(str, budget))}: it needs {', '.join(PHASES)}")
+        raise EngineError(
+            f"memory_budget by phase has {', '.join(map(str, budget))}: it needs "
+            f"{', '.join(PHASES)}"
+        )
     for size in budget.values() if by_phase else (budget,):
         if size is not None:
             check_budget_bytes(size, "a dict of bytes by phase")
@@ -229,6 +297,10 @@ def _check_budget(budget: Any) -> None:
 def check_budget_bytes(size: Any, other: str) -> None:
     """Raise EngineError unless a budget is in bytes; `other`: what else it may be."""
     if not (isinstance(size, int | float) and size >= 0):
-        raise EngineError(f"memory_budget is {size!r}: it must be bytes, at least 0, or {other}")
+        raise EngineError(
+            f"memory_budget is {size!r}: it must be bytes, at least 0, or {other}"
+        )
     if 0 < size < _LEAST_BUDGET_BYTES:
-        raise EngineError(f"memory_budget is {size!r} bytes: for {size:g} GB it must be {size:g}e9")
+        raise EngineError(
+            f"memory_budget is {size!r} bytes: for {size:g} GB it must be {size:g}e9"
+        )

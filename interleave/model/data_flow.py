@@ -1,9 +1,11 @@
 """The check of plans, by what their operations read and write.
 
-In the order of the plan every operation must find what it reads and fill places that are empty. In the end each
-subgroup must be updated once, with its state where it was and its new parameters on the device. Whoever uses a place
-must wait for the one that has filled it, and whoever changes or empties it for all that have used it, by itself or by
-others in between. So every order in which the operations may run gives what the order of the plan gives.
+In the order of the plan every operation must find what it reads and fill places that
+are empty. In the end each subgroup must be updated once, with its state where it was
+and its new parameters on the device. Whoever uses a place must wait for the one that
+has filled it, and whoever changes or empties it for all that have used it, by itself or
+by others in between. So every order in which the operations may run gives what the
+order of the plan gives.
 """
 
 from dataclasses import dataclass, field
@@ -30,7 +32,8 @@ _ROUNDING_BYTES = 1e-6
 
 
 def check_data_flow(plan: Plan, workload: Workload) -> None:
-    """Check a plan by what its operations read and write. Raises PlanError if it is not valid."""
+    """Check a plan by what its operations read and write. Raises PlanError if it is not
+    valid."""
     _PlanCheck(plan, workload).run()
 
 
@@ -39,7 +42,8 @@ class _Content:
     """The content of a place.
 
     Attributes:
-        writer: The operation that has put it there; -1: it is there when the iteration begins.
+        writer: The operation that has put it there; -1: it is there when the iteration
+            begins.
         ready: The point from which on it is there.
         is_new: Whether it comes from the update.
         is_tentative: Whether clipping may yet change it.
@@ -63,7 +67,9 @@ class _PlanCheck:
         # By place and subgroup, -1 for places of all; None where it was moved away.
         self._contents: dict[tuple[str, int], _Content | None] = {}
         until_step = workload.gradients_held_until_step
-        ready = [UPDATE] * plan.subgroups if until_step else gradient_ready_points(workload)
+        ready = (
+            [UPDATE] * plan.subgroups if until_step else gradient_ready_points(workload)
+        )
         for subgroup, point in enumerate(ready):
             self._contents["grad@job", subgroup] = _Content(ready=point)
             if subgroup in plan.kept_gradients:
@@ -82,11 +88,16 @@ class _PlanCheck:
         for index, op in enumerate(self._ops):
             kind = find_kind(op.kind)
             self._check_form(index, op, kind)
-            self._points.append(max([op.start, *[self._points[before] for before in op.after]]))
+            self._points.append(
+                max([op.start, *[self._points[before] for before in op.after]])
+            )
             self._follow(index, op, kind.flow(op, self._plan))
             allocated += op.takes - op.gives
         if abs(allocated) > _ROUNDING_BYTES:
-            raise PlanError(f"policy {self._plan.policy}: {allocated:.0f} bytes of device memory are not released")
+            raise PlanError(
+                f"policy {self._plan.policy}: {allocated:.0f} bytes of device memory "
+                "are not released"
+            )
         self._check_results()
 
     def _check_form(self, index: int, op: Op, kind: Kind) -> None:
@@ -95,15 +106,23 @@ class _PlanCheck:
         if op.after and not 0 <= min(op.after) <= max(op.after) < index:
             raise self._error(op, "waits for a later operation")
         if not OTHER <= op.start <= STEP:
-            raise self._error(op, f"starts at point {op.start}, which is outside of the iteration")
+            raise self._error(
+                op, f"starts at point {op.start}, which is outside of the iteration"
+            )
         if kind.on_subgroups and not 0 <= op.subgroup < self._plan.subgroups:
             raise self._error(op, f"is on subgroup {op.subgroup}, which does not exist")
 
     def _follow(self, index: int, op: Op, flow: Flow) -> None:
         """Check that an operation finds what it uses, and record what it leaves."""
-        used = [self._use(index, place, op.subgroup) for place in (*flow.reads, *flow.moves)]
+        used = [
+            self._use(index, place, op.subgroup) for place in (*flow.reads, *flow.moves)
+        ]
         for subgroup in range(self._plan.subgroups) if flow.reads_all else ():
-            filled = [place for place in flow.reads_all if self._contents.get((place, subgroup))]
+            filled = [
+                place
+                for place in flow.reads_all
+                if self._contents.get((place, subgroup))
+            ]
             self._use(index, filled[0] if filled else flow.reads_all[0], subgroup)
         if any(content.is_tentative for content in used):
             self._use(index, FACTOR, -1)
@@ -119,7 +138,9 @@ class _PlanCheck:
                 self._empty(index, place)
             key = _key(place, op.subgroup)
             if self._contents.get(key):
-                raise self._error(op, f"is repeated, or fills {place}, which is not empty")
+                raise self._error(
+                    op, f"is repeated, or fills {place}, which is not empty"
+                )
             # Places of all have nothing of an update.
             has_update = "@" in place and (is_new or flow.updates)
             self._contents[key] = _Content(index, OTHER, has_update, flow.is_tentative)
@@ -135,14 +156,17 @@ class _PlanCheck:
         if content is None:
             raise self._error(self._ops[index], f"finds no {place}")
         if self._points[index] < content.ready - _ROUNDING:
-            raise self._error(self._ops[index], f"starts before the gradient of subgroup {subgroup} is ready")
+            raise self._error(
+                self._ops[index],
+                f"starts before the gradient of subgroup {subgroup} is ready",
+            )
         self._require(index, content.writer)
         content.readers.append(index)
         return content
 
     def _begin(self, place: str, subgroup: int) -> None:
-        """Record what is there when the iteration begins, by the first operation that uses it: state, and places of all
-        but the factor."""
+        """Record what is there when the iteration begins, by the first operation that
+        uses it: state, and places of all but the factor."""
         if place.startswith("state") and subgroup not in self._homes:
             if subgroup in self._plan.resident or subgroup in self._plan.parked:
                 place = "state@gpu"
@@ -163,17 +187,23 @@ class _PlanCheck:
         self._contents[key] = None
 
     def _check_results(self) -> None:
-        """Every subgroup is updated, and the results are where the next iteration expects them."""
+        """Every subgroup is updated, and the results are where the next iteration
+        expects them."""
         for subgroup in range(self._plan.subgroups):
             if subgroup not in self._updates:
-                raise PlanError(f"policy {self._plan.policy}: subgroup {subgroup} is never updated")
+                raise PlanError(
+                    f"policy {self._plan.policy}: subgroup {subgroup} is never updated"
+                )
             for place in (self._homes[subgroup], "param@gpu"):
                 content = self._contents.get((place, subgroup))
                 if content is None or not content.is_new:
-                    raise self._error(self._updates[subgroup], f"leaves no new {place} in the end")
+                    raise self._error(
+                        self._updates[subgroup], f"leaves no new {place} in the end"
+                    )
 
     def _require(self, index: int, before: int) -> None:
-        """Check that an operation waits for an earlier one, by itself or by others in between."""
+        """Check that an operation waits for an earlier one, by itself or by others in
+        between."""
         after = self._ops[index].after
         if before in after or before in (-1, index):
             return
@@ -184,7 +214,9 @@ class _PlanCheck:
                 return
             seen |= later
             left += later
-        raise self._error(self._ops[index], f"does not wait for {self._ops[before].name}")
+        raise self._error(
+            self._ops[index], f"does not wait for {self._ops[before].name}"
+        )
 
     def _error(self, op: Op, problem: str) -> PlanError:
         return plan_error(self._plan.policy, op, problem)

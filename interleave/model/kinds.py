@@ -1,5 +1,5 @@
-"""Kinds of operations of plans: where each runs, what it costs, what it reads and writes, and when it may run. Features
-add theirs."""
+"""Kinds of operations of plans: where each runs, what it costs, what it reads and
+writes, and when it may run. Features add theirs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -8,16 +8,27 @@ from typing import Final, Literal, NamedTuple, Protocol
 
 from ebbtide import seams
 from ebbtide.errors import PlanError
-from ebbtide.interleave.model.operations import BACKWARD, ONE_UPDATE, ONE_UPLOAD, OWN_GRADIENT, UPDATE, Op, Resource
+from ebbtide.interleave.model.operations import (
+    BACKWARD,
+    ONE_UPDATE,
+    ONE_UPLOAD,
+    OWN_GRADIENT,
+    UPDATE,
+    Op,
+    Resource,
+)
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.machine import Machine
 
-# The place of the factors that clipping gives. A place with an "@" is one of each subgroup: "state@host", "state@gpu",
-# "param@host", "param@gpu", "master@gpu" (to be converted), "grad@job" (where the backward leaves it), "grad@host",
-# "grad@gpu", "grad@part" (what the GPU updates of a subgroup of the CPU), and those of features. Any other is of all.
+# The place of the factors that clipping gives. A place with an "@" is one of each
+# subgroup: "state@host", "state@gpu", "param@host", "param@gpu", "master@gpu" (to be
+# converted), "grad@job" (where the backward leaves it), "grad@host", "grad@gpu",
+# "grad@part" (what the GPU updates of a subgroup of the CPU), and those of features.
+# Any other is of all.
 FACTOR: Final = "factor"
-# Contents of device memory that an operation takes when it starts, or gives back when it ends.
+# Contents of device memory that an operation takes when it starts, or gives back when
+# it ends.
 Content = Literal["state", "gradient"]
 
 
@@ -25,10 +36,12 @@ class Rates(Protocol):
     """Rates for a plan on a machine, per second, by resource."""
 
     machine: Machine
-    copy_rates: dict[bool, dict[str, float]]  # Bytes, by whether host memory is pageable.
+    # Bytes, by whether host memory is pageable.
+    copy_rates: dict[bool, dict[str, float]]
     update_rates: dict[str, float]  # Parameters.
     cast_rates: dict[str, float]  # Parameters.
-    speculative_share: float  # The share of its rate at which a speculative update runs.
+    # The share of its rate at which a speculative update runs.
+    speculative_share: float
     norm_s: float  # Seconds that clipping waits for the norm of all gradients.
     operation_s: float  # Seconds that each operation takes besides.
 
@@ -45,7 +58,8 @@ def copy_rates(op: Op) -> Iterable[str]:
 
 
 def no_rates(op: Op) -> Iterable[str]:
-    """Return no names, for operations whose time follows from other rates, or from none."""
+    """Return no names, for operations whose time follows from other rates, or from
+    none."""
     return ()
 
 
@@ -60,10 +74,13 @@ class Flow(NamedTuple):
     Attributes:
         reads: Places whose content it uses.
         writes: Places that it fills; those that it reads, too, it changes.
-        moves: Places whose content it uses and takes away. What fills them again comes from there.
-        reads_all: Of every subgroup it uses the first of these places that is not empty.
+        moves: Places whose content it uses and takes away. What fills them again comes
+            from there.
+        reads_all: Of every subgroup it uses the first of these places that is not
+            empty.
         updates: Whether the content that it writes is that of the next iteration.
-        is_tentative: Whether clipping may yet change what it writes: whoever reads that waits for the factor.
+        is_tentative: Whether clipping may yet change what it writes: whoever reads that
+            waits for the factor.
     """
 
     reads: tuple[str, ...] = ()
@@ -81,7 +98,8 @@ def no_flow(op: Op, plan: Plan) -> Flow:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of operations. By default it is a copy over the link that ends with its iteration.
+    """A kind of operations. By default it is a copy over the link that ends with its
+    iteration.
 
     Attributes:
         resources: Resources that it may run on.
@@ -95,9 +113,11 @@ class Kind:
         takes: What it takes device memory for.
         gives: What it gives device memory back of.
         flow: What an operation of a plan reads and writes.
-        perform: The function of a `Store` and an operation that performs it, or issues it to the stream of its
-            resource, as `module:name` that only an executor imports; None: plans with it are for simulation only.
-        check: Raises MachineError where a machine lacks what operations of a policy need besides rates.
+        perform: The function of a `Store` and an operation that performs it, or issues
+            it to the stream of its resource, as `module:name` that only an executor
+            imports; None: plans with it are for simulation only.
+        check: Raises MachineError where a machine lacks what operations of a policy
+            need besides rates.
     """
 
     name: str
@@ -150,9 +170,13 @@ def _update_flow(op: Op, plan: Plan) -> Flow:
         # A cast that follows makes the parameters.
         params = () if op.subgroup in plan.casts else ("param@host",)
         reads = ("state@host", *gradient, *factor)
-        return Flow(reads, ("state@host", *params), updates=True, is_tentative=op.is_speculative)
+        return Flow(
+            reads, ("state@host", *params), updates=True, is_tentative=op.is_speculative
+        )
     if plan.follows(ONE_UPDATE):
-        return Flow(("state@gpu", "grad@gpu", FACTOR), ("state@gpu", "param@gpu"), updates=True)
+        return Flow(
+            ("state@gpu", "grad@gpu", FACTOR), ("state@gpu", "param@gpu"), updates=True
+        )
     return Flow(("grad@part", FACTOR), ("state@part",))
 
 
@@ -197,7 +221,9 @@ _CORE = (
         on_subgroups=False,
         needs_scalars=True,
         # What is on the device still is clipped there.
-        flow=lambda op, plan: Flow(writes=(FACTOR,), reads_all=("grad@host", "grad@job")),
+        flow=lambda op, plan: Flow(
+            writes=(FACTOR,), reads_all=("grad@host", "grad@job")
+        ),
         perform=_PERFORM("clip"),
     ),
     Kind(
@@ -258,7 +284,9 @@ def kinds() -> Mapping[str, Kind]:
     table = {kind.name: kind for kind in _CORE}
     for added in seams.load_all("kinds"):
         for kind in added:
-            assert kind.name not in table, f"two kinds of operations are named {kind.name}"
+            assert kind.name not in table, (
+                f"two kinds of operations are named {kind.name}"
+            )
             table[kind.name] = kind
     return table
 
@@ -268,11 +296,14 @@ def find_kind(name: str) -> Kind:
     try:
         return kinds()[name]
     except KeyError:
-        raise PlanError(f"there is no operation {name!r}: {', '.join(kinds())}") from None
+        raise PlanError(
+            f"there is no operation {name!r}: {', '.join(kinds())}"
+        ) from None
 
 
 def from_backward(op: Op) -> Op:
-    """Return an operation of an iteration with late operations before it, which begins when these have ended."""
+    """Return an operation of an iteration with late operations before it, which begins
+    when these have ended."""
     if op.start >= BACKWARD or not find_kind(op.kind).on_subgroups:
         return op
     return op._replace(start=BACKWARD)

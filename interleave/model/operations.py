@@ -1,4 +1,5 @@
-"""Operations of a plan: their kinds, resources, and the points at which they may start and must end."""
+"""Operations of a plan: their kinds, resources, and the points at which they may start
+and must end."""
 
 from functools import cache, lru_cache
 from itertools import accumulate
@@ -18,7 +19,8 @@ STORAGE_RESOURCES: tuple[Resource, ...] = ("storage_read", "storage_write")
 
 @cache
 def split_lane(resource: Resource) -> tuple[Resource, int]:
-    """Return the name of a lane without its number, and the number, which is 0 for the first or only one."""
+    """Return the name of a lane without its number, and the number, which is 0 for the
+    first or only one."""
     name, _, number = resource.partition(" ")
     return name, int(number or 0)
 
@@ -28,8 +30,9 @@ def numbered_lane(name: Resource, number: int) -> Resource:
     return f"{name} {number}" if number else name
 
 
-# Points of an iteration at which an operation may start: the number of the phase plus the share of it that is done.
-# The update begins at UPDATE. At STEP the overhead of the optimizer's step is over and its operations are issued.
+# Points of an iteration at which an operation may start: the number of the phase plus
+# the share of it that is done. The update begins at UPDATE. At STEP the overhead of the
+# optimizer's step is over and its operations are issued.
 OTHER, FORWARD, BACKWARD, UPDATE, STEP = 0.0, 1.0, 2.0, 3.0, 4.0
 
 _NAMES = ("none", "forward", "backward", "both")
@@ -41,11 +44,12 @@ class Hold(NamedTuple):
     """A point at which compute waits until an operation has ended."""
 
     point: float
-    is_next: bool = False  # Whether it is a point of the next iteration: the operation is late.
+    # Whether it is a point of the next iteration: the operation is late.
+    is_next: bool = False
 
 
-# The tag of an update on the CPU that runs before clipping has said that it is valid, and writes beside the old state
-# (or over it, see `Plan.rolls_back`).
+# The tag of an update on the CPU that runs before clipping has said that it is valid,
+# and writes beside the old state (or over it, see `Plan.rolls_back`).
 SPECULATIVE: Final = "speculative"
 
 
@@ -57,10 +61,13 @@ class Op(NamedTuple):
     subgroup: int  # Index of the subgroup, -1 for an operation on all of them.
     params: int
     nbytes: float  # Bytes moved; 0 for updates and casts.
-    start: float  # The earliest point of the iteration at which it may start (see `UPDATE`).
+    # The earliest point of the iteration at which it may start (see `UPDATE`).
+    start: float
     after: tuple[int, ...] = ()  # Indices of the operations that must have ended.
-    pageable: bool = False  # Whether the host memory of a copy is pageable rather than pinned.
-    holds: Hold | None = None  # None: compute waits for it at the end of its iteration only.
+    # Whether the host memory of a copy is pageable rather than pinned.
+    pageable: bool = False
+    # None: compute waits for it at the end of its iteration only.
+    holds: Hold | None = None
     takes: float = 0.0  # Bytes of device memory allocated when it starts.
     gives: float = 0.0  # Bytes of device memory freed when it ends.
     tag: Any = None  # The feature's own: see its kinds of operations.
@@ -68,12 +75,19 @@ class Op(NamedTuple):
     @property
     def name(self) -> str:
         """Its kind and its subgroup, for messages."""
-        return self.kind if self.subgroup < 0 else f"{self.kind} of subgroup {self.subgroup}"
+        return (
+            self.kind
+            if self.subgroup < 0
+            else f"{self.kind} of subgroup {self.subgroup}"
+        )
 
     @property
     def due(self) -> float | None:
-        """The point of the next iteration at which compute waits for its end; None: it is not late."""
-        return self.holds.point if self.holds is not None and self.holds.is_next else None
+        """The point of the next iteration at which compute waits for its end; None: it
+        is not late."""
+        return (
+            self.holds.point if self.holds is not None and self.holds.is_next else None
+        )
 
     @property
     def is_late(self) -> bool:
@@ -98,7 +112,8 @@ def plan_error(policy: str, op: Op, problem: str) -> PlanError:
 
 @lru_cache(maxsize=_REMEMBERED)
 def gradient_ready_points(workload: Workload) -> list[float]:
-    """Return the point of the iteration at which the backward has computed each subgroup's gradient.
+    """Return the point of the iteration at which the backward has computed each
+    subgroup's gradient.
 
     The backward computes gradients in reverse: those of subgroup 0 come last."""
     if workload.layers:
@@ -107,7 +122,10 @@ def gradient_ready_points(workload: Workload) -> list[float]:
             ends.append(ends[-1] - layer.backward_s)
         # Those after all layers are ready with the last one's.
         ends.append(ends[-1])
-        return [BACKWARD + min(1.0, ends[layer] / workload.backward_s) for layer in workload.layers_of_subgroups]
+        return [
+            BACKWARD + min(1.0, ends[layer] / workload.backward_s)
+            for layer in workload.layers_of_subgroups
+        ]
     points, params_done = [], 0
     for size in reversed(workload.subgroups):
         params_done += size
@@ -116,19 +134,29 @@ def gradient_ready_points(workload: Workload) -> list[float]:
 
 
 def backward_points(workload: Workload) -> list[float]:
-    """Return the point of the iteration at which the backward first uses the parameters of each subgroup."""
+    """Return the point of the iteration at which the backward first uses the parameters
+    of each subgroup."""
     return [*gradient_ready_points(workload)[1:], BACKWARD]
 
 
 @lru_cache(maxsize=_REMEMBERED)
 def forward_points(workload: Workload) -> list[float]:
-    """Return the point of the iteration at which the forward first uses the parameters of each subgroup.
+    """Return the point of the iteration at which the forward first uses the parameters
+    of each subgroup.
 
-    The forward uses subgroups in their order, each for a time in proportion to its parameters."""
+    The forward uses subgroups in their order, each for a time in proportion to its
+    parameters."""
     if workload.layers:
-        starts = [*accumulate((layer.forward_s for layer in workload.layers[:-1]), initial=0.0)]
+        starts = [
+            *accumulate(
+                (layer.forward_s for layer in workload.layers[:-1]), initial=0.0
+            )
+        ]
         starts.append(starts[-1])
-        return [FORWARD + min(1.0, starts[layer] / workload.forward_s) for layer in workload.layers_of_subgroups]
+        return [
+            FORWARD + min(1.0, starts[layer] / workload.forward_s)
+            for layer in workload.layers_of_subgroups
+        ]
     points, params_done = [], 0
     for size in workload.subgroups:
         points.append(FORWARD + params_done / workload.params)
@@ -137,17 +165,20 @@ def forward_points(workload: Workload) -> list[float]:
 
 
 def point_at(workload: Workload, seconds: float) -> float:
-    """Return the point of an iteration that is reached after so many seconds without any waiting."""
+    """Return the point of an iteration that is reached after so many seconds without
+    any waiting."""
     begin = 0.0
-    for phase, length in enumerate((workload.other_s, workload.forward_s, workload.backward_s)):
+    for phase, length in enumerate(
+        (workload.other_s, workload.forward_s, workload.backward_s)
+    ):
         if seconds < begin + length:
             return phase + max(0.0, (seconds - begin) / length)
         begin += length
     return UPDATE
 
 
-# Rules of valid plans that plans of other systems may depart from; `Plan.validate` leaves out what they ask for. Those
-# of features are beside their kinds of operations.
+# Rules of valid plans that plans of other systems may depart from; `Plan.validate`
+# leaves out what they ask for. Those of features are beside their kinds of operations.
 Rule = str
 OWN_GRADIENT: Final = "an update on the CPU waits for its gradient of this iteration"
 CLIPPING_FIRST: Final = "clipping comes before updates and uploads"
@@ -159,7 +190,8 @@ class Departures(NamedTuple):
     """The rules that a plan does not follow."""
 
     rules: frozenset[Rule] = frozenset()
-    # How the results differ from those of a plan that follows them, for people; empty if they do not.
+    # How the results differ from those of a plan that follows them, for people; empty
+    # if they do not.
     consequence: str = ""
 
 
@@ -169,8 +201,11 @@ NO_DEPARTURES: Final = Departures()
 class Overlap(NamedTuple):
     """Phases that updates may run in, beside the step."""
 
-    forward: bool = False  # Whether updates may end in the next forward, as far as it does not need the parameters yet.
-    # Whether updates on the CPU may run in the backward before it is known whether they are valid.
+    # Whether updates may end in the next forward, as far as it does not need the
+    # parameters yet.
+    forward: bool = False
+    # Whether updates on the CPU may run in the backward before it is known whether they
+    # are valid.
     backward: bool = False
 
     @property
@@ -184,14 +219,20 @@ class Overlap(NamedTuple):
 
 
 NO_OVERLAP, BOTH = Overlap(), Overlap(forward=True, backward=True)
-OVERLAPS = {overlap.name: overlap for overlap in (NO_OVERLAP, Overlap(forward=True), Overlap(backward=True), BOTH)}
+OVERLAPS = {
+    overlap.name: overlap
+    for overlap in (NO_OVERLAP, Overlap(forward=True), Overlap(backward=True), BOTH)
+}
 # The values of the option.
 OVERLAP = (*OVERLAPS, "auto")
 
 
 def overlaps_of(option: str) -> tuple[Overlap, ...]:
-    """Return the overlaps besides none of which a policy takes the best, by the value of its option `overlap`."""
-    names = {"auto": ("forward", "backward", "both"), "both": ("forward", "backward", "both"), "none": ()}.get(
-        option, (option,)
-    )
+    """Return the overlaps besides none of which a policy takes the best, by the value
+    of its option `overlap`."""
+    names = {
+        "auto": ("forward", "backward", "both"),
+        "both": ("forward", "backward", "both"),
+        "none": (),
+    }.get(option, (option,))
     return tuple(OVERLAPS[name] for name in names)

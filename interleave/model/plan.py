@@ -54,21 +54,26 @@ class Plan:
     """The operations of one iteration. Every iteration repeats them.
 
     Attributes:
-        ops: Operations, in an order that respects `after`. Each resource runs its own in that order, one at a time.
+        ops: Operations, in an order that respects `after`. Each resource runs its own
+            in that order, one at a time.
         resident: Subgroups whose state never leaves the device.
-        parked: Subgroups whose state is on the device when the iteration begins, leaves it during the iteration and
-            returns before its end.
+        parked: Subgroups whose state is on the device when the iteration begins, leaves
+            it during the iteration and returns before its end.
         kept_gradients: Subgroups whose gradient stays on the device until the update.
-        cpu_share: The share of the CPU's update rate that the plan uses. With fewer threads the CPU leaves more of the
-            bandwidth of host memory to copies.
-        storage_buffers: Bytes of each buffer in host memory through which state passes that is in storage when the
-            iteration begins and ends. State of other subgroups has a place of its own in host memory.
+        cpu_share: The share of the CPU's update rate that the plan uses. With fewer
+            threads the CPU leaves more of the bandwidth of host memory to copies.
+        storage_buffers: Bytes of each buffer in host memory through which state passes
+            that is in storage when the iteration begins and ends. State of other
+            subgroups has a place of its own in host memory.
         remark: A note of the policy on this plan, for people.
-        departures: Rules of valid plans that the plan does not follow, since the system that it is of does not.
-        rolls_back: Whether a speculative update overwrites the old state, and is undone where clipping changes it.
-        layers: What the plan does with the weights and activations of layers (a `LayerPlan`); None: nothing.
-        has_gradient_buffers: Whether kept gradients have device memory of their own all the time; `resident_bytes`
-            includes it.
+        departures: Rules of valid plans that the plan does not follow, since the system
+            that it is of does not.
+        rolls_back: Whether a speculative update overwrites the old state, and is undone
+            where clipping changes it.
+        layers: What the plan does with the weights and activations of layers (a
+            `LayerPlan`); None: nothing.
+        has_gradient_buffers: Whether kept gradients have device memory of their own all
+            the time; `resident_bytes` includes it.
     """
 
     policy: str
@@ -87,10 +92,14 @@ class Plan:
     has_gradient_buffers: bool = False
 
     def __repr__(self) -> str:
-        return f"<Plan: {self.policy}, {len(self.ops):,} operations on {self.subgroups:,} subgroups>"
+        return (
+            f"<Plan: {self.policy}, {len(self.ops):,} operations on {self.subgroups:,} "
+            "subgroups>"
+        )
 
     def validate(self, workload: Workload) -> Plan:
-        """Check that the plan updates every subgroup exactly once, with all inputs ready and all memory released.
+        """Check that the plan updates every subgroup exactly once, with all inputs
+        ready and all memory released.
 
         Rules that the plan departs from (`departures`) are left out.
 
@@ -98,8 +107,9 @@ class Plan:
             The plan itself.
 
         Raises:
-            PlanError: An operation waits for a later one, reads what has not been written, is missing or repeated,
-                or device memory is not released (see `data_flow.py`).
+            PlanError: An operation waits for a later one, reads what has not been
+                written, is missing or repeated, or device memory is not released (see
+                `data_flow.py`).
         """
         for check in _checks():
             check(self, workload)
@@ -121,7 +131,8 @@ class Plan:
 
     @property
     def is_exact(self) -> bool:
-        """Whether each step gives the results that the workload asks for, as every plan without departures does."""
+        """Whether each step gives the results that the workload asks for, as every plan
+        without departures does."""
         return not self.departures.consequence
 
     @property
@@ -131,12 +142,14 @@ class Plan:
 
     @property
     def has_late_updates(self) -> bool:
-        """Whether the parameters may be new only in the next iteration: more is late than writes to storage."""
+        """Whether the parameters may be new only in the next iteration: more is late
+        than writes to storage."""
         return any(op.is_late and op.kind != "write" for op in self.ops)
 
     @property
     def stored(self) -> frozenset[int]:
-        """The subgroups whose state is in storage when the iteration begins and ends."""
+        """The subgroups whose state is in storage when the iteration begins and
+        ends."""
         return frozenset(op.subgroup for op in self.ops if op.kind == "read")
 
     @property
@@ -145,7 +158,8 @@ class Plan:
         return frozenset() if self.rolls_back else self.speculated
 
     def counts(self) -> dict[str, int]:
-        """Return the number of operations of each kind; updates are counted per resource (`update on cpu`)."""
+        """Return the number of operations of each kind; updates are counted per
+        resource (`update on cpu`)."""
         totals: dict[str, int] = {}
         for op in self.ops:
             name = f"update on {op.resource}" if op.kind == "update" else op.kind

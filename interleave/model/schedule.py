@@ -1,4 +1,5 @@
-"""Schedules: plans with times, predicted by the simulator or measured by an executor."""
+"""Schedules: plans with times, predicted by the simulator or measured by an
+executor."""
 
 from __future__ import annotations
 
@@ -20,16 +21,19 @@ from ebbtide.units import ms_text
 
 # A note lists the lengths of up to so many iterations.
 _MOST_LISTED = 4
-# A plan that settles is better than one that does not, unless it is slower by this factor.
+# A plan that settles is better than one that does not, unless it is slower by this
+# factor.
 _UNSETTLED_FACTOR = 1e3
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class MeasuredBytes:
-    """Bytes of one iteration, counted where they are allocated and moved, and not taken from the plan."""
+    """Bytes of one iteration, counted where they are allocated and moved, and not taken
+    from the plan."""
 
-    device: int  # Device memory that state and its buffers hold at the end of the iteration.
+    # Device memory that state and its buffers hold at the end of the iteration.
+    device: int
     host: int  # Host memory that state, its buffers and those of copies hold then.
     storage_read: int  # Bytes read from storage.
     storage_written: int  # Bytes written to storage.
@@ -39,8 +43,9 @@ class MeasuredBytes:
 class Schedule:
     """A plan with the times of one iteration, which repeats.
 
-    Late operations (see `Op.holds`) may end in the next iteration: their times then exceed the length of this one.
-    Where iterations differ and repeat together (`cycle`), phases are their means, and operations those of the first.
+    Late operations (see `Op.holds`) may end in the next iteration: their times then
+    exceed the length of this one. Where iterations differ and repeat together
+    (`cycle`), phases are their means, and operations those of the first.
 
     Attributes:
         starts: Start of each operation, seconds from the start of the iteration.
@@ -50,8 +55,10 @@ class Schedule:
         backward_s: Length of the backward, likewise.
         update_s: Length of the update, likewise. The iteration is the sum of the four.
         measured: Bytes as the executor has counted them; None: simulated.
-        cycle: The iterations that differ and repeat together, in order; empty if each is as this one.
-        settles: Whether iterations repeat. Otherwise `cycle` has the second half of those that were simulated.
+        cycle: The iterations that differ and repeat together, in order; empty if each
+            is as this one.
+        settles: Whether iterations repeat. Otherwise `cycle` has the second half of
+            those that were simulated.
     """
 
     plan: Plan
@@ -68,7 +75,8 @@ class Schedule:
 
     @classmethod
     def of_cycle(cls, cycle: Sequence[Schedule], settles: bool = True) -> Schedule:
-        """Return the schedule of iterations that repeat together, or of some that do not repeat."""
+        """Return the schedule of iterations that repeat together, or of some that do
+        not repeat."""
         first = cycle[0]
         if len(cycle) == 1:
             return first
@@ -83,7 +91,10 @@ class Schedule:
         )
 
     def __repr__(self) -> str:
-        return f"<Schedule: {self.plan.policy}, {len(self.starts):,} operations, iteration {self.iteration_s:.6g} s>"
+        return (
+            f"<Schedule: {self.plan.policy}, {len(self.starts):,} operations, "
+            f"iteration {self.iteration_s:.6g} s>"
+        )
 
     @property
     def iteration_s(self) -> float:
@@ -120,8 +131,11 @@ class Schedule:
 
     @property
     def rating_s(self) -> float:
-        """Seconds by which plans are compared: the iteration, or far more if iterations do not settle."""
-        return self.iteration_s if self.settles else _UNSETTLED_FACTOR * self.iteration_s
+        """Seconds by which plans are compared: the iteration, or far more if iterations
+        do not settle."""
+        return (
+            self.iteration_s if self.settles else _UNSETTLED_FACTOR * self.iteration_s
+        )
 
     @property
     def span_s(self) -> float:
@@ -129,7 +143,8 @@ class Schedule:
         return sum(one.iteration_s for one in self.iterations)
 
     def in_turn(self) -> Iterator[tuple[float, Schedule]]:
-        """Yield the iterations that repeat, with their start, seconds from that of the first."""
+        """Yield the iterations that repeat, with their start, seconds from that of the
+        first."""
         begins = accumulate((one.iteration_s for one in self.iterations), initial=0.0)
         return zip(begins, self.iterations, strict=False)
 
@@ -138,11 +153,15 @@ class Schedule:
         return zip(self.plan.ops, self.starts, self.ends, strict=True)
 
     def moved_bytes(self, direction: str) -> float:
-        """Return the bytes moved in a direction (`h2d`, `d2h`, `storage_read` or `storage_write`)."""
-        return sum(op.nbytes for op in self.plan.ops if split_lane(op.resource)[0] == direction)
+        """Return the bytes moved in a direction (`h2d`, `d2h`, `storage_read` or
+        `storage_write`)."""
+        return sum(
+            op.nbytes for op in self.plan.ops if split_lane(op.resource)[0] == direction
+        )
 
     def busy_shares(self) -> dict[str, float]:
-        """Return the share of the update phase during which each resource is busy; of storage, the busiest path.
+        """Return the share of the update phase during which each resource is busy; of
+        storage, the busiest path.
 
         Storage is left out if the plan does not use it."""
         busy: dict[str, float] = {}
@@ -152,37 +171,52 @@ class Schedule:
                 seconds = max(0.0, min(end, one.iteration_s) - max(start, begin))
                 busy[op.resource] = busy.get(op.resource, 0.0) + seconds
         update_s = sum(one.update_s for one in self.iterations)
-        resources = (*RESOURCES, *STORAGE_RESOURCES) if self.plan.storage_buffers else RESOURCES
+        resources = (
+            (*RESOURCES, *STORAGE_RESOURCES) if self.plan.storage_buffers else RESOURCES
+        )
         shares: dict[str, float] = dict.fromkeys(resources, 0.0)
         for lane, seconds in busy.items() if update_s > 0 else ():
             resource, _ = split_lane(lane)
-            shares[resource] = max(shares.get(resource, 0.0), min(1.0, seconds / update_s))
+            shares[resource] = max(
+                shares.get(resource, 0.0), min(1.0, seconds / update_s)
+            )
         return shares
 
     def storage_busy_shares(self) -> list[dict[str, float]]:
-        """Return the shares of the iteration during which each path of the storage reads and writes."""
+        """Return the shares of the iteration during which each path of the storage
+        reads and writes."""
         lanes = [split_lane(op.resource) for op in self.plan.ops]
-        paths = 1 + max((path for name, path in lanes if name in STORAGE_RESOURCES), default=-1)
-        busy: list[dict[str, float]] = [dict.fromkeys(STORAGE_RESOURCES, 0.0) for _ in range(paths)]
+        paths = 1 + max(
+            (path for name, path in lanes if name in STORAGE_RESOURCES), default=-1
+        )
+        busy: list[dict[str, float]] = [
+            dict.fromkeys(STORAGE_RESOURCES, 0.0) for _ in range(paths)
+        ]
         for one in self.iterations if self.span_s > 0 else ():
-            for (name, path), start, end in zip(lanes, one.starts, one.ends, strict=True):
+            for (name, path), start, end in zip(
+                lanes, one.starts, one.ends, strict=True
+            ):
                 if name in STORAGE_RESOURCES:
                     busy[path][name] += (end - start) / self.span_s
         return busy
 
     def host_traffic_in_update(self) -> float:
-        """Return the bytes of host memory that CPU updates, casts and copies read and write during the update."""
+        """Return the bytes of host memory that CPU updates, casts and copies read and
+        write during the update."""
         total = 0.0
         for one in self.iterations:
             begin, over = one.iteration_s - one.update_s, one.iteration_s
             for op, start, end in one.items():
                 within_s = max(0.0, min(end, over) - max(start, begin))
                 is_within = start >= begin and end <= over
-                total += (1.0 if is_within else within_s / ((end - start) or 1.0)) * host_traffic(op, self.workload)
+                total += (
+                    1.0 if is_within else within_s / ((end - start) or 1.0)
+                ) * host_traffic(op, self.workload)
         return total / len(self.iterations)
 
     def device_memory_line(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the device memory that the plan uses, as a step function over the iterations that repeat.
+        """Return the device memory that the plan uses, as a step function over the
+        iterations that repeat.
 
         It counts resident state, buffers, parked state and kept gradients.
 
@@ -196,12 +230,17 @@ class Schedule:
         return times[last_of_time], np.maximum(sizes[last_of_time], 0.0)
 
     def _device_memory_changes(self) -> list[tuple[float, float]]:
-        """Return (time, bytes) by which the device memory that the plan uses changes, in the order of time."""
+        """Return (time, bytes) by which the device memory that the plan uses changes,
+        in the order of time."""
         sizes = self.workload.subgroups
-        parked_bytes = self.workload.state_bytes * sum(sizes[subgroup] for subgroup in self.plan.parked)
+        parked_bytes = self.workload.state_bytes * sum(
+            sizes[subgroup] for subgroup in self.plan.parked
+        )
         changes = [(0.0, self.plan.resident_bytes + parked_bytes)]
         for begin, one in self.in_turn():
-            changes += [(begin + time, size) for time, size in one._changes_of_operations()]
+            changes += [
+                (begin + time, size) for time, size in one._changes_of_operations()
+            ]
         if self.plan.has_late_operations:
             changes = self._wrapped(changes)
         # At equal times memory is released before it is allocated.
@@ -219,20 +258,29 @@ class Schedule:
         return changes
 
     def _wrapped(self, changes: list[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Move changes after the end of the iterations that repeat to where those before made them.
+        """Move changes after the end of the iterations that repeat to where those
+        before made them.
 
-        What was allocated in an earlier iteration and is released in this one is in use from the start."""
+        What was allocated in an earlier iteration and is released in this one is in use
+        from the start."""
         length = self.span_s
         in_use = sum(-size * (time // length) for time, size in changes)
         return [(0.0, in_use), *((time % length, size) for time, size in changes)]
 
     def _kept_gradient_changes(self) -> list[tuple[float, float]]:
-        """Return (time, bytes) of kept gradients: from `gradient_starts` until the update has ended."""
+        """Return (time, bytes) of kept gradients: from `gradient_starts` until the
+        update has ended."""
         plan = self.plan
-        if not plan.kept_gradients or plan.has_gradient_buffers or self.workload.gradients_held_until_step:
+        if (
+            not plan.kept_gradients
+            or plan.has_gradient_buffers
+            or self.workload.gradients_held_until_step
+        ):
             return []
         begin_s = self.other_s + self.forward_s
-        starts = gradient_starts(self.workload.subgroups, begin_s, self.backward_s, self.workload.accumulates)
+        starts = gradient_starts(
+            self.workload.subgroups, begin_s, self.backward_s, self.workload.accumulates
+        )
         changes = []
         for op, _, end in self.items():
             if op.kind == "update" and op.subgroup in self.plan.kept_gradients:
@@ -246,10 +294,12 @@ class Schedule:
         return float(self.device_memory_line()[1].max())
 
     def fits_device(self, gpu_memory_bytes: float | None) -> bool | None:
-        """Return whether the plan's device memory stays within the free memory at every instant.
+        """Return whether the plan's device memory stays within the free memory at every
+        instant.
 
         Args:
-            gpu_memory_bytes: Memory of the whole device. It matters only if the workload's free memory is not known.
+            gpu_memory_bytes: Memory of the whole device. It matters only if the
+                workload's free memory is not known.
 
         Returns:
             None if it is not known.
@@ -259,25 +309,35 @@ class Schedule:
         if self.workload.gpu_free is None:
             if self.peak_device_bytes == 0:
                 return True
-            return False if gpu_memory_bytes is not None and self.peak_device_bytes > gpu_memory_bytes else None
+            return (
+                False
+                if gpu_memory_bytes is not None
+                and self.peak_device_bytes > gpu_memory_bytes
+                else None
+            )
         free = self._stretched(self.workload.gpu_free)
         return fits_beside(self._device_memory_changes(), free, self.span_s)
 
     def free_memory_line(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the device memory that the job itself leaves free, as a step function over the iterations that repeat.
+        """Return the device memory that the job itself leaves free, as a step function
+        over the iterations that repeat.
 
         Waiting in a phase stretches the workload's own steps in that phase.
 
         Returns:
-            Times in seconds, and the bytes free from each of them on. None if it is not known.
+            Times in seconds, and the bytes free from each of them on. None if it is not
+                known.
         """
         if self.workload.gpu_free is None:
             return None
         times, sizes = zip(*self._stretched(self.workload.gpu_free), strict=True)
         return np.array(times), np.array(sizes)
 
-    def _stretched(self, steps: Iterable[tuple[float, Value]]) -> list[tuple[float, Value]]:
-        """Return a step function of an iteration without waiting, over the iterations that repeat."""
+    def _stretched(
+        self, steps: Iterable[tuple[float, Value]]
+    ) -> list[tuple[float, Value]]:
+        """Return a step function of an iteration without waiting, over the iterations
+        that repeat."""
         times, values = zip(*steps, strict=True)
         return [
             (begin + time, value)
@@ -286,7 +346,8 @@ class Schedule:
         ]
 
     def _stretched_times(self, times: Iterable[float]) -> list[float]:
-        """Return times of an iteration without waiting, with each phase as long as in this one."""
+        """Return times of an iteration without waiting, with each phase as long as in
+        this one."""
         lengths = (
             (self.workload.other_s, self.other_s),
             (self.workload.forward_s, self.forward_s),
@@ -306,33 +367,48 @@ class Schedule:
         return result
 
     def layer_memory_line(self) -> tuple[list[float], list[LayerMemory]]:
-        """Return the device memory of layers whose weights and activations the plan moves, as a step function."""
+        """Return the device memory of layers whose weights and activations the plan
+        moves, as a step function."""
         memory = self.workload.layer_memory
         if not memory:
             return [], []
-        times, sizes = zip(*self._stretched((one.at_s, one) for one in memory), strict=True)
+        times, sizes = zip(
+            *self._stretched((one.at_s, one) for one in memory), strict=True
+        )
         return list(times), list(sizes)
 
     def peak_job_bytes(self) -> float | None:
-        """Return the largest device memory of the layers and of what the plan puts there; None without layers."""
+        """Return the largest device memory of the layers and of what the plan puts
+        there; None without layers."""
         times, memory = self.layer_memory_line()
         if not memory:
             return None
         plan_times, plan_sizes = self.device_memory_line()
         instants = np.union1d(times, plan_times)
-        layers = np.array([one.total for one in memory])[np.searchsorted(times, instants, "right") - 1]
-        return float((layers + plan_sizes[np.searchsorted(plan_times, instants, "right") - 1]).max())
+        layers = np.array([one.total for one in memory])[
+            np.searchsorted(times, instants, "right") - 1
+        ]
+        return float(
+            (
+                layers + plan_sizes[np.searchsorted(plan_times, instants, "right") - 1]
+            ).max()
+        )
 
     def pinned_bytes(self) -> float:
-        """Return the part of the host memory that must be pinned: the state of subgroups that are fetched or flushed,
-        the buffers of state in storage, and those of copies that are not pageable."""
+        """Return the part of the host memory that must be pinned: the state of
+        subgroups that are fetched or flushed, the buffers of state in storage, and
+        those of copies that are not pageable."""
         stored = self.plan.stored
         moved = {
             op.subgroup: op.nbytes
             for op in self.plan.ops
             if op.kind in ("fetch", "flush") and op.subgroup not in stored
         }
-        buffers = (op.nbytes for op in self.plan.ops if op.kind in ("gradient down", "upload") and not op.pageable)
+        buffers = (
+            op.nbytes
+            for op in self.plan.ops
+            if op.kind in ("gradient down", "upload") and not op.pageable
+        )
         return sum(moved.values()) + sum(buffers) + sum(self.plan.storage_buffers)
 
     def host_bytes(self) -> float:
@@ -341,26 +417,39 @@ class Schedule:
 
 
 def available_host_bytes(workload: Workload, machine: Machine) -> float | None:
-    """Return the host memory that a plan may use: the rank's part, or what the job leaves; None: not known."""
+    """Return the host memory that a plan may use: the rank's part, or what the job
+    leaves; None: not known."""
     limits = (machine.host_memory_bytes, workload.host_free_bytes)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def needed_host_bytes(plan: Plan, workload: Workload) -> float:
-    """Return the host memory that a plan needs: for state that is neither resident nor in storage, a second place for
-    what is updated speculatively (storage writes new versions beside the old), buffers of storage and of copies,
-    streamed weights and activations."""
+    """Return the host memory that a plan needs: for state that is neither resident nor
+    in storage, a second place for what is updated speculatively (storage writes new
+    versions beside the old), buffers of storage and of copies, streamed weights and
+    activations."""
     sizes, stored = workload.subgroups, plan.stored
     elsewhere = plan.resident | stored
-    offloaded = sum(size for subgroup, size in enumerate(sizes) if subgroup not in elsewhere)
+    offloaded = sum(
+        size for subgroup, size in enumerate(sizes) if subgroup not in elsewhere
+    )
     spare = sum(sizes[subgroup] for subgroup in plan.updated_beside - stored)
     layers = plan.layers.host_bytes(workload) if plan.layers is not None else 0.0
     # Parameters that are copied up twice have one buffer.
-    copies = {(op.kind, op.subgroup): op.nbytes for op in plan.ops if op.kind in ("gradient down", "upload")}
+    copies = {
+        (op.kind, op.subgroup): op.nbytes
+        for op in plan.ops
+        if op.kind in ("gradient down", "upload")
+    }
     if workload.master != "fp32":
         # Updates read the parameters, so the new ones are beside them, too.
         copies["spare", -1] = workload.param_bytes * spare
-    return workload.state_bytes * (offloaded + spare) + sum(plan.storage_buffers) + sum(copies.values()) + layers
+    return (
+        workload.state_bytes * (offloaded + spare)
+        + sum(plan.storage_buffers)
+        + sum(copies.values())
+        + layers
+    )
 
 
 def exceeds_host(plan: Plan, workload: Workload, machine: Machine) -> bool:

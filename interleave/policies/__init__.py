@@ -1,4 +1,5 @@
-"""The policies, a file for each or for those alike. Importing this package imports, and so registers, all of them."""
+"""The policies, a file for each or for those alike. Importing this package imports, and
+so registers, all of them."""
 
 from collections.abc import Iterable
 from importlib import import_module
@@ -30,20 +31,26 @@ seams.load_all("policies")
 def _runs(kind: type[RunKind]) -> list[RunKind]:
     """Return the runs of a kind of all policies in their order."""
     runs = (registered.run for registered in POLICIES.values())
-    return sorted((run for run in runs if isinstance(run, kind)), key=lambda run: run.position)
+    return sorted(
+        (run for run in runs if isinstance(run, kind)), key=lambda run: run.position
+    )
 
 
 # The policies that are replayed if the user names none.
 BUILT_IN = tuple(run.text for run in _runs(DefaultRun))
-# Other systems with typical values (`systems` stands for all of them), and as they run today.
+# Other systems with typical values (`systems` stands for all of them), and as they run
+# today.
 SYSTEMS = tuple(run.text for run in _runs(SystemRun))
-_advised = [(run.text,) if run.advised is None else run.advised for run in _runs(SystemRun)]
+_advised = [
+    (run.text,) if run.advised is None else run.advised for run in _runs(SystemRun)
+]
 ADVISED_SYSTEMS = tuple(map(as_policy, chain.from_iterable(_advised)))
 ALL_SYSTEMS = "systems"
 
 
 def as_policies(policies: Iterable[Policy | str]) -> list[Policy]:
-    """Return policies, of their texts as users write them; `systems` stands for all other systems.
+    """Return policies, of their texts as users write them; `systems` stands for all
+    other systems.
 
     Raises PolicyError as `Policy.parse`."""
     parsed: list[Policy] = []

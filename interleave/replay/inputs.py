@@ -1,4 +1,5 @@
-"""Resolves what is advised: the workload, the machines and their prices, the recorded GPU, and policies of the user."""
+"""Resolves what is advised: the workload, the machines and their prices, the recorded
+GPU, and policies of the user."""
 
 import importlib.util
 import os
@@ -12,7 +13,12 @@ from typing import NamedTuple
 
 from ebbtide import seams
 from ebbtide.errors import MachineError, PlanError, PolicyError, WorkloadError
-from ebbtide.interleave.model.workload import FreeMemorySteps, Workload, load_workload, workload_from
+from ebbtide.interleave.model.workload import (
+    FreeMemorySteps,
+    Workload,
+    load_workload,
+    workload_from,
+)
 from ebbtide.interleave.policies import Policy, as_policies
 from ebbtide.machines.catalog import MachineArgument, find_machine, preset, presets
 from ebbtide.machines.data_sheets import with_host
@@ -22,12 +28,15 @@ from ebbtide.units import ByteCount, byte_count, bytes_text, counted
 
 # Devices whose memory differs by less than this share count as the same.
 _SAME_CAPACITY = 0.05
-NETWORK_NOTE = "the network between hosts is not known: ranks exchange as fast as within a host"
+NETWORK_NOTE = (
+    "the network between hosts is not known: ranks exchange as fast as within a host"
+)
 
 
 @dataclass(frozen=True)
 class JobSize:
-    """A job of which only the size is known: the parameters of the whole model, whose state the ranks share."""
+    """A job of which only the size is known: the parameters of the whole model, whose
+    state the ranks share."""
 
     params: int
     ranks: int = 1
@@ -43,10 +52,13 @@ def resolve_workload(
     host_free_bytes: ByteCount | None = None,
     policies: Sequence[Policy | str] = (),
 ) -> Workload:
-    """Return the workload of a trace, a workload file or a size: exactly one of them; that of a trace with its layers
-    where one of the policies moves them. Stated free memory of device and host replaces that of the source."""
+    """Return the workload of a trace, a workload file or a size: exactly one of them;
+    that of a trace with its layers where one of the policies moves them. Stated free
+    memory of device and host replaces that of the source."""
     if sum(source is not None for source in (trace, file, size)) != 1:
-        raise WorkloadError("name a trace, a --workload file, or a size (--params): one of the three")
+        raise WorkloadError(
+            "name a trace, a --workload file, or a size (--params): one of the three"
+        )
     if file is not None:
         workload = load_workload(file)
     elif size is not None:
@@ -60,16 +72,23 @@ def resolve_workload(
             workload = seams.service("trace-layers")(workload, trace)
     if free_bytes is not None:
         workload = replace(
-            workload, gpu_free=with_min_free(workload.gpu_free, float(byte_count(free_bytes, "free_bytes")))
+            workload,
+            gpu_free=with_min_free(
+                workload.gpu_free, float(byte_count(free_bytes, "free_bytes"))
+            ),
         )
     if host_free_bytes is not None:
-        workload = replace(workload, host_free_bytes=float(byte_count(host_free_bytes, "host_free_bytes")))
+        workload = replace(
+            workload,
+            host_free_bytes=float(byte_count(host_free_bytes, "host_free_bytes")),
+        )
     return workload
 
 
 def with_min_free(free: FreeMemorySteps | None, min_bytes: float) -> FreeMemorySteps:
-    """Return a step function of free memory whose lowest value is `min_bytes`: the highest, which the job never uses,
-    stays, and the memory in use beyond is scaled. One that is None, or never higher, becomes constant."""
+    """Return a step function of free memory whose lowest value is `min_bytes`: the
+    highest, which the job never uses, stays, and the memory in use beyond is scaled.
+    One that is None, or never higher, becomes constant."""
     sizes = [size for _, size in free or ()]
     low, high = min(sizes, default=min_bytes), max(sizes, default=min_bytes)
     if free is None or min_bytes >= high or low == high:
@@ -77,7 +96,11 @@ def with_min_free(free: FreeMemorySteps | None, min_bytes: float) -> FreeMemoryS
     factor = (high - min_bytes) / (high - low)
     # The lowest value is exact, regardless of rounding.
     return tuple(
-        (start_s, max(min_bytes, high - (high - size) * factor) if size > low else min_bytes) for start_s, size in free
+        (
+            start_s,
+            max(min_bytes, high - (high - size) * factor) if size > low else min_bytes,
+        )
+        for start_s, size in free
     )
 
 
@@ -86,7 +109,9 @@ def workload_of_size(size: JobSize) -> Workload:
     if size.params < 1 or size.ranks < 1:
         raise WorkloadError("--params and --ranks must be at least 1")
     values = {
-        "name": f"{size.params / 1e9:.3g} G parameters on {counted(size.ranks, 'rank')}",
+        "name": (
+            f"{size.params / 1e9:.3g} G parameters on {counted(size.ranks, 'rank')}"
+        ),
         "params": -(-size.params // size.ranks),
         "subgroup_params": 1e8,
         "forward_s": size.forward_s,
@@ -95,18 +120,23 @@ def workload_of_size(size: JobSize) -> Workload:
     workload = workload_from(values, "the size")
     if size.forward_s or size.backward_s:
         return workload
-    return replace(workload, notes=("forward and backward are not known: only the update is replayed",))
+    return replace(
+        workload,
+        notes=("forward and backward are not known: only the update is replayed",),
+    )
 
 
 def resolve_machine(machine: MachineArgument | None, trace: Trace | None) -> Machine:
-    """Return a machine, one by name or file, or the one that was recorded in the trace."""
+    """Return a machine, one by name or file, or the one that was recorded in the
+    trace."""
     if trace is None:
         return find_machine(machine)
     return find_machine(machine, trace.meta.machine, recorded_in=str(trace.path))
 
 
 def own_preset(trace: Trace | None) -> str | None:
-    """Return the preset with the card of a trace, fitted ones first; None for an own machine, or a card not known."""
+    """Return the preset with the card of a trace, fitted ones first; None for an own
+    machine, or a card not known."""
     if trace is None or trace.meta.machine is not None:
         return None
     machine = own_machine(trace)
@@ -119,9 +149,12 @@ def own_preset_text(name: str, trace: Trace) -> str:
     return f"machine: {name}, with the trace's {card} (others: ebbtide machines)"
 
 
-def share_box(machine: Machine, ranks_per_host: int | None, trace: Trace | None) -> Machine:
-    """Return the machine with the rates of one of several ranks on a host: by default as many as the trace had, on
-    another machine no more than it has GPUs; the same without a `box`, and for a simulated trace (of one rank)."""
+def share_box(
+    machine: Machine, ranks_per_host: int | None, trace: Trace | None
+) -> Machine:
+    """Return the machine with the rates of one of several ranks on a host: by default
+    as many as the trace had, on another machine no more than it has GPUs; the same
+    without a `box`, and for a simulated trace (of one rank)."""
     if ranks_per_host is not None:
         return machine.for_ranks(ranks_per_host)
     if trace is None or machine.box is None or trace.meta.source == "simulated":
@@ -133,7 +166,8 @@ def share_box(machine: Machine, ranks_per_host: int | None, trace: Trace | None)
 
 
 def ranks_on_host(trace: Trace) -> int | None:
-    """Return how many ranks of a trace shared the host of its first rank; None if the trace does not have them all."""
+    """Return how many ranks of a trace shared the host of its first rank; None if the
+    trace does not have them all."""
     ranks = trace.ranks
     entries = [trace.rank(rank) for rank in ranks]
     if not entries:
@@ -146,10 +180,14 @@ def ranks_on_host(trace: Trace) -> int | None:
 
 
 def note_other_machine(
-    workload: Workload, machine: Machine, trace: Trace | None, free_is_stated: bool = False
+    workload: Workload,
+    machine: Machine,
+    trace: Trace | None,
+    free_is_stated: bool = False,
 ) -> Workload:
-    """Return the workload of a trace on a machine, with a note if the machine is not the one of the trace. Times stay
-    as recorded; on a GPU with less memory so much less is free, unless it is stated what is."""
+    """Return the workload of a trace on a machine, with a note if the machine is not
+    the one of the trace. Times stay as recorded; on a GPU with less memory so much less
+    is free, unless it is stated what is."""
     if trace is None:
         return workload
     other, lacking = _other_machine(machine, trace)
@@ -157,13 +195,21 @@ def note_other_machine(
         return workload
     notes, free = [*workload.notes], workload.gpu_free
     if lacking <= 0 or free is None or free_is_stated:
-        notes.append(f"the trace was recorded on {other}: forward, backward and free memory are replayed as recorded")
+        notes.append(
+            f"the trace was recorded on {other}: forward, backward and free memory are "
+            "replayed as recorded"
+        )
     else:
-        notes.append(f"the trace was recorded on {other}: so much less is free; times are replayed as recorded")
+        notes.append(
+            f"the trace was recorded on {other}: so much less is free; times are "
+            "replayed as recorded"
+        )
         workload = replace(
             workload,
             gpu_free=tuple((at_s, max(0.0, size - lacking)) for at_s, size in free),
-            missing_bytes=max(workload.missing_bytes, lacking - min(size for _, size in free)),
+            missing_bytes=max(
+                workload.missing_bytes, lacking - min(size for _, size in free)
+            ),
         )
     if machine.box is not None and (ranks_on_host(trace) or 0) > machine.box.ranks:
         notes.append(NETWORK_NOTE)
@@ -171,38 +217,57 @@ def note_other_machine(
 
 
 def _other_machine(machine: Machine, trace: Trace) -> tuple[str | None, float]:
-    """Return the machine of a trace in words if it is known to be another one, and the bytes that its GPU has more."""
+    """Return the machine of a trace in words if it is known to be another one, and the
+    bytes that its GPU has more."""
     capacity = machine.gpu_memory_bytes
     if trace.meta.machine is not None:
-        name, recorded = trace.meta.machine.get("name"), trace.meta.machine.get("gpu_memory_bytes")
-        return (f"the machine {name}" if name != machine.name else None), (recorded or 0.0) - (capacity or inf)
+        name, recorded = (
+            trace.meta.machine.get("name"),
+            trace.meta.machine.get("gpu_memory_bytes"),
+        )
+        return (f"the machine {name}" if name != machine.name else None), (
+            recorded or 0.0
+        ) - (capacity or inf)
     device = trace.meta.ranks[0].main_device if trace.meta.ranks else None
     if device is not None and device.kind == "cpu":
         return ("a CPU" if capacity else None), 0.0
-    recorded = device.capacity_bytes if device is not None and device.kind == "cuda" else None
+    recorded = (
+        device.capacity_bytes if device is not None and device.kind == "cuda" else None
+    )
     if not recorded or not capacity:
         return None, 0.0
     if _is_same_capacity(recorded, capacity):
         own = recorded_gpu(trace)
         return (None if _has_rates_of(machine, own.compute) else own.name), 0.0
-    return f"a GPU of {bytes_text(recorded)}, not {bytes_text(capacity)}", recorded - capacity
+    return (
+        f"a GPU of {bytes_text(recorded)}, not {bytes_text(capacity)}",
+        recorded - capacity,
+    )
 
 
 def with_recorded_memory(machine: Machine, recorded_bytes: float | None) -> Machine:
-    """Return a machine with the memory that was recorded of a GPU that counts as the same (None: not recorded):
-    drivers and torch count that of one GPU differently."""
+    """Return a machine with the memory that was recorded of a GPU that counts as the
+    same (None: not recorded): drivers and torch count that of one GPU differently."""
     capacity = machine.gpu_memory_bytes
-    if not recorded_bytes or not capacity or not _is_same_capacity(recorded_bytes, capacity):
+    if (
+        not recorded_bytes
+        or not capacity
+        or not _is_same_capacity(recorded_bytes, capacity)
+    ):
         return machine
     return replace(machine, gpu_memory_bytes=recorded_bytes)
 
 
 def _has_rates_of(machine: Machine, gpu: GpuCompute | None) -> bool:
-    """Return whether a GPU computes as fast as the machine's; also where one of them is not known."""
+    """Return whether a GPU computes as fast as the machine's; also where one of them is
+    not known."""
     here = machine.gpu
     if here is None or gpu is None:
         return True
-    return (here.flops_per_s, here.memory_bytes_per_s) == (gpu.flops_per_s, gpu.memory_bytes_per_s)
+    return (here.flops_per_s, here.memory_bytes_per_s) == (
+        gpu.flops_per_s,
+        gpu.memory_bytes_per_s,
+    )
 
 
 def _is_same_capacity(recorded: float, capacity: float) -> bool:
@@ -211,7 +276,8 @@ def _is_same_capacity(recorded: float, capacity: float) -> bool:
 
 @contextmanager
 def own_policies(path: Path | None) -> Iterator[None]:
-    """Run a Python file of the user that registers policies, and name it where their plans are invalid."""
+    """Run a Python file of the user that registers policies, and name it where their
+    plans are invalid."""
     if path is not None:
         _load_policies(path)
     try:
@@ -237,25 +303,34 @@ class PlanTarget:
     """A machine to plan for."""
 
     machine: Machine
-    source: str | None  # Its preset or file; None: that of the trace, or in another host.
+    # Its preset or file; None: that of the trace, or in another host.
+    source: str | None
     price_per_hour: float | None
 
 
 def find_targets(
     names: Sequence[str], host: str | None, prices: Sequence[float], trace: Trace | None
 ) -> list[PlanTarget]:
-    """Return the machines to plan for: presets or files, else the machine of the trace, else all presets; `host`:
-    another one for their GPUs; `prices` of a host per hour: none, one for all machines, or one for each."""
+    """Return the machines to plan for: presets or files, else the machine of the trace,
+    else all presets; `host`: another one for their GPUs; `prices` of a host per hour:
+    none, one for all machines, or one for each."""
     recorded = trace.meta.machine if trace is not None and not names else None
-    sources: list[str | None] = [None] if recorded is not None else [*(names or presets())]
+    sources: list[str | None] = (
+        [None] if recorded is not None else [*(names or presets())]
+    )
     if len(prices) not in (0, 1, len(sources)):
         raise MachineError(
-            f"there are {len(prices)} prices for {len(sources)} machines: write one for all, or one for each"
+            f"there are {len(prices)} prices for {len(sources)} machines: write one "
+            "for all, or one for each"
         )
-    each: list[float | None] = [*prices] * (len(sources) if len(prices) == 1 else 1) or [None] * len(sources)
+    each: list[float | None] = [*prices] * (
+        len(sources) if len(prices) == 1 else 1
+    ) or [None] * len(sources)
     targets = []
     for source, price in zip(sources, each, strict=True):
-        machine = find_machine(source, recorded, str(trace.path) if trace is not None else "the trace")
+        machine = find_machine(
+            source, recorded, str(trace.path) if trace is not None else "the trace"
+        )
         if host is None:
             targets.append(PlanTarget(machine, source, price))
         else:
@@ -276,23 +351,33 @@ class RecordedGpu(NamedTuple):
 
 
 def recorded_gpu(trace: Trace) -> RecordedGpu:
-    """Return the GPU of a trace: that of its machine, else of the preset with the same model and memory."""
+    """Return the GPU of a trace: that of its machine, else of the preset with the same
+    model and memory."""
     machine = _recorded_machine(trace)
     if machine is not None and machine.gpu is not None:
         return RecordedGpu(machine.name, machine.gpu)
     name = trace.rank(trace.ranks[0]).main_device.name or "an unknown GPU"
-    return RecordedGpu(name, next((machine.gpu for machine in _presets_of_gpu(trace)), None))
+    return RecordedGpu(
+        name, next((machine.gpu for machine in _presets_of_gpu(trace)), None)
+    )
 
 
 def own_machine(trace: Trace) -> Machine | None:
-    """Return the machine of a trace, else the preset of its GPU, a fitted one before data sheets; None: not known."""
-    machines = sorted(_presets_of_gpu(trace), key=lambda machine: "fit" not in machine.extra)
+    """Return the machine of a trace, else the preset of its GPU, a fitted one before
+    data sheets; None: not known."""
+    machines = sorted(
+        _presets_of_gpu(trace), key=lambda machine: "fit" not in machine.extra
+    )
     return _recorded_machine(trace) or next(iter(machines), None)
 
 
 def _recorded_machine(trace: Trace) -> Machine | None:
     recorded = trace.meta.machine
-    return machine_from(recorded, f"the machine of {trace.path}") if recorded is not None else None
+    return (
+        machine_from(recorded, f"the machine of {trace.path}")
+        if recorded is not None
+        else None
+    )
 
 
 def _presets_of_gpu(trace: Trace) -> Iterator[Machine]:
@@ -301,7 +386,12 @@ def _presets_of_gpu(trace: Trace) -> Iterator[Machine]:
     words = _words(device.name or "")
     for machine in map(preset, presets()):
         capacity = machine.gpu_memory_bytes
-        if machine.gpu is None or not capacity or not device.capacity_bytes or not machine.gpu.name:
+        if (
+            machine.gpu is None
+            or not capacity
+            or not device.capacity_bytes
+            or not machine.gpu.name
+        ):
             continue
         same_memory = abs(device.capacity_bytes / capacity - 1) <= _SAME_GPU_CAPACITY
         if same_memory and words & _words(machine.gpu.name) - _MAKERS:
@@ -310,4 +400,8 @@ def _presets_of_gpu(trace: Trace) -> Iterator[Machine]:
 
 def _words(name: str) -> set[str]:
     """Return the words of a name that tell the model, as `h100` and `4090`."""
-    return {word for word in re.findall(r"[a-z]*\d+[a-z]*", name.lower()) if not word.endswith("gb")}
+    return {
+        word
+        for word in re.findall(r"[a-z]*\d+[a-z]*", name.lower())
+        if not word.endswith("gb")
+    }

@@ -1,4 +1,5 @@
-"""The settings of a recorded job that a replay needs, and its workload without offload."""
+"""The settings of a recorded job that a replay needs, and its workload without
+offload."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecordedJob:
-    """The settings of a job, as far as they are known; `state_bytes`: of optimizer state per parameter, and
-    `own_update_s`: the length of its update, None: the state is not on the device. `policy`: its own one.
-    `iteration_s`: its recorded iteration on the machine named `machine`, None: predicted, or not known."""
+    """The settings of a job, as far as they are known; `state_bytes`: of optimizer
+    state per parameter, and `own_update_s`: the length of its update, None: the state
+    is not on the device. `policy`: its own one. `iteration_s`: its recorded iteration
+    on the machine named `machine`, None: predicted, or not known."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     stage: int | None = None
@@ -37,8 +39,11 @@ class RecordedJob:
 
     @property
     def is_configured(self) -> bool:
-        """Whether the configuration is all of the job's: keys that are not there have their defaults."""
-        return bool(self.config) and (self.stage is not None or "zero_optimization" in self.config)
+        """Whether the configuration is all of the job's: keys that are not there have
+        their defaults."""
+        return bool(self.config) and (
+            self.stage is not None or "zero_optimization" in self.config
+        )
 
     @property
     def micro_batch(self) -> int | None:
@@ -48,11 +53,16 @@ class RecordedJob:
 
     @property
     def optimizer_options(self) -> dict[str, Any]:
-        """Learning rate, betas, eps and weight decay of DeepSpeed's optimizer; empty if they are not configured."""
+        """Learning rate, betas, eps and weight decay of DeepSpeed's optimizer; empty if
+        they are not configured."""
         options = self.section("optimizer").get("params")
         if not isinstance(options, dict):
             return {}
-        values = {key: options[key] for key in ("lr", "betas", "eps", "weight_decay") if _is_set(options.get(key))}
+        values = {
+            key: options[key]
+            for key in ("lr", "betas", "eps", "weight_decay")
+            if _is_set(options.get(key))
+        }
         if "betas" in values:
             values["betas"] = tuple(values["betas"])
         # The default of DeepSpeed's optimizers, other than that of torch.optim.AdamW.
@@ -69,8 +79,11 @@ class RecordedJob:
         return section(self.config, name)
 
     def settings(self, names: tuple[str, ...]) -> dict[str, Any]:
-        """Return the configured values of some keys, without those that DeepSpeed's caller fills in (`auto`)."""
-        return {name: self.config[name] for name in names if _is_set(self.config.get(name))}
+        """Return the configured values of some keys, without those that DeepSpeed's
+        caller fills in (`auto`)."""
+        return {
+            name: self.config[name] for name in names if _is_set(self.config.get(name))
+        }
 
 
 def recorded_job(trace: Trace) -> RecordedJob:
@@ -79,7 +92,11 @@ def recorded_job(trace: Trace) -> RecordedJob:
     from ebbtide.interleave.replay.inputs import own_machine
 
     metrics = JobMetrics(trace)
-    setup, machine, iteration_ms = metrics.setup, own_machine(trace), metrics.iteration_ms
+    setup, machine, iteration_ms = (
+        metrics.setup,
+        own_machine(trace),
+        metrics.iteration_ms,
+    )
     is_measured = trace.meta.source not in ("predicted", "simulated")
     job = RecordedJob(
         micro_steps=metrics.micro_steps,
@@ -95,7 +112,8 @@ def recorded_job(trace: Trace) -> RecordedJob:
 
 
 def state_bytes_on_device(metrics: JobMetrics) -> float | None:
-    """Return the bytes of state per parameter that a job keeps on the device; None where it is not known to."""
+    """Return the bytes of state per parameter that a job keeps on the device; None
+    where it is not known to."""
     from ebbtide.analysis.metrics.recorded_free_memory import torch_state_on_device
 
     total = torch_state_on_device(metrics.entry.optimizers)
@@ -103,7 +121,8 @@ def state_bytes_on_device(metrics: JobMetrics) -> float | None:
 
 
 def recorded_policy(trace: Trace) -> str | None:
-    """Return the policy that a job ran under its framework, or under ebbtide's engine in it; None: not known."""
+    """Return the policy that a job ran under its framework, or under ebbtide's engine
+    in it; None: not known."""
     from ebbtide.analysis.metrics.framework_setup import framework_setup
 
     setup = framework_setup(trace)
@@ -111,13 +130,21 @@ def recorded_policy(trace: Trace) -> str | None:
 
 
 def _is_set(value: Any) -> bool:
-    return value is not None and "auto" not in (value.values() if isinstance(value, dict) else (value,))
+    return value is not None and "auto" not in (
+        value.values() if isinstance(value, dict) else (value,)
+    )
 
 
 def own_job(workload: Workload, job: RecordedJob | None) -> Workload:
-    """Return the workload without offload: a job whose state is on the device today has its own state and update."""
+    """Return the workload without offload: a job whose state is on the device today has
+    its own state and update."""
     if job is None or job.state_bytes is None:
         return workload
     # Its gradients are in the memory that it takes already, or in that of layers.
     stay = workload.gradients_held_until_step or not workload.layers
-    return replace(workload, state_bytes=job.state_bytes, gradients_held_until_step=stay, own_update_s=job.own_update_s)
+    return replace(
+        workload,
+        state_bytes=job.state_bytes,
+        gradients_held_until_step=stay,
+        own_update_s=job.own_update_s,
+    )

@@ -1,4 +1,5 @@
-"""The results of a replay: the plan of each policy, simulated, the bound, and the gain of each mechanism."""
+"""The results of a replay: the plan of each policy, simulated, the bound, and the gain
+of each mechanism."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from ebbtide.units import bytes_text, ms_text
 _LIMITING_MEMORY_SHARE = 0.95
 _LIMITING_BUSY_SHARE = 0.75
 _DAY_S = 86400.0
-# The policy of late updates, which is replayed by default beside `default_policies`, with a bound of its own.
+# The policy of late updates, which is replayed by default beside `default_policies`,
+# with a bound of its own.
 LATE = "adaptive,overlap=forward"
 # The policy of all that may move, of workloads with layers.
 WHOLE_JOB = "adaptive,weights=auto,activations=auto"
@@ -51,37 +53,52 @@ class PolicyResult:
     peak_device_bytes: float
     host_bytes: float
     fits: bool | None  # Whether both memories suffice; None if it is not known.
-    # What limits the update: a resource, "host memory" (its bandwidth), "storage", "dependencies" or "nothing".
+    # What limits the update: a resource, "host memory" (its bandwidth), "storage",
+    # "dependencies" or "nothing".
     limited_by: str
-    speculated_subgroups: int  # Subgroups that are updated before it is known whether clipping changes them.
-    # Iteration time of a step that clipping changes; None if nothing is speculated. Times above are the mean over all
-    # steps, other figures those of a step that it does not change.
+    # Subgroups that are updated before it is known whether clipping changes them.
+    speculated_subgroups: int
+    # Iteration time of a step that clipping changes; None if nothing is speculated.
+    # Times above are the mean over all steps, other figures those of a step that it
+    # does not change.
     redone_iteration_ms: float | None
     storage_read_bytes: float
     storage_written_bytes: float
     storage_written_bytes_per_day: float
-    storage_busy: list[dict[str, float]]  # By path: the shares of the iteration during which it reads and writes.
+    # By path: the shares of the iteration during which it reads and writes.
+    storage_busy: list[dict[str, float]]
     stored_subgroups: int
     # Whether each step gives the results that the workload asks for.
     exact: bool
-    note: str | None  # How the results differ where they are not exact, and the iterations where they do.
-    weights: dict[str, int] | None  # Layers that are resident and streamed; None without layers. So are the next two.
-    activations: dict[str, int] | None  # Layers of each of ACTIVATION_KINDS, by most of their activations.
-    job_peak_device_bytes: float | None  # Largest device memory of the layers and of what the plan puts there.
+    # How the results differ where they are not exact, and the iterations where they do.
+    note: str | None
+    # Layers that are resident and streamed; None without layers. So are the next two.
+    weights: dict[str, int] | None
+    # Layers of each of ACTIVATION_KINDS, by most of their activations.
+    activations: dict[str, int] | None
+    # Largest device memory of the layers and of what the plan puts there.
+    job_peak_device_bytes: float | None
 
     @property
     def layers_text(self) -> str:
         """The kinds of layers and their memory in words; empty without layers."""
         counts = [*(self.weights or {}).items(), *(self.activations or {}).items()]
         kinds = ", ".join(f"{count} {kind}" for kind, count in counts if count)
-        return f"layers {kinds}, {bytes_text(self.job_peak_device_bytes or 0.0)} with state" if kinds else ""
+        return (
+            f"layers {kinds}, {bytes_text(self.job_peak_device_bytes or 0.0)} with "
+            "state"
+            if kinds
+            else ""
+        )
 
 
 # The bytes of a result by their kind, from its fields.
 RESULT_BYTES: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "device memory": itemgetter("peak_device_bytes"),
     "host memory": itemgetter("host_bytes"),
-    "storage traffic": lambda fields: fields["storage_read_bytes"] + fields["storage_written_bytes"],
+    "storage traffic": lambda fields: (
+        fields["storage_read_bytes"] + fields["storage_written_bytes"]
+    ),
 }
 
 
@@ -95,37 +112,57 @@ class Replay(TabularResult, table="results"):
     schedules: list[Schedule]
     bound: Bound  # Lower bounds of any exact policy without overlap.
     overlap: Overlap  # The overlap of all exact policies together.
-    overlap_bound: Bound  # Lower bounds of any policy with that overlap or a part of it.
+    # Lower bounds of any policy with that overlap or a part of it.
+    overlap_bound: Bound
     skipped: dict[str, str]  # Built-in policies that were left out, and why.
-    # The replay of `adaptive` with updates under the next forward; None where policies were named.
+    # The replay of `adaptive` with updates under the next forward; None where policies
+    # were named.
     late: Replay | None = None
 
     def simplest_lines(self) -> Iterator[str]:
-        """Yield why no offload is recommended (`choose_policy`) where a policy that offloads is faster."""
+        """Yield why no offload is recommended (`choose_policy`) where a policy that
+        offloads is faster."""
         results = [*self.results, *(self.late.results if self.late else ())]
-        fitting = {one.policy: one.iteration_ms for one in results if one.fits and one.exact}
+        fitting = {
+            one.policy: one.iteration_ms for one in results if one.fits and one.exact
+        }
         fastest = min(fitting, key=lambda policy: fitting[policy], default="gpu-only")
         if "gpu-only" in fitting and fastest != "gpu-only":
             share = f"{100 * (fitting['gpu-only'] / fitting[fastest] - 1):.1f} %"
-            yield f"{fastest}: {ms_text(fitting[fastest])}, but gpu-only is within {share}: the simpler one wins"
+            yield (
+                f"{fastest}: {ms_text(fitting[fastest])}, but gpu-only is within "
+                f"{share}: the simpler one wins"
+            )
 
     def layer_lines(self) -> Iterator[str]:
-        """Yield how many layers are streamed, and what happens to activations, under each policy that moves any."""
+        """Yield how many layers are streamed, and what happens to activations, under
+        each policy that moves any."""
         for result, schedule in zip(self.results, self.schedules, strict=True):
             layers = schedule.plan.layers
-            if layers is not None and (layers.streamed or any(one.moves for one in layers.activations)):
+            if layers is not None and (
+                layers.streamed or any(one.moves for one in layers.activations)
+            ):
                 yield f"{result.policy}: {result.layers_text}"
 
     def memory_lines(self) -> Iterator[str]:
-        """Yield which memory is too small for the policies that do not fit, and whose state is not as large."""
+        """Yield which memory is too small for the policies that do not fit, and whose
+        state is not as large."""
         policies_of: dict[str, list[str]] = {}
         for schedule in self.schedules:
-            if (own := schedule.workload.state_bytes) != (others := self.workload.state_bytes):
-                yield f"{schedule.plan.policy} has the job's own state of {own:g} B a parameter, others {others:g} B"
+            if (own := schedule.workload.state_bytes) != (
+                others := self.workload.state_bytes
+            ):
+                yield (
+                    f"{schedule.plan.policy} has the job's own state of {own:g} B a "
+                    f"parameter, others {others:g} B"
+                )
             if (excess := memory_excess(schedule, self.machine)) is not None:
                 policies_of.setdefault(excess, []).append(schedule.plan.policy)
         for excess, policies in policies_of.items():
-            yield f"{', '.join(policies)} {'does' if len(policies) == 1 else 'do'} not fit: {excess}"
+            yield (
+                f"{', '.join(policies)} {'does' if len(policies) == 1 else 'do'} not "
+                f"fit: {excess}"
+            )
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide replay --json` prints."""
@@ -141,10 +178,13 @@ class Replay(TabularResult, table="results"):
                 "overlap": self.overlap.name,
                 "overlap_iteration_ms": self.overlap_bound.iteration_s * 1e3,
                 "overlap_exposed_ms": self.overlap_bound.exposed_s * 1e3,
-                "overlap_exposed_whole_subgroups_ms": self.overlap_bound.exposed_whole_s * 1e3,
+                "overlap_exposed_whole_subgroups_ms": self.overlap_bound.exposed_whole_s
+                * 1e3,
             },
             "skipped": self.skipped,
-            "late": None if self.late is None else {key: self.late.as_json()[key] for key in ("results", "bound")},
+            "late": None
+            if self.late is None
+            else {key: self.late.as_json()[key] for key in ("results", "bound")},
             "accuracy": accuracy_of(self.machine).as_json(),
         }
 
@@ -160,8 +200,9 @@ def replay(
     policies: Sequence[Policy | str] | None = None,
     job: RecordedJob | None = None,
 ) -> Replay:
-    """Simulate a workload under some policies, of which `systems` stands for all other systems; None: all built-in ones
-    that the rates suffice for. Raises PolicyError if a policy cannot plan it, MachineError for a missing rate."""
+    """Simulate a workload under some policies, of which `systems` stands for all other
+    systems; None: all built-in ones that the rates suffice for. Raises PolicyError if a
+    policy cannot plan it, MachineError for a missing rate."""
     machine = find_machine(machine)
     results, schedules, replayed = [], [], []
     skipped, named = {}, {*map(str, policies or ())}
@@ -179,13 +220,28 @@ def replay(
         replayed.append(policy)
     if not results and skipped:
         raise MachineError(next(iter(skipped.values())))
-    without_overlap, overlap = bound(workload, machine), _overlap_of_all(replayed, schedules)
-    overlap_bound = without_overlap if overlap == NO_OVERLAP else bound(workload, machine, overlap)
+    without_overlap, overlap = (
+        bound(workload, machine),
+        _overlap_of_all(replayed, schedules),
+    )
+    overlap_bound = (
+        without_overlap if overlap == NO_OVERLAP else bound(workload, machine, overlap)
+    )
     late = None
     if not policies and "adaptive" not in skipped:
         with suppress(MachineError, PolicyError):
             late = replay(workload, machine, [LATE])
-    return Replay(workload, machine, results, schedules, without_overlap, overlap, overlap_bound, skipped, late)
+    return Replay(
+        workload,
+        machine,
+        results,
+        schedules,
+        without_overlap,
+        overlap,
+        overlap_bound,
+        skipped,
+        late,
+    )
 
 
 def _overlap_of_all(policies: list[Policy], schedules: list[Schedule]) -> Overlap:
@@ -193,8 +249,10 @@ def _overlap_of_all(policies: list[Policy], schedules: list[Schedule]) -> Overla
     asked = [policy.widest_overlap for policy in policies]
     plans = [schedule.plan for schedule in schedules if schedule.plan.is_exact]
     return Overlap(
-        forward=any(overlap.forward for overlap in asked) or any(plan.has_late_updates for plan in plans),
-        backward=any(overlap.backward for overlap in asked) or any(plan.speculated for plan in plans),
+        forward=any(overlap.forward for overlap in asked)
+        or any(plan.has_late_updates for plan in plans),
+        backward=any(overlap.backward for overlap in asked)
+        or any(plan.speculated for plan in plans),
     )
 
 
@@ -207,11 +265,21 @@ def _result(text: str, steps: Steps, machine: Machine) -> PolicyResult:
     elif available_host_bytes(schedule.workload, machine) is None:
         fits = None
     layers = schedule.plan.layers
-    counts = layers.counts(len(schedule.workload.chunk_shares)) if layers is not None else (None, None)
-    iteration_s, written = steps.mean("iteration_s"), schedule.moved_bytes("storage_write")
+    counts = (
+        layers.counts(len(schedule.workload.chunk_shares))
+        if layers is not None
+        else (None, None)
+    )
+    iteration_s, written = (
+        steps.mean("iteration_s"),
+        schedule.moved_bytes("storage_write"),
+    )
     return PolicyResult(
         policy=text,
-        **{f"{part}_ms": steps.mean(f"{part}_s") * 1e3 for part in ("iteration", *PHASES, OTHER, "exposed")},
+        **{
+            f"{part}_ms": steps.mean(f"{part}_s") * 1e3
+            for part in ("iteration", *PHASES, OTHER, "exposed")
+        },
         h2d_bytes=schedule.moved_bytes("h2d"),
         d2h_bytes=schedule.moved_bytes("d2h"),
         busy=schedule.busy_shares(),
@@ -220,14 +288,19 @@ def _result(text: str, steps: Steps, machine: Machine) -> PolicyResult:
         fits=fits,
         limited_by=limiting_resource(schedule, machine),
         speculated_subgroups=len(schedule.plan.speculated),
-        redone_iteration_ms=None if steps.redone is None else steps.redone.iteration_s * 1e3,
+        redone_iteration_ms=None
+        if steps.redone is None
+        else steps.redone.iteration_s * 1e3,
         storage_read_bytes=schedule.moved_bytes("storage_read"),
         storage_written_bytes=written,
-        storage_written_bytes_per_day=written / iteration_s * _DAY_S if written else 0.0,
+        storage_written_bytes_per_day=written / iteration_s * _DAY_S
+        if written
+        else 0.0,
         storage_busy=schedule.storage_busy_shares(),
         stored_subgroups=len(schedule.plan.stored),
         exact=schedule.plan.is_exact,
-        note="; ".join(filter(None, (schedule.plan.departures.consequence, steps.note))) or None,
+        note="; ".join(filter(None, (schedule.plan.departures.consequence, steps.note)))
+        or None,
         weights=counts[0],
         activations=counts[1],
         job_peak_device_bytes=schedule.peak_job_bytes(),
@@ -235,13 +308,16 @@ def _result(text: str, steps: Steps, machine: Machine) -> PolicyResult:
 
 
 def limiting_resource(schedule: Schedule, machine: Machine) -> str:
-    """Return what limits the update: host memory bandwidth, else the busiest resource, else dependencies."""
+    """Return what limits the update: host memory bandwidth, else the busiest resource,
+    else dependencies."""
     if schedule.update_s <= 0:
         return "nothing"
     shares = schedule.busy_shares()
     busiest = max(shares, key=lambda name: shares[name])
     traffic = schedule.host_traffic_in_update()
-    memory_share = traffic / schedule.update_s / (machine.host_memory_bytes_per_s or float("inf"))
+    memory_share = (
+        traffic / schedule.update_s / (machine.host_memory_bytes_per_s or float("inf"))
+    )
     if memory_share > _LIMITING_MEMORY_SHARE:
         return "host memory"
     if shares[busiest] <= _LIMITING_BUSY_SHARE:
@@ -260,16 +336,24 @@ class AblationStep:
 
 
 def explain(workload: Workload, machine: Machine) -> list[AblationStep]:
-    """Add one mechanism at a time, from ZeRO-Offload with blocking gradients to the adaptive policy with overlap; at
-    last, where state is in storage, enough host memory. Those that need what is not known are left out."""
+    """Add one mechanism at a time, from ZeRO-Offload with blocking gradients to the
+    adaptive policy with overlap; at last, where state is in storage, enough host
+    memory. Those that need what is not known are left out."""
     steps: list[AblationStep] = []
     plan: Plan | None = None
 
-    def add(mechanism: str, policy: str, workload: Workload = workload, rates: Machine = machine) -> None:
+    def add(
+        mechanism: str,
+        policy: str,
+        workload: Workload = workload,
+        rates: Machine = machine,
+    ) -> None:
         nonlocal plan
         with suppress(MachineError, PolicyError):
             plan = as_policy(policy).plan(workload, rates)
-            iteration_ms = simulate_steps(plan, workload, rates).mean("iteration_s") * 1e3
+            iteration_ms = (
+                simulate_steps(plan, workload, rates).mean("iteration_s") * 1e3
+            )
             gain_ms = steps[-1].iteration_ms - iteration_ms if steps else 0.0
             steps.append(AblationStep(mechanism, policy, iteration_ms, gain_ms))
 
@@ -280,28 +364,57 @@ def explain(workload: Workload, machine: Machine) -> list[AblationStep]:
     min_free = workload.min_free_bytes
     if min_free is not None:
         without_windows = replace(workload, gpu_free=((0.0, min_free),))
-        add("shares and residents from the rates, in memory that is always free", "adaptive", without_windows)
+        add(
+            "shares and residents from the rates, in memory that is always free",
+            "adaptive",
+            without_windows,
+        )
         if len(workload.gpu_free or ()) > 1:
             add("windows: state parked in memory that is free for a while", "adaptive")
         add("late updates, under the next forward", "adaptive,overlap=forward")
         if workload.clipping and not workload.gradients_held_until_step:
             add("speculative updates, inside the backward", "adaptive,overlap=both")
     if plan is not None and plan.stored:
-        in_memory, rates = replace(workload, host_free_bytes=None), replace(machine, host_memory_bytes=None)
-        add("host memory for all state, instead of storage", steps[-1].policy, in_memory, rates)
+        in_memory, rates = (
+            replace(workload, host_free_bytes=None),
+            replace(machine, host_memory_bytes=None),
+        )
+        add(
+            "host memory for all state, instead of storage",
+            steps[-1].policy,
+            in_memory,
+            rates,
+        )
     return steps
 
 
 def memory_excess(schedule: Schedule, machine: Machine) -> str | None:
-    """Return in words by how much memory is too small; None if it suffices or is not known."""
+    """Return in words by how much memory is too small; None if it suffices or is not
+    known."""
     if schedule.workload.missing_bytes:
-        return f"without any optimizer state {bytes_text(schedule.workload.missing_bytes)} of device memory are missing"
+        return (
+            "without any optimizer state "
+            f"{bytes_text(schedule.workload.missing_bytes)} of device memory are "
+            "missing"
+        )
     if schedule.fits_device(machine.gpu_memory_bytes) is False:
-        return f"it needs {bytes_text(schedule.peak_device_bytes)} of device memory, more than is free"
-    host, available = schedule.host_bytes(), available_host_bytes(schedule.workload, machine)
+        return (
+            f"it needs {bytes_text(schedule.peak_device_bytes)} of device memory, more "
+            "than is free"
+        )
+    host, available = (
+        schedule.host_bytes(),
+        available_host_bytes(schedule.workload, machine),
+    )
     if available is not None and host > available:
-        return f"it needs {bytes_text(host)} of host memory, and a rank has {bytes_text(available)}"
+        return (
+            f"it needs {bytes_text(host)} of host memory, and a rank has "
+            f"{bytes_text(available)}"
+        )
     pinned, limit = schedule.pinned_bytes(), machine.pinned_memory_bytes
     if limit is not None and pinned > limit:
-        return f"it needs {bytes_text(pinned)} of pinned host memory, and a rank may pin {bytes_text(limit)}"
+        return (
+            f"it needs {bytes_text(pinned)} of pinned host memory, and a rank may pin "
+            f"{bytes_text(limit)}"
+        )
     return None

@@ -18,10 +18,15 @@ def replay_trace(
     free_bytes: ByteCount | None = None,
     host_free_bytes: ByteCount | None = None,
 ) -> Replay:
-    """Replay the job of a trace under some policies, as `ebbtide replay` does; by default on its own card's machine.
-    Raises WorkloadError where parameters or iterations were not recorded, else as `replay`."""
+    """Replay the job of a trace under some policies, as `ebbtide replay` does; by
+    default on its own card's machine. Raises WorkloadError where parameters or
+    iterations were not recorded, else as `replay`."""
     policies = [policies] if isinstance(policies, Policy | str) else policies or ()
-    rates = inputs.share_box(inputs.resolve_machine(machine or inputs.own_preset(trace), trace), None, trace)
-    workload = inputs.resolve_workload(trace, None, None, free_bytes, host_free_bytes, policies)
+    rates = inputs.share_box(
+        inputs.resolve_machine(machine or inputs.own_preset(trace), trace), None, trace
+    )
+    workload = inputs.resolve_workload(
+        trace, None, None, free_bytes, host_free_bytes, policies
+    )
     workload = inputs.note_other_machine(workload, rates, trace, free_bytes is not None)
     return replay(workload, rates, policies, recorded_job(trace))

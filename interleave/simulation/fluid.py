@@ -1,8 +1,10 @@
-"""The event loop of the simulator: tasks on lanes, whose speeds follow from pools of bandwidth that lanes share.
+"""The event loop of the simulator: tasks on lanes, whose speeds follow from pools of
+bandwidth that lanes share.
 
-A pool slows all of its lanes by one factor where they need more than it has, or gives two lanes max-min fair shares. A
-lane is slowed by its pool, by that pool's parent, and so on. The functions only read items of arrays or lists, so that
-numba may compile them (see `compiled_fluid.py`); results are the same to the bit.
+A pool slows all of its lanes by one factor where they need more than it has, or gives
+two lanes max-min fair shares. A lane is slowed by its pool, by that pool's parent, and
+so on. The functions only read items of arrays or lists, so that numba may compile them
+(see `compiled_fluid.py`); results are the same to the bit.
 """
 
 # numba types these functions.
@@ -11,17 +13,20 @@ numba may compile them (see `compiled_fluid.py`); results are the same to the bi
 from typing import Any, NamedTuple
 
 INFINITE = float("inf")
-# Ends that differ by less than this share of the time coincide: they differ by rounding.
+# Ends that differ by less than this share of the time coincide: they differ by
+# rounding.
 _SAME_TIME = 1e-13
 
 
 class Tasks(NamedTuple):
-    """Tasks, as columns. Each lane runs the first of its tasks that is ready, one at a time.
+    """Tasks, as columns. Each lane runs the first of its tasks that is ready, one at a
+    time.
 
     Attributes:
         lane: Number of the lane.
         alone_s: Seconds if nothing else runs.
-        demand: Bandwidth of the lane's pools that it needs if nothing else runs, bytes/s.
+        demand: Bandwidth of the lane's pools that it needs if nothing else runs,
+            bytes/s.
         mode: Its row of `Bandwidth.scales`.
         before: By dependency: the task that ends first.
         after: By dependency: the task that waits for it.
@@ -43,7 +48,8 @@ class Bandwidth(NamedTuple):
         parent: By pool: the pool that it draws from, a later one; -1 for none.
         limit: By pool: bytes/s.
         is_fair: By pool: whether its two lanes get max-min fair shares.
-        scales: By mode and lane: the share of its speed that a lane has while a task with the mode runs.
+        scales: By mode and lane: the share of its speed that a lane has while a task
+            with the mode runs.
     """
 
     pool: Any
@@ -60,7 +66,8 @@ class State(NamedTuple):
         starts: By task: when it started, s.
         ends: By task: when it ended, s.
         waits: By task: how many tasks it waits for.
-        first: By task: where those that wait for it begin in `successors`, and at last where all end.
+        first: By task: where those that wait for it begin in `successors`, and at last
+            where all end.
         successors: Tasks that wait for others, by what they wait for.
         queue: Tasks that are ready, by lane as heaps.
         queue_begin: By lane: where its heap begins.
@@ -94,7 +101,8 @@ class State(NamedTuple):
 
 
 def new_state(tasks: Tasks, bandwidth: Bandwidth, floats: Any, integers: Any) -> State:
-    """Return a state of zeros. `floats` and `integers` return as many zeros as asked for."""
+    """Return a state of zeros. `floats` and `integers` return as many zeros as asked
+    for."""
     count, lanes = len(tasks.lane), len(bandwidth.pool)
     return State(
         starts=floats(count),
@@ -117,7 +125,8 @@ def new_state(tasks: Tasks, bandwidth: Bandwidth, floats: Any, integers: Any) ->
 
 
 def prepare(tasks, state):
-    """Sort dependencies by what ends first, and make tasks ready that wait for nothing."""
+    """Sort dependencies by what ends first, and make tasks ready that wait for
+    nothing."""
     first, waits, queue_begin = state.first, state.waits, state.queue_begin
     for task in tasks.before:
         first[task + 1] += 1
@@ -194,7 +203,12 @@ def share(tasks, bandwidth, state):
             needs[parent[number]] += min(needs[number], limit[number])
     for lane in range(len(pool)):
         number = pool[lane]
-        if number >= 0 and bandwidth.is_fair[number] and running[lane] >= 0 and needs[number] > limit[number]:
+        if (
+            number >= 0
+            and bandwidth.is_fair[number]
+            and running[lane] >= 0
+            and needs[number] > limit[number]
+        ):
             own = tasks.demand[running[lane]] * speed[lane]
             least = max(limit[number] / 2, limit[number] - (needs[number] - own))
             if own > least:
@@ -207,7 +221,8 @@ def share(tasks, bandwidth, state):
 
 
 def start_tasks(tasks, state, now, limit_s):
-    """Start the first ready task of each idle lane, and return whether the last task may end before a limit."""
+    """Start the first ready task of each idle lane, and return whether the last task
+    may end before a limit."""
     for lane in range(len(state.running)):
         if state.running[lane] >= 0 or not state.ready[lane]:
             continue
@@ -232,7 +247,9 @@ def next_end(tasks, state, now):
             state.left_s[lane] -= (now - state.since_s[lane]) * state.speed[lane]
             state.since_s[lane] = now
             state.speed[lane] = speed
-            state.end_s[lane] = now + state.left_s[lane] / speed if speed > 0.0 else INFINITE
+            state.end_s[lane] = (
+                now + state.left_s[lane] / speed if speed > 0.0 else INFINITE
+            )
         first_end = min(first_end, state.end_s[lane])
     return first_end
 
@@ -240,8 +257,8 @@ def next_end(tasks, state, now):
 def run(tasks: Any, bandwidth: Any, state: Any, limit_s: Any) -> Any:
     """Run tasks from a state of zeros, and return how many ended.
 
-    Fewer than all end if the last one would surely end after the limit, and -1 is returned if tasks wait for each
-    other."""
+    Fewer than all end if the last one would surely end after the limit, and -1 is
+    returned if tasks wait for each other."""
     prepare(tasks, state)
     now, done = 0.0, 0
     while done < len(state.ends):

@@ -1,4 +1,5 @@
-"""The schedule of an iteration under a plan: alone, before the start of the next one, or one of many."""
+"""The schedule of an iteration under a plan: alone, before the start of the next one,
+or one of many."""
 
 import numpy as np
 
@@ -7,21 +8,24 @@ from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.simulation.fluid import INFINITE
 from ebbtide.interleave.simulation.tasks import IterationWork, run_tasks
 
-# Iterations in a row, until they repeat. The one before the last is the result: the last has no next one.
+# Iterations in a row, until they repeat. The one before the last is the result: the
+# last has no next one.
 _COUNTS = (4, 8, 16, 32, 64)
 # Times that differ by less, relative to an iteration, are equal.
 _SAME_TIMES = 1e-9
 
 
 def run_once(work: IterationWork, limit_s: float) -> Schedule | None:
-    """Return the schedule of an iteration without late operations; None if it takes longer than the limit."""
+    """Return the schedule of an iteration without late operations; None if it takes
+    longer than the limit."""
     times = run_tasks([work], limit_s)
     return None if times is None else _schedule(work, *times)
 
 
 def run_iterations(work: IterationWork) -> Schedule:
-    """Return the schedule of the iterations that repeat in the steady state: one, or some that differ. Those of a plan
-    that does not settle have the note that it does not."""
+    """Return the schedule of the iterations that repeat in the steady state: one, or
+    some that differ. Those of a plan that does not settle have the note that it does
+    not."""
     tasks = len(work)
     settles, cycle = False, range(0)
     for count in _COUNTS:
@@ -35,15 +39,18 @@ def run_iterations(work: IterationWork) -> Schedule:
         )
         if settles:
             break
-    return Schedule.of_cycle([_schedule(work, starts, ends, number * tasks) for number in cycle], settles)
+    return Schedule.of_cycle(
+        [_schedule(work, starts, ends, number * tasks) for number in cycle], settles
+    )
 
 
 def _period(times: np.ndarray) -> int:
-    """Return after how many iterations everything repeats; 0 if it does not. `times` are start and end, of each
-    iteration, of each task.
+    """Return after how many iterations everything repeats; 0 if it does not. `times`
+    are start and end, of each iteration, of each task.
 
-    The begin of an iteration finds operations of the one before alone. So whatever follows the last iteration follows
-    an earlier one too, if in both all tasks have the same times, and so has what runs on from the iteration before."""
+    The begin of an iteration finds operations of the one before alone. So whatever
+    follows the last iteration follows an earlier one too, if in both all tasks have the
+    same times, and so has what runs on from the iteration before."""
     begins = times[1, :, 0]
     own = times - begins[:, None]
     carried = np.maximum(times[:, :-1] - begins[1:, None], 0.0)
@@ -56,17 +63,22 @@ def _period(times: np.ndarray) -> int:
 
 
 def is_exact(plan: Plan) -> bool:
-    """Return whether one cycle is as long as any other: no operation may start before the backward."""
+    """Return whether one cycle is as long as any other: no operation may start before
+    the backward."""
     return all(op.start >= BACKWARD for op in plan.ops)
 
 
 def run_cycle(work: IterationWork, limit_s: float) -> Schedule | None:
-    """Return the schedule of an iteration from two in a row: of the second until its backward, and from there of the
-    first, before which there are no late operations. None if it takes longer than the limit."""
-    # Operations that the next iteration may start before its backward, numbered in their order.
+    """Return the schedule of an iteration from two in a row: of the second until its
+    backward, and from there of the first, before which there are no late operations.
+    None if it takes longer than the limit."""
+    # Operations that the next iteration may start before its backward, numbered in
+    # their order.
     early: dict[int, int] = {}
     for index, op in enumerate(work.plan.ops):
-        if op.start < BACKWARD and all(predecessor in early for predecessor in op.after):
+        if op.start < BACKWARD and all(
+            predecessor in early for predecessor in op.after
+        ):
             early[index] = len(early)
     following, start = work.before_backward(early), len(work)
     # Those operations may end after the cycle.
@@ -77,12 +89,18 @@ def run_cycle(work: IterationWork, limit_s: float) -> Schedule | None:
     starts, ends = times
     begin = ends[start]
     shift = ends[start + len(following.points)] - begin - work.reached(BACKWARD, ends)
-    op_starts, op_ends = ([time + shift for time in entries[work.first_op : start]] for entries in times)
+    op_starts, op_ends = (
+        [time + shift for time in entries[work.first_op : start]] for entries in times
+    )
     for index, number in early.items():
         task = start + following.first_op + number
         op_starts[index], op_ends[index] = starts[task] - begin, ends[task] - begin
-    forward_begin, forward_end = (following.reached(point, ends, start) for point in (FORWARD, BACKWARD))
-    update_begin = _update_begin(work, ends[work.first_op :], work.reached(UPDATE, ends))
+    forward_begin, forward_end = (
+        following.reached(point, ends, start) for point in (FORWARD, BACKWARD)
+    )
+    update_begin = _update_begin(
+        work, ends[work.first_op :], work.reached(UPDATE, ends)
+    )
     return Schedule(
         plan=work.plan,
         workload=work.workload,
@@ -95,8 +113,11 @@ def run_cycle(work: IterationWork, limit_s: float) -> Schedule | None:
     )
 
 
-def _schedule(work: IterationWork, starts: list[float], ends: list[float], start: int = 0) -> Schedule:
-    """Return the schedule of the iteration that begins with the task `start`, with times from its end."""
+def _schedule(
+    work: IterationWork, starts: list[float], ends: list[float], start: int = 0
+) -> Schedule:
+    """Return the schedule of the iteration that begins with the task `start`, with
+    times from its end."""
     first, last = start + work.first_op, start + len(work)
     begin = ends[start]
     op_ends = [end - begin for end in ends[first:last]]
@@ -118,6 +139,9 @@ def _schedule(work: IterationWork, starts: list[float], ends: list[float], start
 
 
 def _update_begin(work: IterationWork, op_ends: list[float], arrived_s: float) -> float:
-    """Return when the update begins: with the last gradient, or when the backward has waited for its blocking copy."""
-    blocking_ends = (end for op, end in zip(work.plan.ops, op_ends, strict=False) if op.is_blocking)
+    """Return when the update begins: with the last gradient, or when the backward has
+    waited for its blocking copy."""
+    blocking_ends = (
+        end for op, end in zip(work.plan.ops, op_ends, strict=False) if op.is_blocking
+    )
     return max(arrived_s, max(blocking_ends, default=0.0))

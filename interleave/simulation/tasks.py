@@ -1,4 +1,5 @@
-"""The tasks of iterations in a row under a plan: compute, the overhead of the step, and the operations."""
+"""The tasks of iterations in a row under a plan: compute, the overhead of the step, and
+the operations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,13 +35,15 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class IterationWork:
-    """The tasks of one iteration: its start, the compute until each point, the overhead of the step, the operations."""
+    """The tasks of one iteration: its start, the compute until each point, the overhead
+    of the step, the operations."""
 
     plan: Plan
     workload: Workload
-    # The points of the iteration between which compute runs without a stop, ascending, without its start. Those at
-    # which late operations are due and others may start occur twice, as does that of the backward: when compute arrives
-    # there, and when it has waited.
+    # The points of the iteration between which compute runs without a stop, ascending,
+    # without its start. Those at which late operations are due and others may start
+    # occur twice, as does that of the backward: when compute arrives there, and when it
+    # has waited.
     points: list[float]
     work: Work
     lanes: Lanes
@@ -54,28 +57,35 @@ class IterationWork:
         return len(self) - len(self.plan.ops)
 
     def before_backward(self, early: dict[int, int]) -> "IterationWork":
-        """Return the compute until the backward begins, and operations that start before it, which are numbered."""
+        """Return the compute until the backward begins, and operations that start
+        before it, which are numbered."""
         points = [point for point in self.points if point <= BACKWARD]
         tasks = [*range(1 + len(points)), *(self.first_op + index for index in early)]
         ops = [
             op._replace(
                 after=tuple(early[predecessor] for predecessor in op.after),
-                holds=op.holds if op.holds is not None and not op.is_late and op.holds.point < BACKWARD else None,
+                holds=op.holds
+                if op.holds is not None and not op.is_late and op.holds.point < BACKWARD
+                else None,
             )
             for op in map(self.plan.ops.__getitem__, early)
         ]
         work = self.work.chosen(tasks)
         # They stop no compute of the iteration that they are not due in.
         work.mode[1 + len(points) :] = 0
-        return replace(self, plan=replace(self.plan, ops=tuple(ops)), points=points, work=work)
+        return replace(
+            self, plan=replace(self.plan, ops=tuple(ops)), points=points, work=work
+        )
 
     def reached(self, point: float, ends: list[float], start: int = 0) -> float:
-        """Return when compute arrives at a point, from the end of the start, which is the task `start`."""
+        """Return when compute arrives at a point, from the end of the start, which is
+        the task `start`."""
         return ends[start + 1 + self.points.index(point)] - ends[start]
 
 
 def run_tasks(iterations: Sequence[IterationWork], limit_s: float) -> Times | None:
-    """Return start and end of each task of iterations in a row, s; None if the last one surely ends after a limit.
+    """Return start and end of each task of iterations in a row, s; None if the last one
+    surely ends after a limit.
 
     Raises:
         PlanError: Operations wait for each other.
@@ -83,7 +93,9 @@ def run_tasks(iterations: Sequence[IterationWork], limit_s: float) -> Times | No
     tasks, bandwidth = tasks_of(iterations), iterations[0].lanes.bandwidth
     starts, ends, done = _LOOP.run(tasks, bandwidth, limit_s * (1 + 1e-9))
     if done < 0:
-        raise PlanError(f"policy {iterations[0].plan.policy}: operations wait for each other")
+        raise PlanError(
+            f"policy {iterations[0].plan.policy}: operations wait for each other"
+        )
     return None if done < len(starts) else (starts, ends)
 
 
@@ -116,17 +128,23 @@ def _compiled_loop() -> Any:
     return compiled_fluid.run
 
 
-def run_in_python(tasks: Tasks, bandwidth: fluid.Bandwidth, limit_s: float) -> tuple[list[float], list[float], int]:
-    """Return start and end of each task, and how many ended, see `fluid.run`. Lists are faster to read than arrays."""
+def run_in_python(
+    tasks: Tasks, bandwidth: fluid.Bandwidth, limit_s: float
+) -> tuple[list[float], list[float], int]:
+    """Return start and end of each task, and how many ended, see `fluid.run`. Lists are
+    faster to read than arrays."""
     tasks = Tasks(*(column.tolist() for column in tasks))
     bandwidth = fluid.Bandwidth(*(column.tolist() for column in bandwidth))
-    state = fluid.new_state(tasks, bandwidth, lambda count: [0.0] * count, lambda count: [0] * count)
+    state = fluid.new_state(
+        tasks, bandwidth, lambda count: [0.0] * count, lambda count: [0] * count
+    )
     done = fluid.run(tasks, bandwidth, state, limit_s)
     return state.starts, state.ends, done
 
 
 def tasks_of(iterations: Sequence[IterationWork]) -> Tasks:
-    """Return the tasks of iterations in a row. Those of an earlier iteration go first on each lane."""
+    """Return the tasks of iterations in a row. Those of an earlier iteration go first
+    on each lane."""
     if len(iterations) == 1:
         before, after = map(np.array, _edges(iterations[0], None))
         return Tasks(*iterations[0].work, before, after)
@@ -142,11 +160,15 @@ def tasks_of(iterations: Sequence[IterationWork]) -> Tasks:
     return Tasks(*map(np.concatenate, columns), *np.concatenate(edges, axis=1))
 
 
-def _edges(work: IterationWork, following: IterationWork | None) -> tuple[list[int], list[int]]:
-    """Return pairs of tasks of which one waits for the other, of an iteration whose start is task 0."""
+def _edges(
+    work: IterationWork, following: IterationWork | None
+) -> tuple[list[int], list[int]]:
+    """Return pairs of tasks of which one waits for the other, of an iteration whose
+    start is task 0."""
     ops, first, end = work.plan.ops, work.first_op, len(work)
     tasks = range(first, end)
-    # Of a point that occurs twice, the second one: operations of the next iteration wait there as compute does.
+    # Of a point that occurs twice, the second one: operations of the next iteration
+    # wait there as compute does.
     reached = {0.0: 0, **{point: task for task, point in enumerate(work.points, 1)}}
     before = [*range(first - 1), *(first + index for op in ops for index in op.after)]
     after = [
@@ -161,7 +183,8 @@ def _edges(work: IterationWork, following: IterationWork | None) -> tuple[list[i
             before.append(task)
             after.append(reached[op.holds.point] + 1)
     if following is not None:
-        # What is due at a point stops compute there: that of the next task, from when compute first arrives.
+        # What is due at a point stops compute there: that of the next task, from when
+        # compute first arrives.
         arrivals = reversed([*enumerate(following.points, end + 2)])
         gates: dict[float | None, int] = {
             None: end,

@@ -1,4 +1,5 @@
-"""Splits updates whose optimizer calls a closure: the closure's forward and backward are phases of their own."""
+"""Splits updates whose optimizer calls a closure: the closure's forward and backward
+are phases of their own."""
 
 from __future__ import annotations
 
@@ -13,22 +14,25 @@ from .iteration_rule import UPDATE
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-# A shorter part is only the way into the step (torch's hooks take about 40 us, and garbage may be collected), or out of
-# it. The way in counts by its CPU time, since the thread may be stopped there, unless it is so long that it waits.
+# A shorter part is only the way into the step (torch's hooks take about 40 us, and
+# garbage may be collected), or out of it. The way in counts by its CPU time, since the
+# thread may be stopped there, unless it is so long that it waits.
 _SHORT_BEFORE_NS = 500_000
 _WAITING_NS = 100_000_000
 _SHORT_AFTER_NS = 20_000
 
 _SEVERAL_CALLS_NOTE = (
-    "an optimizer calls its closure several times per step (as LBFGS does): such a step is one update, "
+    "an optimizer calls its closure several times per step (as LBFGS does): such a "
+    "step is one update, "
     "with the forwards and backwards of the closure in it"
 )
 
 
 class UpdateParts:
-    """An open update that may call a closure. If it does so once, the parts of the step before and after the call are
-    updates, and what runs in the closure has phases of its own; if more often, all of it is one update. So they are
-    held back until the step ends. Created after `enter`, and ended by `leave` instead of the recorder's.
+    """An open update that may call a closure. If it does so once, the parts of the step
+    before and after the call are updates, and what runs in the closure has phases of
+    its own; if more often, all of it is one update. So they are held back until the
+    step ends. Created after `enter`, and ended by `leave` instead of the recorder's.
 
     `failed`: whether the closure raised, so that the optimizer has not stepped."""
 
@@ -45,8 +49,11 @@ class UpdateParts:
         self._stepped: list[Any] = []
         recorder.parts = self
 
-    def wrap_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any], of_torch: bool) -> tuple[Any, dict[str, Any]]:
-        """Replace the closure among the arguments of a `step`; a step `of_torch` does nothing before it calls it."""
+    def wrap_closure(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], of_torch: bool
+    ) -> tuple[Any, dict[str, Any]]:
+        """Replace the closure among the arguments of a `step`; a step `of_torch` does
+        nothing before it calls it."""
         if of_torch and not self._calls:
             self._measure_before()
         if len(args) > 1 and self._is_unwrapped(args[1]):
@@ -108,7 +115,8 @@ class UpdateParts:
         recorder.stepped.extend(self._stepped)
 
     def _merge(self) -> None:
-        """Make the whole step one update, when the closure is called for the second time."""
+        """Make the whole step one update, when the closure is called for the second
+        time."""
         if self._calls == 2:
             recorder = self._recorder
             try:
@@ -120,7 +128,8 @@ class UpdateParts:
                 recorder.fail(error)
 
     def finish(self, end_ns: int, counts: bool = True) -> bool:
-        """Write what was held back; return whether the last part is a phase. `counts`: it is of an iteration."""
+        """Write what was held back; return whether the last part is a phase. `counts`:
+        it is of an iteration."""
         before, recorder = self._before, self._recorder
         if self._calls != 1:
             return True
@@ -132,10 +141,13 @@ class UpdateParts:
             else:
                 recorder.release_marks(before)
         recorder.settle(True, self._deferred_outside)
-        return not self.failed and (end_ns - recorder.started_ns >= _SHORT_AFTER_NS or not keep_before)
+        return not self.failed and (
+            end_ns - recorder.started_ns >= _SHORT_AFTER_NS or not keep_before
+        )
 
     def leave(self, optimizer: Any) -> None:
-        """Close the update of `optimizer`, which counts if another thread has opened a phase meanwhile."""
+        """Close the update of `optimizer`, which counts if another thread has opened a
+        phase meanwhile."""
         recorder = self._recorder
         if not self._lost:
             recorder.leave()

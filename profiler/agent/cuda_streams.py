@@ -1,11 +1,13 @@
-"""CUDA streams that no job can get: torch gives its own 32 of a priority to every caller in turn."""
+"""CUDA streams that no job can get: torch gives its own 32 of a priority to every
+caller in turn."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import Any
 
-# CU_STREAM_NON_BLOCKING: no waits for the default stream. https://docs.nvidia.com/cuda/cuda-driver-api (cuStreamCreate)
+# CU_STREAM_NON_BLOCKING: no waits for the default stream.
+# https://docs.nvidia.com/cuda/cuda-driver-api (cuStreamCreate)
 _NON_BLOCKING = 1
 
 
@@ -19,7 +21,9 @@ def own_stream(torch: Any, device: int) -> Any:
             return torch.cuda.Stream()
         # Makes the context of the device the current one.
         torch.cuda.current_stream(device)
-        error = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
+        error = ctypes.CDLL("libcuda.so.1").cuStreamCreate(
+            ctypes.byref(handle), _NON_BLOCKING
+        )
         if error or handle.value is None:
             return torch.cuda.Stream()
     return torch.cuda.ExternalStream(handle.value, device)

@@ -1,4 +1,5 @@
-"""Captures that are too expensive for a whole job, made over some of its iterations: allocations, copies, kernels."""
+"""Captures that are too expensive for a whole job, made over some of its iterations:
+allocations, copies, kernels."""
 
 from __future__ import annotations
 
@@ -23,27 +24,36 @@ from .threads import NOT_READ_NOTE
 _KINETO_LEVEL = "KINETO_LOG_LEVEL"
 _SILENT = "6"
 _ERROR = 2
-# The first iterations compile, tune and create optimizer state: the allocations of a later one are more typical.
+# The first iterations compile, tune and create optimizer state: the allocations of a
+# later one are more typical.
 _SETTLED_ITERATION = 2
 _MAX_ENTRIES = 2_000_000
 _MAX_CALLS = 1_000_000
 _OTHER_THREAD = (
-    "allocations were not recorded: on a CPU torch's profiler records them, and would crash the process if the thread "
+    "allocations were not recorded: on a CPU torch's profiler records them, and would "
+    "crash the process if the thread "
     "that started it ended; let the main thread train"
 )
-_OWN_CAPTURE = "allocations were not recorded to the end: the job uses a profiler or an allocator history of its own"
-_NO_HISTORY = (
-    "allocations were not recorded: cudaMallocAsync keeps no history of them; leave out backend:cudaMallocAsync"
+_OWN_CAPTURE = (
+    "allocations were not recorded to the end: the job uses a profiler or an allocator "
+    "history of its own"
 )
-# A slice is at most so long, and about as large (20,000 events); the first one is a single iteration.
+_NO_HISTORY = (
+    "allocations were not recorded: cudaMallocAsync keeps no history of them; leave "
+    "out backend:cudaMallocAsync"
+)
+# A slice is at most so long, and about as large (20,000 events); the first one is a
+# single iteration.
 _SLICE_NS, _SLICE_BYTES = 2_000_000_000, 5_000_000
-# Slices may hold up one part in so many of the job's time, with an advance; after _UNPAUSED_NS pauses grow.
+# Slices may hold up one part in so many of the job's time, with an advance; after
+# _UNPAUSED_NS pauses grow.
 _HELD_SHARE, _ADVANCE_NS, _UNPAUSED_NS = 100, 1_000_000_000, 10_000_000_000
 
 
 class GuardedProfiler:
-    """A profiler of torch that runs beside the job: `running`, None if none does. CUPTI, and torch, serve one profiler
-    at a time: `on_job_profiler`, which must stop it, is called before the job begins one of its own."""
+    """A profiler of torch that runs beside the job: `running`, None if none does.
+    CUPTI, and torch, serve one profiler at a time: `on_job_profiler`, which must stop
+    it, is called before the job begins one of its own."""
 
     def __init__(self, torch: Any, on_job_profiler: Callable[[], None]) -> None:
         self.running: Any = None
@@ -53,10 +63,13 @@ class GuardedProfiler:
         # A profiler begins in one or the other of these.
         self._patches = Patches()
         for name in ("_prepare_trace", "__enter__"):
-            self._patches.wrap(torch.autograd.profiler.profile, name, self._yield_to_job)
+            self._patches.wrap(
+                torch.autograd.profiler.profile, name, self._yield_to_job
+            )
 
     def start(self, /, **options: Any) -> bool:
-        """Start a profiler with options of `torch.profiler.profile`; return False if the job has one of its own."""
+        """Start a profiler with options of `torch.profiler.profile`; return False if
+        the job has one of its own."""
         if self._torch._C._autograd._profiler_enabled():
             return False
         self._thread = _thread.get_ident()
@@ -67,7 +80,8 @@ class GuardedProfiler:
 
     @property
     def on_its_thread(self) -> bool:
-        """Whether this thread started the profiler. Only that one can stop it: torch crashes otherwise."""
+        """Whether this thread started the profiler. Only that one can stop it: torch
+        crashes otherwise."""
         return self._thread == _thread.get_ident()
 
     def stop(self) -> Any:
@@ -82,7 +96,9 @@ class GuardedProfiler:
         self._patches.undo()
 
     @wrapper
-    def _yield_to_job(self, original: Callable[..., Any], profiler: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def _yield_to_job(
+        self, original: Callable[..., Any], profiler: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Wrap a method in which a profiler begins."""
         ours = self.running
         if ours is not None and getattr(ours, "profiler", None) not in (None, profiler):
@@ -92,7 +108,8 @@ class GuardedProfiler:
 
 @contextlib.contextmanager
 def _without_log_lines() -> Iterator[None]:
-    """Keep Kineto, which reads its level at its first start, from logging to the job's stderr."""
+    """Keep Kineto, which reads its level at its first start, from logging to the job's
+    stderr."""
     before = os.environ.get(_KINETO_LEVEL)
     os.environ.setdefault(_KINETO_LEVEL, _SILENT)
     try:
@@ -104,7 +121,8 @@ def _without_log_lines() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_allocator_warnings(torch: Any) -> Iterator[None]:
-    """Keep torch's CPU allocator from warning that blocks are older than the profiler."""
+    """Keep torch's CPU allocator from warning that blocks are older than the
+    profiler."""
     library = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so")
     try:
         level = ctypes.c_int.in_dll(ctypes.CDLL(library), "FLAGS_caffe2_log_level")
@@ -119,9 +137,10 @@ def without_allocator_warnings(torch: Any) -> Iterator[None]:
 
 
 class AllocationCapture:
-    """Captures the allocations of some iterations: from the history of the CUDA allocator, else from torch's profiler.
-    Writes two files: the allocations as torch gives them, and what only the job knows: the owners of blocks by address,
-    at several times of each iteration, and the calls of all modules."""
+    """Captures the allocations of some iterations: from the history of the CUDA
+    allocator, else from torch's profiler. Writes two files: the allocations as torch
+    gives them, and what only the job knows: the owners of blocks by address, at several
+    times of each iteration, and the calls of all modules."""
 
     def __init__(self, recorder: Recorder, torch: Any, options: Options) -> None:
         self._recorder = recorder
@@ -143,7 +162,8 @@ class AllocationCapture:
             self._start()
 
     def enter_update(self) -> None:
-        """Note the owners of blocks, gradients among them, at the start of an update."""
+        """Note the owners of blocks, gradients among them, at the start of an
+        update."""
         if self._source is not None:
             self._add_owners()
 
@@ -164,12 +184,24 @@ class AllocationCapture:
         self._add_owners()
         roots = self._recorder.model_and_optimizers()[0]
         for root in roots:
-            self._hooks.append(root.register_forward_pre_hook(lambda *_: self._add_owners()))
+            self._hooks.append(
+                root.register_forward_pre_hook(lambda *_: self._add_owners())
+            )
             for name, module in root.named_modules():
                 label = name or type(module).__name__
-                self._hooks.append(module.register_forward_pre_hook(lambda *_, label=label: self._enter_module(label)))
-                self._hooks.append(module.register_forward_hook(lambda *_: self._enter_module(None), always_call=True))
-            self._hooks.append(root.register_forward_hook(lambda *_: self._add_owners()))
+                self._hooks.append(
+                    module.register_forward_pre_hook(
+                        lambda *_, label=label: self._enter_module(label)
+                    )
+                )
+                self._hooks.append(
+                    module.register_forward_hook(
+                        lambda *_: self._enter_module(None), always_call=True
+                    )
+                )
+            self._hooks.append(
+                root.register_forward_hook(lambda *_: self._add_owners())
+            )
 
     def _keeps_history(self) -> bool:
         backend = getattr(self._torch.cuda, "get_allocator_backend", None)
@@ -189,10 +221,15 @@ class AllocationCapture:
             self._recorder.fail(error)
 
     def stop(self) -> None:
-        """End the capture and write its files, if it runs. Torch's profiler must be stopped by the thread that started
-        it: another one leaves that to the end of the job."""
+        """End the capture and write its files, if it runs. Torch's profiler must be
+        stopped by the thread that started it: another one leaves that to the end of the
+        job."""
         source = self._source
-        if source is None or self._pid != os.getpid() or (isinstance(source, _Profile) and not _on_main_thread()):
+        if (
+            source is None
+            or self._pid != os.getpid()
+            or (isinstance(source, _Profile) and not _on_main_thread())
+        ):
             return
         self._source, self._ended = None, True
         atexit.unregister(self.stop)
@@ -217,7 +254,9 @@ class AllocationCapture:
         os.replace(target + ".new", target)
         self._owners, self._calls = [], []
         if source.full:
-            self._recorder.job_info.note(f"the allocator history holds only its last {_MAX_ENTRIES} events")
+            self._recorder.job_info.note(
+                f"the allocator history holds only its last {_MAX_ENTRIES} events"
+            )
 
     def _yield_to_job(self) -> None:
         """End the capture before the job begins a profiler of its own."""
@@ -243,20 +282,25 @@ class _History:
     def start(self) -> bool:
         if self._torch._C._cuda_isHistoryEnabled():
             return False
-        self._memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=_MAX_ENTRIES)
+        self._memory._record_memory_history(
+            enabled="all", context="alloc", stacks="python", max_entries=_MAX_ENTRIES
+        )
         return True
 
     def write(self, path: str) -> bool:
         snapshot = self._memory._snapshot()
         self._memory._record_memory_history(enabled=None)
-        self.full = any(len(events) >= _MAX_ENTRIES for events in snapshot["device_traces"])
+        self.full = any(
+            len(events) >= _MAX_ENTRIES for events in snapshot["device_traces"]
+        )
         with open(path, "wb") as file:
             pickle.dump(snapshot, file)
         return True
 
 
 class _Profile:
-    """The memory events of torch's profiler, as a Chrome trace; of the CPU's allocator."""
+    """The memory events of torch's profiler, as a Chrome trace; of the CPU's
+    allocator."""
 
     suffix = "json"
     device = "cpu"
@@ -269,7 +313,9 @@ class _Profile:
         self._torch = torch
 
     def start(self) -> bool:
-        if not self._profiler.start(activities=self._activities, profile_memory=True, with_stack=True):
+        if not self._profiler.start(
+            activities=self._activities, profile_memory=True, with_stack=True
+        ):
             self._profiler.restore()
             return False
         self._quiet.enter_context(without_allocator_warnings(self._torch))
@@ -281,7 +327,8 @@ class _Profile:
         if self._profiler.running is None:
             return False
         profiler = self._profiler.stop()
-        if not os.path.isdir(os.path.dirname(path)):  # Kineto would write a line to stderr.
+        # Kineto would write a line to stderr.
+        if not os.path.isdir(os.path.dirname(path)):
             return False
         profiler.export_chrome_trace(path)
         # Its events take hundreds of MB, and it refers to itself.
@@ -290,7 +337,8 @@ class _Profile:
 
 
 def attach_captures(recorder: Recorder, torch: Any, options: Options) -> None:
-    """Add the captures that `options` ask for to `recorder`. Copies are those of CUDA."""
+    """Add the captures that `options` ask for to `recorder`. Copies are those of
+    CUDA."""
     if options.memory and options.allocator_iterations:
         capture = AllocationCapture(recorder, torch, options)
         recorder.on_iteration.append(capture.enter_iteration)
@@ -303,9 +351,10 @@ def attach_captures(recorder: Recorder, torch: Any, options: Options) -> None:
 
 
 class CopyCapture:
-    """Records copies, kernels and the calls that launch them, from CUPTI through torch's profiler, in slices of whole
-    iterations: a Chrome trace each, named for its span. That holds the job up, so slices are short, with pauses unless
-    `last` is set. If the job profiles itself, this capture ends with a note."""
+    """Records copies, kernels and the calls that launch them, from CUPTI through
+    torch's profiler, in slices of whole iterations: a Chrome trace each, named for its
+    span. That holds the job up, so slices are short, with pauses unless `last` is set.
+    If the job profiles itself, this capture ends with a note."""
 
     def __init__(self, recorder: Recorder, torch: Any, options: Options) -> None:
         self._recorder = recorder
@@ -319,23 +368,37 @@ class CopyCapture:
     def enter_iteration(self, iteration: int) -> None:
         """Stop or start the profiler at the beginning of an iteration."""
         if self._profiler.running is not None and not self._profiler.on_its_thread:
-            return  # another thread trains as well; only the one that began the slice can end it
+            # another thread trains as well; only the one that began the slice can end
+            # it
+            return
         now_ns, last = time.monotonic_ns(), self._options.last
-        outside = iteration < self._options.first or (last is not None and iteration >= last)
+        outside = iteration < self._options.first or (
+            last is not None and iteration >= last
+        )
         if outside or now_ns >= self._stop_ns:
             self.stop()
-        if self._profiler.running or outside or self._given_up or now_ns < self._resume_ns:
+        if (
+            self._profiler.running
+            or outside
+            or self._given_up
+            or now_ns < self._resume_ns
+        ):
             return
         if self._torch.cuda.is_initialized():
             self._start()
 
     def _start(self) -> None:
         begin_ns = time.monotonic_ns()
-        if not self._profiler.start(activities=[self._torch.profiler.ProfilerActivity.CUDA]):
+        if not self._profiler.start(
+            activities=[self._torch.profiler.ProfilerActivity.CUDA]
+        ):
             self._give_up("the job uses a profiler of its own")
             return
         self._begin_ns = begin_ns
-        self._stop_ns, self._first_ns = begin_ns + self._length_ns, self._first_ns or begin_ns
+        self._stop_ns, self._first_ns = (
+            begin_ns + self._length_ns,
+            self._first_ns or begin_ns,
+        )
 
     def stop(self) -> None:
         """End the slice and write it, if one runs."""
@@ -346,16 +409,23 @@ class CopyCapture:
             return
         stop_ns = time.monotonic_ns()
         profiler = self._profiler.stop()
-        # The profiler waits for the device, which runs behind the host: all that it ran until now is in the slice.
+        # The profiler waits for the device, which runs behind the host: all that it ran
+        # until now is in the slice.
         end_ns = time.monotonic_ns()
         path = self._recorder.job_info.path(f"copies-{self._begin_ns}-{end_ns}.json")
         profiler.export_chrome_trace(path + ".new")
         os.replace(path + ".new", path)
-        self._length_ns = min(_SLICE_NS, (stop_ns - self._begin_ns) * _SLICE_BYTES // os.path.getsize(path))
+        self._length_ns = min(
+            _SLICE_NS,
+            (stop_ns - self._begin_ns) * _SLICE_BYTES // os.path.getsize(path),
+        )
         self._held_ns += time.monotonic_ns() - stop_ns
         if self._options.last is None:
             pause_ns = max(0, stop_ns - self._first_ns - _UNPAUSED_NS)
-            self._resume_ns = max(stop_ns + pause_ns, self._first_ns + _HELD_SHARE * (self._held_ns - _ADVANCE_NS))
+            self._resume_ns = max(
+                stop_ns + pause_ns,
+                self._first_ns + _HELD_SHARE * (self._held_ns - _ADVANCE_NS),
+            )
 
     def close(self) -> None:
         """End the slice, and restore torch's profiler."""

@@ -1,4 +1,5 @@
-"""Sees exceptions that end a thread, and keeps frames of hooks out of their tracebacks."""
+"""Sees exceptions that end a thread, and keeps frames of hooks out of their
+tracebacks."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _MAX_CHAIN = 100
 
 
 class ExceptionHooks:
-    """Calls `see` with each exception that nothing handles, then the hooks that were there before, from creation on."""
+    """Calls `see` with each exception that nothing handles, then the hooks that were
+    there before, from creation on."""
 
     def __init__(self, see: Callable[[BaseException], None]) -> None:
         self._see = see
@@ -44,13 +46,15 @@ class ExceptionHooks:
         try:
             for link in _chain(error):
                 self._see(link)
-                link.__traceback__ = without_hidden(link.__traceback__)  # Python 3.10 has kept the entries
+                # Python 3.10 has kept the entries
+                link.__traceback__ = without_hidden(link.__traceback__)
         except Exception:
             pass  # the exception of the job is to be printed in any case
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception, and those that it was raised from or while they were handled, each once."""
+    """Yield an exception, and those that it was raised from or while they were handled,
+    each once."""
     pending, done = [error], set[int]()
     while pending and len(done) < _MAX_CHAIN:
         link = pending.pop()
@@ -61,6 +65,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def propagates(error: BaseException) -> bool:
-    """Return whether an exception passes through a hook now; else the job handles it, and calls a hook meanwhile."""
+    """Return whether an exception passes through a hook now; else the job handles it,
+    and calls a hook meanwhile."""
     entry = error.__traceback__
-    return entry is not None and entry.tb_frame.f_code.co_filename.startswith(_OWN_FOLDERS)
+    return entry is not None and entry.tb_frame.f_code.co_filename.startswith(
+        _OWN_FOLDERS
+    )

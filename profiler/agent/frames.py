@@ -1,4 +1,5 @@
-"""Keeps the frames of hooks out of warnings, logs and tracebacks of the job, which show what they show unrecorded."""
+"""Keeps the frames of hooks out of warnings, logs and tracebacks of the job, which show
+what they show unrecorded."""
 
 from __future__ import annotations
 
@@ -9,20 +10,22 @@ import inspect
 from types import CodeType, FunctionType, TracebackType
 from typing import Any, Callable
 
-# Python's `warnings` (for a stacklevel above 1) and `logging` pass over files with both of these words in their names,
-# which are those of its import system.
+# Python's `warnings` (for a stacklevel above 1) and `logging` pass over files with both
+# of these words in their names, which are those of its import system.
 _HIDDEN = ".importlib._bootstrap"
 
 
 def hide_frame(function: Any) -> Any:
-    """Make warnings and logs pass over the frames of a function; return the function."""
+    """Make warnings and logs pass over the frames of a function; return the
+    function."""
     code = function.__code__
     function.__code__ = code.replace(co_filename=code.co_filename + _HIDDEN)
     return function
 
 
 def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a hook, and keeps hooks out of the traceback of an exception that passes."""
+    """Return a function that calls a hook, and keeps hooks out of the traceback of an
+    exception that passes."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -53,9 +56,10 @@ def without_hidden(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def code_with_hook(call: Any) -> CodeType:
-    """Return the code of `torch.nn.Module._wrapped_call_impl` with a third way to go on: a module without a compiled
-    call of its own (`Module.compile`) has one of a hook, which is called at the line of the call without hooks. Raises
-    ValueError or OSError if its source is another, or is not there."""
+    """Return the code of `torch.nn.Module._wrapped_call_impl` with a third way to go
+    on: a module without a compiled call of its own (`Module.compile`) has one of a
+    hook, which is called at the line of the call without hooks. Raises ValueError or
+    OSError if its source is another, or is not there."""
     lines, first_line = inspect.getsourcelines(call)
     tree = ast.parse("class Module:\n" + "".join(lines))
     (method,) = tree.body[0].body  # type: ignore[attr-defined]
@@ -71,5 +75,9 @@ def code_with_hook(call: Any) -> CodeType:
     ast.increment_lineno(tree, first_line - 2)
     code = compile(tree, call.__code__.co_filename, "exec", dont_inherit=True)
     for name in ("Module", call.__name__):
-        (code,) = [part for part in code.co_consts if isinstance(part, CodeType) and part.co_name == name]
+        (code,) = [
+            part
+            for part in code.co_consts
+            if isinstance(part, CodeType) and part.co_name == name
+        ]
     return code

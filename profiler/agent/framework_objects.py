@@ -1,6 +1,8 @@
-"""Reads optimizers, modules and parameters of frameworks that keep them in ways of their own.
+"""Reads optimizers, modules and parameters of frameworks that keep them in ways of
+their own.
 
-The agent of a feature knows those of its framework: its module `hooks` has a `READER`.
+The agent of a feature knows those of its framework: its module `hooks` has a
+`READER`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from .feature_agents import feature_hooks
 
 
 class FrameworkReader:
-    """Reads the objects of a framework, without a call of the job. All methods return None of other objects."""
+    """Reads the objects of a framework, without a call of the job. All methods return
+    None of other objects."""
 
     def inner_optimizers(self, optimizer: Any) -> Any:
         """Return the torch optimizers in an optimizer."""
@@ -24,10 +27,12 @@ class FrameworkReader:
         """Return this rank's parameters in each subgroup, with padding."""
 
     def state_device(self, optimizer: Any) -> Any:
-        """Return where the state is if this process has no tensors of it: `nvme`, or `cpu` for another process."""
+        """Return where the state is if this process has no tensors of it: `nvme`, or
+        `cpu` for another process."""
 
     def gradients(self, optimizer: Any) -> Any:
-        """Return tensors, or containers of some, with gradients beside those of parameters."""
+        """Return tensors, or containers of some, with gradients beside those of
+        parameters."""
 
     def content(self, module: Any) -> Any:
         """Return the module that a wrapper contains."""
@@ -39,7 +44,8 @@ class FrameworkReader:
         """Return the number of elements of a parameter over all ranks."""
 
     def describe(self, engine: Any, recomputes: bool) -> Any:
-        """Return the section of meta.json on an engine after a step, whose modules were seen to run again or not."""
+        """Return the section of meta.json on an engine after a step, whose modules were
+        seen to run again or not."""
 
 
 @functools.cache
@@ -54,28 +60,33 @@ def _first(method: Any, *values: Any) -> Any:
 
 
 def torch_optimizers(optimizer: Any) -> Any:
-    """Return the torch optimizers with the state: those inside of one of a framework, else itself."""
+    """Return the torch optimizers with the state: those inside of one of a framework,
+    else itself."""
     inner = _first(FrameworkReader.inner_optimizers, optimizer)
     return [optimizer] if inner is None else inner
 
 
 def fp32_masters(optimizer: Any) -> Any:
-    """Return the flat fp32 parameters of each subgroup that this rank updates; None if it has no subgroups."""
+    """Return the flat fp32 parameters of each subgroup that this rank updates; None if
+    it has no subgroups."""
     return _first(FrameworkReader.masters, optimizer)
 
 
 def subgroup_sizes(optimizer: Any) -> Any:
-    """Return this rank's parameters in each subgroup, with padding; None if it has no subgroups."""
+    """Return this rank's parameters in each subgroup, with padding; None if it has no
+    subgroups."""
     return _first(FrameworkReader.subgroup_sizes, optimizer)
 
 
 def state_device(optimizer: Any) -> Any:
-    """Return where the state is if this process has no tensors of it; None if it has."""
+    """Return where the state is if this process has no tensors of it; None if it
+    has."""
     return _first(FrameworkReader.state_device, optimizer)
 
 
 def further_gradients(optimizer: Any) -> Any:
-    """Return tensors, or containers of some, with gradients beside those of parameters; None if there are none."""
+    """Return tensors, or containers of some, with gradients beside those of parameters;
+    None if there are none."""
     return _first(FrameworkReader.gradients, optimizer)
 
 
@@ -85,7 +96,8 @@ def content(module: Any) -> Any:
 
 
 def local_tensor(parameter: Any) -> Any:
-    """Return this rank's part of a model's parameter: a partition, or the local tensor of a DTensor."""
+    """Return this rank's part of a model's parameter: a partition, or the local tensor
+    of a DTensor."""
     part = _first(FrameworkReader.local_tensor, parameter)
     return getattr(parameter, "_local_tensor", parameter) if part is None else part
 
@@ -96,5 +108,6 @@ def total_elements(parameter: Any) -> int:
 
 
 def describe_engine(engine: Any, recomputes: bool) -> Any:
-    """Return the section of meta.json on a framework's engine after a step; None of other objects."""
+    """Return the section of meta.json on a framework's engine after a step; None of
+    other objects."""
     return _first(FrameworkReader.describe, engine, recomputes)

@@ -1,4 +1,5 @@
-"""Lists the memory of parameters, buffers, gradients and optimizer state, by module. Reads the job's objects only."""
+"""Lists the memory of parameters, buffers, gradients and optimizer state, by module.
+Reads the job's objects only."""
 
 from __future__ import annotations
 
@@ -8,11 +9,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any, Callable
 
-from .framework_objects import content, fp32_masters, further_gradients, torch_optimizers
+from .framework_objects import (
+    content,
+    fp32_masters,
+    further_gradients,
+    torch_optimizers,
+)
 
 _MAX_HOLDERS = 1000
 _MAX_DEPTH = 4
-# Modules that contain the model under this attribute; its parts keep the names that they have in the model.
+# Modules that contain the model under this attribute; its parts keep the names that
+# they have in the model.
 _WRAPPERS = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
@@ -21,7 +28,12 @@ _WRAPPERS = {
     "OptimizedModule": "_orig_mod",
 }
 
-PARAMETER, BUFFER, GRADIENT, STATE = "parameter", "buffer", "gradient", "optimizer_state"
+PARAMETER, BUFFER, GRADIENT, STATE = (
+    "parameter",
+    "buffer",
+    "gradient",
+    "optimizer_state",
+)
 
 
 def _data_address(storage: Any) -> int:
@@ -31,34 +43,52 @@ def _data_address(storage: Any) -> int:
 def list_holders(
     modules: Iterable[Any], optimizers: Iterable[Any], failed_on: str | None = None
 ) -> list[dict[str, Any]]:
-    """Return `device`, `category`, `module` (None: not known) and `bytes` of all holders, the largest first. Each
-    storage counts once, for the first tensor in the order of parameters, buffers, gradients and optimizer state, these
-    two of the module of their parameter; of a shared one, each tensor with its own part, and the rest of no module.
-    Where a backward has just failed on the device `failed_on`, autograd's threads of other devices may still replace
-    gradients: they are left out unless all parameters are on this device."""
-    return _largest_first(_collect_storages(modules, optimizers, _data_address, failed_on).sizes())
+    """Return `device`, `category`, `module` (None: not known) and `bytes` of all
+    holders, the largest first. Each storage counts once, for the first tensor in the
+    order of parameters, buffers, gradients and optimizer state, these two of the module
+    of their parameter; of a shared one, each tensor with its own part, and the rest of
+    no module. Where a backward has just failed on the device `failed_on`, autograd's
+    threads of other devices may still replace gradients: they are left out unless all
+    parameters are on this device."""
+    return _largest_first(
+        _collect_storages(modules, optimizers, _data_address, failed_on).sizes()
+    )
 
 
 def list_blocks(
-    modules: Iterable[Any], optimizers: Iterable[Any], address_of: Callable[[Any], int] = _data_address
+    modules: Iterable[Any],
+    optimizers: Iterable[Any],
+    address_of: Callable[[Any], int] = _data_address,
 ) -> list[tuple[int, int, str, str | None]]:
-    """Return (address, bytes, category, module) of each storage of a model and its optimizers; of a shared one the
-    category of the first tensor, and the module None. `address_of` returns the address of a storage, 0 for one without
-    memory."""
+    """Return (address, bytes, category, module) of each storage of a model and its
+    optimizers; of a shared one the category of the first tensor, and the module None.
+    `address_of` returns the address of a storage, 0 for one without memory."""
     return _collect_storages(modules, optimizers, address_of).blocks()
 
 
 def _collect_storages(
-    modules: Iterable[Any], optimizers: Iterable[Any], address_of: Callable[[Any], int], failed_on: str | None = None
+    modules: Iterable[Any],
+    optimizers: Iterable[Any],
+    address_of: Callable[[Any], int],
+    failed_on: str | None = None,
 ) -> _Storages:
     # Tensors must not notice uses: the class of some waits in functions of torch.
-    disable = getattr(getattr(sys.modules.get("torch"), "_C", None), "DisableTorchFunctionSubclass", nullcontext)
+    disable = getattr(
+        getattr(sys.modules.get("torch"), "_C", None),
+        "DisableTorchFunctionSubclass",
+        nullcontext,
+    )
     with disable():
-        return _collect_without_overrides(list(modules), list(optimizers), address_of, failed_on)
+        return _collect_without_overrides(
+            list(modules), list(optimizers), address_of, failed_on
+        )
 
 
 def _collect_without_overrides(
-    modules: list[Any], optimizers: list[Any], address_of: Callable[[Any], int], failed_on: str | None
+    modules: list[Any],
+    optimizers: list[Any],
+    address_of: Callable[[Any], int],
+    failed_on: str | None,
 ) -> _Storages:
     storages = _Storages(address_of)
     names: dict[int, str] = {}
@@ -69,18 +99,32 @@ def _collect_without_overrides(
             if parameter is not None and id(parameter) not in names:
                 names[id(parameter)] = name
                 parameters[id(parameter)] = parameter
-        buffers += [(buffer, name) for buffer in module._buffers.values() if buffer is not None]
-    inner_optimizers = {id(inner): inner for optimizer in optimizers for inner in torch_optimizers(optimizer)}
-    masters = {id(master): master for optimizer in optimizers for master in fp32_masters(optimizer) or ()}
+        buffers += [
+            (buffer, name) for buffer in module._buffers.values() if buffer is not None
+        ]
+    inner_optimizers = {
+        id(inner): inner
+        for optimizer in optimizers
+        for inner in torch_optimizers(optimizer)
+    }
+    masters = {
+        id(master): master
+        for optimizer in optimizers
+        for master in fp32_masters(optimizer) or ()
+    }
     for optimizer in inner_optimizers.values():
         for group in getattr(optimizer, "param_groups", ()):
-            parameters.update((id(p), p) for p in group["params"] if id(p) not in masters)
+            parameters.update(
+                (id(p), p) for p in group["params"] if id(p) not in masters
+            )
     for key, parameter in parameters.items():
         storages.add(getattr(parameter, "ds_tensor", None), PARAMETER, names.get(key))
         storages.add(parameter, PARAMETER, names.get(key))
     for buffer, name in buffers:
         storages.add(buffer, BUFFER, name)
-    if failed_on is None or all(str(parameter.device) == failed_on for parameter in parameters.values()):
+    if failed_on is None or all(
+        str(parameter.device) == failed_on for parameter in parameters.values()
+    ):
         for key, parameter in (*parameters.items(), *masters.items()):
             storages.add(parameter.grad, GRADIENT, names.get(key))
     for optimizer in optimizers:
@@ -101,9 +145,13 @@ class _Storages:
     def __init__(self, address_of: Callable[[Any], int]) -> None:
         self._address_of = address_of
         # (device, address) -> (bytes, {(offset, bytes of a tensor): its holder})
-        self._storages: dict[tuple[Any, int], tuple[int, dict[tuple[int, int], Any]]] = {}
+        self._storages: dict[
+            tuple[Any, int], tuple[int, dict[tuple[int, int], Any]]
+        ] = {}
 
-    def add(self, value: Any, category: str, module: str | None, depth: int = 0) -> None:
+    def add(
+        self, value: Any, category: str, module: str | None, depth: int = 0
+    ) -> None:
         """Add a tensor, or the tensors in a container; ignore anything else."""
         if hasattr(value, "untyped_storage"):
             flatten = getattr(value, "__tensor_flatten__", None)
@@ -135,11 +183,14 @@ class _Storages:
         entries = []
         for (_, address), (size, parts) in self._storages.items():
             _, category, module = next(iter(parts.values()))
-            entries.append((address, size, category, module if len(parts) == 1 else None))
+            entries.append(
+                (address, size, category, module if len(parts) == 1 else None)
+            )
         return entries
 
     def sizes(self) -> Counter[Any]:
-        """Return the bytes of each holder: a device of torch, a category, and a module or None."""
+        """Return the bytes of each holder: a device of torch, a category, and a module
+        or None."""
         sizes: Counter[Any] = Counter()
         for size, parts in self._storages.values():
             if len(parts) == 1:
@@ -156,7 +207,8 @@ class _Storages:
 
 
 def _named_modules(roots: list[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each module once, by its dotted name in the model: without the modules that only wrap others."""
+    """Yield each module once, by its dotted name in the model: without the modules that
+    only wrap others."""
     roots = list({id(root): root for root in roots}.values())
     inner = {id(part) for root in roots for part in root.modules() if part is not root}
     roots = [root for root in roots if id(root) not in inner]
@@ -189,7 +241,8 @@ def _content(module: Any) -> Any:
 
 
 def _largest_first(sizes: Counter[Any]) -> list[dict[str, Any]]:
-    """Return the holders by size; if there are too many, modules are summed up in their parents, the deepest first."""
+    """Return the holders by size; if there are too many, modules are summed up in their
+    parents, the deepest first."""
     while len(sizes) > _MAX_HOLDERS:
         depth = max(module.count(".") for _, _, module in sizes if module is not None)
         if not depth:

@@ -1,4 +1,5 @@
-"""Keeps the figures of the iterations that ended last, for a job that asks for them (`ebbtide.metrics`)."""
+"""Keeps the figures of the iterations that ended last, for a job that asks for them
+(`ebbtide.metrics`)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class PhaseRecord(NamedTuple):
     end_mark: EventMark | None
 
 
-# The device may lag some iterations behind the host, and the samples of the link a second.
+# The device may lag some iterations behind the host, and the samples of the link a
+# second.
 _ITERATIONS = 128
 # Phases without an end of an iteration: a job whose optimizer is not seen.
 _MAX_PHASES = 8192
@@ -39,17 +41,22 @@ class _Iteration(NamedTuple):
     """A finished iteration."""
 
     number: int
-    begin_ns: int  # Start of the first iteration that was recorded, where that is before its first phase; else 0.
+    # Start of the first iteration that was recorded, where that is before its first
+    # phase; else 0.
+    begin_ns: int
     follows: bool  # Whether another iteration ended before it.
     phases: tuple[_Phase, ...]
-    peaks: dict[tuple[int, int], int]  # The largest readings in bytes, by pool and device.
+    # The largest readings in bytes, by pool and device.
+    peaks: dict[tuple[int, int], int]
 
 
 class IterationTimes(NamedTuple):
-    """Times of an iteration in ns of CLOCK_MONOTONIC: those of the device where it ran there, else of the host."""
+    """Times of an iteration in ns of CLOCK_MONOTONIC: those of the device where it ran
+    there, else of the host."""
 
     number: int
-    start_ns: int  # End of the iteration before; start of the first phase where there is none.
+    # End of the iteration before; start of the first phase where there is none.
+    start_ns: int
     end_ns: int
     phase_ns: tuple[int, ...]  # Sum of each phase, in the order of `spool.PHASES`.
 
@@ -82,7 +89,8 @@ class IterationFigures:
                 self._peaks[key] = size
 
     def begin(self, start_ns: int) -> None:
-        """Note where the first recorded iteration begins, if that is not at its first phase."""
+        """Note where the first recorded iteration begins, if that is not at its first
+        phase."""
         self._begin_ns = start_ns
 
     def end_iteration(self, number: int) -> None:
@@ -97,16 +105,23 @@ class IterationFigures:
         begin_ns, follows = self._begin_ns, last is not None
         if last is not None and last.number == number:
             self._finished.pop()
-            phases, begin_ns, follows = last.phases + phases, last.begin_ns, last.follows
+            phases, begin_ns, follows = (
+                last.phases + phases,
+                last.begin_ns,
+                last.follows,
+            )
             for key, size in last.peaks.items():
                 peaks[key] = max(size, peaks.get(key, size))
         self._finished.append(_Iteration(number, begin_ns, follows, phases, peaks))
         self._begin_ns = 0
 
     def times(self) -> Iterator[IterationTimes]:
-        """Yield the times of the iterations that ended last, the newest first. Iterations whose device times are not
-        all known are left out, and the oldest one that is kept, whose start is not known."""
-        spans = {span.sequence: (span.start_ns, span.end_ns) for span in list(self._spans)}
+        """Yield the times of the iterations that ended last, the newest first.
+        Iterations whose device times are not all known are left out, and the oldest one
+        that is kept, whose start is not known."""
+        spans = {
+            span.sequence: (span.start_ns, span.end_ns) for span in list(self._spans)
+        }
         later: tuple[_Iteration, list[tuple[int, int]]] | None = None
         for iteration in reversed(list(self._finished)):
             bounds = _bounds(iteration.phases, spans)
@@ -117,15 +132,29 @@ class IterationFigures:
             yield _times(*later, later[0].begin_ns or None)
 
     def peaks(self, number: int) -> dict[tuple[int, int], int]:
-        """Return peaks in bytes by pool and device: of the last iteration up to `number` that was wholly read."""
-        iterations = [iteration for iteration in list(self._finished) if iteration.number <= number]
+        """Return peaks in bytes by pool and device: of the last iteration up to
+        `number` that was wholly read."""
+        iterations = [
+            iteration
+            for iteration in list(self._finished)
+            if iteration.number <= number
+        ]
         # Of very short steps memory is read at the ends of some phases only.
-        wholly_read = [iteration for iteration in iterations if all(read for _, read in iteration.phases)]
-        return next((iteration.peaks for iteration in reversed(wholly_read or iterations)), {})
+        wholly_read = [
+            iteration
+            for iteration in iterations
+            if all(read for _, read in iteration.phases)
+        ]
+        return next(
+            (iteration.peaks for iteration in reversed(wholly_read or iterations)), {}
+        )
 
 
-def _bounds(phases: Sequence[_Phase], spans: dict[int, tuple[int, int]]) -> list[tuple[int, int]] | None:
-    """Return start and end of each phase, on the device if all ran there; None until it has passed them all."""
+def _bounds(
+    phases: Sequence[_Phase], spans: dict[int, tuple[int, int]]
+) -> list[tuple[int, int]] | None:
+    """Return start and end of each phase, on the device if all ran there; None until it
+    has passed them all."""
     records = [record for record, _ in phases]
     if not all(_ran_on_device(record) for record in records):
         return [(record.start_ns, record.end_ns) for record in records]
@@ -138,11 +167,18 @@ def _ran_on_device(record: PhaseRecord) -> bool:
     return start is not None and end is not None and start.device == end.device
 
 
-def _times(iteration: _Iteration, bounds: list[tuple[int, int]], previous_end_ns: int | None) -> IterationTimes:
+def _times(
+    iteration: _Iteration, bounds: list[tuple[int, int]], previous_end_ns: int | None
+) -> IterationTimes:
     earliest_ns = min(start_ns for start_ns, _ in bounds)
-    # Device clocks are aligned to within microseconds: a first phase may seem to begin before its iteration.
-    start_ns = earliest_ns if previous_end_ns is None else min(previous_end_ns, earliest_ns)
+    # Device clocks are aligned to within microseconds: a first phase may seem to begin
+    # before its iteration.
+    start_ns = (
+        earliest_ns if previous_end_ns is None else min(previous_end_ns, earliest_ns)
+    )
     sums = [0] * len(PHASES)
     for (record, _), (phase_start_ns, phase_end_ns) in zip(iteration.phases, bounds):
         sums[record.phase] += phase_end_ns - phase_start_ns
-    return IterationTimes(iteration.number, start_ns, max(end_ns for _, end_ns in bounds), tuple(sums))
+    return IterationTimes(
+        iteration.number, start_ns, max(end_ns for _, end_ns in bounds), tuple(sums)
+    )

@@ -11,7 +11,8 @@ FORWARD, BACKWARD, UPDATE = range(len(PHASES))
 
 
 class _Stepper:
-    """An optimizer that steps, and its parameters by id. It keeps none of them alive."""
+    """An optimizer that steps, and its parameters by id. It keeps none of them
+    alive."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = ref(optimizer)
@@ -21,30 +22,37 @@ class _Stepper:
 
     def read(self, optimizer: Any) -> None:
         """Add parameters that the optimizer has got since the last call."""
-        # Not of optimizers that contain others: reading their properties may have effects.
+        # Not of optimizers that contain others: reading their properties may have
+        # effects.
         groups = getattr(optimizer, "__dict__", {}).get("param_groups")
         size = (len(groups), len(groups[-1]["params"])) if groups else (0, 0)
         if size != self._size:
             self._size = size
             for group in groups or ():
-                self.parameters.update((id(parameter), ref(parameter)) for parameter in group["params"])
+                self.parameters.update(
+                    (id(parameter), ref(parameter)) for parameter in group["params"]
+                )
 
 
 class IterationRule:
-    """Numbers iterations as optimizers step; `index`: the current one, -1 before the first update. An iteration ends at
-    the last update before an optimizer, or a parameter, that has already stepped in it steps again after a backward:
-    the two optimizers of a GAN make one, and gradient accumulation adds none, nor do ZeRO-3, which steps once per
-    subgroup, and distributed checkpointing, which steps once before training to create state. Where an optimizer that
-    has stepped in it is gone by then, a new one ends it, too."""
+    """Numbers iterations as optimizers step; `index`: the current one, -1 before the
+    first update. An iteration ends at the last update before an optimizer, or a
+    parameter, that has already stepped in it steps again after a backward: the two
+    optimizers of a GAN make one, and gradient accumulation adds none, nor do ZeRO-3,
+    which steps once per subgroup, and distributed checkpointing, which steps once
+    before training to create state. Where an optimizer that has stepped in it is gone
+    by then, a new one ends it, too."""
 
     def __init__(self) -> None:
         self.index = -1
         self._backwards = 0  # that had begun at the last update
         self._steppers: WeakKeyDictionary[Any, _Stepper] = WeakKeyDictionary()
-        # Those that have stepped in this iteration, by the id of the optimizer: before the last backward, and since.
+        # Those that have stepped in this iteration, by the id of the optimizer: before
+        # the last backward, and since.
         self._before: dict[int, _Stepper] = {}
         self._since: dict[int, _Stepper] = {}
-        self._parameters_before: dict[int, ref[Any]] | None = None  # None: not collected yet
+        # None: not collected yet
+        self._parameters_before: dict[int, ref[Any]] | None = None
 
     @property
     def optimizers(self) -> list[Any]:
@@ -52,8 +60,9 @@ class IterationRule:
         return live_keys(self._steppers)
 
     def add_update(self, optimizers: list[Any], backwards: int) -> int | None:
-        """Account for one update, after so many `backwards` that have begun in this process, and return the iteration
-        that it ends (the same number again while updates extend it); None if it belongs to none."""
+        """Account for one update, after so many `backwards` that have begun in this
+        process, and return the iteration that it ends (the same number again while
+        updates extend it); None if it belongs to none."""
         if backwards > self._backwards:
             self._backwards = backwards
             self._before.update(self._since)
@@ -83,7 +92,9 @@ class IterationRule:
             return False
         if before.get(key) is stepper:
             return True
-        if not stepper.has_stepped and any(other.optimizer() is None for other in before.values()):
+        if not stepper.has_stepped and any(
+            other.optimizer() is None for other in before.values()
+        ):
             return True
         if self._parameters_before is None:
             self._parameters_before = {}
@@ -91,7 +102,9 @@ class IterationRule:
                 self._parameters_before.update(other.parameters)
         common = self._parameters_before.keys() & stepper.parameters.keys()
         # An object has one reference, and another that has got its address has its own.
-        return any(self._parameters_before[key] is stepper.parameters[key] for key in common)
+        return any(
+            self._parameters_before[key] is stepper.parameters[key] for key in common
+        )
 
 
 def live_keys(mapping: WeakKeyDictionary[Any, Any]) -> list[Any]:

@@ -1,4 +1,5 @@
-"""Facts about the job as a whole: host, rank, devices, framework, and model and optimizers at its first update."""
+"""Facts about the job as a whole: host, rank, devices, framework, and model and
+optimizers at its first update."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from .spool import within_limit
 
 
 class JobInfo:
-    """The file `facts-NAME.json` beside the spool of this name, replaced as a whole at each change. Never raises."""
+    """The file `facts-NAME.json` beside the spool of this name, replaced as a whole at
+    each change. Never raises."""
 
     def __init__(self, torch: Any, directory: str) -> None:
         self._torch = torch
@@ -40,20 +42,30 @@ class JobInfo:
         self._described: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
     def read_ranks(self) -> tuple[int, int, int]:
-        """Return (rank, world size, local rank): from torch.distributed if it runs, else from the environment."""
-        rank, world_size = _environment_number("RANK", 0), _environment_number("WORLD_SIZE", 1)
+        """Return (rank, world size, local rank): from torch.distributed if it runs,
+        else from the environment."""
+        rank, world_size = (
+            _environment_number("RANK", 0),
+            _environment_number("WORLD_SIZE", 1),
+        )
         distributed = getattr(self._torch, "distributed", None)
-        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        if (
+            distributed is not None
+            and distributed.is_available()
+            and distributed.is_initialized()
+        ):
             rank, world_size = distributed.get_rank(), distributed.get_world_size()
         return rank, world_size, _environment_number("LOCAL_RANK", 0)
 
     @property
     def devices(self) -> list[dict[str, Any]]:
-        """The devices of the process, as of its first phase or its first update; none where it uses no GPU."""
+        """The devices of the process, as of its first phase or its first update; none
+        where it uses no GPU."""
         return list(self._data.get("devices", ()))
 
     def begin(self, name: str) -> None:
-        """Describe the process, at its first phase. `name` is the name of the spool that this belongs to."""
+        """Describe the process, at its first phase. `name` is the name of the spool
+        that this belongs to."""
         self._name = name
         rank, world_size, local_rank = self.read_ranks()
         torch = self._torch
@@ -68,20 +80,30 @@ class JobInfo:
             python=platform.python_version(),
             torch=torch.__version__,
             cuda=torch.version.cuda,
-            threads={"torch": torch.get_num_threads(), "omp": os.environ.get("OMP_NUM_THREADS")},
+            threads={
+                "torch": torch.get_num_threads(),
+                "omp": os.environ.get("OMP_NUM_THREADS"),
+            },
             devices=self._devices(),
         )
         self.write()
 
     def add_training(
-        self, modules: Iterable[Any], optimizers: Iterable[Any], recomputes: bool, batch: dict[str, Any]
+        self,
+        modules: Iterable[Any],
+        optimizers: Iterable[Any],
+        recomputes: bool,
+        batch: dict[str, Any],
     ) -> None:
-        """Describe the model and the optimizers of an update that has ended, if an optimizer is new. Optimizer state
-        exists only after the first step, so an optimizer that has skipped its step waits for the next."""
+        """Describe the model and the optimizers of an update that has ended, if an
+        optimizer is new. Optimizer state exists only after the first step, so an
+        optimizer that has skipped its step waits for the next."""
         new = [
             o
             for o in optimizers
-            if not self._described.get(o) and hasattr(o, "param_groups") and not getattr(o, "overflow", False)
+            if not self._described.get(o)
+            and hasattr(o, "param_groups")
+            and not getattr(o, "overflow", False)
         ]
         if not new:
             return
@@ -112,7 +134,8 @@ class JobInfo:
         self.write()
 
     def write(self) -> None:
-        """Replace the file; do nothing before `begin`. Where another thread is at it, that one writes again."""
+        """Replace the file; do nothing before `begin`. Where another thread is at it,
+        that one writes again."""
         self._changed = self._name is not None
         while self._changed and self._writing.acquire(False):
             self._changed = False
@@ -131,7 +154,9 @@ class JobInfo:
                 file.write(text)
             os.replace(path + ".new", path)
         except (OSError, ValueError, TypeError, RuntimeError):
-            pass  # for example a full disk: the spool's header has all that the trace requires
+            # for example a full disk: the spool's header has all that the trace
+            # requires
+            pass
 
     def _devices(self) -> list[dict[str, Any]]:
         cuda = self._torch.cuda
@@ -140,13 +165,24 @@ class JobInfo:
         index = cuda.current_device()
         properties = cuda.get_device_properties(index)
         uuid = getattr(properties, "uuid", None)
-        device = {"device": f"cuda:{index}", "kind": "cuda", "name": properties.name, "uuid": uuid and f"GPU-{uuid}"}
+        device = {
+            "device": f"cuda:{index}",
+            "kind": "cuda",
+            "name": properties.name,
+            "uuid": uuid and f"GPU-{uuid}",
+        }
         return [{**device, "capacity_bytes": properties.total_memory}]
 
 
 def _launch() -> str:
-    """Return text that is the same in all processes of one distributed job, and differs between jobs."""
-    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    """Return text that is the same in all processes of one distributed job, and differs
+    between jobs."""
+    names = (
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_RESTART_COUNT",
+    )
     return " ".join(os.environ.get(name, "-") for name in names)
 
 
@@ -157,22 +193,35 @@ def _environment_number(variable: str, default: int) -> int:
         return default
 
 
-def describe_model(modules: list[Any], optimizers: list[Any], recomputes: bool) -> dict[str, Any]:
-    """Return the trace's `model` entry: of the outermost modules, which together are the model. Its `params` counts the
-    parameters whose optimizer state is on this rank. `recomputes`: whether modules were called in the backward."""
-    modules = [module if (inner := content(module)) is None else inner for module in modules]
-    parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
+def describe_model(
+    modules: list[Any], optimizers: list[Any], recomputes: bool
+) -> dict[str, Any]:
+    """Return the trace's `model` entry: of the outermost modules, which together are
+    the model. Its `params` counts the parameters whose optimizer state is on this rank.
+    `recomputes`: whether modules were called in the backward."""
+    modules = [
+        module if (inner := content(module)) is None else inner for module in modules
+    ]
+    parameters = list(
+        {id(p): p for module in modules for p in module.parameters()}.values()
+    )
     tensors = [local_tensor(p) for p in parameters]
     dtypes: Counter[str] = Counter()
     for tensor in tensors:
         dtypes[_dtype(tensor)] += tensor.numel()
-    partitions = [sizes for sizes in map(subgroup_sizes, optimizers) if sizes is not None]
+    partitions = [
+        sizes for sizes in map(subgroup_sizes, optimizers) if sizes is not None
+    ]
     return {
         # A loss is a module too; one without parameters is not a model.
-        "classes": sorted({type(m).__name__ for m in modules if any(True for _ in m.parameters())}),
+        "classes": sorted(
+            {type(m).__name__ for m in modules if any(True for _ in m.parameters())}
+        ),
         "params": sum(map(sum, partitions)) if partitions else sum(dtypes.values()),
         "total_params": sum(map(total_elements, parameters)),
-        "trainable_params": sum(t.numel() for p, t in zip(parameters, tensors) if p.requires_grad),
+        "trainable_params": sum(
+            t.numel() for p, t in zip(parameters, tensors) if p.requires_grad
+        ),
         "bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         "dtypes": dict(dtypes),
         "checkpointing": recomputes,
@@ -180,27 +229,49 @@ def describe_model(modules: list[Any], optimizers: list[Any], recomputes: bool) 
 
 
 def describe_optimizers(optimizers: list[Any]) -> list[dict[str, Any]]:
-    """Describe the optimizers, with one entry per class: a job that steps in the backward has one per parameter."""
+    """Describe the optimizers, with one entry per class: a job that steps in the
+    backward has one per parameter."""
     by_class: dict[str, list[Any]] = {}
     for optimizer in optimizers:
-        by_class.setdefault(type(torch_optimizers(optimizer)[0]).__name__, []).append(optimizer)
-    return [{"class": name, **_describe_class(same_class)} for name, same_class in by_class.items()]
+        by_class.setdefault(type(torch_optimizers(optimizer)[0]).__name__, []).append(
+            optimizer
+        )
+    return [
+        {"class": name, **_describe_class(same_class)}
+        for name, same_class in by_class.items()
+    ]
 
 
 def _describe_class(optimizers: list[Any]) -> dict[str, Any]:
-    groups = [group for optimizer in optimizers for group in torch_optimizers(optimizer)[0].param_groups]
+    groups = [
+        group
+        for optimizer in optimizers
+        for group in torch_optimizers(optimizer)[0].param_groups
+    ]
     parameters = [p for optimizer in optimizers for p in _parameters(optimizer)]
     description = {
         "count": len(optimizers),
         "ebbtide": any(hasattr(optimizer, "ebbtide_state") for optimizer in optimizers),
         "groups": len(groups),
-        "params": sum(sum(subgroup_sizes(o) or [local_tensor(p).numel() for p in _parameters(o)]) for o in optimizers),
+        "params": sum(
+            sum(subgroup_sizes(o) or [local_tensor(p).numel() for p in _parameters(o)])
+            for o in optimizers
+        ),
         "param_dtypes": sorted({_dtype(p) for p in parameters}),
     }
-    elsewhere = {device for device in map(state_device, optimizers) if device is not None}
+    elsewhere = {
+        device for device in map(state_device, optimizers) if device is not None
+    }
     if elsewhere:
-        return {**description, "state_devices": ["nvme" if "nvme" in elsewhere else "cpu"]}
-    state = [(name, local_tensor(tensor)) for optimizer in optimizers for name, tensor in _state(optimizer)]
+        return {
+            **description,
+            "state_devices": ["nvme" if "nvme" in elsewhere else "cpu"],
+        }
+    state = [
+        (name, local_tensor(tensor))
+        for optimizer in optimizers
+        for name, tensor in _state(optimizer)
+    ]
     dtypes: Counter[str] = Counter()
     names: Counter[str] = Counter()
     for name, tensor in state:
@@ -209,11 +280,15 @@ def _describe_class(optimizers: list[Any]) -> dict[str, Any]:
     devices = {tensor.device.type for _, tensor in state}
     return {
         **description,
-        "state_bytes": sum(tensor.numel() * tensor.element_size() for _, tensor in state),
+        "state_bytes": sum(
+            tensor.numel() * tensor.element_size() for _, tensor in state
+        ),
         "state_dtypes": dict(dtypes),
         "state_names": dict(names),
         # State of ebbtide's in a file has no memory.
-        "state_devices": sorted("nvme" if device == "meta" else device for device in devices),
+        "state_devices": sorted(
+            "nvme" if device == "meta" else device for device in devices
+        ),
     }
 
 
@@ -223,27 +298,41 @@ def _parameters(optimizer: Any) -> list[Any]:
         return list(masters)
     first = torch_optimizers(optimizer)[0]
     # Frozen ones, which some jobs of LoRA pass too, have no state.
-    return [p for group in first.param_groups for p in group["params"] if p.requires_grad or p in first.state]
+    return [
+        p
+        for group in first.param_groups
+        for p in group["params"]
+        if p.requires_grad or p in first.state
+    ]
 
 
 def _state(optimizer: Any) -> list[Any]:
-    """Return (name, tensor) of the state; that of ebbtide's optimizers includes their masters."""
+    """Return (name, tensor) of the state; that of ebbtide's optimizers includes their
+    masters."""
     own = getattr(optimizer, "ebbtide_state", None)
     if own is not None:
         return list(own)
     # Copied in one step: another thread may add to its own state.
     states = [
-        state for torch_optimizer in torch_optimizers(optimizer) for state in list(torch_optimizer.state.values())
+        state
+        for torch_optimizer in torch_optimizers(optimizer)
+        for state in list(torch_optimizer.state.values())
     ]
-    return [item for state in states for item in list(state.items()) if hasattr(item[1], "element_size")]
+    return [
+        item
+        for state in states
+        for item in list(state.items())
+        if hasattr(item[1], "element_size")
+    ]
 
 
 def _dtype(tensor: Any) -> str:
     return str(tensor.dtype).rpartition(".")[2]
 
 
-# Name, a module that is loaded only where the framework trains, and the package with its version. Those that build on
-# others come first. DeepSpeed is loaded by others too: the trace's entry `deepspeed` tells whether it trains.
+# Name, a module that is loaded only where the framework trains, and the package with
+# its version. Those that build on others come first. DeepSpeed is loaded by others too:
+# the trace's entry `deepspeed` tells whether it trains.
 _FRAMEWORKS = (
     ("llamafactory", "llamafactory.train", "llamafactory"),
     ("axolotl", "axolotl.core.trainers", "axolotl"),
@@ -258,23 +347,34 @@ _TRAINING_ARGUMENTS = "transformers.training_args"
 
 
 def describe_framework(modules: Iterable[Any], batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry `framework`: name, version, and samples and tokens of a micro-step, those of `batch_of`."""
+    """Return the entry `framework`: name, version, and samples and tokens of a
+    micro-step, those of `batch_of`."""
     for name, module, package in _FRAMEWORKS:
         if module in sys.modules:
             version = getattr(sys.modules.get(package), "__version__", None)
             return {"name": name, "version": version, **batch, **_stated_batch()}
     sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    is_sharded = sharded is not None and any(isinstance(module, sharded) for module in modules)
+    is_sharded = sharded is not None and any(
+        isinstance(module, sharded) for module in modules
+    )
     version = getattr(sys.modules.get("torch"), "__version__", None)
-    return {"name": "fsdp2" if is_sharded else "torch", "version": version and str(version), **batch}
+    return {
+        "name": "fsdp2" if is_sharded else "torch",
+        "version": version and str(version),
+        **batch,
+    }
 
 
 def batch_of(value: Any, tensor: type, depth: int = 4) -> dict[str, Any]:
-    """Return the samples of the first tensor in the arguments of a model, and its tokens if it is a matrix of integers;
-    empty if there is none."""
+    """Return the samples of the first tensor in the arguments of a model, and its
+    tokens if it is a matrix of integers; empty if there is none."""
     if isinstance(value, tensor):
         shape, dtype = value.shape, value.dtype  # type: ignore[attr-defined]
-        tokens = {"tokens": int(shape[0] * shape[1])} if len(shape) == 2 and "int" in str(dtype) else {}
+        tokens = (
+            {"tokens": int(shape[0] * shape[1])}
+            if len(shape) == 2 and "int" in str(dtype)
+            else {}
+        )
         return {"micro_batch": int(shape[0]), **tokens} if len(shape) else {}
     parts: Any = list(value.values()) if isinstance(value, Mapping) else value
     if not depth or not isinstance(parts, (list, tuple)):
@@ -284,11 +384,14 @@ def batch_of(value: Any, tensor: type, depth: int = 4) -> dict[str, Any]:
 
 
 def _stated_batch() -> dict[str, Any]:
-    """Return the micro-batch of the arguments of transformers' Trainer, which those of others inherit. A preference
-    trainer joins two samples in one input of its model, and a packed one has a single row."""
+    """Return the micro-batch of the arguments of transformers' Trainer, which those of
+    others inherit. A preference trainer joins two samples in one input of its model,
+    and a packed one has a single row."""
     base = getattr(sys.modules.get(_TRAINING_ARGUMENTS), "TrainingArguments", None)
     if base is None:
         return {}
-    arguments = next((one for one in gc.get_objects() if base in type(one).__mro__), None)
+    arguments = next(
+        (one for one in gc.get_objects() if base in type(one).__mro__), None
+    )
     size = getattr(arguments, "per_device_train_batch_size", None)
     return {"micro_batch": size} if isinstance(size, int) and size > 0 else {}

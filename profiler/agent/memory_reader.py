@@ -18,7 +18,8 @@ PINNED = POOLS.index("pinned")
 # A reading: (pool, device or HOST, bytes).
 Reading = tuple[int, int, int]
 
-# Memory readings at the ends of phases may take one part in so many of the time, and those at their starts.
+# Memory readings at the ends of phases may take one part in so many of the time, and
+# those at their starts.
 _END_SHARE, _START_SHARE = 100, 1000
 
 
@@ -26,17 +27,23 @@ class _MallInfo2(ctypes.Structure):
     _fields_ = [
         (field, ctypes.c_size_t)
         for field in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks",
+            "uordblks", "fordblks", "keepcost"
         )
     ]  # fmt: skip
 
 
 def _find_mallinfo2() -> Any:
-    """Return glibc's function that reads what malloc has handed out; None for another malloc."""
-    if any(other in os.environ.get("LD_PRELOAD", "") for other in ("jemalloc", "tcmalloc", "mimalloc")):
+    """Return glibc's function that reads what malloc has handed out; None for another
+    malloc."""
+    if any(
+        other in os.environ.get("LD_PRELOAD", "")
+        for other in ("jemalloc", "tcmalloc", "mimalloc")
+    ):
         return None
     try:
-        # PyDLL: the call takes about 3 us, less than releasing the GIL and acquiring it again.
+        # PyDLL: the call takes about 3 us, less than releasing the GIL and acquiring it
+        # again.
         mallinfo2 = ctypes.PyDLL(None).mallinfo2
     except (OSError, AttributeError):
         return None
@@ -46,7 +53,8 @@ def _find_mallinfo2() -> Any:
 
 
 class MemoryReader:
-    """Reads the memory pools of the device that the job uses: the GPU, or the CPU's heap."""
+    """Reads the memory pools of the device that the job uses: the GPU, or the CPU's
+    heap."""
 
     def __init__(self, torch: Any, enabled: bool = True) -> None:
         self.enabled = enabled
@@ -55,19 +63,22 @@ class MemoryReader:
         self._host_stats = getattr(torch._C, "_cuda_hostMemoryStats", None)
         self._mallinfo2 = _find_mallinfo2()
         self._device: int | None = None
-        # Duration of a reading: the least one of late, since a single one may contain the time of other processes. A
-        # heap of many fragments makes mallinfo2 slow; a caller that reads on a timer chooses its interval by this.
+        # Duration of a reading: the least one of late, since a single one may contain
+        # the time of other processes. A heap of many fragments makes mallinfo2 slow; a
+        # caller that reads on a timer chooses its interval by this.
         self.cost_ns = 0
 
     def read_here(self) -> list[Reading]:
-        """Read every pool now, of the current thread's device, which is then that of `read`."""
+        """Read every pool now, of the current thread's device, which is then that of
+        `read`."""
         if self._cuda.is_initialized():
             self._device = self._cuda.current_device()
         return self.read()
 
     def read(self, device: int | None = None) -> list[Reading]:
-        """Read every pool now, of a device of CUDA; return an empty list if none can be read. CUDA's current device
-        belongs to a thread and is 0 in a new one: None is the device of the last `read_here`."""
+        """Read every pool now, of a device of CUDA; return an empty list if none can be
+        read. CUDA's current device belongs to a thread and is 0 in a new one: None is
+        the device of the last `read_here`."""
         begun_ns = time.monotonic_ns()
         if self._cuda.is_initialized():
             if self._device is None:
@@ -75,13 +86,16 @@ class MemoryReader:
             readings = self._read_cuda(self._device if device is None else device)
         else:
             info = self._mallinfo2() if self._mallinfo2 is not None else None
-            readings = [] if info is None else [(HEAP, HOST, info.uordblks + info.hblkhd)]
+            readings = (
+                [] if info is None else [(HEAP, HOST, info.uordblks + info.hblkhd)]
+            )
         spent_ns = time.monotonic_ns() - begun_ns
         self.cost_ns = min(spent_ns, 2 * self.cost_ns or spent_ns)
         return readings
 
     def _read_cuda(self, device: int) -> list[Reading]:
-        """Read torch's caching allocator on a device, and pinned memory if torch counts it."""
+        """Read torch's caching allocator on a device, and pinned memory if torch counts
+        it."""
         try:
             stats = self._bindings._cuda_memoryStats(device)
         except RuntimeError:
@@ -91,16 +105,21 @@ class MemoryReader:
             (ALLOCATED, device, stats["allocated_bytes"]["all"]["current"]),
             (RESERVED, device, stats["reserved_bytes"]["all"]["current"]),
         ]
-        pinned = self._host_stats().get("allocated_bytes", {}) if self._host_stats is not None else {}
+        pinned = (
+            self._host_stats().get("allocated_bytes", {})
+            if self._host_stats is not None
+            else {}
+        )
         if "current" in pinned:
             readings.append((PINNED, HOST, pinned["current"]))
         return readings
 
 
 class PhaseReadings:
-    """Reads memory at the boundaries of phases, as long as that takes little of the time: of too short steps, which
-    begin at a forward after another phase, only some, each as a whole. The start of a phase is read from `due_ns` on:
-    the reading at the end of the last one mostly still holds."""
+    """Reads memory at the boundaries of phases, as long as that takes little of the
+    time: of too short steps, which begin at a forward after another phase, only some,
+    each as a whole. The start of a phase is read from `due_ns` on: the reading at the
+    end of the last one mostly still holds."""
 
     def __init__(self, memory: MemoryReader) -> None:
         self._memory = memory

@@ -1,4 +1,5 @@
-"""Records details in slices of the job that `ebbtide profile --attach` asks for while it runs."""
+"""Records details in slices of the job that `ebbtide profile --attach` asks for while
+it runs."""
 
 from __future__ import annotations
 
@@ -27,9 +28,10 @@ def attach_on_demand(recorder: Recorder, torch: Any, options: Options) -> None:
 
 
 class DetailedSlices:
-    """Begins and ends detailed slices of a process at the boundaries of iterations. The background thread looks for
-    requests; the threads that train only compare two numbers there. A process that learns late of one begins at its
-    next iteration, and after the last iteration asked for it records nothing."""
+    """Begins and ends detailed slices of a process at the boundaries of iterations. The
+    background thread looks for requests; the threads that train only compare two
+    numbers there. A process that learns late of one begins at its next iteration, and
+    after the last iteration asked for it records nothing."""
 
     def __init__(self, recorder: Recorder, torch: Any) -> None:
         self._recorder = recorder
@@ -95,7 +97,8 @@ class DetailedSlices:
         allocations, self._allocations = self._allocations, None
         copies, self._copies = self._copies, None
         self._recorder.read_memory_every(None)
-        # In the reverse of the order in which they began: both may have wrapped the same methods of torch's profiler.
+        # In the reverse of the order in which they began: both may have wrapped the
+        # same methods of torch's profiler.
         if allocations is not None:
             self._recorder.on_update.remove(allocations.enter_update)
             allocations.stop()

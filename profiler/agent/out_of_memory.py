@@ -1,4 +1,5 @@
-"""Records the out-of-memory errors of a job, and what parameters, gradients and optimizer state hold."""
+"""Records the out-of-memory errors of a job, and what parameters, gradients and
+optimizer state hold."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ from .options import Options
 from .recorder import Recorder
 from .spool import PHASES
 
-# The first iterations create gradients and optimizer state: the inventory of a later one is the typical one.
+# The first iterations create gradients and optimizer state: the inventory of a later
+# one is the typical one.
 _SETTLED_ITERATION = 2
 _MAX_ERRORS = 3
 _MAX_FIRST = 3
 _MAX_MESSAGE = 2000
 _NOT_OBSERVED_NOTE = (
-    "out-of-memory errors are recorded from exceptions alone: the job's CUDA allocator is not torch's own, and does "
+    "out-of-memory errors are recorded from exceptions alone: the job's CUDA allocator "
+    "is not torch's own, and does "
     "not report them"
 )
 
@@ -44,7 +47,8 @@ def attach_memory_records(recorder: Recorder, torch: Any, options: Options) -> N
 
 
 class Inventories:
-    """Takes inventories: at the end of the first update, at the start of one that is typical, and when asked to."""
+    """Takes inventories: at the end of the first update, at the start of one that is
+    typical, and when asked to."""
 
     def __init__(self, recorder: Recorder, options: Options) -> None:
         self._recorder = recorder
@@ -55,30 +59,46 @@ class Inventories:
         self._first_updates = 0
 
     def enter_iteration(self, iteration: int) -> None:
-        """Take an inventory at the end of the first iteration; if another update extends it, take it again."""
+        """Take an inventory at the end of the first iteration; if another update
+        extends it, take it again."""
         if iteration == self._first + 1 and self._first_updates < _MAX_FIRST:
             self._first_updates += 1
             self._at_first = []
             self._take(self._at_first, _in_update(iteration - 1))
 
     def enter_update(self) -> None:
-        """Take an inventory at the start of the first update of the typical iteration."""
+        """Take an inventory at the start of the first update of the typical
+        iteration."""
         recorder = self._recorder
         if recorder.iteration >= self._settled:
             recorder.on_update.remove(self.enter_update)
-            if not self._take(self._others, _in_update(recorder.iteration)) and recorder.threads.several:
-                # What was read before is that of one thread, and lacks what the others hold.
+            if (
+                not self._take(self._others, _in_update(recorder.iteration))
+                and recorder.threads.several
+            ):
+                # What was read before is that of one thread, and lacks what the others
+                # hold.
                 self._at_first, self._others = [], []
                 recorder.job_info.set("inventories", [])
 
     def add_out_of_memory(self, record: dict[str, Any]) -> bool:
-        """Take an inventory at an out-of-memory error; return whether tensors could be read."""
+        """Take an inventory at an out-of-memory error; return whether tensors could be
+        read."""
         moment = {key: record[key] for key in ("t_ns", "iteration", "phase")}
         failed_on = record["device"] if record["phase"] == PHASES[BACKWARD] else None
-        return self._take(self._others, {**moment, "reason": "out of memory"}, failed_on)
+        return self._take(
+            self._others, {**moment, "reason": "out of memory"}, failed_on
+        )
 
-    def _take(self, inventories: list[dict[str, Any]], moment: dict[str, Any], failed_on: str | None = None) -> bool:
-        holders = self._recorder.read_tensors(functools.partial(list_holders, failed_on=failed_on))
+    def _take(
+        self,
+        inventories: list[dict[str, Any]],
+        moment: dict[str, Any],
+        failed_on: str | None = None,
+    ) -> bool:
+        holders = self._recorder.read_tensors(
+            functools.partial(list_holders, failed_on=failed_on)
+        )
         if holders is not None:
             inventories.append({**moment, "holders": holders})
             self._recorder.job_info.set("inventories", self._at_first + self._others)
@@ -86,43 +106,65 @@ class Inventories:
 
 
 def _in_update(iteration: int) -> dict[str, Any]:
-    return {"t_ns": time.monotonic_ns(), "iteration": iteration, "phase": "update", "reason": "update"}
+    return {
+        "t_ns": time.monotonic_ns(),
+        "iteration": iteration,
+        "phase": "update",
+        "reason": "update",
+    }
 
 
 class OutOfMemoryWatch:
-    """Records out-of-memory errors, up to a number: from torch's observer on CUDA, and from exceptions."""
+    """Records out-of-memory errors, up to a number: from torch's observer on CUDA, and
+    from exceptions."""
 
-    def __init__(self, recorder: Recorder, torch: Any, inventories: Inventories) -> None:
+    def __init__(
+        self, recorder: Recorder, torch: Any, inventories: Inventories
+    ) -> None:
         self._recorder = recorder
         self._torch = torch
         self._inventories = inventories
-        self._kind: Any = getattr(torch, "OutOfMemoryError", None) or torch.cuda.OutOfMemoryError
+        self._kind: Any = (
+            getattr(torch, "OutOfMemoryError", None) or torch.cuda.OutOfMemoryError
+        )
         self._records: list[dict[str, Any]] = []
         self._attached = False
         # The last record of the observer, whose exception was not seen yet.
         self._unexplained: dict[str, Any] | None = None
-        # The last record, where tensors could not be read at its time: in a backward that autograd's threads run.
+        # The last record, where tensors could not be read at its time: in a backward
+        # that autograd's threads run.
         self._without_inventory: dict[str, Any] | None = None
-        # Of the last exception, which itself would keep tensors alive: an address, and arguments that keep it unique.
+        # Of the last exception, which itself would keep tensors alive: an address, and
+        # arguments that keep it unique.
         self._last: tuple[int, tuple[Any, ...]] = 0, ()
 
     def attach_observer(self, iteration: int) -> None:
-        """Ask torch's CUDA allocator to report its errors, once the job uses it. It cannot be asked to stop."""
+        """Ask torch's CUDA allocator to report its errors, once the job uses it. It
+        cannot be asked to stop."""
         attach = getattr(self._torch._C, "_cuda_attach_out_of_memory_observer", None)
-        if not self._attached and attach is not None and self._torch.cuda.is_initialized():
+        if (
+            not self._attached
+            and attach is not None
+            and self._torch.cuda.is_initialized()
+        ):
             self._attached = True
             try:
                 attach(self.observe)
             except RuntimeError:
-                # Another allocator than torch's own: cudaMallocAsync, or a pluggable one.
+                # Another allocator than torch's own: cudaMallocAsync, or a pluggable
+                # one.
                 self._recorder.job_info.note(_NOT_OBSERVED_NOTE)
 
     def observe(self, device: int, requested: int, total: int, free: int) -> None:
-        """Record an allocation that failed. Called by torch inside of it, on any thread; never raises."""
+        """Record an allocation that failed. Called by torch inside of it, on any
+        thread; never raises."""
         try:
             if not self._recorder.live:
                 return
-            readings = {(pool, number): size for pool, number, size in self._recorder.read_memory(device)}
+            readings = {
+                (pool, number): size
+                for pool, number, size in self._recorder.read_memory(device)
+            }
             self._unexplained = self._add(
                 device=f"cuda:{device}",
                 requested_bytes=requested,
@@ -135,13 +177,18 @@ class OutOfMemoryWatch:
             self._recorder.fail(error)
 
     def see(self, error: BaseException) -> None:
-        """Record an exception if it says that memory ran out, and was not recorded yet."""
+        """Record an exception if it says that memory ran out, and was not recorded
+        yet."""
         recorder = self._recorder
         if not isinstance(error, RuntimeError) or not recorder.live:
             return
         text = str(error)
         on_cpu = "DefaultCPUAllocator" in text and "you tried to allocate" in text
-        if not on_cpu and not isinstance(error, self._kind) and "CUDA error: out of memory" not in text:
+        if (
+            not on_cpu
+            and not isinstance(error, self._kind)
+            and "CUDA error: out of memory" not in text
+        ):
             return
         if self._last[0] == id(error) and self._last[1] is error.args:
             return
@@ -155,24 +202,40 @@ class OutOfMemoryWatch:
                 self._inventories.add_out_of_memory(unexplained)
             return
         cuda = self._torch.cuda
-        device = "cpu" if on_cpu or not cuda.is_initialized() else f"cuda:{cuda.current_device()}"
+        device = (
+            "cpu"
+            if on_cpu or not cuda.is_initialized()
+            else f"cuda:{cuda.current_device()}"
+        )
         heap = None
-        if device == "cpu" and "allocated by" not in text:  # else the message has the figure of that moment
-            heap = next((size for pool, _, size in recorder.read_memory() if pool == HEAP), None)
+        # else the message has the figure of that moment
+        if device == "cpu" and "allocated by" not in text:
+            heap = next(
+                (size for pool, _, size in recorder.read_memory() if pool == HEAP), None
+            )
         self._add(device=device, allocated_bytes=heap, message=text)
 
     def _add(self, **figures: Any) -> dict[str, Any] | None:
-        """Add a record and an inventory; return None if there are enough, or nothing is recorded now."""
+        """Add a record and an inventory; return None if there are enough, or nothing is
+        recorded now."""
         recorder = self._recorder
         if len(self._records) >= _MAX_ERRORS or not recorder.begin_error():
             return None
         t_ns, iteration = time.monotonic_ns(), recorder.iteration
         phase = PHASES[recorder.phase] if recorder.in_phase else "other"
-        record = {"t_ns": t_ns, "iteration": iteration, "phase": phase, "message": None, **figures}
+        record = {
+            "t_ns": t_ns,
+            "iteration": iteration,
+            "phase": phase,
+            "message": None,
+            **figures,
+        }
         self._records.append(record)
         self._write()
         # The process may end at once: what is cheap and certain was written first.
-        self._without_inventory = None if self._inventories.add_out_of_memory(record) else record
+        self._without_inventory = (
+            None if self._inventories.add_out_of_memory(record) else record
+        )
         return record
 
     def _write(self) -> None:

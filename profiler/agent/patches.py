@@ -18,13 +18,16 @@ Wrappers = Mapping[str, Mapping[str, Wrapper]]
 
 
 def wrapper(hook: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
-    """Turn a hook into a wrapper of functions: a call of the wrapped function calls the hook, with the function first;
-    the object of a method and settings that the wrapper is bound to come before it."""
+    """Turn a hook into a wrapper of functions: a call of the wrapped function calls the
+    hook, with the function first; the object of a method and settings that the wrapper
+    is bound to come before it."""
 
     hide_frame(hook)
 
     def wrap(*arguments: Any) -> Callable[..., Any]:
-        return functools.update_wrapper(hidden(functools.partial(hook, *arguments)), arguments[-1])
+        return functools.update_wrapper(
+            hidden(functools.partial(hook, *arguments)), arguments[-1]
+        )
 
     return wrap
 
@@ -32,8 +35,8 @@ def wrapper(hook: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
 def when_imported(
     name: str, callback: Callable[[Any], Any], begins: Callable[[], Any] = lambda: None
 ) -> Callable[[], None]:
-    """Call `callback` with a module once it is imported, and `begins` when its import begins, without their exceptions;
-    return a function to cancel it."""
+    """Call `callback` with a module once it is imported, and `begins` when its import
+    begins, without their exceptions; return a function to cancel it."""
     module = sys.modules.get(name)
     if module is not None:
         with contextlib.suppress(Exception):
@@ -45,9 +48,12 @@ def when_imported(
 
 
 class ImportFinder:
-    """A finder on `sys.meta_path` that passes one module through, calls back after its import, and removes itself."""
+    """A finder on `sys.meta_path` that passes one module through, calls back after its
+    import, and removes itself."""
 
-    def __init__(self, name: str, callback: Callable[[Any], Any], begins: Callable[[], Any]) -> None:
+    def __init__(
+        self, name: str, callback: Callable[[Any], Any], begins: Callable[[], Any]
+    ) -> None:
         self._name = name
         self._callback = callback
         self._begins = begins
@@ -59,7 +65,8 @@ class ImportFinder:
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return the spec that the other finders give, with a loader that calls back; None for other modules."""
+        """Return the spec that the other finders give, with a loader that calls back;
+        None for other modules."""
         if name != self._name or self._searching:
             return None
         self._searching = True
@@ -74,7 +81,8 @@ class ImportFinder:
 
         @hidden
         def exec_module(module: Any) -> None:
-            vars(loader).pop("exec_module", None)  # restores the loader before its module can be looked at
+            # restores the loader before its module can be looked at
+            vars(loader).pop("exec_module", None)
             with contextlib.suppress(Exception):
                 self._begins()
             execute(module)
@@ -98,12 +106,16 @@ class Patches:
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace an attribute of `owner`, which it may inherit or lack."""
-        self.on_undo(functools.partial(_restore, owner, name, owner.__dict__.get(name, _MISSING)))
+        self.on_undo(
+            functools.partial(_restore, owner, name, owner.__dict__.get(name, _MISSING))
+        )
         setattr(owner, name, value)
 
     def set_code(self, function: Any, code: CodeType) -> None:
         """Replace the code of a function."""
-        self.on_undo(functools.partial(setattr, function, "__code__", function.__code__))
+        self.on_undo(
+            functools.partial(setattr, function, "__code__", function.__code__)
+        )
         function.__code__ = code
 
     def set_variables(self, values: Mapping[str, str]) -> None:
@@ -111,7 +123,11 @@ class Patches:
         for name, value in values.items():
             before = os.environ.get(name)
             restore = functools.partial(os.environ.__setitem__, name, before or "")
-            self.on_undo(functools.partial(os.environ.pop, name, None) if before is None else restore)
+            self.on_undo(
+                functools.partial(os.environ.pop, name, None)
+                if before is None
+                else restore
+            )
             os.environ[name] = value
 
     def on_undo(self, function: Callable[[], Any]) -> None:
@@ -123,17 +139,23 @@ class Patches:
         self.on_undo(when_imported(name, callback))
 
     def wrap_when_imported(self, module: str, wrappers: Wrappers) -> None:
-        """Do what `wrap` does to functions by their class ("": none) and name, once their module is imported."""
+        """Do what `wrap` does to functions by their class ("": none) and name, once
+        their module is imported."""
 
         def patch(imported: Any) -> None:
             for owner, methods in wrappers.items():
                 for name, wrapper in methods.items():
-                    self.wrap(getattr(imported, owner, None) if owner else imported, name, wrapper)
+                    self.wrap(
+                        getattr(imported, owner, None) if owner else imported,
+                        name,
+                        wrapper,
+                    )
 
         self.when_imported(module, patch)
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-        """Replace an attribute by `wrapper(original)`; do nothing if `owner` itself does not have it."""
+        """Replace an attribute by `wrapper(original)`; do nothing if `owner` itself
+        does not have it."""
         original = getattr(owner, "__dict__", {}).get(name)
         if original is not None:
             self.set(owner, name, wrapper(original))

@@ -1,4 +1,5 @@
-"""Writes the records of one process: operations, memory, device times, the end, and a trace for errors alone."""
+"""Writes the records of one process: operations, memory, device times, the end, and a
+trace for errors alone."""
 
 from __future__ import annotations
 
@@ -34,7 +35,12 @@ def _run(recorder: Any, spool: Spool, memory: MemoryReader) -> None:
     flushed_s = time.monotonic()
     while recorder.live and spool.is_open:
         period_s = recorder.poll_ms / 1e3
-        recorder.wake.acquire(True, max(period_s, memory.cost_ns * _POLL_SHARE / 1e9) if period_s else _FLUSH_SECONDS)
+        recorder.wake.acquire(
+            True,
+            max(period_s, memory.cost_ns * _POLL_SHARE / 1e9)
+            if period_s
+            else _FLUSH_SECONDS,
+        )
         try:
             # The first reading is that of a phase, whose device this thread then reads.
             if period_s and recorder.recording and memory.cost_ns:
@@ -51,36 +57,48 @@ def _run(recorder: Any, spool: Spool, memory: MemoryReader) -> None:
 
 
 class ProcessRecorder:
-    """Records a process into a spool, from `_open_files` on; `recorder.Recorder` adds its phases."""
+    """Records a process into a spool, from `_open_files` on; `recorder.Recorder` adds
+    its phases."""
 
     def __init__(self, torch: Any, directory: str, options: Options) -> None:
         self.live = True
         self.errors_only = options.errors_only
         self.on_iteration: list[Callable[[int], None]] = []
         self.on_update: list[Callable[[], None]] = []
-        self.on_error: list[Callable[[BaseException], None]] = []  # called with an exception of the job
+        # called with an exception of the job
+        self.on_error: list[Callable[[BaseException], None]] = []
         self.on_close: list[Callable[[], None]] = []
-        self.on_flush: list[Callable[[], None]] = []  # called by the background thread a few times a second
-        self.on_restart: list[Callable[[], None]] = []  # called in a forked child, which has no other function
+        # called by the background thread a few times a second
+        self.on_flush: list[Callable[[], None]] = []
+        # called in a forked child, which has no other function
+        self.on_restart: list[Callable[[], None]] = []
         self.directory = directory
         self._torch = torch
         self._options = options
         self._memory = MemoryReader(torch, options.memory)
         self._reset()
-        os.register_at_fork(before=self._flush_before_fork, after_in_child=self._restart_in_child)
+        os.register_at_fork(
+            before=self._flush_before_fork, after_in_child=self._restart_in_child
+        )
 
     def _reset(self) -> None:
-        """Set the state that is this process's own, which a forked child begins anew."""
+        """Set the state that is this process's own, which a forked child begins
+        anew."""
         self.job_info = JobInfo(self._torch, self.directory)
-        self.opened_ns = 0  # when the spool was created, in ns of CLOCK_MONOTONIC; 0 before
-        self.gpu = GpuClock(self._torch.cuda, functools.partial(own_stream, self._torch))
+        # when the spool was created, in ns of CLOCK_MONOTONIC; 0 before
+        self.opened_ns = 0
+        self.gpu = GpuClock(
+            self._torch.cuda, functools.partial(own_stream, self._torch)
+        )
         self.figures = IterationFigures()
         self._spool: Spool | None = None
         self._recording = self._options.first == 0
         self._memory.enabled = self._options.memory
-        # Interval of the background thread's readings of memory, in ms; 0: it makes none.
+        # Interval of the background thread's readings of memory, in ms; 0: it makes
+        # none.
         self.poll_ms = self._options.poll_ms if self._options.memory else 0.0
-        # The background thread waits for it between its turns; it is released to begin one at once.
+        # The background thread waits for it between its turns; it is released to begin
+        # one at once.
         self.wake = _thread.allocate_lock()
         self.wake.acquire()
         self._sequences = itertools.count(1)
@@ -88,20 +106,24 @@ class ProcessRecorder:
 
     @property
     def recording(self) -> bool:
-        """Whether operations reach the trace now: the spool is open, and these iterations are to be recorded."""
+        """Whether operations reach the trace now: the spool is open, and these
+        iterations are to be recorded."""
         return self.live and self._recording and self._spool is not None
 
     def next_sequence(self) -> int:
-        """Return the next number in the one sequence of phases and operations. An operation belongs to an iteration if
-        its number precedes that of the iteration's last phase."""
+        """Return the next number in the one sequence of phases and operations. An
+        operation belongs to an iteration if its number precedes that of the iteration's
+        last phase."""
         return next(self._sequences)
 
     def record_op(self, /, *op: Any, **fields: Any) -> None:
-        """Add a row to the table `ops`, from any thread, as `Spool.put_op` documents it. Never raises."""
+        """Add a row to the table `ops`, from any thread, as `Spool.put_op` documents
+        it. Never raises."""
         self.put_op(self.next_sequence(), *op, **fields)
 
     def put_op(self, sequence: int, /, *op: Any, **fields: Any) -> None:
-        """Add a row with a number of `next_sequence` and any arguments of `Spool.put_op`. Never raises."""
+        """Add a row with a number of `next_sequence` and any arguments of
+        `Spool.put_op`. Never raises."""
         if self.recording and self._spool is not None:
             try:
                 self._spool.put_op(sequence, *op, **fields)
@@ -109,10 +131,13 @@ class ProcessRecorder:
                 self.fail(error)
 
     def _open_files(self, iteration: int) -> None:
-        """Begin to write, at the beginning of an iteration. Raises OSError if the spool cannot be created."""
+        """Begin to write, at the beginning of an iteration. Raises OSError if the spool
+        cannot be created."""
         self.opened_ns = time.monotonic_ns()
         ranks, name = self.job_info.read_ranks(), process_name(self.job_info.host)
-        spool = Spool(os.path.join(self.directory, f"agent-{name}.spool"), self._options.max_bytes)
+        spool = Spool(
+            os.path.join(self.directory, f"agent-{name}.spool"), self._options.max_bytes
+        )
         spool.put_header(*ranks)
         spool.flush()
         self._spool = spool
@@ -131,7 +156,8 @@ class ProcessRecorder:
         return None
 
     def read_memory(self, device: int | None = None) -> list[Reading]:
-        """Return readings of memory of now, of a device of CUDA or else of that of the last phase."""
+        """Return readings of memory of now, of a device of CUDA or else of that of the
+        last phase."""
         return self._memory.read(device)
 
     def report_error(self, error: BaseException) -> None:
@@ -183,7 +209,8 @@ class ProcessRecorder:
         self._close_spool(reason)
 
     def _close_spool(self, reason: str) -> None:
-        """Write why the recording ends, one of `spool.STOP_REASONS`, and close the spool."""
+        """Write why the recording ends, one of `spool.STOP_REASONS`, and close the
+        spool."""
         self.live = False
         if self._spool is not None:
             self._spool.put(STOPPED, STOP_REASONS.index(reason), x=time.monotonic_ns())
@@ -191,8 +218,9 @@ class ProcessRecorder:
             self.job_info.write()
 
     def fail(self, error: BaseException) -> None:
-        """Stop recording after a fault of the recorder, with a note in the trace; the job goes on. An exception of the
-        job's own signal handler, which ran meanwhile, is raised again."""
+        """Stop recording after a fault of the recorder, with a note in the trace; the
+        job goes on. An exception of the job's own signal handler, which ran meanwhile,
+        is raised again."""
         if self.live:
             self.live = False
             self.job_info.note(f"recording ended by a fault of the recorder: {error!r}")
@@ -205,17 +233,25 @@ class ProcessRecorder:
             raise error
 
     def _flush_before_fork(self) -> None:
-        """Write what is pending: a process that becomes a daemon leaves by `os._exit`. A signal handler may fork while
-        the thread that it interrupts writes."""
+        """Write what is pending: a process that becomes a daemon leaves by `os._exit`.
+        A signal handler may fork while the thread that it interrupts writes."""
         if self._spool is not None:
             self._spool.flush(_FORK_SECONDS)
 
     def _restart_in_child(self) -> None:
-        """Record a forked child as a process of its own, from its first phase on; the files are the parent's."""
+        """Record a forked child as a process of its own, from its first phase on; the
+        files are the parent's."""
         if self._spool is not None:
             self._spool.detach()
-        # The captures have begun in the parent, and a hook that is left in place does nothing once `live` is False.
-        for listeners in (self.on_iteration, self.on_update, self.on_error, self.on_flush, self.on_close):
+        # The captures have begun in the parent, and a hook that is left in place does
+        # nothing once `live` is False.
+        for listeners in (
+            self.on_iteration,
+            self.on_update,
+            self.on_error,
+            self.on_flush,
+            self.on_close,
+        ):
             listeners.clear()
         self._reset()
         for listener in self.on_restart:
@@ -224,7 +260,10 @@ class ProcessRecorder:
 
 def _is_of_signal_handler(error: BaseException) -> bool:
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
-    codes = [getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers]
+    codes = [
+        getattr(getattr(handler, "__func__", handler), "__code__", None)
+        for handler in handlers
+    ]
     entry = error.__traceback__
     while entry is not None and entry.tb_frame.f_code not in codes:
         entry = entry.tb_next
@@ -237,7 +276,8 @@ FORMAT = {"format": "ebbtide-trace", "schema": 1}
 
 
 def spool_folder(path: str) -> str:
-    """Return the spools of a new trace: PATH, else PATH-2, ... All ranks look before the first error."""
+    """Return the spools of a new trace: PATH, else PATH-2, ... All ranks look before
+    the first error."""
     stem, extension = os.path.splitext(os.path.abspath(path))
     for number in itertools.count(1):
         trace = f"{stem}{'' if number == 1 else f'-{number}'}{extension}"
@@ -247,7 +287,8 @@ def spool_folder(path: str) -> str:
 
 
 def first_meta(command: list[str], host: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a trace that has just begun; its clock is CLOCK_MONOTONIC of this host."""
+    """Return the metadata of a trace that has just begun; its clock is CLOCK_MONOTONIC
+    of this host."""
     wall_ns, monotonic_ns = time.time_ns(), time.monotonic_ns()
     return {
         "state": "recording",
@@ -256,7 +297,11 @@ def first_meta(command: list[str], host: dict[str, Any]) -> dict[str, Any]:
         "cwd": os.getcwd(),
         "started_wall_ns": wall_ns,
         "started_ns": monotonic_ns,
-        "clock": {"name": "monotonic", "host": host["name"], "wall_offset_ns": wall_ns - monotonic_ns},
+        "clock": {
+            "name": "monotonic",
+            "host": host["name"],
+            "wall_offset_ns": wall_ns - monotonic_ns,
+        },
         "host": host,
         "ranks": [],
         "notes": [],
@@ -277,5 +322,8 @@ def write_first_files(spools: str) -> None:
         "options": {"allocator_iterations": 0, "transfers": False, "memory": True},
         "notes": ["only out-of-memory errors were recorded"],
     }
-    with contextlib.suppress(FileExistsError), open(os.path.join(os.path.dirname(spools), "meta.json"), "x") as file:
+    with (
+        contextlib.suppress(FileExistsError),
+        open(os.path.join(os.path.dirname(spools), "meta.json"), "x") as file,
+    ):
         json.dump(meta, file)

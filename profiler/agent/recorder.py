@@ -22,9 +22,10 @@ Tensors = TypeVar("Tensors")
 
 
 class Recorder(ProcessRecorder):
-    """Records the phases of one process, and all that `ProcessRecorder` records. `enter` opens a phase and `leave`
-    closes it. Only one phase is open at a time: whatever begins inside it, on this thread or another (autograd's device
-    threads, replicas), belongs to it, and `enter` returns False."""
+    """Records the phases of one process, and all that `ProcessRecorder` records.
+    `enter` opens a phase and `leave` closes it. Only one phase is open at a time:
+    whatever begins inside it, on this thread or another (autograd's device threads,
+    replicas), belongs to it, and `enter` returns False."""
 
     def _reset(self) -> None:
         super()._reset()
@@ -32,13 +33,17 @@ class Recorder(ProcessRecorder):
         self.phase = self.started_ns = 0
         self.recomputes = False
         self.stepped: list[Any] = []
-        self.modules: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # the outermost that ran forward -> number
-        self.called: Any = None  # the outermost module of the open forward; `source`: its number, or 0
+        # the outermost that ran forward -> number
+        self.modules: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        # the outermost module of the open forward; `source`: its number, or 0
+        self.called: Any = None
         self.batch: dict[str, Any] = {}
         self.optimizers: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-        self.micro_batch = self.source = 0  # micro-batch that a pipeline schedule works on, from 1; 0: not known
+        # micro-batch that a pipeline schedule works on, from 1; 0: not known
+        self.micro_batch = self.source = 0
         self.parts: Any = None
-        self.deferred: list[PhaseRecord] | None = None  # phases that the open update decides about; None: none
+        # phases that the open update decides about; None: none
+        self.deferred: list[PhaseRecord] | None = None
         self.threads = TrainingThreads(self._torch)
         self.without_gradients = ForwardsWithoutGradients(self)
         self._cuda_in_use = self._torch.cuda.is_initialized
@@ -58,7 +63,8 @@ class Recorder(ProcessRecorder):
         return self._rule.index + 1
 
     def read_memory_every(self, poll_ms: float | None) -> None:
-        """Begin to read memory, at phase boundaries and every `poll_ms` ms (0: only there), or stop to (None)."""
+        """Begin to read memory, at phase boundaries and every `poll_ms` ms (0: only
+        there), or stop to (None)."""
         self._memory.enabled, self.poll_ms = poll_ms is not None, poll_ms or 0.0
         self._readings = PhaseReadings(self._memory)
         if self._memory.enabled:
@@ -67,7 +73,8 @@ class Recorder(ProcessRecorder):
                 self.wake.release()
 
     def begin(self) -> bool:
-        """Begin to write, unless it was begun; return False if nothing is recorded now."""
+        """Begin to write, unless it was begun; return False if nothing is recorded
+        now."""
         if not self.live or not self._recording:
             return False
         if self._spool is None:
@@ -75,7 +82,8 @@ class Recorder(ProcessRecorder):
         return True
 
     def begin_error(self) -> bool:
-        """Begin to write an error, the first of which creates a trace of errors alone; return whether it is kept."""
+        """Begin to write an error, the first of which creates a trace of errors alone;
+        return whether it is kept."""
         if not self.errors_only:
             return self.begin()
         if self.live and self._spool is None:
@@ -85,13 +93,23 @@ class Recorder(ProcessRecorder):
 
     def model_and_optimizers(self) -> tuple[list[Any], list[Any]]:
         """Return the outermost modules and the optimizers that are known by now."""
-        modules = [*live_keys(self.modules), *([] if self.called is None else [self.called])]
-        optimizers = (*self._rule.optimizers, *live_keys(self.optimizers), *self.stepped)
+        modules = [
+            *live_keys(self.modules),
+            *([] if self.called is None else [self.called]),
+        ]
+        optimizers = (
+            *self._rule.optimizers,
+            *live_keys(self.optimizers),
+            *self.stepped,
+        )
         return modules, list({id(o): o for o in optimizers}.values())
 
-    def read_tensors(self, read: Callable[[list[Any], list[Any]], Tensors]) -> Tensors | None:
-        """Call a function that reads the tensors of the outermost modules and the optimizers, and return its result;
-        None while a backward runs, or another thread may replace them, which becomes a note."""
+    def read_tensors(
+        self, read: Callable[[list[Any], list[Any]], Tensors]
+    ) -> Tensors | None:
+        """Call a function that reads the tensors of the outermost modules and the
+        optimizers, and return its result; None while a backward runs, or another thread
+        may replace them, which becomes a note."""
         with self.threads.quiet() as quiet:
             if quiet:
                 return read(*self.model_and_optimizers())
@@ -100,13 +118,18 @@ class Recorder(ProcessRecorder):
         return None
 
     def enter(self, phase: int) -> bool:
-        """Open a phase; return whether it is the outermost one. If so, `leave` must follow on this thread."""
+        """Open a phase; return whether it is the outermost one. If so, `leave` must
+        follow on this thread."""
         if not self.live:
             return False
         if phase == BACKWARD:
             self._backwards += 1
         if not self._phase_lock.acquire(False):
-            if self._owner != _thread.get_ident() and self.threads.writes and self.threads.has(self._owner):
+            if (
+                self._owner != _thread.get_ident()
+                and self.threads.writes
+                and self.threads.has(self._owner)
+            ):
                 self.note_once(TWO_TRAIN_NOTE)
             return False
         try:
@@ -137,7 +160,8 @@ class Recorder(ProcessRecorder):
         return True
 
     def leave(self, keep: bool = True, end_ns: int | None = None) -> None:
-        """Close the open phase, and keep it or not. It ends now, if it has not ended already at `end_ns`."""
+        """Close the open phase, and keep it or not. It ends now, if it has not ended
+        already at `end_ns`."""
         if not self.in_phase:
             return  # a forked child of the phase
         try:
@@ -148,7 +172,11 @@ class Recorder(ProcessRecorder):
             if self.live:
                 if end_ns is None:
                     end_ns = time.monotonic_ns()
-                iteration = self._rule.add_update(self.stepped, self._backwards) if self.stepped else None
+                iteration = (
+                    self._rule.add_update(self.stepped, self._backwards)
+                    if self.stepped
+                    else None
+                )
                 if keep and self.stepped:
                     keep = iteration is not None
                 if parts is not None:
@@ -167,8 +195,11 @@ class Recorder(ProcessRecorder):
         finally:
             self.release_phase()
 
-    def add_forward(self, source: int, start_ns: int, start_mark: EventMark | None) -> None:
-        """Add a forward that ends now, by a thread without phases; it is dropped if phases of others overlap it."""
+    def add_forward(
+        self, source: int, start_ns: int, start_mark: EventMark | None
+    ) -> None:
+        """Add a forward that ends now, by a thread without phases; it is dropped if
+        phases of others overlap it."""
         self.threads.add_current()
         if self.last_end_ns > start_ns or not self.enter(FORWARD):
             self.gpu.release_mark(start_mark)
@@ -212,7 +243,14 @@ class Recorder(ProcessRecorder):
             self.put_memory(end_ns, self._readings.read(end_ns))
         sequence = next(self._sequences)
         return PhaseRecord(
-            self.phase, sequence, self.micro_batch, self.source, self.started_ns, end_ns, start_mark, end_mark
+            self.phase,
+            sequence,
+            self.micro_batch,
+            self.source,
+            self.started_ns,
+            end_ns,
+            start_mark,
+            end_mark,
         )
 
     def extend_back(self, first: PhaseRecord) -> None:
@@ -230,15 +268,20 @@ class Recorder(ProcessRecorder):
         if self.deferred is not None:
             self.deferred.append(record)
             return
-        phase, sequence, micro_batch, source, start_ns, end_ns, start_mark, end_mark = record
+        phase, sequence, micro_batch, source, start_ns, end_ns, start_mark, end_mark = (
+            record
+        )
         if self._spool is not None:
-            self._spool.put_phase(phase, sequence, micro_batch, source, start_ns, end_ns)
+            self._spool.put_phase(
+                phase, sequence, micro_batch, source, start_ns, end_ns
+            )
             self.figures.add_phase(record, self._readings.at_ends)
         if start_mark is not None or end_mark is not None:
             self.gpu.add_span(sequence, start_mark, end_mark)
 
     def settle(self, keep: bool, deferred_outside: list[PhaseRecord] | None) -> None:
-        """Write the phases that were held back, or drop them; an update around this one may hold them back too."""
+        """Write the phases that were held back, or drop them; an update around this one
+        may hold them back too."""
         records, self.deferred = self.deferred or [], deferred_outside
         for record in records:
             if keep:
@@ -253,13 +296,16 @@ class Recorder(ProcessRecorder):
             self._end_iteration(iteration, time.monotonic_ns())
 
     def _end_iteration(self, iteration: int, end_ns: int) -> None:
-        """Note that an iteration has ended, as far as is known now: a second optimizer may still extend it."""
+        """Note that an iteration has ended, as far as is known now: a second optimizer
+        may still extend it."""
         options = self._options
         if self._recording and self._spool is not None:
             self._spool.put(ITERATION, a=iteration, b=self._last_phase, x=end_ns)
             self._spool.flush_if_cheap()
             self.figures.end_iteration(iteration)
-            self.job_info.add_training(live_keys(self.modules), self.stepped, self.recomputes, self.batch)
+            self.job_info.add_training(
+                live_keys(self.modules), self.stepped, self.recomputes, self.batch
+            )
             if options.last is not None and iteration >= options.last:
                 self.close("iterations")
                 return
@@ -276,10 +322,13 @@ class Recorder(ProcessRecorder):
             listener(iteration + 1)
 
     def _count_boundaries(self, phase: int) -> None:
-        """Start to record where the first iteration to record begins, while no optimizer is known. The reader of the
-        spool counts the same boundaries, unless an optimizer steps later: they were micro-steps then."""
+        """Start to record where the first iteration to record begins, while no
+        optimizer is known. The reader of the spool counts the same boundaries, unless
+        an optimizer steps later: they were micro-steps then."""
         boundary = phase == FORWARD and self._after_backward
-        self._after_backward = phase == BACKWARD or (self._after_backward and phase != FORWARD)
+        self._after_backward = phase == BACKWARD or (
+            self._after_backward and phase != FORWARD
+        )
         self._boundaries += boundary
         if boundary and not self._recording and self._boundaries == self._options.first:
             self._recording = True

@@ -18,9 +18,14 @@ _recorder: Any = None
 
 
 def from_environment() -> None:
-    """Record this process if the environment asks for it and the process ever imports torch. Never raises."""
+    """Record this process if the environment asks for it and the process ever imports
+    torch. Never raises."""
     directory, errors = os.environ.get(SPOOL_DIRECTORY), os.environ.get(OUT_OF_MEMORY)
-    if not (directory or errors) or _recorder is not None or any(isinstance(f, ImportFinder) for f in sys.meta_path):
+    if (
+        not (directory or errors)
+        or _recorder is not None
+        or any(isinstance(f, ImportFinder) for f in sys.meta_path)
+    ):
         return
     with contextlib.suppress(Exception):
         load_feature_agents()
@@ -35,7 +40,8 @@ def from_environment() -> None:
 
 
 def start(torch: Any, directory: str, options: Options) -> Any:
-    """Start to record this process; return its recorder, maybe an earlier one, or None if it cannot be recorded."""
+    """Start to record this process; return its recorder, maybe an earlier one, or None
+    if it cannot be recorded."""
     global _recorder
     if _recorder is not None and _recorder.errors_only and not options.errors_only:
         stop()
@@ -59,7 +65,11 @@ def start(torch: Any, directory: str, options: Options) -> Any:
         attach_memory_records(recorder, torch, options)
         attach_on_demand(recorder, torch, options)
     except Exception as error:
-        _write_marker(directory, "failed", f"torch {getattr(torch, '__version__', '?')}: {error!r}")
+        _write_marker(
+            directory,
+            "failed",
+            f"torch {getattr(torch, '__version__', '?')}: {error!r}",
+        )
         return None
     atexit.register(recorder.close)
     _recorder = recorder
@@ -67,7 +77,8 @@ def start(torch: Any, directory: str, options: Options) -> Any:
 
 
 def start_for_errors(torch: Any, path: str) -> Any:
-    """Record out-of-memory errors alone, unless this process is recorded already. Never raises."""
+    """Record out-of-memory errors alone, unless this process is recorded already. Never
+    raises."""
     try:
         from .process_recorder import spool_folder
 
@@ -77,9 +88,14 @@ def start_for_errors(torch: Any, path: str) -> Any:
 
 
 def current_recorder() -> Any:
-    """Return the recorder of this process, or None if nothing but errors is being recorded."""
+    """Return the recorder of this process, or None if nothing but errors is being
+    recorded."""
     recorder = _recorder
-    return recorder if recorder is not None and recorder.live and not recorder.errors_only else None
+    return (
+        recorder
+        if recorder is not None and recorder.live and not recorder.errors_only
+        else None
+    )
 
 
 def stop() -> None:
@@ -92,6 +108,10 @@ def stop() -> None:
 
 
 def _write_marker(directory: str, stage: str, text: str = "") -> None:
-    """Note how far this process came: `ebbtide profile` uses it to explain why nothing was recorded."""
-    with contextlib.suppress(OSError), open(os.path.join(directory, f"{stage}-{os.getpid()}"), "w") as file:
+    """Note how far this process came: `ebbtide profile` uses it to explain why nothing
+    was recorded."""
+    with (
+        contextlib.suppress(OSError),
+        open(os.path.join(directory, f"{stage}-{os.getpid()}"), "w") as file,
+    ):
         file.write(text)

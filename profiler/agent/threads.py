@@ -1,4 +1,5 @@
-"""Tells threads that train from those that only run modules, such as a thread that loads data."""
+"""Tells threads that train from those that only run modules, such as a thread that
+loads data."""
 
 from __future__ import annotations
 
@@ -9,13 +10,16 @@ from typing import Any
 from weakref import WeakSet
 
 TWO_TRAIN_NOTE = (
-    "two threads train at the same time: their phases mix, and those that overlap another thread's are missing; "
-    "train one model per process (ebbtide profile records each), or let one thread train at a time"
+    "two threads train at the same time: their phases mix, and those that overlap "
+    "another thread's are missing; "
+    "train one model per process (ebbtide profile records each), or let one thread "
+    "train at a time"
 )
 
 
 NOT_READ_NOTE = (
-    "several threads train: what their parameters, gradients and optimizer state hold is not recorded, since autograd "
+    "several threads train: what their parameters, gradients and optimizer state hold "
+    "is not recorded, since autograd "
     "may replace a gradient of one thread while another reads it"
 )
 
@@ -25,18 +29,21 @@ class _Writer:
 
 
 class TrainingThreads:
-    """The threads of a process that have had a phase of their own (replicas and autograd's never have), and those that
-    may replace gradients. Autograd does so without the interpreter's lock, and a thread that reads one meanwhile may
-    crash the process: tensors of the job are read in `quiet` moments only."""
+    """The threads of a process that have had a phase of their own (replicas and
+    autograd's never have), and those that may replace gradients. Autograd does so
+    without the interpreter's lock, and a thread that reads one meanwhile may crash the
+    process: tensors of the job are read in `quiet` moments only."""
 
     def __init__(self, torch: Any) -> None:
         self._local = _thread._local()
         self._numbers: set[int] = set()
-        # -1 outside of a backward; on autograd's threads the backward is that of another thread.
+        # -1 outside of a backward; on autograd's threads the backward is that of
+        # another thread.
         self._backward_number = torch._C._current_graph_task_id
         # A thread-local object dies with its thread.
         self._writers: WeakSet[_Writer] = WeakSet()
-        # Held while tensors are read. A signal handler may run a backward meanwhile, on the same thread.
+        # Held while tensors are read. A signal handler may run a backward meanwhile, on
+        # the same thread.
         self._reading = _thread.RLock()
 
     def add_current(self) -> None:
@@ -47,7 +54,8 @@ class TrainingThreads:
             self._add_writer()
 
     def enter_backward(self) -> None:
-        """Note that a backward begins on the current thread. The first one waits until no tensor is read."""
+        """Note that a backward begins on the current thread. The first one waits until
+        no tensor is read."""
         if not self.writes and self._backward_number() < 0:
             self._add_writer()
 
@@ -59,7 +67,8 @@ class TrainingThreads:
 
     @property
     def writes(self) -> bool:
-        """Whether the current thread has had a phase, or a backward that is not a part of another thread's."""
+        """Whether the current thread has had a phase, or a backward that is not a part
+        of another thread's."""
         return hasattr(self._local, "writer")
 
     @property
@@ -69,13 +78,17 @@ class TrainingThreads:
 
     @contextmanager
     def quiet(self) -> Iterator[bool]:
-        """Give whether tensors of the job can be read in the block: no other thread trains, and no backward runs."""
+        """Give whether tensors of the job can be read in the block: no other thread
+        trains, and no backward runs."""
         with self._reading:
             own = getattr(self._local, "writer", None)
-            yield self._backward_number() < 0 and all(writer is own for writer in list(self._writers))
+            yield self._backward_number() < 0 and all(
+                writer is own for writer in list(self._writers)
+            )
 
     def has(self, number: int) -> bool:
-        """Return whether the thread of this number, or one that had the number before, has had a phase."""
+        """Return whether the thread of this number, or one that had the number before,
+        has had a phase."""
         return number in self._numbers
 
     @property

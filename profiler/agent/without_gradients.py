@@ -1,4 +1,5 @@
-"""Records forwards without gradients: those of reference models, generation and evaluation."""
+"""Records forwards without gradients: those of reference models, generation and
+evaluation."""
 
 from __future__ import annotations
 
@@ -10,16 +11,19 @@ from .gpu_clock import EventMark
 from .spool import HOST
 
 NAME = "forward without gradients"
-# Calls that follow each other so closely make one row: a job may call small modules 10,000 times a second.
+# Calls that follow each other so closely make one row: a job may call small modules
+# 10,000 times a second.
 _MAX_GAP_NS = 100_000
 
 
 class ForwardsWithoutGradients:
-    """Records the outermost forwards of the threads that train, while grad mode is off and no phase is open, in the
-    table `ops`: none before the first phase, so a process that only infers stays without a trace."""
+    """Records the outermost forwards of the threads that train, while grad mode is off
+    and no phase is open, in the table `ops`: none before the first phase, so a process
+    that only infers stays without a trace."""
 
     def __init__(self, recorder: Any) -> None:
-        self.active = False  # Whether one runs, to which belong the modules that it calls.
+        # Whether one runs, to which belong the modules that it calls.
+        self.active = False
         self._recorder = recorder
         # The row that the next call of the same thread may extend; no row: 0.
         self._start_ns = self._end_ns = self._thread = 0
@@ -29,7 +33,11 @@ class ForwardsWithoutGradients:
     def begin(self) -> bool:
         """Begin a forward; return whether it is recorded. If so, `end` must follow."""
         now_ns, thread = monotonic_ns(), get_ident()
-        if now_ns - self._end_ns < _MAX_GAP_NS and self._start_ns and self._thread == thread:
+        if (
+            now_ns - self._end_ns < _MAX_GAP_NS
+            and self._start_ns
+            and self._thread == thread
+        ):
             self.active = True
             return True
         recorder = self._recorder
@@ -55,17 +63,28 @@ class ForwardsWithoutGradients:
             recorder.gpu.release_mark(last)
 
     def put(self) -> None:
-        """Write the row, if there is one: a phase begins, or another row. Never raises."""
+        """Write the row, if there is one: a phase begins, or another row. Never
+        raises."""
         start_ns, recorder = self._start_ns, self._recorder
         if not start_ns or self.active:
             return
         start_mark, end_mark = self._start_mark, self._end_mark
         self._start_ns, self._start_mark, self._end_mark = 0, None, None
         sequence = recorder.next_sequence()
-        on_gpu = start_mark is not None and end_mark is not None and start_mark.device == end_mark.device
+        on_gpu = (
+            start_mark is not None
+            and end_mark is not None
+            and start_mark.device == end_mark.device
+        )
         try:
-            resource, device = ("gpu", start_mark.device) if on_gpu and start_mark is not None else ("host", HOST)
-            recorder.put_op(sequence, NAME, resource, start_ns, self._end_ns, device=device)
+            resource, device = (
+                ("gpu", start_mark.device)
+                if on_gpu and start_mark is not None
+                else ("host", HOST)
+            )
+            recorder.put_op(
+                sequence, NAME, resource, start_ns, self._end_ns, device=device
+            )
             recorder.gpu.add_span(sequence, start_mark, end_mark)
             recorder.put_finished_spans()
         except Exception as error:

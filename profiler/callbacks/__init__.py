@@ -1,4 +1,5 @@
-"""Callbacks that put the figures of `ebbtide.metrics` into the logs of training frameworks, and record out of memory.
+"""Callbacks that put the figures of `ebbtide.metrics` into the logs of training
+frameworks, and record out of memory.
 
 Each is imported with its own framework.
 """
@@ -10,13 +11,17 @@ if TYPE_CHECKING:
     from ebbtide.profiler.callbacks.lightning_trainer import LightningCallback
 
 __all__ = ["HuggingFaceCallback", "LightningCallback", "record_out_of_memory"]
-_MODULES = {"HuggingFaceCallback": "hugging_face", "LightningCallback": "lightning_trainer"}
+_MODULES = {
+    "HuggingFaceCallback": "hugging_face",
+    "LightningCallback": "lightning_trainer",
+}
 
 
 def record_out_of_memory(path: str = "oom.ebb") -> None:
-    """Record the out-of-memory errors of this process from now on, into a trace that the first one creates, for
-    `ebbtide memory PATH --at oom`; where one exists, the path gets a number (oom-2.ebb). Does nothing in a process that
-    is recorded, and never raises."""
+    """Record the out-of-memory errors of this process from now on, into a trace that
+    the first one creates, for `ebbtide memory PATH --at oom`; where one exists, the
+    path gets a number (oom-2.ebb). Does nothing in a process that is recorded, and
+    never raises."""
     import torch
 
     from ebbtide.profiler.agent.start import start_for_errors

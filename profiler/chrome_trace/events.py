@@ -28,19 +28,29 @@ _SCALAR = re.compile(rb'[^\s"\[\]{},:]+')
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _ESCAPE = re.compile(r'\\(["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})?')
-_NO_NUMBER = re.compile(r"(?<=[:,\[\s])-?(?:nan|inf(?:inity)?)(?=\s*[,\]}])", re.IGNORECASE)
-# A base (up to the year 2043), a time (up to 2112) and a duration add up to less than 64 bits of nanoseconds. A float
-# of microseconds is exact to the nanosecond only up to _MAX_FLOAT_US.
-MAX_BASE_NS, _MAX_US, _MAX_DURATION_US, _MAX_FLOAT_US = 1 << 61, 1 << 52, 1 << 50, float(1 << 43)
+_NO_NUMBER = re.compile(
+    r"(?<=[:,\[\s])-?(?:nan|inf(?:inity)?)(?=\s*[,\]}])", re.IGNORECASE
+)
+# A base (up to the year 2043), a time (up to 2112) and a duration add up to less than
+# 64 bits of nanoseconds. A float of microseconds is exact to the nanosecond only up to
+# _MAX_FLOAT_US.
+MAX_BASE_NS, _MAX_US, _MAX_DURATION_US, _MAX_FLOAT_US = (
+    1 << 61,
+    1 << 52,
+    1 << 50,
+    float(1 << 43),
+)
 
 
 class UnreadableJson(Exception):
-    """The JSON is damaged, ends too early, or has a value beyond the limits. The message gives the reason."""
+    """The JSON is damaged, ends too early, or has a value beyond the limits. The
+    message gives the reason."""
 
 
 class JsonWindow:
-    """Window that moves over a stream of JSON. All methods raise UnreadableJson where the JSON is damaged or ends too
-    early, after what was complete before, and UserError where the stream raises it."""
+    """Window that moves over a stream of JSON. All methods raise UnreadableJson where
+    the JSON is damaged or ends too early, after what was complete before, and UserError
+    where the stream raises it."""
 
     def __init__(self, stream: BufferedIOBase, chunk: int) -> None:
         self.data = b""
@@ -50,10 +60,13 @@ class JsonWindow:
         self._error: UserError | None = None
 
     def extend(self) -> None:
-        """Read a chunk, or as many bytes as are unread: the cost of a long value grows with its length alone."""
+        """Read a chunk, or as many bytes as are unread: the cost of a long value grows
+        with its length alone."""
         unread = self.data[self.position :]
         if len(unread) > _MAX_VALUE_BYTES:
-            raise UnreadableJson(f"it has a value of more than {_MAX_VALUE_BYTES >> 20} MiB")
+            raise UnreadableJson(
+                f"it has a value of more than {_MAX_VALUE_BYTES >> 20} MiB"
+            )
         blocks, missing = [unread], max(self._chunk, len(unread))
         while missing > 0 and (block := self._read(min(missing, _READ_BYTES))):
             blocks.append(block)
@@ -70,13 +83,15 @@ class JsonWindow:
             return b""
 
     def peek(self) -> bytes:
-        """Return the next byte that is neither space nor comma, without consuming it."""
+        """Return the next byte that is neither space nor comma, without consuming
+        it."""
         while self.skip_separators() == len(self.data):
             self.extend()
         return self.data[self.position : self.position + 1]
 
     def skip_separators(self) -> int:
-        """Move to the next byte in the window that is neither space nor comma, and return its position."""
+        """Move to the next byte in the window that is neither space nor comma, and
+        return its position."""
         self.position = _SPACE.match(self.data, self.position).end()  # type: ignore[union-attr]
         return self.position
 
@@ -94,8 +109,8 @@ class JsonWindow:
         return value
 
     def buffered_value(self) -> bytes | None:
-        """Consume the next value if all of it is in the window, and return its text, `]` or `}` at the end of a list or
-        object; None if more data is needed."""
+        """Consume the next value if all of it is in the window, and return its text,
+        `]` or `}` at the end of a list or object; None if more data is needed."""
         begin = self.skip_separators()
         end = _value_end(self.data, begin)
         if end is None:
@@ -105,7 +120,8 @@ class JsonWindow:
 
 
 def _value_end(data: bytes, begin: int) -> int | None:
-    """Return the end of the value that begins at `begin`, or None if `data` does not contain it."""
+    """Return the end of the value that begins at `begin`, or None if `data` does not
+    contain it."""
     if data[begin : begin + 1] not in _OPENING:
         scalar = _SCALAR.match(data, begin)
         if scalar is None:
@@ -128,8 +144,9 @@ def _value_end(data: bytes, begin: int) -> int | None:
 
 
 def repair_json(text: bytes) -> bytes:
-    """Turn nearly valid JSON into valid JSON: bytes that are not UTF-8, NaN and infinities, single backslashes and bare
-    control characters, which strings may lose."""
+    """Turn nearly valid JSON into valid JSON: bytes that are not UTF-8, NaN and
+    infinities, single backslashes and bare control characters, which strings may
+    lose."""
     repaired = _CONTROL.sub(" ", text.decode("utf-8", "replace"))
     repaired = _ESCAPE.sub(lambda escape: escape[0] if escape[1] else r"\\", repaired)
     return _NO_NUMBER.sub("null", repaired).encode()
@@ -147,7 +164,8 @@ _fields = cache(msgspec.structs.fields)
 
 
 class IntTable:
-    """Table of int64 columns that grows by blocks of rows and takes 8 bytes per value."""
+    """Table of int64 columns that grows by blocks of rows and takes 8 bytes per
+    value."""
 
     def __init__(self, *names: str) -> None:
         self._names = names
@@ -164,7 +182,8 @@ class IntTable:
 
 
 class Args(msgspec.Struct, gc=False, frozen=True):
-    """The fields of an event's `args` that are read. MISSING: the event does not have the field."""
+    """The fields of an event's `args` that are read. MISSING: the event does not have
+    the field."""
 
     bytes: _Whole = MISSING
     device: _Whole = MISSING
@@ -179,7 +198,9 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     device_type: _Whole = msgspec.field(name="Device Type", default=MISSING)
     device_id: _Whole = msgspec.field(name="Device Id", default=MISSING)
     awaited_stream: _Whole = msgspec.field(name="wait_on_stream", default=MISSING)
-    record: _Whole = msgspec.field(name="wait_on_cuda_event_record_corr_id", default=MISSING)
+    record: _Whole = msgspec.field(
+        name="wait_on_cuda_event_record_corr_id", default=MISSING
+    )
     collective: Any = msgspec.field(name="Collective name", default=None)
     group_name: Any = msgspec.field(name="Process Group Name", default=None)
     group_ranks: Any = msgspec.field(name="Process Group Ranks", default=None)
@@ -190,22 +211,26 @@ class Event(msgspec.Struct, gc=False, frozen=True):
 
     cat: str = ""
     name: str = ""
-    # Start in microseconds after the trace's base; UNSET if the event has no time. `spans` converts to ns.
+    # Start in microseconds after the trace's base; UNSET if the event has no time.
+    # `spans` converts to ns.
     ts: _WholeUs | _FloatUs | UnsetType = UNSET
     dur: _WholeDurationUs | _FloatDurationUs = 0
-    tid: Any = None  # Thread: a number, or the name of a stream; None if the event has none.
+    # Thread: a number, or the name of a stream; None if the event has none.
+    tid: Any = None
     args: Args = Args()
     pid: Any = None  # Process: a number, or the number of a device.
 
 
 class _ExactEvent(Event, gc=False, frozen=True):
-    """Event with decimal times, for Unix times whose nanoseconds no float can represent."""
+    """Event with decimal times, for Unix times whose nanoseconds no float can
+    represent."""
 
     ts: Decimal | UnsetType = UNSET  # type: ignore[assignment]
     dur: Decimal = Decimal(0)  # type: ignore[assignment]
 
 
-# The second decoder is slower. It is used where the first rejects a time with too many digits.
+# The second decoder is slower. It is used where the first rejects a time with too many
+# digits.
 _DECODERS: tuple[msgspec.json.Decoder[Any], ...] = (
     msgspec.json.Decoder(list[Event]),
     msgspec.json.Decoder(list[_ExactEvent]),
@@ -213,7 +238,8 @@ _DECODERS: tuple[msgspec.json.Decoder[Any], ...] = (
 
 
 def read_events(text: bytes) -> list[Event] | None:
-    """Decode events separated by commas. Return None if one of them is invalid and cannot be repaired."""
+    """Decode events separated by commas. Return None if one of them is invalid and
+    cannot be repaired."""
     for prepare in (bytes, repair_json):
         json_list = b"[" + prepare(text) + b"]"
         for decoder in _DECODERS:
@@ -227,11 +253,14 @@ def read_events(text: bytes) -> list[Event] | None:
 
 
 def _has_valid_times(event: Event) -> bool:
-    return (event.ts is UNSET or abs(event.ts) <= _MAX_US) and 0 <= event.dur <= _MAX_DURATION_US
+    return (
+        event.ts is UNSET or abs(event.ts) <= _MAX_US
+    ) and 0 <= event.dur <= _MAX_DURATION_US
 
 
 def read_event(text: bytes) -> Event | None:
-    """Decode one event with those of its fields that are valid. Return None if its time is invalid."""
+    """Decode one event with those of its fields that are valid. Return None if its time
+    is invalid."""
     events = read_events(text)
     if events:
         return events[0]
@@ -239,7 +268,9 @@ def read_event(text: bytes) -> Event | None:
     if not isinstance(values, dict):
         return None
     fields = _valid_fields(Event, values)
-    if ("ts" in values and "ts" not in fields) or ("dur" in values and "dur" not in fields):
+    if ("ts" in values and "ts" not in fields) or (
+        "dur" in values and "dur" not in fields
+    ):
         return None
     if isinstance(values.get("args"), dict):
         fields["args"] = Args(**_valid_fields(Args, values["args"]))
@@ -252,7 +283,9 @@ def _valid_fields(kind: type[msgspec.Struct], values: dict[str, Any]) -> dict[st
     for field in _fields(kind):
         if field.encode_name in values:
             try:
-                valid[field.name] = msgspec.convert(values[field.encode_name], field.type, strict=False)
+                valid[field.name] = msgspec.convert(
+                    values[field.encode_name], field.type, strict=False
+                )
             except (msgspec.ValidationError, ValueError, OverflowError):
                 continue
     return valid
@@ -269,7 +302,8 @@ def read_value(text: bytes) -> Any:
 
 
 def spans(events: list[Event]) -> tuple[IntArray, IntArray]:
-    """Return the (start, end) of events in ns after the trace's base, exactly. Every event must have a `ts`."""
+    """Return the (start, end) of events in ns after the trace's base, exactly. Every
+    event must have a `ts`."""
     start = _nanoseconds([event.ts for event in events])
     return start, start + _nanoseconds([event.dur for event in events])
 
@@ -277,7 +311,11 @@ def spans(events: list[Event]) -> tuple[IntArray, IntArray]:
 def _nanoseconds(microseconds: list[Any]) -> IntArray:
     us = np.array(microseconds)
     if us.dtype == object:  # Decimals
-        return np.array([round(Decimal(value) * 1000) for value in microseconds], np.int64)
+        return np.array(
+            [round(Decimal(value) * 1000) for value in microseconds], np.int64
+        )
     whole_us = np.floor(us)
-    ns: IntArray = whole_us.astype(np.int64) * 1000 + np.rint((us - whole_us) * 1000).astype(np.int64)
+    ns: IntArray = whole_us.astype(np.int64) * 1000 + np.rint(
+        (us - whole_us) * 1000
+    ).astype(np.int64)
     return ns

@@ -1,4 +1,5 @@
-"""Collects the GPU activities of a Chrome trace and the calls that launched them, as columns of the trace's tables."""
+"""Collects the GPU activities of a Chrome trace and the calls that launched them, as
+columns of the trace's tables."""
 
 from __future__ import annotations
 
@@ -11,19 +12,37 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.profiler.chrome_trace.events import MISSING, Args, Event, IntTable, spans
-from ebbtide.profiler.chrome_trace.host_calls import CALL_CATEGORIES, SYNC_CATEGORY, HostCalls, matching, with_launches
+from ebbtide.profiler.chrome_trace.host_calls import (
+    CALL_CATEGORIES,
+    SYNC_CATEGORY,
+    HostCalls,
+    matching,
+    with_launches,
+)
 
 KINDS = ("compute", "communication", "copy", "memset")
 COMMUNICATION = KINDS.index("communication")
-# The number of a copy between host and device, which is a row of the table `transfers` and not of `kernels`.
+# The number of a copy between host and device, which is a row of the table `transfers`
+# and not of `kernels`.
 TRANSFER = len(KINDS)
 # Each category by its name in torch, and in torch 1.8.
-ACTIVITY_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "mtia_ccp_events", "Kernel", "Memcpy", "Memset"})
+ACTIVITY_CATEGORIES = frozenset(
+    {
+        "kernel",
+        "gpu_memcpy",
+        "gpu_memset",
+        "mtia_ccp_events",
+        "Kernel",
+        "Memcpy",
+        "Memset",
+    }
+)
 # All categories that are read here.
 DEVICE_CATEGORIES = ACTIVITY_CATEGORIES | CALL_CATEGORIES | {SYNC_CATEGORY}
 _COPIES = frozenset({"gpu_memcpy", "Memcpy"})
 _MEMSETS = frozenset({"gpu_memset", "Memset"})
-# ncclDevKernel_AllReduce_Sum_f32_RING_LL(...), ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(...); RCCL uses both names.
+# ncclDevKernel_AllReduce_Sum_f32_RING_LL(...),
+# ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(...); RCCL uses both names.
 _COLLECTIVE = re.compile("nccl|rccl", re.IGNORECASE)
 # "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pageable)"
 _TRANSFER_NAME = re.compile(r"Memcpy (HtoD|DtoH)(?: \((\w+) -> (\w+)\))?")
@@ -45,15 +64,22 @@ def kind_of(category: str, name: str) -> int:
 
 
 def _transfer_kind(name: str) -> tuple[str, str | None]:
-    """Return direction and host memory (None where the name does not say) of a copy whose `kind_of` is TRANSFER."""
+    """Return direction and host memory (None where the name does not say) of a copy
+    whose `kind_of` is TRANSFER."""
     kind, source, target = _TRANSFER_NAME.match(name).groups()  # type: ignore[union-attr]
-    return ("h2d", _HOST_MEMORY.get(source)) if kind == "HtoD" else ("d2h", _HOST_MEMORY.get(target))
+    return (
+        ("h2d", _HOST_MEMORY.get(source))
+        if kind == "HtoD"
+        else ("d2h", _HOST_MEMORY.get(target))
+    )
 
 
-def kernel_columns(work: pd.DataFrame, names: list[str], base_ns: int) -> dict[str, Any]:
-    """Return the columns of the table `kernels`, without groups. `work` has start, end and launched (ns, to which
-    `base_ns` is added), device, stream, kind (a position in KINDS, or TRANSFER), and name (in `names`). MISSING: not
-    recorded."""
+def kernel_columns(
+    work: pd.DataFrame, names: list[str], base_ns: int
+) -> dict[str, Any]:
+    """Return the columns of the table `kernels`, without groups. `work` has start, end
+    and launched (ns, to which `base_ns` is added), device, stream, kind (a position in
+    KINDS, or TRANSFER), and name (in `names`). MISSING: not recorded."""
     rows = work[work["kind"] != TRANSFER]
     return {
         **_times(rows, base_ns),
@@ -63,8 +89,11 @@ def kernel_columns(work: pd.DataFrame, names: list[str], base_ns: int) -> dict[s
     }
 
 
-def transfer_columns(work: pd.DataFrame, names: list[str], base_ns: int) -> dict[str, Any]:
-    """Return the columns of the table `transfers`. Arguments as for `kernel_columns`; `work` also has bytes."""
+def transfer_columns(
+    work: pd.DataFrame, names: list[str], base_ns: int
+) -> dict[str, Any]:
+    """Return the columns of the table `transfers`. Arguments as for `kernel_columns`;
+    `work` also has bytes."""
     rows = work[work["kind"] == TRANSFER]
     kinds = {number: _transfer_kind(names[number]) for number in rows["name"].unique()}
     return {
@@ -87,29 +116,50 @@ def _times(rows: pd.DataFrame, base_ns: int) -> dict[str, Any]:
     }
 
 
-def labels(numbers: pd.Series[int], text_of: Callable[[int], str | None]) -> pd.Categorical:
-    """Return the texts of numbers. Several numbers may have the same text; None is a missing one."""
+def labels(
+    numbers: pd.Series[int], text_of: Callable[[int], str | None]
+) -> pd.Categorical:
+    """Return the texts of numbers. Several numbers may have the same text; None is a
+    missing one."""
     used, positions = np.unique(numbers, return_inverse=True)
-    codes, texts = pd.factorize(np.array([text_of(number) for number in used.tolist()], dtype=object))
+    codes, texts = pd.factorize(
+        np.array([text_of(number) for number in used.tolist()], dtype=object)
+    )
     return pd.Categorical.from_codes(codes[positions] if len(used) else [], [*texts])
 
 
 def process_group(args: Args) -> str | None:
-    """Return a label of the process group of a collective, such as `3 [0, 1]`: its name, then its ranks. None where the
-    kernel states no group (torch before 2.4, ROCm), and for a call between two ranks."""
+    """Return a label of the process group of a collective, such as `3 [0, 1]`: its
+    name, then its ranks. None where the kernel states no group (torch before 2.4,
+    ROCm), and for a call between two ranks."""
     if args.group_name is None or str(args.collective).lower() in _POINT_TO_POINT:
         return None
-    return f"{args.group_name} {args.group_ranks}" if args.group_ranks is not None else str(args.group_name)
+    return (
+        f"{args.group_name} {args.group_ranks}"
+        if args.group_ranks is not None
+        else str(args.group_name)
+    )
 
 
 class GpuActivities:
-    """Collects the GPU activities of one trace, and the calls that launched them. Add all events before reading.
-    `duplicates`: number of activities that were in the trace twice, known once `work` was read."""
+    """Collects the GPU activities of one trace, and the calls that launched them. Add
+    all events before reading. `duplicates`: number of activities that were in the trace
+    twice, known once `work` was read."""
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
         self._groups: dict[str | None, int] = {None: MISSING}
-        columns = ("start", "end", "correlation", "device", "stream", "kind", "name", "bytes", "group")
+        columns = (
+            "start",
+            "end",
+            "correlation",
+            "device",
+            "stream",
+            "kind",
+            "name",
+            "bytes",
+            "group",
+        )
         self._activities = IntTable(*columns)
         self._calls = HostCalls()
         self._sizes = IntTable("correlation", "bytes")
@@ -117,12 +167,18 @@ class GpuActivities:
 
     def add(self, events: list[Event]) -> None:
         """Add the events of DEVICE_CATEGORIES among events that have times."""
-        if activities := [event for event in events if event.cat in ACTIVITY_CATEGORIES]:
+        if activities := [
+            event for event in events if event.cat in ACTIVITY_CATEGORIES
+        ]:
             self._add_activities(activities)
         if calls := [event for event in events if event.cat in CALL_CATEGORIES]:
             self._calls.add(calls)
             # Some ROCm versions state the sizes of copies only there.
-            sizes = [(event.args.correlation, event.args.bytes) for event in calls if event.args.bytes != MISSING]
+            sizes = [
+                (event.args.correlation, event.args.bytes)
+                for event in calls
+                if event.args.bytes != MISSING
+            ]
             self._sizes.add(*np.array(sizes, np.int64).reshape(-1, 2).T)
         if waits := [event for event in events if event.cat == SYNC_CATEGORY]:
             self._calls.add_waits(waits)
@@ -135,16 +191,30 @@ class GpuActivities:
             name = names.setdefault(event.name, len(names))
             group = MISSING
             if kind == COMMUNICATION:
-                group = self._groups.setdefault(process_group(args), len(self._groups) - 1)
-            rows.append((args.correlation, args.device, args.stream, kind, name, args.bytes, group))
+                group = self._groups.setdefault(
+                    process_group(args), len(self._groups) - 1
+                )
+            rows.append(
+                (
+                    args.correlation,
+                    args.device,
+                    args.stream,
+                    kind,
+                    name,
+                    args.bytes,
+                    group,
+                )
+            )
         self._activities.add(*spans(events), *np.array(rows, np.int64).T)
 
     @cached_property
     def work(self) -> pd.DataFrame:
-        """All activities, each once: start, end (ns), correlation, device, stream, kind (a position in KINDS, or
-        TRANSFER), name and group (numbers), bytes, and the columns of `with_launches`."""
+        """All activities, each once: start, end (ns), correlation, device, stream, kind
+        (a position in KINDS, or TRANSFER), name and group (numbers), bytes, and the
+        columns of `with_launches`."""
         work = self._activities.table()
-        # One stream runs one activity at a time: the same one at the same time is the same event.
+        # One stream runs one activity at a time: the same one at the same time is the
+        # same event.
         repeated = work.duplicated()
         self.duplicates = int(repeated.sum())
         if self.duplicates:
@@ -152,12 +222,21 @@ class GpuActivities:
         return with_launches(work, self._calls.table())
 
     def busiest(self) -> list[int]:
-        """Return the numbers of the devices that ran anything, by busy time in descending order."""
-        busy = (self.work["end"] - self.work["start"]).groupby(self.work["device"].clip(lower=0)).sum()
-        return [int(device) for device in busy.sort_values(ascending=False, kind="stable").index]
+        """Return the numbers of the devices that ran anything, by busy time in
+        descending order."""
+        busy = (
+            (self.work["end"] - self.work["start"])
+            .groupby(self.work["device"].clip(lower=0))
+            .sum()
+        )
+        return [
+            int(device)
+            for device in busy.sort_values(ascending=False, kind="stable").index
+        ]
 
     def transfers(self, base_ns: int) -> dict[str, Any]:
-        """Return the columns of the table `transfers`. base_ns: added to the times of the events."""
+        """Return the columns of the table `transfers`. base_ns: added to the times of
+        the events."""
         copies = self.work[self.work["kind"] == TRANSFER]
         (stated,), recorded = matching(self._sizes.table(), copies["correlation"])
         sizes = copies["bytes"].mask((copies["bytes"] == MISSING) & recorded, stated)
@@ -165,12 +244,14 @@ class GpuActivities:
         return transfer_columns(copies, [*self._names], base_ns)
 
     def kernels(self, base_ns: int) -> dict[str, Any]:
-        """Return the columns of the table `kernels`. base_ns: added to the times of the events."""
+        """Return the columns of the table `kernels`. base_ns: added to the times of the
+        events."""
         groups = [group for group in self._groups if group is not None]
         codes = self.work.loc[self.work["kind"] != TRANSFER, "group"]
         columns = kernel_columns(self.work, [*self._names], base_ns)
         return {**columns, "group": pd.Categorical.from_codes(codes, groups)}
 
     def calls(self, base_ns: int) -> dict[str, Any]:
-        """Return the columns of the table `calls`. base_ns: added to the times of the events."""
+        """Return the columns of the table `calls`. base_ns: added to the times of the
+        events."""
         return self._calls.columns(self.work["correlation"].to_numpy(), base_ns)

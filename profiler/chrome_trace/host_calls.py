@@ -1,4 +1,5 @@
-"""Collects the calls by which the host launches work and waits for the device, as columns of the table `calls`."""
+"""Collects the calls by which the host launches work and waits for the device, as
+columns of the table `calls`."""
 
 import re
 from typing import Any
@@ -7,14 +8,23 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ebbtide.profiler.chrome_trace.events import MISSING, Event, IntArray, IntTable, spans
+from ebbtide.profiler.chrome_trace.events import (
+    MISSING,
+    Event,
+    IntArray,
+    IntTable,
+    spans,
+)
 
 # Calls of the runtime or driver.
 CALL_CATEGORIES = frozenset({"cuda_runtime", "cuda_driver", "mtia_runtime", "Runtime"})
 # What a wait is for, where torch's profiler was asked for it (enable_cuda_sync_events).
 SYNC_CATEGORY = "cuda_sync"
-# Calls beside launches that the trace keeps: they wait for the device, or take the host long.
-KEPT_CALLS = re.compile("Synchronize|StreamWaitEvent|Malloc|Free|HostAlloc|HostRegister")
+# Calls beside launches that the trace keeps: they wait for the device, or take the host
+# long.
+KEPT_CALLS = re.compile(
+    "Synchronize|StreamWaitEvent|Malloc|Free|HostAlloc|HostRegister"
+)
 _STREAM_SYNC = "Stream Sync"
 # Larger numbers stand for no stream.
 _MAX_STREAM = (1 << 32) - 1
@@ -31,7 +41,11 @@ class HostCalls:
     def add(self, events: list[Event]) -> None:
         """Add events of CALL_CATEGORIES."""
         rows = [
-            (event.args.correlation, thread_number(event.tid), self._names.setdefault(event.name, len(self._names)))
+            (
+                event.args.correlation,
+                thread_number(event.tid),
+                self._names.setdefault(event.name, len(self._names)),
+            )
             for event in events
         ]
         correlations, threads, names = np.array(rows, np.int64).T
@@ -42,8 +56,18 @@ class HostCalls:
         rows = []
         for event in events:
             args = event.args
-            streams = (MISSING, args.stream) if event.name == _STREAM_SYNC else (args.stream, args.awaited_stream)
-            rows.append((args.correlation, *(s if 0 <= s < _MAX_STREAM else MISSING for s in streams), args.record))
+            streams = (
+                (MISSING, args.stream)
+                if event.name == _STREAM_SYNC
+                else (args.stream, args.awaited_stream)
+            )
+            rows.append(
+                (
+                    args.correlation,
+                    *(s if 0 <= s < _MAX_STREAM else MISSING for s in streams),
+                    args.record,
+                )
+            )
         self._waits.add(*np.array(rows, np.int64).T)
 
     def table(self) -> pd.DataFrame:
@@ -51,26 +75,41 @@ class HostCalls:
         return self._calls.table()
 
     def columns(self, launching: npt.ArrayLike, base_ns: int) -> dict[str, Any]:
-        """Return the columns of the table `calls`. `launching`: correlations of work. `base_ns` is added to times."""
+        """Return the columns of the table `calls`. `launching`: correlations of work.
+        `base_ns` is added to times."""
         calls, waits = self._calls.table(), self._waits.table()
         rows = kept_calls(calls, [*self._names], launching)
-        values, stated = matching(waits[["correlation", "stream", "awaited_stream", "record"]], rows["correlation"])
+        values, stated = matching(
+            waits[["correlation", "stream", "awaited_stream", "record"]],
+            rows["correlation"],
+        )
         stream, awaited_stream, record = np.where(stated, values, MISSING)
         (recorded_ns,), was_recorded = matching(calls[["correlation", "start"]], record)
         columns = call_columns(rows, [*self._names], base_ns)
-        columns |= {"stream": _nullable(stream), "awaited_stream": _nullable(awaited_stream)}
-        return columns | {"awaited_ns": pd.arrays.IntegerArray(recorded_ns + base_ns, ~was_recorded)}
+        columns |= {
+            "stream": _nullable(stream),
+            "awaited_stream": _nullable(awaited_stream),
+        }
+        return columns | {
+            "awaited_ns": pd.arrays.IntegerArray(recorded_ns + base_ns, ~was_recorded)
+        }
 
 
-def kept_calls(calls: pd.DataFrame, names: list[str], launching: npt.ArrayLike) -> pd.DataFrame:
-    """Return the rows of calls that the trace keeps. `calls` has correlation and name (a position in `names`)."""
+def kept_calls(
+    calls: pd.DataFrame, names: list[str], launching: npt.ArrayLike
+) -> pd.DataFrame:
+    """Return the rows of calls that the trace keeps. `calls` has correlation and name
+    (a position in `names`)."""
     by_name = np.array([KEPT_CALLS.search(name) is not None for name in names], bool)
     launches = (calls["correlation"] > 0) & calls["correlation"].isin(launching)
-    return calls[launches.to_numpy(bool) | by_name[calls["name"]]] if len(calls) else calls
+    return (
+        calls[launches.to_numpy(bool) | by_name[calls["name"]]] if len(calls) else calls
+    )
 
 
 def call_columns(rows: pd.DataFrame, names: list[str], base_ns: int) -> dict[str, Any]:
-    """Return the columns of the table `calls` that every source has. `rows`: start, end (ns), thread, name."""
+    """Return the columns of the table `calls` that every source has. `rows`: start, end
+    (ns), thread, name."""
     used, codes = np.unique(rows["name"], return_inverse=True)
     return {
         "start_ns": (rows["start"] + base_ns).to_numpy(),
@@ -90,21 +129,31 @@ def thread_number(tid: Any) -> int:
 
 
 def with_launches(work: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
-    """Return work with the start of the first call with its correlation as `launched`, missing where there is none, and
-    the thread of that call, MISSING where it is not known."""
-    (launched, threads), recorded = matching(calls[["correlation", "start", "thread"]], work["correlation"])
+    """Return work with the start of the first call with its correlation as `launched`,
+    missing where there is none, and the thread of that call, MISSING where it is not
+    known."""
+    (launched, threads), recorded = matching(
+        calls[["correlation", "start", "thread"]], work["correlation"]
+    )
     launches = pd.arrays.IntegerArray(launched, ~recorded)
     return work.assign(launched=launches, thread=np.where(recorded, threads, MISSING))
 
 
-def matching(calls: pd.DataFrame, correlations: npt.ArrayLike) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """Return the values of the first call with each correlation, (values, correlations), and whether there is one.
-    `calls`: columns correlation and values. `correlations`: only positive ones state a call."""
+def matching(
+    calls: pd.DataFrame, correlations: npt.ArrayLike
+) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    """Return the values of the first call with each correlation, (values,
+    correlations), and whether there is one. `calls`: columns correlation and values.
+    `correlations`: only positive ones state a call."""
     wanted = np.asarray(correlations, np.int64)
     if calls.empty:
-        return np.zeros((calls.shape[1] - 1, len(wanted)), np.int64), np.zeros(len(wanted), bool)
+        return np.zeros((calls.shape[1] - 1, len(wanted)), np.int64), np.zeros(
+            len(wanted), bool
+        )
     numbers, *values = calls.to_numpy(np.int64).T
     order = np.argsort(numbers, kind="stable")
     numbers = numbers[order]
     position = np.minimum(np.searchsorted(numbers, wanted), len(numbers) - 1)
-    return np.array(values)[:, order[position]], (numbers[position] == wanted) & (wanted > 0)
+    return np.array(values)[:, order[position]], (numbers[position] == wanted) & (
+        wanted > 0
+    )

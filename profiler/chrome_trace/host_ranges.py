@@ -1,4 +1,5 @@
-"""Collects the operators and named ranges of the host, and finds the one that launched work."""
+"""Collects the operators and named ranges of the host, and finds the one that launched
+work."""
 
 import re
 
@@ -6,14 +7,22 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ebbtide.profiler.chrome_trace.events import MISSING, Event, IntArray, IntTable, spans
+from ebbtide.profiler.chrome_trace.events import (
+    MISSING,
+    Event,
+    IntArray,
+    IntTable,
+    spans,
+)
 from ebbtide.profiler.chrome_trace.gpu_activities import TRANSFER, labels
 from ebbtide.profiler.chrome_trace.host_calls import thread_number
 
 # torch.autograd.profiler.emit_nvtx adds these to the name of an operator.
 _NVTX_DETAILS = re.compile(r", (?:seq|op_id|sizes|input_op_ids) = .*", re.DOTALL)
 # Ranges of whole iterations are no operators: each has a name of its own.
-_NUMBERED_ITERATION = re.compile(r"\w*(?:step|iteration|iter|batch)[\s#:=_-]*\d+", re.IGNORECASE)
+_NUMBERED_ITERATION = re.compile(
+    r"\w*(?:step|iteration|iter|batch)[\s#:=_-]*\d+", re.IGNORECASE
+)
 
 
 class HostRanges:
@@ -31,25 +40,37 @@ class HostRanges:
 
     def add(self, events: list[Event]) -> None:
         """Add operators and annotations."""
-        names = [self._names.setdefault((event.name, event.cat), len(self._names)) for event in events]
-        self._rows.add(*spans(events), names, [thread_number(event.tid) for event in events])
+        names = [
+            self._names.setdefault((event.name, event.cat), len(self._names))
+            for event in events
+        ]
+        self._rows.add(
+            *spans(events), names, [thread_number(event.tid) for event in events]
+        )
 
     def rows(self, category: str | None = None) -> pd.DataFrame:
-        """Return start, end (ns), name and thread of the ranges of a category; None: of all."""
+        """Return start, end (ns), name and thread of the ranges of a category; None: of
+        all."""
         rows = self._rows.table()
         if category is None or rows.empty:
             return rows
         return rows[np.array([own == category for _, own in self._names])[rows["name"]]]
 
 
-def operators(work: pd.DataFrame, ranges: pd.DataFrame, names: list[str]) -> pd.Categorical:
-    """Return the operator of each kernel: the innermost range in which its thread launched it, missing where none.
-    `work`: as of `with_launches`, without copies. `ranges`: start, end, thread, name (a position in `names`)."""
+def operators(
+    work: pd.DataFrame, ranges: pd.DataFrame, names: list[str]
+) -> pd.Categorical:
+    """Return the operator of each kernel: the innermost range in which its thread
+    launched it, missing where none. `work`: as of `with_launches`, without copies.
+    `ranges`: start, end, thread, name (a position in `names`)."""
     kernels = work[work["kind"] != TRANSFER]
     launched = kernels["launched"].fillna(MISSING).to_numpy(np.int64)
     rows = innermost(ranges, launched, kernels["thread"].to_numpy(np.int64))
     used = np.append(ranges["name"].to_numpy(np.int64), MISSING)[rows]
-    return labels(pd.Series(used), lambda number: None if number == MISSING else _operator(names[number]))
+    return labels(
+        pd.Series(used),
+        lambda number: None if number == MISSING else _operator(names[number]),
+    )
 
 
 def _operator(name: str) -> str | None:
@@ -57,8 +78,9 @@ def _operator(name: str) -> str | None:
 
 
 def innermost(ranges: pd.DataFrame, times: IntArray, threads: IntArray) -> IntArray:
-    """Return the row of the innermost range of a thread that contains each time, MISSING where none does, or the thread
-    is. `ranges`: start, end and thread; those of a thread are nested or disjoint."""
+    """Return the row of the innermost range of a thread that contains each time,
+    MISSING where none does, or the thread is. `ranges`: start, end and thread; those of
+    a thread are nested or disjoint."""
     rows = np.full(len(times), MISSING)
     own_threads = ranges["thread"].to_numpy(np.int64)
     starts, ends = (ranges[side].to_numpy(np.int64) for side in ("start", "end"))
@@ -71,8 +93,11 @@ def innermost(ranges: pd.DataFrame, times: IntArray, threads: IntArray) -> IntAr
     return rows
 
 
-def _innermost(starts: IntArray, ends: IntArray, times: IntArray) -> npt.NDArray[np.int64]:
-    """Return the position of the innermost range around each time; -1 where there is none. No range is empty."""
+def _innermost(
+    starts: IntArray, ends: IntArray, times: IntArray
+) -> npt.NDArray[np.int64]:
+    """Return the position of the innermost range around each time; -1 where there is
+    none. No range is empty."""
     order = np.lexsort((-ends, starts))
     starts, closed, count = starts[order], np.sort(ends), len(starts)
     depths = np.arange(1, count + 1) - np.searchsorted(closed, starts, side="right")

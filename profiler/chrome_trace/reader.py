@@ -1,4 +1,5 @@
-"""Reads Chrome traces (JSON, as torch's profiler writes them) in constant memory, up to where the file breaks off."""
+"""Reads Chrome traces (JSON, as torch's profiler writes them) in constant memory, up to
+where the file breaks off."""
 
 import re
 from collections.abc import Iterator
@@ -18,12 +19,15 @@ from ebbtide.profiler.chrome_trace.events import (
 
 CHUNK = 1 << 20
 # The top-level keys that are kept; a trace may have other keys with values of any size.
-_META = frozenset({"baseTimeNanoseconds", "deviceProperties", "distributedInfo", "host_name"})
+_META = frozenset(
+    {"baseTimeNanoseconds", "deviceProperties", "distributedInfo", "host_name"}
+)
 _EVENT_LIST = "traceEvents"
 # The text between two events.
 _GAP = re.compile(rb"\}\s*,\s*\Z")
 _MAX_GAP_BYTES = 64
-# A file with more skipped events than this, and more skipped than valid ones, is not a trace.
+# A file with more skipped events than this, and more skipped than valid ones, is not a
+# trace.
 _MAX_SKIPPED = 10_000
 
 
@@ -31,7 +35,8 @@ class ChromeTrace:
     """Chrome trace that is being read from a stream of bytes."""
 
     def __init__(self, stream: BufferedIOBase, chunk: int = CHUNK) -> None:
-        # The top-level values that are kept. Complete once `batches` has ended, since values may follow the events.
+        # The top-level values that are kept. Complete once `batches` has ended, since
+        # values may follow the events.
         self.meta: dict[str, Any] = {}
         self.count = 0
         self.skipped = 0
@@ -41,7 +46,8 @@ class ChromeTrace:
 
     @property
     def base_ns(self) -> int:
-        """Unix time in ns at which the trace's times begin, valid after the last batch; 0 if they are Unix times."""
+        """Unix time in ns at which the trace's times begin, valid after the last batch;
+        0 if they are Unix times."""
         base = self.meta.get("baseTimeNanoseconds")
         return base if isinstance(base, int) and abs(base) <= MAX_BASE_NS else 0
 
@@ -94,7 +100,8 @@ class ChromeTrace:
             self._window.extend()
 
     def _decode_window(self) -> list[Event] | None:
-        """Decode the complete events in the window at once. None if there are fewer than two, or one is invalid."""
+        """Decode the complete events in the window at once. None if there are fewer
+        than two, or one is invalid."""
         data, begin = self._window.data, self._window.skip_separators()
         next_begin = len(data)
         while (next_begin := data.rfind(b"{", begin, next_begin)) > begin:
@@ -108,7 +115,8 @@ class ChromeTrace:
         return None
 
     def _decode_one_by_one(self, batch: list[Event]) -> bool:
-        """Append the complete events in the window to `batch`. Return whether the list of events ends after them."""
+        """Append the complete events in the window to `batch`. Return whether the list
+        of events ends after them."""
         while (text := self._window.buffered_value()) is not None:
             if text == b"]":
                 return True

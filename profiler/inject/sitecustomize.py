@@ -1,4 +1,5 @@
-"""Loads the agent into every Python that starts, then runs the job's own `sitecustomize`, which this one hides.
+"""Loads the agent into every Python that starts, then runs the job's own
+`sitecustomize`, which this one hides.
 
 `ebbtide profile` puts this folder first on PYTHONPATH.
 """
@@ -14,12 +15,17 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))
 def _load_agent():
     path = os.path.join(_FOLDER, "load_agent.py")
     with open(path, "rb") as file:
-        exec(compile(file.read(), path, "exec"), {"__name__": "load_agent", "__file__": path})
+        exec(
+            compile(file.read(), path, "exec"),
+            {"__name__": "load_agent", "__file__": path},
+        )
 
 
 def _run_hidden():
     """Run the job's own sitecustomize, if there is one."""
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _FOLDER]
+    sys.path[:] = [
+        entry for entry in sys.path if os.path.abspath(entry or ".") != _FOLDER
+    ]
     this_module = sys.modules.pop("sitecustomize", None)
     spec = importlib.util.find_spec("sitecustomize")
     if spec is None:

@@ -1,1 +1,2 @@
-"""Reads snapshots of torch's memory allocator, and makes the table `allocations` from them."""
+"""Reads snapshots of torch's memory allocator, and makes the table `allocations` from
+them."""

@@ -1,4 +1,5 @@
-"""Reads pickles of numbers, text, lists, tuples and dicts as a stream, and runs nothing that they ask for."""
+"""Reads pickles of numbers, text, lists, tuples and dicts as a stream, and runs nothing
+that they ask for."""
 
 import struct
 from array import array
@@ -20,8 +21,9 @@ class PickleError(ValueError):
 class PlainPickle:
     """Reads one pickle. A subclass may take events out as they are read.
 
-    `objects`: those that later opcodes can refer to; `memo`: positions in them, in the order in which the writer
-    numbered the objects, so that one of many numbers takes little memory."""
+    `objects`: those that later opcodes can refer to; `memo`: positions in them, in the
+    order in which the writer numbered the objects, so that one of many numbers takes
+    little memory."""
 
     def __init__(self, file: IO[bytes], progress: Callable[[int], None]) -> None:
         self._file = file
@@ -29,7 +31,8 @@ class PlainPickle:
         self._progress = progress
         self._read_bytes = 0
         self.data = b""
-        # The next byte to read, and the end of the pickle's frame: there the next one begins, or a long text.
+        # The next byte to read, and the end of the pickle's frame: there the next one
+        # begins, or a long text.
         self.at = self._frame_end = 0
         # The values since the last mark, and those before it.
         self.stack: list[Any] = []
@@ -39,7 +42,8 @@ class PlainPickle:
         self._opcodes = self._handlers()
 
     def load(self) -> object:
-        """Return the object of the pickle. Any kind of exception is raised if it is damaged."""
+        """Return the object of the pickle. Any kind of exception is raised if it is
+        damaged."""
         opcodes = self._opcodes
         while True:
             if len(self.data) - self.at < _MARGIN_BYTES:
@@ -63,7 +67,8 @@ class PlainPickle:
             self.data, self.at = self._without_frames(self.data[self.at :] + chunk), 0
 
     def _without_frames(self, data: bytes) -> bytes:
-        """Remove the opcodes of frames that follow each other, which may be anywhere between two others."""
+        """Remove the opcodes of frames that follow each other, which may be anywhere
+        between two others."""
         parts, begin, end = [], 0, self._frame_end
         while 0 <= end <= len(data) - 9 and data[end] == _FRAME:
             parts.append(data[begin:end])
@@ -95,12 +100,28 @@ class PlainPickle:
 
     def _refuse(self, opcode: int) -> NoReturn:
         if opcode in _PERSISTENT:
-            raise PickleError("it refers to an object outside the file, which was refused")
+            raise PickleError(
+                "it refers to an object outside the file, which was refused"
+            )
         if opcode in _IMPORTS or opcode in _CALLS:
-            lines = [line.decode(errors="replace") for line in self.data[self.at : self.at + 200].split(b"\n")[:2]]
-            names = self.stack[-2:] if opcode == _STACK_GLOBAL else lines if opcode in _IMPORTS else ["an object"]
-            raise PickleError(f"it asks to run {'.'.join(str(name)[:50] for name in names)}, which was refused")
-        raise PickleError(f"it has the opcode {opcode:#04x}, which no memory snapshot has")
+            lines = [
+                line.decode(errors="replace")
+                for line in self.data[self.at : self.at + 200].split(b"\n")[:2]
+            ]
+            names = (
+                self.stack[-2:]
+                if opcode == _STACK_GLOBAL
+                else lines
+                if opcode in _IMPORTS
+                else ["an object"]
+            )
+            raise PickleError(
+                f"it asks to run {'.'.join(str(name)[:50] for name in names)}, which "
+                "was refused"
+            )
+        raise PickleError(
+            f"it has the opcode {opcode:#04x}, which no memory snapshot has"
+        )
 
     def _handlers(self) -> list[Callable[[], object] | None]:
         push = self._push
@@ -150,7 +171,9 @@ class PlainPickle:
     def memoize(self, index: int) -> None:
         """Remember the object on top of the stack. All writers count from zero."""
         if index != len(self.memo):
-            raise PickleError(f"it numbers its objects in another order than pickle does ({index})")
+            raise PickleError(
+                f"it numbers its objects in another order than pickle does ({index})"
+            )
         self.memo.append(len(self.objects))
         self.objects.append(self.stack[-1])
 

@@ -1,4 +1,5 @@
-"""Reads a memory snapshot through a separate process, which a harmful file may crash."""
+"""Reads a memory snapshot through a separate process, which a harmful file may
+crash."""
 
 import json
 import os
@@ -20,7 +21,12 @@ import numpy.typing as npt
 import pandas as pd
 
 import ebbtide
-from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS, EVENT_COLUMNS, ROWS, TABLES
+from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import (
+    ACTIONS,
+    EVENT_COLUMNS,
+    ROWS,
+    TABLES,
+)
 
 _CHUNK_BYTES = 1 << 20
 _BLOCK_BYTES = ROWS * sum(np.dtype(code).itemsize for code in EVENT_COLUMNS.values())
@@ -35,21 +41,29 @@ _MAX_DEVICES = 1024
 # No device has this many bytes, and no job allocates this many in sum.
 _MAX_BYTES = 1 << 48
 _MAX_SUM_BYTES = float(1 << 62)
-_LIMITS = {"device": _MAX_DEVICES, "time_us": _MAX_US, "bytes": _MAX_BYTES, "requested": _MAX_BYTES}
+_LIMITS = {
+    "device": _MAX_DEVICES,
+    "time_us": _MAX_US,
+    "bytes": _MAX_BYTES,
+    "requested": _MAX_BYTES,
+}
 EVENT_TYPE = np.dtype([*EVENT_COLUMNS.items(), ("position", "q")])
 
 
 class SnapshotError(ValueError):
-    """A file is not a memory snapshot, or is damaged or harmful. The message is the reason."""
+    """A file is not a memory snapshot, or is damaged or harmful. The message is the
+    reason."""
 
 
 class Events:
-    """The events of a device in order, without those of unknown actions: arrays with the fields EVENT_COLUMNS and
-    `position`, read block by block from the unpickler's answer, as all of them take too much memory.
+    """The events of a device in order, without those of unknown actions: arrays with
+    the fields EVENT_COLUMNS and `position`, read block by block from the unpickler's
+    answer, as all of them take too much memory.
 
-    Events without times (of torch before 2.2) have their positions as times. `release`: the action that ends a block:
-    the request of its release, as in torch's `allocated_bytes`; where none was recorded the completed release, as in
-    its `active_bytes` (CUDACachingAllocator.cpp)."""
+    Events without times (of torch before 2.2) have their positions as times. `release`:
+    the action that ends a block: the request of its release, as in torch's
+    `allocated_bytes`; where none was recorded the completed release, as in its
+    `active_bytes` (CUDACachingAllocator.cpp)."""
 
     def __init__(self, answer: int, rows: range) -> None:
         self._answer, self._rows = answer, rows
@@ -71,10 +85,17 @@ class Events:
         self.have_times = bool((self._latest_us >= 0).any())
         self.start_us, self.span_us = 0, (0, len(self) - 1)
         if self.have_times:
-            self.start_us, self.span_us = starts[0], (min(lows), int(self._latest_us.max()))
+            self.start_us, self.span_us = (
+                starts[0],
+                (min(lows), int(self._latest_us.max())),
+            )
         if self.span_us[0] < 0:
             raise SnapshotError("some of its events have no times")
-        self.release = "free_requested" if self._counts[:, ACTIONS["free_requested"]].any() else "free_completed"
+        self.release = (
+            "free_requested"
+            if self._counts[:, ACTIONS["free_requested"]].any()
+            else "free_completed"
+        )
 
     def __len__(self) -> int:
         return int(self._counts.sum())
@@ -86,13 +107,18 @@ class Events:
             yield self._events(number, codes)
 
     def changes(self, *actions: str) -> Iterator[npt.NDArray[Any]]:
-        """Yield the events of some actions, from the last block to the first. Their times do not fall, from the first
-        event of all on: clocks of cores differ a little."""
+        """Yield the events of some actions, from the last block to the first. Their
+        times do not fall, from the first event of all on: clocks of cores differ a
+        little."""
         codes = [ACTIONS[action] for action in actions]
-        latest_us = np.maximum.accumulate([self.start_us, *self._latest_us[:, codes].max(axis=1)])
+        latest_us = np.maximum.accumulate(
+            [self.start_us, *self._latest_us[:, codes].max(axis=1)]
+        )
         for number in reversed(self._blocks_with(codes)):
             block = self._events(number, codes)
-            block["time_us"] = np.maximum.accumulate(np.maximum(block["time_us"], latest_us[number]))
+            block["time_us"] = np.maximum.accumulate(
+                np.maximum(block["time_us"], latest_us[number])
+            )
             yield block
 
     def _blocks_with(self, codes: list[int]) -> list[int]:
@@ -113,7 +139,9 @@ class Events:
         for name, code in EVENT_COLUMNS.items():
             block[name] = np.frombuffer(data, code, ROWS, offset)
             offset += ROWS * np.dtype(code).itemsize
-        own = block[max(self._rows.start - number * ROWS, 0) : self._rows.stop - number * ROWS]
+        own = block[
+            max(self._rows.start - number * ROWS, 0) : self._rows.stop - number * ROWS
+        ]
         understood = own["action"] >= 0
         return own if understood.all() else own[understood]
 
@@ -123,13 +151,17 @@ _NO_EVENTS = Events(-1, range(0))
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A memory snapshot as integers; the names of columns are in `sandboxed_unpickler.TABLES` and `EVENT_COLUMNS`."""
+    """A memory snapshot as integers; the names of columns are in
+    `sandboxed_unpickler.TABLES` and `EVENT_COLUMNS`."""
 
-    events: dict[int, Events]  # Those of each device that has some; `stack` is a position in `stacks`, or -1.
+    # Those of each device that has some; `stack` is a position in `stacks`, or -1.
+    events: dict[int, Events]
     blocks: pd.DataFrame  # Its blocks at the end; `segment` is a row of `segments`.
-    segments: pd.DataFrame  # Its segments at the end; `pool` is 1 in a private pool (of a CUDA graph).
+    # Its segments at the end; `pool` is 1 in a private pool (of a CUDA graph).
+    segments: pd.DataFrame
     stacks: list[str]  # Call stacks, the outermost frame in the first line.
-    annotations: list[tuple[str, str, int, int]]  # (name, START or END, device, Unix time in us), in order.
+    # (name, START or END, device, Unix time in us), in order.
+    annotations: list[tuple[str, str, int, int]]
 
     def events_of(self, device: int) -> Events:
         return self.events.get(device, _NO_EVENTS)
@@ -142,11 +174,15 @@ class Snapshot:
     @property
     def span_ns(self) -> tuple[int, int]:
         """Return the times of the first and the last event of all devices."""
-        firsts, lasts = zip(*(events.span_us for events in self.events.values()), strict=True)
+        firsts, lasts = zip(
+            *(events.span_us for events in self.events.values()), strict=True
+        )
         return min(firsts) * 1000, max(lasts) * 1000
 
 
-def read_snapshot(open_file: Callable[[], AbstractContextManager[IO[bytes]]], seconds: int = _SECONDS) -> Snapshot:
+def read_snapshot(
+    open_file: Callable[[], AbstractContextManager[IO[bytes]]], seconds: int = _SECONDS
+) -> Snapshot:
     """Read a snapshot. `seconds`: CPU time allowed in addition to one second per MB."""
     with ExitStack() as stack:
         answer = stack.enter_context(tempfile.TemporaryFile())
@@ -164,33 +200,58 @@ def _read_answer(answer: IO[bytes]) -> Snapshot:
     if "error" in head:
         raise SnapshotError(head["error"])
     ends = [0, *accumulate(head["device_events"])]
-    rows = {device: range(*own) for device, own in enumerate(pairwise(ends)) if own[0] < own[1]}
+    rows = {
+        device: range(*own)
+        for device, own in enumerate(pairwise(ends))
+        if own[0] < own[1]
+    }
     if max(rows, default=0) >= _MAX_DEVICES:
         raise SnapshotError(f"it has {max(rows)} for device")
     answer.seek(-(-ends[-1] // ROWS) * _BLOCK_BYTES)
     tables = {
-        table: pd.DataFrame({name: np.frombuffer(answer.read(8 * head["rows"][table]), np.int64) for name in columns})
+        table: pd.DataFrame(
+            {
+                name: np.frombuffer(answer.read(8 * head["rows"][table]), np.int64)
+                for name in columns
+            }
+        )
         for table, columns in TABLES.items()
     }
     for rows_of_table in tables.values():
         _check_range(rows_of_table.to_records(), Counter())
-    events = {device: own for device in rows if len(own := Events(answer.fileno(), rows[device]))}
+    events = {
+        device: own
+        for device in rows
+        if len(own := Events(answer.fileno(), rows[device]))
+    }
     if len({own.have_times for own in events.values()}) > 1:
         raise SnapshotError("some of its events have no times")
-    return Snapshot(events, **tables, stacks=head["stacks"], annotations=[tuple(e) for e in head["annotations"]])
+    return Snapshot(
+        events,
+        **tables,
+        stacks=head["stacks"],
+        annotations=[tuple(e) for e in head["annotations"]],
+    )
 
 
-def _run_unpickler(open_file: Callable[[], AbstractContextManager[IO[bytes]]], answer: IO[bytes], seconds: int) -> int:
+def _run_unpickler(
+    open_file: Callable[[], AbstractContextManager[IO[bytes]]],
+    answer: IO[bytes],
+    seconds: int,
+) -> int:
     """Run the unpickler on a snapshot, and return its exit code."""
     root = Path(ebbtide.__file__).parents[1]
     program = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(root), str(seconds)]
-    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=answer, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        program, stdin=subprocess.PIPE, stdout=answer, stderr=subprocess.DEVNULL
+    ) as process:
         assert process.stdin is not None
         try:
             with open_file() as file, process.stdin as pipe:
                 shutil.copyfileobj(file, pipe, _CHUNK_BYTES)
         except BrokenPipeError:
-            # The process stops reading when it knows that the file is invalid. The answer has the reason.
+            # The process stops reading when it knows that the file is invalid. The
+            # answer has the reason.
             pass
         except BaseException:
             process.kill()
@@ -199,8 +260,8 @@ def _run_unpickler(open_file: Callable[[], AbstractContextManager[IO[bytes]]], a
 
 
 def _check_range(rows: npt.NDArray[Any], totals: Counter[str]) -> None:
-    """Raise SnapshotError for numbers that no allocator counts, so that no sum overflows; `totals`: of the rows so far.
-    Events without a time have the time -1."""
+    """Raise SnapshotError for numbers that no allocator counts, so that no sum
+    overflows; `totals`: of the rows so far. Events without a time have the time -1."""
     for name in _LIMITS.keys() & {*(rows.dtype.names or ())}:
         values, limit = rows[name], _LIMITS[name]
         low, high = int(values.min(initial=0)), int(values.max(initial=0))

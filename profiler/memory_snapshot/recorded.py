@@ -1,4 +1,5 @@
-"""Reads the allocations that a recorded job captured, with what the job knew of its blocks."""
+"""Reads the allocations that a recorded job captured, with what the job knew of its
+blocks."""
 
 import json
 import re
@@ -21,21 +22,29 @@ _OWNER_COLUMNS = ["address", "bytes", "category", "module"]
 _CPU = 0
 _MEMORY = "[memory]"
 _PYTHON = "python_function"
-# `model.py(12): forward`; other names are those of functions that are built in, and of modules.
+# `model.py(12): forward`; other names are those of functions that are built in, and of
+# modules.
 _FRAME = re.compile(r"(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)$")
 # The evaluation of a node by the autograd engine.
 _NODE = "autograd::engine::evaluate_function: "
 
 
 def read_recorded(description_file: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Read the two files of a capture (profiler/agent/detailed_capture.py), in times of the monotonic clock.
+    """Read the two files of a capture (profiler/agent/detailed_capture.py), in times of
+    the monotonic clock.
 
-    Returns rows of the tables `allocations` and `memory`: pools `requested` and `reserved` on CUDA, `tensors` on the
-    CPU."""
+    Returns rows of the tables `allocations` and `memory`: pools `requested` and
+    `reserved` on CUDA, `tensors` on the CPU."""
     description: dict[str, Any] = json.loads(description_file.read_bytes())
     path = description_file.with_name(Path(description["file"]).name)
-    shift_ns, device = int(description["wall_to_monotonic_ns"]), str(description["device"])
-    owners = [(int(t_ns), pd.DataFrame(blocks, columns=_OWNER_COLUMNS)) for t_ns, blocks in description["owners"]]
+    shift_ns, device = (
+        int(description["wall_to_monotonic_ns"]),
+        str(description["device"]),
+    )
+    owners = [
+        (int(t_ns), pd.DataFrame(blocks, columns=_OWNER_COLUMNS))
+        for t_ns, blocks in description["owners"]
+    ]
     if path.suffix == ".json":
         rows = _profiled_rows(path, shift_ns, owners)
         memory = _timeline(rows).assign(pool="tensors")
@@ -51,29 +60,48 @@ def read_recorded(description_file: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
             for column in columns:
                 table[column] += shift_ns
     rows = _with_owners(rows, owners)
-    rows["module"] = rows["module"].where(rows["module"].notna(), _modules(rows, description["calls"]))
-    return rows.drop(columns="address").assign(device=device), memory.assign(device=device)
+    rows["module"] = rows["module"].where(
+        rows["module"].notna(), _modules(rows, description["calls"])
+    )
+    return rows.drop(columns="address").assign(device=device), memory.assign(
+        device=device
+    )
 
 
-def _profiled_rows(path: Path, shift_ns: int, owners: list[tuple[int, pd.DataFrame]]) -> pd.DataFrame:
-    """Return the blocks of the CPU: those allocated in the profile, and older ones that the job owned when it began."""
+def _profiled_rows(
+    path: Path, shift_ns: int, owners: list[tuple[int, pd.DataFrame]]
+) -> pd.DataFrame:
+    """Return the blocks of the CPU: those allocated in the profile, and older ones that
+    the job owned when it began."""
     events = profiled_events(path)
     events["t_ns"] += shift_ns
     end_ns = events.groupby("address")["t_ns"].shift(-1, fill_value=_NEVER)
-    made = events[events["bytes"] > 0].assign(end_ns=end_ns).rename(columns={"t_ns": "start_ns"})
+    made = (
+        events[events["bytes"] > 0]
+        .assign(end_ns=end_ns)
+        .rename(columns={"t_ns": "start_ns"})
+    )
     start_ns = owners[0][0]
     older = owners[0][1].assign(start_ns=start_ns, stack=None)
-    older["end_ns"] = [_last_owned(address, made, owners) for address in older["address"]]
+    older["end_ns"] = [
+        _last_owned(address, made, owners) for address in older["address"]
+    ]
     columns = ["start_ns", "end_ns", "bytes", "address", "stack"]
-    rows = pd.concat([older[columns], made[columns].astype({"stack": object})], ignore_index=True)
+    rows = pd.concat(
+        [older[columns], made[columns].astype({"stack": object})], ignore_index=True
+    )
     rows["end_ns"] = rows["end_ns"].astype("Int64").mask(rows["end_ns"] == _NEVER)
     return rows.astype({"start_ns": "int64", "bytes": "int64", "stack": "category"})
 
 
-def _last_owned(address: int, made: pd.DataFrame, owners: list[tuple[int, pd.DataFrame]]) -> int:
-    """Return when a block that is older than the profile was seen last; `_NEVER` if it was there at the end.
+def _last_owned(
+    address: int, made: pd.DataFrame, owners: list[tuple[int, pd.DataFrame]]
+) -> int:
+    """Return when a block that is older than the profile was seen last; `_NEVER` if it
+    was there at the end.
 
-    Its release is not in the profile. It was released before another block was allocated at its address."""
+    Its release is not in the profile. It was released before another block was
+    allocated at its address."""
     again = made.loc[made["address"] == address, "start_ns"]
     limit = int(again.min()) if len(again) else _NEVER
     seen = owners[0][0]
@@ -84,22 +112,34 @@ def _last_owned(address: int, made: pd.DataFrame, owners: list[tuple[int, pd.Dat
     return _NEVER
 
 
-def _with_owners(rows: pd.DataFrame, owners: list[tuple[int, pd.DataFrame]]) -> pd.DataFrame:
-    """Add category and module of the blocks that the job owned: by address, at a time when the block was there."""
+def _with_owners(
+    rows: pd.DataFrame, owners: list[tuple[int, pd.DataFrame]]
+) -> pd.DataFrame:
+    """Add category and module of the blocks that the job owned: by address, at a time
+    when the block was there."""
     category = np.full(len(rows), None, dtype=object)
     module = np.full(len(rows), None, dtype=object)
     ends = rows["end_ns"].fillna(_NEVER).to_numpy(np.int64)
     starts, addresses = rows["start_ns"].to_numpy(np.int64), rows["address"].to_numpy()
     for t_ns, blocks in owners:
         by_address = blocks.drop_duplicates("address").set_index("address")
-        live = np.flatnonzero((starts <= t_ns) & (ends > t_ns) & np.isin(addresses, by_address.index))
+        live = np.flatnonzero(
+            (starts <= t_ns) & (ends > t_ns) & np.isin(addresses, by_address.index)
+        )
         entries = by_address.loc[addresses[live]]
-        category[live], module[live] = entries["category"].to_numpy(), entries["module"].to_numpy()
-    return rows.assign(category=pd.Series(category, dtype=object), module=pd.Series(module, dtype=object))
+        category[live], module[live] = (
+            entries["category"].to_numpy(),
+            entries["module"].to_numpy(),
+        )
+    return rows.assign(
+        category=pd.Series(category, dtype=object),
+        module=pd.Series(module, dtype=object),
+    )
 
 
 def _modules(rows: pd.DataFrame, calls: list[tuple[int, str | None]]) -> pd.Series:
-    """Return the innermost module whose forward ran when each block was allocated; None outside of modules."""
+    """Return the innermost module whose forward ran when each block was allocated; None
+    outside of modules."""
     times, innermost = [], []
     stack: list[str | None] = []
     for t_ns, name in calls:
@@ -109,8 +149,14 @@ def _modules(rows: pd.DataFrame, calls: list[tuple[int, str | None]]) -> pd.Seri
             stack.pop()
         times.append(t_ns)
         innermost.append(stack[-1] if stack else None)
-    position = np.searchsorted(np.array(times, np.int64), rows["start_ns"].to_numpy(np.int64), side="right")
-    return pd.Series(np.array([None, *innermost], dtype=object)[position], index=rows.index, dtype=object)
+    position = np.searchsorted(
+        np.array(times, np.int64), rows["start_ns"].to_numpy(np.int64), side="right"
+    )
+    return pd.Series(
+        np.array([None, *innermost], dtype=object)[position],
+        index=rows.index,
+        dtype=object,
+    )
 
 
 def _timeline(rows: pd.DataFrame) -> pd.DataFrame:
@@ -125,13 +171,16 @@ def _timeline(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def profiled_events(path: Path) -> pd.DataFrame:
-    """Read the allocations and releases of the CPU from a trace with `profile_memory=True`.
+    """Read the allocations and releases of the CPU from a trace with
+    `profile_memory=True`.
 
     Releases of blocks that are older than the profile are not in it.
 
     Returns:
-        Columns t_ns (Unix time), bytes (negative: a release), address, and stack (outermost frame first, each as
-        `function (file:line)` with the line where the function begins; missing where `with_stack` was off), by time.
+        Columns t_ns (Unix time), bytes (negative: a release), address, and stack
+            (outermost frame first, each as
+        `function (file:line)` with the line where the function begins; missing where
+            `with_stack` was off), by time.
     """
     changes: list[Event] = []
     calls: list[Event] = []
@@ -153,15 +202,22 @@ def profiled_events(path: Path) -> pd.DataFrame:
         {
             "t_ns": t_ns[order],
             "bytes": np.array([event.args.size for event in changes], np.int64)[order],
-            "address": np.array([event.args.address for event in changes], np.int64)[order],
+            "address": np.array([event.args.address for event in changes], np.int64)[
+                order
+            ],
             "stack": pd.Categorical([*stacks]),
         }
     )
 
 
-def _stacks(changes: list[Event], times: IntArray, calls: list[Event]) -> Iterator[str | None]:
-    """Yield the stack of each change, in order: the calls of its thread that are open at its time."""
-    starts, ends = spans(calls) if calls else (np.empty(0, np.int64), np.empty(0, np.int64))
+def _stacks(
+    changes: list[Event], times: IntArray, calls: list[Event]
+) -> Iterator[str | None]:
+    """Yield the stack of each change, in order: the calls of its thread that are open
+    at its time."""
+    starts, ends = (
+        spans(calls) if calls else (np.empty(0, np.int64), np.empty(0, np.int64))
+    )
     # Of calls that begin at once, the longest contains the others.
     order = np.lexsort((-ends, starts)).tolist()
     begins, finishes = starts.tolist(), ends.tolist()
@@ -200,7 +256,8 @@ def _line(call: Event) -> str | None:
 
 
 def _text(lines: tuple[str, ...]) -> str | None:
-    """Return a stack as text. Of one in the backward, what the engine evaluates and what is inside of it."""
+    """Return a stack as text. Of one in the backward, what the engine evaluates and
+    what is inside of it."""
     nodes = [number for number, line in enumerate(lines) if line.startswith(_NODE)]
     if nodes:
         node = lines[nodes[-1]].removeprefix(_NODE)

@@ -1,8 +1,10 @@
-"""The collector: a detached process that samples while a recorded job runs, and finishes its trace.
+"""The collector: a detached process that samples while a recorded job runs, and
+finishes its trace.
 
-`ebbtide profile` starts it and then executes the job in its own place: so the job has the process id that its user
-knows, receives each signal exactly once, and ends with its own exit status. The collector has a session of its own,
-ignores the signals that end or stop jobs, and ends after the job.
+`ebbtide profile` starts it and then executes the job in its own place: so the job has
+the process id that its user knows, receives each signal exactly once, and ends with its
+own exit status. The collector has a session of its own, ignores the signals that end or
+stop jobs, and ends after the job.
 """
 
 import contextlib
@@ -22,13 +24,23 @@ from typing import NoReturn, Protocol
 from ebbtide.errors import TraceError
 from ebbtide.profiler.agent.options import SPOOL_DIRECTORY, Options
 from ebbtide.profiler.agent.spool import process_id
-from ebbtide.profiler.recording.lifecycle import finish_recording, open_recording, spool_folder
-from ebbtide.profiler.sampler.processes import process_runs, recorded_processes, start_ticks, stat_fields
+from ebbtide.profiler.recording.lifecycle import (
+    finish_recording,
+    open_recording,
+    spool_folder,
+)
+from ebbtide.profiler.sampler.processes import (
+    process_runs,
+    recorded_processes,
+    start_ticks,
+    stat_fields,
+)
 from ebbtide.profiler.trace.files import new_trace
 from ebbtide.profiler.trace.trace import closing_lines
 from ebbtide.terminal_lines import print_note
 
-# A scheduler sends some of these to every process of a job, and a terminal others; none of them is for the collector.
+# A scheduler sends some of these to every process of a job, and a terminal others; none
+# of them is for the collector.
 _IGNORED = (
     signal.SIGHUP,
     signal.SIGINT,
@@ -44,16 +56,19 @@ _IGNORED = (
 _READY = b"ready"
 # Between two looks for recorded processes that outlive the job's first one.
 _CHILDREN_PERIOD_S = 0.1
-# A process that has not imported torch for so long is not expected to train: the server of a logger, for example.
+# A process that has not imported torch for so long is not expected to train: the server
+# of a logger, for example.
 _STARTING_SECONDS = 10.0
-# From linux/pidfd.h: PIDFD_GET_INFO is _IOWR(0xFF, 11, struct pidfd_info); the structure's first version has 64 bytes.
+# From linux/pidfd.h: PIDFD_GET_INFO is _IOWR(0xFF, 11, struct pidfd_info); the
+# structure's first version has 64 bytes.
 _PIDFD_INFO = struct.Struct("<QQ11Ii")
 _PIDFD_INFO_EXIT = 1 << 3
 _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 
 
 class JobService(Protocol):
-    """A server that answers while the job runs. It listens already, and is started in the collector's process."""
+    """A server that answers while the job runs. It listens already, and is started in
+    the collector's process."""
 
     url: str
 
@@ -75,7 +90,8 @@ class Collector:
         self._failure = failure
 
     def cancel(self, reason: str) -> None:
-        """Make the collector remove the trace, since the job could not be executed; return when it has ended."""
+        """Make the collector remove the trace, since the job could not be executed;
+        return when it has ended."""
         os.write(self._failure, reason.encode())
         os.close(self._failure)
         with contextlib.suppress(OSError):
@@ -85,7 +101,8 @@ class Collector:
 
 @dataclass(frozen=True)
 class RecordedCommand:
-    """A command to record into `output`. `force` replaces a trace that exists; `service` answers beside the job."""
+    """A command to record into `output`. `force` replaces a trace that exists;
+    `service` answers beside the job."""
 
     words: Sequence[str]
     output: Path
@@ -95,9 +112,10 @@ class RecordedCommand:
 
 
 def start_collector(command: RecordedCommand) -> Collector:
-    """Start the collector of the job that this process is about to become; return once the trace exists. Executing
-    another program in this process closes a pipe, which begins the sampling. The job does not get the socket of the
-    service. Raises TraceError, and leaves nothing behind, if the trace cannot be created."""
+    """Start the collector of the job that this process is about to become; return once
+    the trace exists. Executing another program in this process closes a pipe, which
+    begins the sampling. The job does not get the socket of the service. Raises
+    TraceError, and leaves nothing behind, if the trace cannot be created."""
     sys.stdout.flush()
     sys.stderr.flush()
     status_read, status_write = os.pipe()
@@ -118,7 +136,10 @@ def start_collector(command: RecordedCommand) -> Collector:
     while answer != _READY and (part := os.read(status_read, 4096)):
         answer += part
     if answer != _READY:
-        raise TraceError(answer.decode(errors="replace") or "the collector ended before the job began")
+        raise TraceError(
+            answer.decode(errors="replace")
+            or "the collector ended before the job began"
+        )
     return Collector(status_read, failure_write)
 
 
@@ -132,7 +153,12 @@ def _run(command: RecordedCommand, job: int, status: int, failure: int) -> NoRet
         for number in _IGNORED:
             signal.signal(number, signal.SIG_IGN)
         job_end = os.pidfd_open(job)
-        _keep_descriptors(status, failure, job_end, *([command.service.fileno()] if command.service else []))
+        _keep_descriptors(
+            status,
+            failure,
+            job_end,
+            *([command.service.fileno()] if command.service else []),
+        )
         _collect(command, job, job_end, status, failure)
     except TraceError as error:
         with contextlib.suppress(OSError):
@@ -144,7 +170,8 @@ def _run(command: RecordedCommand, job: int, status: int, failure: int) -> NoRet
 
 
 def _keep_descriptors(*kept: int) -> None:
-    """Close inherited descriptors but stderr and `kept`: who reads the job's pipes must not wait for the collector."""
+    """Close inherited descriptors but stderr and `kept`: who reads the job's pipes must
+    not wait for the collector."""
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
@@ -154,7 +181,9 @@ def _keep_descriptors(*kept: int) -> None:
                 os.close(int(name))
 
 
-def _collect(command: RecordedCommand, job: int, job_end: int, status: int, failure: int) -> None:
+def _collect(
+    command: RecordedCommand, job: int, job_end: int, status: int, failure: int
+) -> None:
     output, service = command.output, command.service
     warned: list[str] = []
 
@@ -163,7 +192,9 @@ def _collect(command: RecordedCommand, job: int, job_end: int, status: int, fail
         _say(line)
 
     with new_trace(output, command.force, recording=True):
-        recording = open_recording(output, list(command.words), command.options, job, warn)
+        recording = open_recording(
+            output, list(command.words), command.options, job, warn
+        )
         if service is not None:
             _say(f"metrics: {service.url}")
         os.write(status, _READY)
@@ -182,8 +213,13 @@ def _collect(command: RecordedCommand, job: int, job_end: int, status: int, fail
     while job_continues(spool_folder(output)):
         time.sleep(_CHILDREN_PERIOD_S)
     recording.sampler.stop()
-    result = finish_recording(recording, {"exit": exit_info} if exit_info else {}, command.options.first)
-    for line in [*result.warnings, *chain.from_iterable(map(closing_lines, result.traces))]:
+    result = finish_recording(
+        recording, {"exit": exit_info} if exit_info else {}, command.options.first
+    )
+    for line in [
+        *result.warnings,
+        *chain.from_iterable(map(closing_lines, result.traces)),
+    ]:
         if line not in warned:
             _say(line)
 
@@ -195,12 +231,14 @@ def _say(line: str) -> None:
 
 
 def job_continues(spools: Path) -> bool:
-    """Return whether a process runs that is recorded, has imported torch, or has begun only just now."""
+    """Return whether a process runs that is recorded, has imported torch, or has begun
+    only just now."""
     with_torch = {process_id(path.name) for path in spools.glob("torch-*")}
-    # The environments of all processes of the host are read only where these have ended.
-    return any(process_runs(pid) for pid in recorded_processes(spools) | with_torch) or any(
-        _age_s(pid) < _STARTING_SECONDS for pid in _with_environment(spools)
-    )
+    # The environments of all processes of the host are read only where these have
+    # ended.
+    return any(
+        process_runs(pid) for pid in recorded_processes(spools) | with_torch
+    ) or any(_age_s(pid) < _STARTING_SECONDS for pid in _with_environment(spools))
 
 
 def _with_environment(spools: Path) -> list[int]:
@@ -227,7 +265,8 @@ def _age_s(pid: int) -> float:
 
 
 def wait_status(pid: int, pidfd: int) -> int | None:
-    """Return the wait status of an ended process; None if the kernel (before 6.15) has given it to the parent."""
+    """Return the wait status of an ended process; None if the kernel (before 6.15) has
+    given it to the parent."""
     info = bytearray(_PIDFD_INFO.size)
     struct.pack_into("<Q", info, 0, _PIDFD_INFO_EXIT)
     try:
@@ -239,13 +278,19 @@ def wait_status(pid: int, pidfd: int) -> int | None:
 
 
 def _status_of_zombie(pid: int) -> int | None:
-    """Return the last field of /proc/PID/stat, which is there until the parent has waited for the process."""
+    """Return the last field of /proc/PID/stat, which is there until the parent has
+    waited for the process."""
     fields = stat_fields(pid)
     return int(fields[-1]) if fields and fields[0] == "Z" else None
 
 
 def exit_meta(status: int | None) -> dict[str, int] | None:
-    """Return `exit` of a trace's metadata for a wait status: {"code": n} or {"signal": n}; None if not known."""
+    """Return `exit` of a trace's metadata for a wait status: {"code": n} or {"signal":
+    n}; None if not known."""
     if status is None:
         return None
-    return {"signal": os.WTERMSIG(status)} if os.WIFSIGNALED(status) else {"code": os.WEXITSTATUS(status)}
+    return (
+        {"signal": os.WTERMSIG(status)}
+        if os.WIFSIGNALED(status)
+        else {"code": os.WEXITSTATUS(status)}
+    )

@@ -1,4 +1,5 @@
-"""Records a command: starts the collector of its trace, then executes the job, in its own place or beside itself."""
+"""Records a command: starts the collector of its trace, then executes the job, in its
+own place or beside itself."""
 
 import contextlib
 import errno
@@ -12,19 +13,31 @@ from typing import NoReturn
 from ebbtide.errors import TraceError
 from ebbtide.profiler.agent.options import Options
 from ebbtide.profiler.recording.collector import RecordedCommand, start_collector
-from ebbtide.profiler.recording.lifecycle import require_linux, spool_folder, write_nested_marker
+from ebbtide.profiler.recording.lifecycle import (
+    require_linux,
+    spool_folder,
+    write_nested_marker,
+)
 
 # Python ignores these, and a program inherits what is ignored.
 _DEFAULT = (signal.SIGPIPE, signal.SIGXFSZ)
 # Passed on to the job; the others end or stop this process alone.
-_FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_FORWARDED = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 
 
 def profile(job: RecordedCommand, output_to: int | None = None) -> NoReturn:
-    """Become the job, whose training processes are recorded into a trace. It keeps this process's id, terminal, signals
-    and standard streams (unless it gets `output_to` as stdout and stderr), and its exit status is its own. A collector
-    finishes the trace afterwards, and prints where it is to stderr. Raises TraceError, and leaves nothing behind, if
-    the command cannot be executed or the trace cannot be created."""
+    """Become the job, whose training processes are recorded into a trace. It keeps this
+    process's id, terminal, signals and standard streams (unless it gets `output_to` as
+    stdout and stderr), and its exit status is its own. A collector finishes the trace
+    afterwards, and prints where it is to stderr. Raises TraceError, and leaves nothing
+    behind, if the command cannot be executed or the trace cannot be created."""
     require_linux()
     program = job.words[0]
     if shutil.which(program) is None:
@@ -37,7 +50,11 @@ def profile(job: RecordedCommand, output_to: int | None = None) -> NoReturn:
         os.dup2(output_to, 1)
         os.dup2(output_to, 2)
     try:
-        os.execvpe(program, list(job.words), job_environment(job.options, spool_folder(job.output)))
+        os.execvpe(
+            program,
+            list(job.words),
+            job_environment(job.options, spool_folder(job.output)),
+        )
     except OSError as error:
         reason = f"cannot run {program}: {error.strerror or error}"
         collector.cancel(reason)
@@ -51,7 +68,8 @@ def _why_not(program: str) -> str:
 
 
 def job_environment(options: Options, spools: Path) -> dict[str, str]:
-    """Return this process's environment, with the agent first on the path of every Python that starts in the job."""
+    """Return this process's environment, with the agent first on the path of every
+    Python that starts in the job."""
     inject = str(Path(__file__).resolve().parents[1] / "inject")
     path = os.environ.get("PYTHONPATH")
     return {
@@ -62,14 +80,16 @@ def job_environment(options: Options, spools: Path) -> dict[str, str]:
 
 
 class BackgroundJob:
-    """A recorded job in a process group of its own, without the terminal's keys; signals are passed on to it. Its
-    output is in `log`, RUN.log beside RUN.ebb, which `force` replaces, too. Raises TraceError, and leaves nothing
-    behind, if the command cannot be executed or a file cannot be created."""
+    """A recorded job in a process group of its own, without the terminal's keys;
+    signals are passed on to it. Its output is in `log`, RUN.log beside RUN.ebb, which
+    `force` replaces, too. Raises TraceError, and leaves nothing behind, if the command
+    cannot be executed or a file cannot be created."""
 
     def __init__(self, job: RecordedCommand) -> None:
         self.log = job.output.with_suffix(".log")
         log = _create(self.log, job.force)
-        # Lines of the collector, to the end of the trace; the second pipe closes when the job is executed.
+        # Lines of the collector, to the end of the trace; the second pipe closes when
+        # the job is executed.
         self._messages, messages_write = os.pipe()
         error_read, error_write = os.pipe()
         os.set_blocking(self._messages, False)
@@ -105,12 +125,14 @@ class BackgroundJob:
         return self._is_finished and os.waitid(os.P_PID, self.pid, flags) is not None
 
     def interrupt(self) -> None:
-        """Send SIGINT to all processes of the job's group, as Ctrl-C in its terminal would."""
+        """Send SIGINT to all processes of the job's group, as Ctrl-C in its terminal
+        would."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGINT)
 
     def exit_code(self) -> int:
-        """Return the exit code of the finished job; of one that a signal has ended 128 plus its number."""
+        """Return the exit code of the finished job; of one that a signal has ended 128
+        plus its number."""
         for number in _FORWARDED:
             signal.signal(number, signal.SIG_DFL)
         _, status = os.waitpid(self.pid, 0)
@@ -129,7 +151,13 @@ class BackgroundJob:
 
 
 def _create(path: Path, force: bool) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (os.O_TRUNC if force else os.O_EXCL)
+    flags = (
+        os.O_WRONLY
+        | os.O_CREAT
+        | os.O_APPEND
+        | os.O_CLOEXEC
+        | (os.O_TRUNC if force else os.O_EXCL)
+    )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, flags, 0o644)
@@ -137,13 +165,16 @@ def _create(path: Path, force: bool) -> int:
         if not os.path.lexists(path):
             raise TraceError(f"cannot write {path}: {error.strerror}") from None
         raise TraceError(
-            f"{path} exists already, and the job's output goes there: choose another -o, or replace it (--force)"
+            f"{path} exists already, and the job's output goes there: choose another "
+            "-o, or replace it (--force)"
         ) from None
     except OSError as error:
         raise TraceError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-def _become_job(job: RecordedCommand, log: int, messages: int, error_write: int) -> NoReturn:
+def _become_job(
+    job: RecordedCommand, log: int, messages: int, error_write: int
+) -> NoReturn:
     """Be the job, in the forked process."""
     try:
         os.setpgid(0, 0)

@@ -1,4 +1,5 @@
-"""Opens the trace of a recording, and finishes it; shared by `ebbtide profile` and `Tracer`."""
+"""Opens the trace of a recording, and finishes it; shared by `ebbtide profile` and
+`Tracer`."""
 
 import contextlib
 import errno
@@ -19,17 +20,28 @@ from ebbtide.profiler.agent.options import SPOOL_DIRECTORY, Options
 from ebbtide.profiler.recording.lock import lock_recording
 from ebbtide.profiler.recording.spools.recovery import recovered_traces
 from ebbtide.profiler.sampler.sampler import Sampler
-from ebbtide.profiler.trace.files import drop_ranks, drop_spools, new_trace, read_meta, write_meta, write_rank
+from ebbtide.profiler.trace.files import (
+    drop_ranks,
+    drop_spools,
+    new_trace,
+    read_meta,
+    write_meta,
+    write_rank,
+)
 from ebbtide.profiler.trace.iterations import explain_no_iterations
 from ebbtide.profiler.trace.schema import SPOOL, TABLES
 from ebbtide.profiler.trace.trace import Trace
 
-_NO_SPACE = "no space left on the device: the recording ends where it ran out (the job went on); the trace opens so far"
+_NO_SPACE = (
+    "no space left on the device: the recording ends where it ran out (the job went "
+    "on); the trace opens so far"
+)
 
 
 @dataclass
 class RecordingResult:
-    """A trace for each training that was recorded; if there is none, no file is left."""
+    """A trace for each training that was recorded; if there is none, no file is
+    left."""
 
     traces: list[Trace]
     warnings: list[str] = field(default_factory=list)
@@ -55,9 +67,13 @@ class OpenRecording:
 
 
 def require_linux() -> None:
-    """Raise TraceError if this is not Linux: the clock, /proc and the signals of a recording are Linux's."""
+    """Raise TraceError if this is not Linux: the clock, /proc and the signals of a
+    recording are Linux's."""
     if sys.platform != "linux":
-        raise TraceError(f"ebbtide records on Linux only, and this is {sys.platform}: record on a Linux machine")
+        raise TraceError(
+            f"ebbtide records on Linux only, and this is {sys.platform}: record on a "
+            "Linux machine"
+        )
 
 
 def spool_folder(output: Path) -> Path:
@@ -66,9 +82,14 @@ def spool_folder(output: Path) -> Path:
 
 
 def open_recording(
-    output: Path, command: list[str], options: Options, job: int, warn: Callable[[str], None] = lambda _: None
+    output: Path,
+    command: list[str],
+    options: Options,
+    job: int,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> OpenRecording:
-    """Fill the folder of a new trace: metadata, folder of spools, lock. `warn` gets warnings while the job runs."""
+    """Fill the folder of a new trace: metadata, folder of spools, lock. `warn` gets
+    warnings while the job runs."""
     spools = spool_folder(output)
     spools.mkdir()
     lock = lock_recording(output, job)
@@ -82,7 +103,9 @@ def _identity(folder: Path) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def first_meta(command: list[str], options: Options, host: dict[str, Any]) -> dict[str, Any]:
+def first_meta(
+    command: list[str], options: Options, host: dict[str, Any]
+) -> dict[str, Any]:
     """Return the metadata of a trace that has just begun, with its options."""
     limited = options.first or options.last is not None
     return {
@@ -101,14 +124,26 @@ def first_meta(command: list[str], options: Options, host: dict[str, Any]) -> di
     }
 
 
-def finish_recording(recording: OpenRecording, changes: dict[str, Any], first_iteration: int = 0) -> RecordingResult:
-    """Turn the spools into finished traces, as far as possible; each thing that they lack becomes a warning."""
+def finish_recording(
+    recording: OpenRecording, changes: dict[str, Any], first_iteration: int = 0
+) -> RecordingResult:
+    """Turn the spools into finished traces, as far as possible; each thing that they
+    lack becomes a warning."""
     output, warnings = recording.output, list(recording.sampler.notes)
     if not recording.is_in_place:
-        return RecordingResult([], [f"{output} was removed while the job ran: nothing was saved"])
+        return RecordingResult(
+            [], [f"{output} was removed while the job ran: nothing was saved"]
+        )
     failed = changes.get("exit") not in (None, {"code": 0})
-    empty_reason = explain_empty_recording(output / SPOOL, recording.command, first_iteration, failed)
-    changes = {"host": recording.sampler.host, "ended_wall_ns": time.time_ns(), "notes": list(warnings), **changes}
+    empty_reason = explain_empty_recording(
+        output / SPOOL, recording.command, first_iteration, failed
+    )
+    changes = {
+        "host": recording.sampler.host,
+        "ended_wall_ns": time.time_ns(),
+        "notes": list(warnings),
+        **changes,
+    }
     try:
         traces = finish(output, changes)
     except (OSError, TraceError) as error:
@@ -120,8 +155,12 @@ def finish_recording(recording: OpenRecording, changes: dict[str, Any], first_it
         if getattr(error, "errno", None) == errno.ENOSPC:
             # Everything else that the trace lacks follows from this.
             return RecordingResult(traces, [_NO_SPACE])
-        warnings.append(f"the trace could not be finished ({reason}): it opens from its spools")
-    warnings += [note for trace in traces for note in trace.notes if note not in warnings]
+        warnings.append(
+            f"the trace could not be finished ({reason}): it opens from its spools"
+        )
+    warnings += [
+        note for trace in traces for note in trace.notes if note not in warnings
+    ]
     if not traces[0].ranks:
         if recording.is_in_place:
             shutil.rmtree(output, ignore_errors=True)
@@ -134,16 +173,24 @@ def finish_recording(recording: OpenRecording, changes: dict[str, Any], first_it
 def _no_iterations(trace: Trace) -> str | None:
     if any(trace.phases(rank)["iteration"].notna().any() for rank in trace.ranks):
         return None
-    return explain_no_iterations(phase for rank in trace.ranks for phase in trace.phases(rank)["phase"].unique())
+    return explain_no_iterations(
+        phase for rank in trace.ranks for phase in trace.phases(rank)["phase"].unique()
+    )
 
 
 def _out_of_memory(trace: Trace) -> str | None:
-    """Return the line on ranks that ran out of memory, with the command that explains it."""
+    """Return the line on ranks that ran out of memory, with the command that explains
+    it."""
     ranks = [rank for rank in trace.ranks if trace.rank(rank).out_of_memory]
     if not ranks:
         return None
-    subject = "the job" if len(trace.ranks) == 1 else f"rank {', '.join(map(str, ranks))}"
-    return f"{subject} ran out of memory: ebbtide memory {shlex.quote(str(trace.path))} --at oom"
+    subject = (
+        "the job" if len(trace.ranks) == 1 else f"rank {', '.join(map(str, ranks))}"
+    )
+    return (
+        f"{subject} ran out of memory: ebbtide memory {shlex.quote(str(trace.path))} "
+        "--at oom"
+    )
 
 
 def write_nested_marker() -> None:
@@ -155,21 +202,32 @@ def write_nested_marker() -> None:
 
 
 def explain_empty_recording(
-    spools: Path, command: Sequence[str], first_iteration: int = 0, job_failed: bool = False
+    spools: Path,
+    command: Sequence[str],
+    first_iteration: int = 0,
+    job_failed: bool = False,
 ) -> str:
-    """Return why no process recorded itself, from the marker files that the agent writes as it starts."""
+    """Return why no process recorded itself, from the marker files that the agent
+    writes as it starts."""
     if any(spools.glob("nested-*")):
         return "the job is recorded by another `ebbtide profile` inside this command"
     failed = sorted(spools.glob("failed-*"))
     if failed:
-        return f"the agent could not attach ({failed[0].read_text(errors='replace')[:200]})"
+        return (
+            "the agent could not attach "
+            f"({failed[0].read_text(errors='replace')[:200]})"
+        )
     if any(spools.glob("torch-*")) and first_iteration:
-        return f"the job did not get as far as iteration {first_iteration}, where --iterations begins"
+        return (
+            f"the job did not get as far as iteration {first_iteration}, where "
+            "--iterations begins"
+        )
     if any(spools.glob("torch-*")) and job_failed:
         return "the job failed before any module ran forward with gradients"
     if any(spools.glob("torch-*")):
         return (
-            "torch was imported, but no module ran forward with gradients and nothing ran backward, or the process had "
+            "torch was imported, but no module ran forward with gradients and nothing "
+            "ran backward, or the process had "
             "no file descriptor or disk space left to record with"
         )
     if any(spools.glob("python-*")):
@@ -177,15 +235,17 @@ def explain_empty_recording(
     if not any("python" in Path(word).name or word.endswith(".py") for word in command):
         return "no Python process loaded the agent, if this command ran one at all"
     return (
-        "no Python process loaded the agent (was Python started with -I, -E or -S, or with a PYTHONPATH of its own, "
+        "no Python process loaded the agent (was Python started with -I, -E or -S, or "
+        "with a PYTHONPATH of its own, "
         "from an environment where ebbtide is not installed?)"
     )
 
 
 def finish(path: Path, changes: dict[str, Any]) -> list[Trace]:
-    """Convert the spools of a recording into tables, then delete them; `changes`: keys to set in meta.json. Returns the
-    trace, and one more for each further training of the command: RUN-2.ebb, RUN-3.ebb, ... Raises OSError where no
-    space is left: the trace then still opens from its spools."""
+    """Convert the spools of a recording into tables, then delete them; `changes`: keys
+    to set in meta.json. Returns the trace, and one more for each further training of
+    the command: RUN-2.ebb, RUN-3.ebb, ... Raises OSError where no space is left: the
+    trace then still opens from its spools."""
     first, *others = recovered_traces(path, read_meta(path) | changes)
     for other in others:
         with new_trace(other.path):

@@ -1,4 +1,5 @@
-"""The lock of a trace that is being recorded: held by the process that will finish it."""
+"""The lock of a trace that is being recorded: held by the process that will finish
+it."""
 
 import fcntl
 import json
@@ -6,7 +7,11 @@ import os
 import time
 from pathlib import Path
 
-from ebbtide.profiler.sampler.processes import process_runs, recorded_processes, start_ticks
+from ebbtide.profiler.sampler.processes import (
+    process_runs,
+    recorded_processes,
+    start_ticks,
+)
 from ebbtide.profiler.trace.files import LOCK, is_locked
 from ebbtide.profiler.trace.schema import SPOOL
 
@@ -15,33 +20,47 @@ _PERIOD_S = 0.02
 
 
 def lock_recording(path: Path, job: int) -> int:
-    """Lock a trace until the descriptor is closed, or this process ends; `job`: process id, for the waiting."""
+    """Lock a trace until the descriptor is closed, or this process ends; `job`: process
+    id, for the waiting."""
     fd = os.open(path / SPOOL / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.write(fd, json.dumps({"job": job, "start_ticks": start_ticks(job), "collector": os.getpid()}).encode())
+    os.write(
+        fd,
+        json.dumps(
+            {"job": job, "start_ticks": start_ticks(job), "collector": os.getpid()}
+        ).encode(),
+    )
     return fd
 
 
 def collector_runs(path: Path) -> bool:
-    """Return whether the process that will finish a trace runs, on this host, without taking the lock."""
+    """Return whether the process that will finish a trace runs, on this host, without
+    taking the lock."""
     try:
-        return process_runs(int(json.loads((path / SPOOL / LOCK).read_bytes())["collector"]))
+        return process_runs(
+            int(json.loads((path / SPOOL / LOCK).read_bytes())["collector"])
+        )
     except (OSError, ValueError, TypeError, KeyError):
         return False
 
 
 def wait_until_finished(path: Path) -> None:
-    """Wait for a recording whose job has ended to be finished; return at once if the job still runs."""
+    """Wait for a recording whose job has ended to be finished; return at once if the
+    job still runs."""
     deadline_s = time.monotonic() + _WAIT_SECONDS
     while is_locked(path) and not job_runs(path) and time.monotonic() < deadline_s:
         time.sleep(_PERIOD_S)
 
 
 def job_runs(path: Path) -> bool:
-    """Return whether the job of a trace that is being recorded, or one of its recorded processes, still runs."""
+    """Return whether the job of a trace that is being recorded, or one of its recorded
+    processes, still runs."""
     try:
         lock = json.loads((path / SPOOL / LOCK).read_bytes())
-        if lock["start_ticks"] is not None and start_ticks(lock["job"]) == lock["start_ticks"]:
+        if (
+            lock["start_ticks"] is not None
+            and start_ticks(lock["job"]) == lock["start_ticks"]
+        ):
             return True
     except (OSError, ValueError, TypeError, KeyError):
         pass

@@ -29,20 +29,25 @@ from ebbtide.units import ByteCount, byte_count
 class Tracer:
     """Records this process while the `with` block runs, as `ebbtide profile` would.
 
-    Under `ebbtide profile` the process is recorded already: the tracer then only adds the phases marked by `phase`, and
-    `path` is not used. The samples come from threads of this process, so they share its interpreter lock;
-    `ebbtide profile` takes them from outside.
+    Under `ebbtide profile` the process is recorded already: the tracer then only adds
+    the phases marked by `phase`, and `path` is not used. The samples come from threads
+    of this process, so they share its interpreter lock; `ebbtide profile` takes them
+    from outside.
 
     Args:
         path: The trace to write.
-        iterations: First iteration to record, and the end (exclusive); None: to the end of the block.
-        allocator_iterations: Number of iterations in which every allocation is recorded, with call stacks.
+        iterations: First iteration to record, and the end (exclusive); None: to the end
+            of the block.
+        allocator_iterations: Number of iterations in which every allocation is
+            recorded, with call stacks.
         transfers: Whether to record copies and kernels of the GPU (CUPTI).
-        max_bytes: Size limit of the process's spool, in bytes, or as text such as `2GiB`; None: no limit.
+        max_bytes: Size limit of the process's spool, in bytes, or as text such as
+            `2GiB`; None: no limit.
         poll_ms: Interval of memory readings between phase boundaries, in ms; 0: none.
         memory: Whether to read the memory of the process.
-        on_demand: Record phases alone, until `ebbtide profile --attach` asks for a detailed slice. It excludes
-            `iterations`, `allocator_iterations` and `transfers`, which are options of the slice then.
+        on_demand: Record phases alone, until `ebbtide profile --attach` asks for a
+            detailed slice. It excludes `iterations`, `allocator_iterations` and
+            `transfers`, which are options of the slice then.
         force: Whether to replace a trace that exists.
 
     Attributes:
@@ -52,8 +57,8 @@ class Tracer:
 
     Raises:
         ValueError: If an option is given that `on_demand` excludes.
-        TraceError: On entry, if `path` exists (see `force`) or cannot be written, or this torch or platform cannot be
-            recorded.
+        TraceError: On entry, if `path` exists (see `force`) or cannot be written, or
+            this torch or platform cannot be recorded.
     """
 
     def __init__(
@@ -74,11 +79,23 @@ class Tracer:
         self.warnings: list[str] = []
         self._force = force
         first, last = iterations
-        if on_demand and (first or last is not None or allocator_iterations or transfers):
-            raise ValueError("on_demand records phases alone: ask for the rest with `ebbtide profile --attach`")
+        if on_demand and (
+            first or last is not None or allocator_iterations or transfers
+        ):
+            raise ValueError(
+                "on_demand records phases alone: ask for the rest with `ebbtide "
+                "profile --attach`"
+            )
         limit = None if max_bytes is None else int(byte_count(max_bytes, "max_bytes"))
         self._options = Options(
-            first, last, limit, poll_ms, allocator_iterations, transfers, memory and not on_demand, on_demand
+            first,
+            last,
+            limit,
+            poll_ms,
+            allocator_iterations,
+            transfers,
+            memory and not on_demand,
+            on_demand,
         )
         self._recorder: Any = None
         self._recording: OpenRecording | None = None
@@ -91,10 +108,17 @@ class Tracer:
             return self
         require_linux()
         with new_trace(self.path, self._force, recording=True):
-            recording = open_recording(self.path, list(sys.argv), self._options, os.getpid())
-            self._recorder = start.start(torch, str(spool_folder(self.path)), self._options)
+            recording = open_recording(
+                self.path, list(sys.argv), self._options, os.getpid()
+            )
+            self._recorder = start.start(
+                torch, str(spool_folder(self.path)), self._options
+            )
             if self._recorder is None:
-                raise TraceError(f"cannot record with torch {torch.__version__}: see docs/recording.md")
+                raise TraceError(
+                    f"cannot record with torch {torch.__version__}: see "
+                    "docs/recording.md"
+                )
         self._recording = recording
         recording.sampler.start()
         return self
@@ -113,10 +137,11 @@ class Tracer:
 
     @contextlib.contextmanager
     def phase(self, phase: Literal["forward", "backward", "update"]) -> Iterator[None]:
-        """Mark a phase by hand, where it cannot be detected (for example, a step compiled as one function).
+        """Mark a phase by hand, where it cannot be detected (for example, a step
+        compiled as one function).
 
-        Phases detected inside it belong to it. An update that follows a backward ends an iteration, as an optimizer's
-        step does.
+        Phases detected inside it belong to it. An update that follows a backward ends
+        an iteration, as an optimizer's step does.
 
         Raises:
             ValueError: If `phase` is not a phase.

@@ -1,1 +1,2 @@
-"""Samples from outside of the job: GPU memory and link counters (NVML), and host memory."""
+"""Samples from outside of the job: GPU memory and link counters (NVML), and host
+memory."""

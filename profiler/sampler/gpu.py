@@ -28,13 +28,15 @@ class LinkState:
 
 
 class Gpu:
-    """One card, or the MIG device `mig_device` of it, which has a name, a UUID and memory of its own; everything else
-    is that of its card. Every method that reads a value raises NvmlError if NVML does not give it."""
+    """One card, or the MIG device `mig_device` of it, which has a name, a UUID and
+    memory of its own; everything else is that of its card. Every method that reads a
+    value raises NvmlError if NVML does not give it."""
 
     def __init__(self, nvml: Nvml, card: int, mig_device: int | None = None) -> None:
         self._nvml = nvml
         self._card = self._handle = nvml.call("nvmlDeviceGetHandleByIndex", card)
-        # The number of the card in traces is NVML's own; that of a MIG device is unique as well.
+        # The number of the card in traces is NVML's own; that of a MIG device is unique
+        # as well.
         self.index, self.title = card, f"GPU {card}"
         self._is_mig_device = mig_device is not None
         if mig_device is not None:
@@ -43,7 +45,8 @@ class Gpu:
             self.title += f" MIG device {mig_device}"
 
     def describe(self) -> dict[str, Any]:
-        """Return the description of the card for the trace's metadata; null for what it does not report."""
+        """Return the description of the card for the trace's metadata; null for what it
+        does not report."""
         memory = self._try("nvmlDeviceGetMemoryInfo", self._handle)
         pci = self._try("nvmlDeviceGetPciInfo")
         generation = self._try("nvmlDeviceGetMaxPcieLinkGeneration")
@@ -61,7 +64,9 @@ class Gpu:
                 "max_generation": generation,
                 "max_width": width,
                 # The peak of a link that copies do not use says nothing about them.
-                "peak_bytes_per_s": None if self._copies_over_c2c() else link_peak_bytes_per_s(generation, width),
+                "peak_bytes_per_s": None
+                if self._copies_over_c2c()
+                else link_peak_bytes_per_s(generation, width),
             },
         }
         if self._is_mig_device:
@@ -73,11 +78,13 @@ class Gpu:
         return as_text(self._try("nvmlDeviceGetUUID", self._handle))
 
     def read_card_uuid(self) -> str | None:
-        """Return the UUID of the card, also where this is a MIG device of it; None if NVML does not give it."""
+        """Return the UUID of the card, also where this is a MIG device of it; None if
+        NVML does not give it."""
         return as_text(self._try("nvmlDeviceGetUUID"))
 
     def mig_devices(self) -> list[Gpu]:
-        """Return the MIG devices of the card that this user may see; an empty list if it is not partitioned."""
+        """Return the MIG devices of the card that this user may see; an empty list if
+        it is not partitioned."""
         if not self._is_partitioned():
             return []
         devices = []
@@ -91,7 +98,8 @@ class Gpu:
         return devices
 
     def link_obstacle(self) -> str | None:
-        """Return why PCIe counters say nothing about copies of this GPU; None where they count them."""
+        """Return why PCIe counters say nothing about copies of this GPU; None where
+        they count them."""
         if self._copies_over_c2c():
             return "copies go over NVLink-C2C, which PCIe counters do not count"
         if self._is_mig_device or self._is_partitioned():
@@ -103,27 +111,41 @@ class Gpu:
         return int(self._nvml.call("nvmlDeviceGetMemoryInfo", self._handle).used)
 
     def read_link(self) -> LinkState:
-        return LinkState(self._try("nvmlDeviceGetCurrPcieLinkGeneration"), self._try("nvmlDeviceGetCurrPcieLinkWidth"))
+        return LinkState(
+            self._try("nvmlDeviceGetCurrPcieLinkGeneration"),
+            self._try("nvmlDeviceGetCurrPcieLinkWidth"),
+        )
 
     def read_pcie_counters(self) -> tuple[int, int]:
-        """Return (h2d, d2h) bytes counted by the card since some moment; they wrap. Field values 198 and 197."""
-        received, sent = self.read_fields("NVML_FI_DEV_PCIE_COUNT_RX_BYTES", "NVML_FI_DEV_PCIE_COUNT_TX_BYTES")
+        """Return (h2d, d2h) bytes counted by the card since some moment; they wrap.
+        Field values 198 and 197."""
+        received, sent = self.read_fields(
+            "NVML_FI_DEV_PCIE_COUNT_RX_BYTES", "NVML_FI_DEV_PCIE_COUNT_TX_BYTES"
+        )
         return received, sent
 
     def read_fields(self, *names: str, scope: int = 0) -> list[int]:
-        """Return the values of fields, by the names of their constants in NVML; `scope`: the link that they are of."""
+        """Return the values of fields, by the names of their constants in NVML;
+        `scope`: the link that they are of."""
         fields = [(self._nvml.constant(name), scope) for name in names]
-        return [self._field(value) for value in self.call("nvmlDeviceGetFieldValues", fields)]
+        return [
+            self._field(value)
+            for value in self.call("nvmlDeviceGetFieldValues", fields)
+        ]
 
     def read_pcie_throughput(self) -> tuple[float, float]:
-        """Return (h2d, d2h) bytes/s over two windows of 20 ms, one after the other; blocks for about 42 ms."""
+        """Return (h2d, d2h) bytes/s over two windows of 20 ms, one after the other;
+        blocks for about 42 ms."""
         library = self._nvml.library
-        received = self.call("nvmlDeviceGetPcieThroughput", library.NVML_PCIE_UTIL_RX_BYTES)
+        received = self.call(
+            "nvmlDeviceGetPcieThroughput", library.NVML_PCIE_UTIL_RX_BYTES
+        )
         sent = self.call("nvmlDeviceGetPcieThroughput", library.NVML_PCIE_UTIL_TX_BYTES)
         return received * 1e3, sent * 1e3
 
     def take_gpm_sample(self) -> Any:
-        """Take a snapshot of the performance monitor (Hopper or newer); free it with `free_gpm_sample`."""
+        """Take a snapshot of the performance monitor (Hopper or newer); free it with
+        `free_gpm_sample`."""
         sample = self._nvml.call("nvmlGpmSampleAlloc")
         try:
             self.call("nvmlGpmSampleGet", sample)
@@ -136,7 +158,8 @@ class Gpu:
         self._nvml.call("nvmlGpmSampleFree", sample)
 
     def read_gpm_rates(self, first: Any, second: Any) -> tuple[float, float]:
-        """Return (h2d, d2h) bytes/s, the mean between two snapshots; NVML gives MiB/s."""
+        """Return (h2d, d2h) bytes/s, the mean between two snapshots; NVML gives
+        MiB/s."""
         library = self._nvml.library
         request = library.c_nvmlGpmMetricsGet_t()
         request.version = library.NVML_GPM_METRICS_GET_VERSION
@@ -155,11 +178,13 @@ class Gpu:
         return answer is not None and bool(answer.isSupportedDevice)
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """Call a function of NVML for this card, also where this is a MIG device of it."""
+        """Call a function of NVML for this card, also where this is a MIG device of
+        it."""
         return self._nvml.call(function, self._card, *arguments)
 
     def constant(self, name: str) -> Any:
-        """Return a constant of NVML. Raises Unsupported if this version does not have it."""
+        """Return a constant of NVML. Raises Unsupported if this version does not have
+        it."""
         return self._nvml.constant(name)
 
     def _is_partitioned(self) -> bool:
@@ -167,17 +192,24 @@ class Gpu:
         return mode is not None and bool(mode[0])
 
     def _copies_over_c2c(self) -> bool:
-        """Return whether a link of NVLink-C2C to the host is active; by the card's name where drivers do not say."""
+        """Return whether a link of NVLink-C2C to the host is active; by the card's name
+        where drivers do not say."""
         try:
             (links,) = self.read_fields("NVML_FI_DEV_C2C_LINK_COUNT")
-            return any(self.read_fields("NVML_FI_DEV_C2C_LINK_GET_STATUS", scope=link) == [1] for link in range(links))
+            return any(
+                self.read_fields("NVML_FI_DEV_C2C_LINK_GET_STATUS", scope=link) == [1]
+                for link in range(links)
+            )
         except GpuLost:
             raise
         except NvmlError:
-            return _GRACE.search(as_text(self._try("nvmlDeviceGetName")) or "") is not None
+            return (
+                _GRACE.search(as_text(self._try("nvmlDeviceGetName")) or "") is not None
+            )
 
     def _try(self, function: str, handle: Any = None) -> Any:
-        """Call a function for the card, or for `handle`; return None if NVML refuses it."""
+        """Call a function for the card, or for `handle`; return None if NVML refuses
+        it."""
         try:
             return self._nvml.call(function, self._card if handle is None else handle)
         except GpuLost:
@@ -199,15 +231,19 @@ class Gpu:
 
 
 class OpenedGpus(NamedTuple):
-    """Result of `open_gpus`: the cards and MIG devices, and a line for each card that cannot be opened."""
+    """Result of `open_gpus`: the cards and MIG devices, and a line for each card that
+    cannot be opened."""
 
     gpus: list[Gpu]
     unavailable: list[str]
 
 
 def open_gpus(nvml: Nvml, visible: str = "") -> OpenedGpus:
-    """Open all cards, or their MIG devices; only those MIG devices that `visible`, CUDA_VISIBLE_DEVICES, names."""
-    named = tuple(name for name in map(str.strip, visible.split(",")) if name.startswith("MIG-"))
+    """Open all cards, or their MIG devices; only those MIG devices that `visible`,
+    CUDA_VISIBLE_DEVICES, names."""
+    named = tuple(
+        name for name in map(str.strip, visible.split(",")) if name.startswith("MIG-")
+    )
     gpus: list[Gpu] = []
     chosen: list[Gpu] = []
     unavailable = []
@@ -215,7 +251,11 @@ def open_gpus(nvml: Nvml, visible: str = "") -> OpenedGpus:
         try:
             card = Gpu(nvml, index)
             of_card = card.mig_devices() or [card]
-            chosen += [gpu for gpu in of_card if any(same_gpu(name, gpu.read_uuid()) for name in named)]
+            chosen += [
+                gpu
+                for gpu in of_card
+                if any(same_gpu(name, gpu.read_uuid()) for name in named)
+            ]
             gpus += of_card
         except NvmlError as error:
             unavailable.append(f"GPU {index} is not sampled: {error}")
@@ -223,7 +263,8 @@ def open_gpus(nvml: Nvml, visible: str = "") -> OpenedGpus:
 
 
 def same_gpu(first: str | None, second: str | None) -> bool:
-    """Return whether two UUIDs name one GPU. CUDA gives them without the prefix that tells a card from a MIG device."""
+    """Return whether two UUIDs name one GPU. CUDA gives them without the prefix that
+    tells a card from a MIG device."""
     return first is not None and second is not None and _bare(first) == _bare(second)
 
 
@@ -240,13 +281,15 @@ def _read_utilization(gpu: Gpu) -> tuple[int, ...]:
 
 
 def _number(function: str, *constants: str) -> _Call:
-    """Return a call of an NVML function that gives one number; `constants` are names of its further arguments."""
+    """Return a call of an NVML function that gives one number; `constants` are names of
+    its further arguments."""
     return lambda gpu: (int(gpu.call(function, *map(gpu.constant, constants))),)
 
 
 # Quantities that are read together, and the calls that do so, the best one first.
-# From Ampere on (except GA100) nvmlDeviceGetPowerUsage is a mean over 1 s, so the instantaneous value comes first.
-# Drivers before 535 have the second name of the reasons only.
+# From Ampere on (except GA100) nvmlDeviceGetPowerUsage is a mean over 1 s, so the
+# instantaneous value comes first. Drivers before 535 have the second name of the
+# reasons only.
 _READINGS: dict[tuple[str, ...], tuple[_Call, ...]] = {
     ("utilization", "memory_utilization"): (_read_utilization,),
     ("power",): (
@@ -264,7 +307,8 @@ _READINGS: dict[tuple[str, ...], tuple[_Call, ...]] = {
 
 
 class GpuStateReader:
-    """Reads the state of one card. A quantity that the card refuses is not asked for again."""
+    """Reads the state of one card. A quantity that the card refuses is not asked for
+    again."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.refused: dict[str, str] = {}
@@ -273,7 +317,8 @@ class GpuStateReader:
         self._failures: Counter[tuple[str, ...]] = Counter()
 
     def read(self) -> dict[str, int]:
-        """Read every quantity that the card gives now. Raises Unsupported if it gives none, and never will."""
+        """Read every quantity that the card gives now. Raises Unsupported if it gives
+        none, and never will."""
         values: dict[str, int] = {}
         for quantities in list(self._calls):
             self._read_together(quantities, values)
@@ -282,7 +327,8 @@ class GpuStateReader:
         return values
 
     def refusals(self) -> str | None:
-        """Return the quantities that the card refuses, with reasons; None if none, or if `read` has raised them."""
+        """Return the quantities that the card refuses, with reasons; None if none, or
+        if `read` has raised them."""
         return self._reasons() if self.refused and self._calls else None
 
     def _reasons(self) -> str:
@@ -290,10 +336,16 @@ class GpuStateReader:
         by_reason: dict[str, list[str]] = {}
         for quantity, reason in self.refused.items():
             by_reason.setdefault(reason, []).append(quantity.replace("_", " "))
-        return "; ".join(f"{', '.join(quantities)} ({reason})" for reason, quantities in by_reason.items())
+        return "; ".join(
+            f"{', '.join(quantities)} ({reason})"
+            for reason, quantities in by_reason.items()
+        )
 
-    def _read_together(self, quantities: tuple[str, ...], values: dict[str, int]) -> None:
-        """Add the values of some quantities to `values`, and drop the calls that the card refuses."""
+    def _read_together(
+        self, quantities: tuple[str, ...], values: dict[str, int]
+    ) -> None:
+        """Add the values of some quantities to `values`, and drop the calls that the
+        card refuses."""
         calls, reason = self._calls[quantities], ""
         while calls:
             try:

@@ -1,4 +1,5 @@
-"""Link throughput of one GPU, from the best counter that it has (docs/recording.md lists them with their limits)."""
+"""Link throughput of one GPU, from the best counter that it has (docs/recording.md
+lists them with their limits)."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +10,8 @@ from ebbtide.profiler.agent.spool import LINK_SOURCES
 from ebbtide.profiler.sampler.gpu import Gpu
 from ebbtide.profiler.sampler.nvml import GpuLost, NvmlError
 
-# Twice PCIe 6 x16; what a counter of 32 bits shows that steps back within 10 ms is more.
+# Twice PCIe 6 x16; what a counter of 32 bits shows that steps back within 10 ms is
+# more.
 _IMPOSSIBLE_BYTES_PER_S = 2.5e11
 _MAY_WRAP_NS = 35_000_000  # 2**32 bytes pass in 35.5 ms over PCIe 6 x16
 _MIN_GPM_WINDOW_NS = 100_000_000
@@ -35,10 +37,12 @@ class LinkSource:
     def __init__(self, gpu: Gpu, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._gpu = gpu
         self._clock = clock
-        self._last: tuple[Any, ...] | None = None  # time in ns and values of the last reading
+        # time in ns and values of the last reading
+        self._last: tuple[Any, ...] | None = None
 
     def read(self) -> LinkSample | None:
-        """Return the next sample; None if one more reading is needed first. Raises NvmlError."""
+        """Return the next sample; None if one more reading is needed first. Raises
+        NvmlError."""
         raise NotImplementedError
 
 
@@ -57,25 +61,38 @@ class CounterSource(LinkSource):
             return None
         last_ns, last_received, last_sent = last
         window_ns = now_ns - last_ns
-        if window_ns > _MAY_WRAP_NS and max(received, sent, last_received, last_sent) < 2**32:
-            return None  # after failures: a counter of 32 bits may have wrapped any number of times
+        if (
+            window_ns > _MAY_WRAP_NS
+            and max(received, sent, last_received, last_sent) < 2**32
+        ):
+            # after failures: a counter of 32 bits may have wrapped any number of times
+            return None
         rates = (
             counter_increase(last_received, received) / (window_ns / 1e9),
             counter_increase(last_sent, sent) / (window_ns / 1e9),
         )
         # A counter that stepped back by a little looks like one that has wrapped.
-        return LinkSample(now_ns, window_ns, *rates) if max(rates) < _IMPOSSIBLE_BYTES_PER_S else None
+        return (
+            LinkSample(now_ns, window_ns, *rates)
+            if max(rates) < _IMPOSSIBLE_BYTES_PER_S
+            else None
+        )
 
 
 class GpmSource(LinkSource):
-    """The performance monitor of Hopper and newer: means between two samples, at least 100 ms apart."""
+    """The performance monitor of Hopper and newer: means between two samples, at least
+    100 ms apart."""
 
     name = LINK_SOURCES[1]
     period_s = 0.12
 
     def read(self) -> LinkSample | None:
-        """Return the mean since the sample before; None also where it is too early for another one."""
-        if self._last is not None and self._clock() - self._last[0] < _MIN_GPM_WINDOW_NS:
+        """Return the mean since the sample before; None also where it is too early for
+        another one."""
+        if (
+            self._last is not None
+            and self._clock() - self._last[0] < _MIN_GPM_WINDOW_NS
+        ):
             return None
         sample = self._gpu.take_gpm_sample()
         now_ns = self._clock()
@@ -91,13 +108,15 @@ class GpmSource(LinkSource):
 
 
 class ThroughputSource(LinkSource):
-    """`nvmlDeviceGetPcieThroughput`: a window of 20 ms per direction, one after the other."""
+    """`nvmlDeviceGetPcieThroughput`: a window of 20 ms per direction, one after the
+    other."""
 
     name = LINK_SOURCES[2]
     period_s = 0.0  # it blocks long enough by itself
 
     def read(self) -> LinkSample | None:
-        """Return a sample; blocks for about 42 ms, and for a window at least where the driver answers at once."""
+        """Return a sample; blocks for about 42 ms, and for a window at least where the
+        driver answers at once."""
         begin_s = time.monotonic()
         rates = self._gpu.read_pcie_throughput()
         time.sleep(max(0.0, begin_s + _THROUGHPUT_WINDOW_NS / 1e9 - time.monotonic()))
@@ -105,7 +124,8 @@ class ThroughputSource(LinkSource):
 
 
 def best_source(gpu: Gpu) -> tuple[LinkSource | None, list[str]]:
-    """Return the first source that answers (None: none counts this GPU's traffic), and why those before do not."""
+    """Return the first source that answers (None: none counts this GPU's traffic), and
+    why those before do not."""
     obstacle = gpu.link_obstacle()
     if obstacle is not None:
         return None, [obstacle]
@@ -117,7 +137,8 @@ def best_source(gpu: Gpu) -> tuple[LinkSource | None, list[str]]:
         try:
             source.read()
             if isinstance(source, GpmSource):
-                # Only its second sample shows whether the card gives the link's metrics.
+                # Only its second sample shows whether the card gives the link's
+                # metrics.
                 time.sleep(source.period_s)
                 source.read()
         except GpuLost:

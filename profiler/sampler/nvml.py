@@ -1,4 +1,5 @@
-"""Access to NVML for the whole of ebbtide. Every failure becomes a missing value or an NvmlError."""
+"""Access to NVML for the whole of ebbtide. Every failure becomes a missing value or an
+NvmlError."""
 
 from typing import Any
 
@@ -16,7 +17,8 @@ class Unsupported(NvmlError):
 
 
 class Nvml:
-    """NVML, initialised. `library`: the module `pynvml`, or a replacement with the same functions; None imports it."""
+    """NVML, initialised. `library`: the module `pynvml`, or a replacement with the same
+    functions; None imports it."""
 
     def __init__(self, library: Any = None) -> None:
         if library is None:
@@ -47,10 +49,13 @@ class Nvml:
         except self.library.NVMLError as error:
             raise self._translated(error) from None
         except AttributeError:
-            raise Unsupported(f"this version of nvidia-ml-py has no {function}") from None
+            raise Unsupported(
+                f"this version of nvidia-ml-py has no {function}"
+            ) from None
 
     def constant(self, name: str) -> Any:
-        """Return a constant of the library. Raises Unsupported if this version does not have it."""
+        """Return a constant of the library. Raises Unsupported if this version does not
+        have it."""
         if not hasattr(self.library, name):
             raise Unsupported(f"this version of nvidia-ml-py has no {name}")
         return getattr(self.library, name)
@@ -74,5 +79,6 @@ class Nvml:
 
 
 def as_text(value: Any) -> str | None:
-    """Return a text of NVML, which versions of nvidia-ml-py give as bytes or as str; None stays None."""
+    """Return a text of NVML, which versions of nvidia-ml-py give as bytes or as str;
+    None stays None."""
     return value.decode() if isinstance(value, bytes) else value

@@ -1,7 +1,8 @@
 """Peak bandwidth of PCIe links."""
 
-# Bytes per second and lane in one direction, by PCIe generation: transfer rate times line code (8b/10b up to
-# generation 2, 128b/130b from 3 to 5, 242B/256B flits in 6). PCI-SIG base specifications 1.0 to 6.0.
+# Bytes per second and lane in one direction, by PCIe generation: transfer rate times
+# line code (8b/10b up to generation 2, 128b/130b from 3 to 5, 242B/256B flits in 6).
+# PCI-SIG base specifications 1.0 to 6.0.
 _LANE_BYTES_PER_S = {
     1: 2.5e9 / 8 * 8 / 10,
     2: 5e9 / 8 * 8 / 10,
@@ -13,6 +14,7 @@ _LANE_BYTES_PER_S = {
 
 
 def link_peak_bytes_per_s(generation: int | None, width: int | None) -> float | None:
-    """Return the peak of a PCIe link in one direction, before headers, in bytes/s; None if it is not known."""
+    """Return the peak of a PCIe link in one direction, before headers, in bytes/s; None
+    if it is not known."""
     lane = _LANE_BYTES_PER_S.get(generation or 0)
     return lane * width if lane and width else None

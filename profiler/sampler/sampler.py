@@ -1,4 +1,5 @@
-"""Threads of the collector that sample while the job runs, into a spool of their own."""
+"""Threads of the collector that sample while the job runs, into a spool of their
+own."""
 
 import math
 import os
@@ -28,17 +29,20 @@ _HOST_SECONDS = 0.1
 _STATE_SECONDS = 0.1
 _NUMA_SECONDS = 0.25
 _MAX_FAILURES = 10
-_DEVICE, _RSS, _SWAP, _CGROUP = (kinds.POOLS.index(pool) for pool in ("device", "rss", "swap", "cgroup"))
+_DEVICE, _RSS, _SWAP, _CGROUP = (
+    kinds.POOLS.index(pool) for pool in ("device", "rss", "swap", "cgroup")
+)
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # From this share of the limit on there is a warning.
 WARNING_SHARE = 0.9
 
 
 class Sampler:
-    """Samples each card's memory, link and state (utilization, power, clocks, temperature), and the resident memory of
-    recorded processes: those with a spool in `directory`. A source that fails stops alone. `max_bytes`: limit of the
-    samples' spool; None: none. `root` holds `sys` and `proc`. `warn` gets warnings while the job runs, which are notes,
-    too."""
+    """Samples each card's memory, link and state (utilization, power, clocks,
+    temperature), and the resident memory of recorded processes: those with a spool in
+    `directory`. A source that fails stops alone. `max_bytes`: limit of the samples'
+    spool; None: none. `root` holds `sys` and `proc`. `warn` gets warnings while the job
+    runs, which are notes, too."""
 
     def __init__(
         self,
@@ -57,7 +61,10 @@ class Sampler:
         self._directory = directory
         self._memory_period_s = memory_ms / 1e3
         self._stop = threading.Event()
-        self._spool = Spool(str(directory / f"sampler-{process_name(self.host['name'])}.spool"), max_bytes)
+        self._spool = Spool(
+            str(directory / f"sampler-{process_name(self.host['name'])}.spool"),
+            max_bytes,
+        )
         self._spool.put_header(0, 0, 0)
         self._nvml: Nvml | None = None
         self._gpus: list[Gpu] = []
@@ -71,13 +78,16 @@ class Sampler:
                 try:
                     description = gpu.describe()
                     node = pci_node(description["pci_bus_id"], root)
-                    self.host["gpus"].append({**description, "driver": driver, "numa_node": node})
+                    self.host["gpus"].append(
+                        {**description, "driver": driver, "numa_node": node}
+                    )
                     self._gpus.append(gpu)
                 except NvmlError as error:
                     self.notes.append(f"{gpu.title} is not sampled: {error}")
             self.notes += opened.unavailable
         except NvmlError as error:
-            # No fault of a host without a GPU; the trace of a job that uses one names the reason.
+            # No fault of a host without a GPU; the trace of a job that uses one names
+            # the reason.
             self.host["nvml"] = str(error)
         self._threads: list[threading.Thread] = []
         self._lost: set[int] = set()
@@ -89,11 +99,21 @@ class Sampler:
         self._start_thread("host memory", self._sample_processes, _HOST_SECONDS)
         self._start_thread("NUMA nodes", self._read_numa, _NUMA_SECONDS)
         for gpu in self._gpus:
-            self._start_thread("the memory", partial(self._sample_memory, gpu), self._memory_period_s, gpu)
+            self._start_thread(
+                "the memory",
+                partial(self._sample_memory, gpu),
+                self._memory_period_s,
+                gpu,
+            )
             self._start_link(gpu)
             reader = GpuStateReader(gpu)
             self._state_readers.append((gpu, reader))
-            self._start_thread("the state", partial(self._sample_state, gpu, reader), _STATE_SECONDS, gpu)
+            self._start_thread(
+                "the state",
+                partial(self._sample_state, gpu, reader),
+                _STATE_SECONDS,
+                gpu,
+            )
 
     def stop(self) -> None:
         """Stop the threads and close the spool and NVML."""
@@ -102,7 +122,11 @@ class Sampler:
             thread.join(timeout=2)
         for reason, titles in _by_reason(self._missing_links).items():
             self.notes.append(f"no link use of {titles}: {reason}")
-        refusals = [(gpu, text) for gpu, reader in self._state_readers if (text := reader.refusals()) is not None]
+        refusals = [
+            (gpu, text)
+            for gpu, reader in self._state_readers
+            if (text := reader.refusals()) is not None
+        ]
         for text, titles in _by_reason(refusals).items():
             self.notes.append(f"not reported by {titles}: {text}")
         # A recording shorter than one period has a sample, too.
@@ -133,16 +157,28 @@ class Sampler:
             if gpu.index not in self._lost:
                 self._missing_links.append((gpu, description["link_missing"]))
             return
-        self._start_thread("the link", partial(self._sample_link, gpu, source), source.period_s, gpu)
+        self._start_thread(
+            "the link", partial(self._sample_link, gpu, source), source.period_s, gpu
+        )
 
-    def _start_thread(self, subject: str, read: Callable[[], None], period_s: float, gpu: Gpu | None = None) -> None:
-        """Call `read` once per period on a thread of its own, until `stop` or a fault that does not pass."""
+    def _start_thread(
+        self,
+        subject: str,
+        read: Callable[[], None],
+        period_s: float,
+        gpu: Gpu | None = None,
+    ) -> None:
+        """Call `read` once per period on a thread of its own, until `stop` or a fault
+        that does not pass."""
         subject = subject if gpu is None else f"{subject} of {gpu.title}"
 
         def loop() -> None:
             start_s = due_s = time.monotonic()
             failures = 0
-            while not self._stop.wait(max(0.0, due_s - time.monotonic())) and self._spool.is_open:
+            while (
+                not self._stop.wait(max(0.0, due_s - time.monotonic()))
+                and self._spool.is_open
+            ):
                 if self._spool.full:
                     return
                 due_s = max(due_s + period_s, time.monotonic() + period_s / 2)
@@ -157,7 +193,10 @@ class Sampler:
                     if gpu is not None and isinstance(error, GpuLost):
                         self._note_loss(gpu, elapsed_s, error)
                     else:
-                        self.notes.append(f"sampling {subject} stopped after {elapsed_s:.1f} s: {error}")
+                        self.notes.append(
+                            f"sampling {subject} stopped after {elapsed_s:.1f} s: "
+                            f"{error}"
+                        )
                     return
 
         thread = threading.Thread(target=loop, name=f"sampling {subject}", daemon=True)
@@ -169,11 +208,15 @@ class Sampler:
         with self._lost_lock:
             if gpu.index not in self._lost:
                 self._lost.add(gpu.index)
-                self.notes.append(f"sampling {gpu.title} stopped after {elapsed_s:.1f} s: {error}")
+                self.notes.append(
+                    f"sampling {gpu.title} stopped after {elapsed_s:.1f} s: {error}"
+                )
 
     def _sample_memory(self, gpu: Gpu) -> None:
         used_bytes = gpu.read_used_bytes()
-        self._spool.put(kinds.MEMORY, _DEVICE, gpu.index, x=time.monotonic_ns(), y=used_bytes)
+        self._spool.put(
+            kinds.MEMORY, _DEVICE, gpu.index, x=time.monotonic_ns(), y=used_bytes
+        )
 
     def _sample_link(self, gpu: Gpu, source: LinkSource) -> None:
         sample = source.read()
@@ -196,10 +239,17 @@ class Sampler:
         values = reader.read()
         now_ns = time.monotonic_ns()
         for quantity, value in values.items():
-            self._spool.put(kinds.GPU_STATE, kinds.GPU_QUANTITIES.index(quantity), gpu.index, x=now_ns, y=value)
+            self._spool.put(
+                kinds.GPU_STATE,
+                kinds.GPU_QUANTITIES.index(quantity),
+                gpu.index,
+                x=now_ns,
+                y=value,
+            )
 
     def _sample_processes(self) -> None:
-        """Read the resident memory of each recorded process; once a second also its swap, and which are recorded."""
+        """Read the resident memory of each recorded process; once a second also its
+        swap, and which are recorded."""
         now_s = time.monotonic()
         scan = now_s >= self._next_scan_s
         if scan:
@@ -224,11 +274,14 @@ class Sampler:
 
     def _put_host_memory(self, pool: int, pid: int, size: int | None) -> None:
         if size is not None:
-            self._spool.put(kinds.MEMORY, pool, kinds.HOST, a=pid, x=time.monotonic_ns(), y=size)
+            self._spool.put(
+                kinds.MEMORY, pool, kinds.HOST, a=pid, x=time.monotonic_ns(), y=size
+            )
 
 
 def _by_reason(reasons: Iterable[tuple[Gpu, str]]) -> dict[str, str]:
-    """Return the titles of the GPUs of each reason, as one text: the cards of a host mostly lack the same."""
+    """Return the titles of the GPUs of each reason, as one text: the cards of a host
+    mostly lack the same."""
     titles: dict[str, list[str]] = {}
     for gpu, reason in reasons:
         titles.setdefault(reason, []).append(gpu.title)
@@ -240,14 +293,16 @@ def _rounded(rate: float) -> int:
 
 
 def describe_host() -> dict[str, Any]:
-    """Return the description of the host for a trace's metadata. Its CPU is the device of a job without a GPU."""
+    """Return the description of the host for a trace's metadata. Its CPU is the device
+    of a job without a GPU."""
     return {
         "name": socket.gethostname(),
         "kernel": platform.release(),
         "cpu": {
             "device": "cpu",
             "kind": "cpu",
-            "name": _search("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.machine(),
+            "name": _search("/proc/cpuinfo", r"model name\s*:\s*(.+)")
+            or platform.machine(),
             "capacity_bytes": host_limits.memory_bytes(),
             "cores": host_limits.cores(),
             "threads_per_core": host_limits.threads_per_core(),
@@ -257,7 +312,8 @@ def describe_host() -> dict[str, Any]:
 
 
 def read_rss_bytes(pid: int) -> int | None:
-    """Return the resident bytes of a process; None if it has ended (one that is not yet reaped has none)."""
+    """Return the resident bytes of a process; None if it has ended (one that is not yet
+    reaped has none)."""
     try:
         with open(f"/proc/{pid}/statm", "rb") as file:
             return int(file.read().split()[1]) * _PAGE_BYTES or None
@@ -266,7 +322,8 @@ def read_rss_bytes(pid: int) -> int | None:
 
 
 def read_swap_bytes(pid: int) -> int | None:
-    """Return the bytes of a process that are in swap; None if it has ended or the kernel does not report them."""
+    """Return the bytes of a process that are in swap; None if it has ended or the
+    kernel does not report them."""
     kib = _search(f"/proc/{pid}/status", r"VmSwap:\s+(\d+) kB")
     return int(kib) * 1024 if kib else None
 
@@ -277,8 +334,9 @@ def _search(path: str, pattern: str) -> str | None:
 
 
 class HostLimitWatch:
-    """Reads how much of its limit a job uses, and warns once per control group before the kernel ends the job. `root`
-    holds `sys` and `proc`; `description`: the limit for the trace's metadata, None before a process with one."""
+    """Reads how much of its limit a job uses, and warns once per control group before
+    the kernel ends the job. `root` holds `sys` and `proc`; `description`: the limit for
+    the trace's metadata, None before a process with one."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self.description: dict[str, Any] | None = None
@@ -288,7 +346,8 @@ class HostLimitWatch:
         self._warnings: list[str] = []
 
     def read(self, pids: Iterable[int], regular: bool) -> Iterator[tuple[int, int]]:
-        """Yield (process, bytes in use in its group); unless `regular`, only of those near their limit."""
+        """Yield (process, bytes in use in its group); unless `regular`, only of those
+        near their limit."""
         members: dict[MemoryGroup, list[int]] = {}
         for pid in pids:
             if pid not in self._groups:
@@ -306,8 +365,10 @@ class HostLimitWatch:
             if used_bytes >= warning_bytes and group.folder not in self._warned:
                 self._warned.add(group.folder)
                 self._warnings.append(
-                    f"host memory is nearly used up: {bytes_text(used_bytes)} of the {bytes_text(group.limit_bytes)} "
-                    f"that the job's control group may use ({used_bytes / group.limit_bytes:.0%}, pinned memory "
+                    f"host memory is nearly used up: {bytes_text(used_bytes)} of the "
+                    f"{bytes_text(group.limit_bytes)} "
+                    "that the job's control group may use "
+                    f"({used_bytes / group.limit_bytes:.0%}, pinned memory "
                     "included); at the limit the kernel ends the job"
                 )
             for pid in group_pids:

@@ -1,8 +1,16 @@
-"""The trace format: schema, typed metadata, reader, builder, merge and the recovery of spools."""
+"""The trace format: schema, typed metadata, reader, builder, merge and the recovery of
+spools."""
 
 from ebbtide.errors import TraceError, UserError
 from ebbtide.profiler.trace.builder import RankBuilder, TraceBuilder
 from ebbtide.profiler.trace.files import open_trace
 from ebbtide.profiler.trace.trace import Trace
 
-__all__ = ["RankBuilder", "Trace", "TraceBuilder", "TraceError", "UserError", "open_trace"]
+__all__ = [
+    "RankBuilder",
+    "Trace",
+    "TraceBuilder",
+    "TraceError",
+    "UserError",
+    "open_trace",
+]

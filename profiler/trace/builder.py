@@ -40,34 +40,50 @@ class RankBuilder:
         return self
 
     def extend(self, table: str, **columns: Any) -> RankBuilder:
-        """Add many rows as columns and return the builder. A column is an array, or one value for all rows."""
+        """Add many rows as columns and return the builder. A column is an array, or one
+        value for all rows."""
         self._columns[table].append(columns)
         return self
 
     def parts(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows so far as they were added: single rows, and columns of rows. Callers may change values."""
+        """Yield the rows so far as they were added: single rows, and columns of rows.
+        Callers may change values."""
         for table in TABLES:
             yield from self._rows[table]
             yield from self._columns[table]
 
     def frame(self, table: str) -> pd.DataFrame:
-        """Return the rows so far. Raises ValueError for rows that do not fit the table."""
+        """Return the rows so far. Raises ValueError for rows that do not fit the
+        table."""
         return _joined(table, self._columns[table], self._rows[table])
 
     def frames_of(self, table: str) -> Iterator[pd.DataFrame]:
-        """Yield the rows so far as frames in the order of time, of a large table several: one takes too much memory."""
+        """Yield the rows so far as frames in the order of time, of a large table
+        several: one takes too much memory."""
         parts = self._columns[table]
         times = [np.asarray(part[SORT[table]]) for part in parts]
         longest = max(times, key=np.size, default=np.empty(0))
-        if longest.size <= _FRAME_ROWS or self._rows[table] or not all((np.diff(own) >= 0).all() for own in times):
+        if (
+            longest.size <= _FRAME_ROWS
+            or self._rows[table]
+            or not all((np.diff(own) >= 0).all() for own in times)
+        ):
             yield self.frame(table)
             return
         limits = longest[_FRAME_ROWS::_FRAME_ROWS]
         cuts = [pairwise([0, *np.searchsorted(own, limits), len(own)]) for own in times]
         for bounds in zip(*cuts, strict=True):
-            frame = _joined(table, [_cut(part, *rows) for part, rows in zip(parts, bounds, strict=True)])
+            frame = _joined(
+                table,
+                [_cut(part, *rows) for part, rows in zip(parts, bounds, strict=True)],
+            )
             texts = frame.select_dtypes("category").items()
-            yield frame.assign(**{name: column.cat.remove_unused_categories() for name, column in texts})
+            yield frame.assign(
+                **{
+                    name: column.cat.remove_unused_categories()
+                    for name, column in texts
+                }
+            )
 
     def phase(
         self,
@@ -79,25 +95,51 @@ class RankBuilder:
         gpu_start_ns: int | None = None,
         gpu_end_ns: int | None = None,
     ) -> RankBuilder:
-        """Add a phase and return the builder. The GPU's times are those of the same two points on the device."""
+        """Add a phase and return the builder. The GPU's times are those of the same two
+        points on the device."""
         if phase not in PHASES:
             raise ValueError(f"{phase!r} is not a phase: {', '.join(PHASES)}")
-        times = {"start_ns": start_ns, "end_ns": end_ns, "gpu_start_ns": gpu_start_ns, "gpu_end_ns": gpu_end_ns}
-        return self.add("phases", phase=phase, iteration=iteration, micro_step=micro_step, **times)
+        times = {
+            "start_ns": start_ns,
+            "end_ns": end_ns,
+            "gpu_start_ns": gpu_start_ns,
+            "gpu_end_ns": gpu_end_ns,
+        }
+        return self.add(
+            "phases", phase=phase, iteration=iteration, micro_step=micro_step, **times
+        )
 
-    def memory(self, t_ns: int, size: int, pool: str = "device", device: str = "cuda:0") -> RankBuilder:
+    def memory(
+        self, t_ns: int, size: int, pool: str = "device", device: str = "cuda:0"
+    ) -> RankBuilder:
         """Add the bytes of a pool from a time on, and return the builder."""
         return self.add("memory", t_ns=t_ns, device=device, pool=pool, bytes=size)
 
-    def link(self, t_ns: int, window_ns: int, source: str, device: str = "cuda:0", **rates: Any) -> RankBuilder:
-        """Add a sample of a link's counters, of the window that ends at `t_ns`, and return the builder.
+    def link(
+        self,
+        t_ns: int,
+        window_ns: int,
+        source: str,
+        device: str = "cuda:0",
+        **rates: Any,
+    ) -> RankBuilder:
+        """Add a sample of a link's counters, of the window that ends at `t_ns`, and
+        return the builder.
 
-        `source`: `nvml-counters`, `gpm` or `nvml-throughput`. `rates`: h2d_bytes_per_s, d2h_bytes_per_s, generation and
-        width, where they were recorded."""
-        return self.add("link", t_ns=t_ns, device=device, source=source, window_ns=window_ns, **rates)
+        `source`: `nvml-counters`, `gpm` or `nvml-throughput`. `rates`: h2d_bytes_per_s,
+        d2h_bytes_per_s, generation and width, where they were recorded."""
+        return self.add(
+            "link",
+            t_ns=t_ns,
+            device=device,
+            source=source,
+            window_ns=window_ns,
+            **rates,
+        )
 
     def gpu(self, t_ns: int, device: str = "cuda:0", **values: Any) -> RankBuilder:
-        """Add a sample of a GPU's state, columns of the table `gpu`, and return the builder."""
+        """Add a sample of a GPU's state, columns of the table `gpu`, and return the
+        builder."""
         return self.add("gpu", t_ns=t_ns, device=device, **values)
 
     def kernel(
@@ -114,21 +156,48 @@ class RankBuilder:
     ) -> RankBuilder:
         """Add work on a GPU, in device time, and return the builder.
 
-        `kind`: `compute`, `communication`, `copy` (within or between GPUs) or `memset`. None where not recorded: the
-        call that launched it, the stream, the process group of a collective, the operator."""
-        row = {"start_ns": start_ns, "end_ns": end_ns, "kind": kind, "name": name, "device": device}
-        return self.add("kernels", **row, launch_ns=launch_ns, stream=stream, group=group, operator=operator)
+        `kind`: `compute`, `communication`, `copy` (within or between GPUs) or `memset`.
+        None where not recorded: the call that launched it, the stream, the process
+        group of a collective, the operator."""
+        row = {
+            "start_ns": start_ns,
+            "end_ns": end_ns,
+            "kind": kind,
+            "name": name,
+            "device": device,
+        }
+        return self.add(
+            "kernels",
+            **row,
+            launch_ns=launch_ns,
+            stream=stream,
+            group=group,
+            operator=operator,
+        )
 
     def transfer(
-        self, direction: str, start_ns: int, end_ns: int, size: int | None, device: str = "cuda:0", **columns: Any
+        self,
+        direction: str,
+        start_ns: int,
+        end_ns: int,
+        size: int | None,
+        device: str = "cuda:0",
+        **columns: Any,
     ) -> RankBuilder:
-        """Add a copy between host and device, in device time, and return the builder; the rank then counts as recording
-        transfers.
+        """Add a copy between host and device, in device time, and return the builder;
+        the rank then counts as recording transfers.
 
-        `direction`: `h2d` or `d2h`. `size`: None where not recorded. `columns`: host_memory ("pinned", "pageable"),
-        stream, launch_ns and name, where they were recorded."""
+        `direction`: `h2d` or `d2h`. `size`: None where not recorded. `columns`:
+        host_memory ("pinned", "pageable"), stream, launch_ns and name, where they were
+        recorded."""
         self.meta["transfers_recorded"] = True
-        row = {"start_ns": start_ns, "end_ns": end_ns, "device": device, "direction": direction, "bytes": size}
+        row = {
+            "start_ns": start_ns,
+            "end_ns": end_ns,
+            "device": device,
+            "direction": direction,
+            "bytes": size,
+        }
         return self.add("transfers", **{"name": direction, **row, **columns})
 
 
@@ -144,13 +213,21 @@ class TraceBuilder:
     """
 
     def __init__(self, source: str = "imported", **meta: Any) -> None:
-        self.meta: dict[str, Any] = {"state": "complete", "source": source, "notes": [], **meta}
+        self.meta: dict[str, Any] = {
+            "state": "complete",
+            "source": source,
+            "notes": [],
+            **meta,
+        }
         self._ranks: dict[int, RankBuilder] = {}
 
     def rank(self, rank: int = 0, **meta: Any) -> RankBuilder:
-        """Return the builder of one rank. meta: `devices` and further keys of its entry, which replace earlier ones."""
+        """Return the builder of one rank. meta: `devices` and further keys of its
+        entry, which replace earlier ones."""
         if rank not in self._ranks:
-            self._ranks[rank] = RankBuilder({"rank": rank, "devices": [], "transfers_recorded": False})
+            self._ranks[rank] = RankBuilder(
+                {"rank": rank, "devices": [], "transfers_recorded": False}
+            )
         self._ranks[rank].meta.update(meta)
         return self._ranks[rank]
 
@@ -165,16 +242,26 @@ class TraceBuilder:
             self.meta["notes"].append(line)
 
     def build(self, path: str | Path = "built.ebb") -> Trace:
-        """Return the trace in memory. Raises ValueError for rows that do not fit; `path` is only used in messages."""
-        frames = {(n, table): builder.frame(table) for n, builder in self._ranks.items() for table in TABLES}
-        return Trace(Path(path), self._raw_meta(), lambda rank, table: frames[rank, table])
+        """Return the trace in memory. Raises ValueError for rows that do not fit;
+        `path` is only used in messages."""
+        frames = {
+            (n, table): builder.frame(table)
+            for n, builder in self._ranks.items()
+            for table in TABLES
+        }
+        return Trace(
+            Path(path), self._raw_meta(), lambda rank, table: frames[rank, table]
+        )
 
     def _raw_meta(self) -> dict[str, Any]:
-        return {**self.meta, "ranks": [self._ranks[rank].meta for rank in sorted(self._ranks)]}
+        return {
+            **self.meta,
+            "ranks": [self._ranks[rank].meta for rank in sorted(self._ranks)],
+        }
 
     def write(self, path: str | Path, force: bool = False) -> Trace:
-        """Write the trace and return it. Raises TraceError where `path` exists or cannot be written, and
-        for metadata that does not fit the format."""
+        """Write the trace and return it. Raises TraceError where `path` exists or
+        cannot be written, and for metadata that does not fit the format."""
         path, meta = Path(path), self._raw_meta()
         parse_meta(meta, path)
         with new_trace(path, force):
@@ -187,13 +274,19 @@ class TraceBuilder:
 
 def _cut(columns: dict[str, Any], start: int, end: int) -> dict[str, Any]:
     """Return some rows of columns, each an array or one value for all rows."""
-    # Not by `np.ndim`, which makes an array of a list: of long texts one with the longest text's size for each.
+    # Not by `np.ndim`, which makes an array of a list: of long texts one with the
+    # longest text's size for each.
     return {
-        name: values if values is None or np.isscalar(values) else values[start:end] for name, values in columns.items()
+        name: values if values is None or np.isscalar(values) else values[start:end]
+        for name, values in columns.items()
     }
 
 
-def _joined(table: str, parts: Iterable[dict[str, Any]], rows: list[dict[str, Any]] | None = None) -> pd.DataFrame:
+def _joined(
+    table: str,
+    parts: Iterable[dict[str, Any]],
+    rows: list[dict[str, Any]] | None = None,
+) -> pd.DataFrame:
     """Return the frame of rows and of columns of rows."""
     import pandas as pd
 
@@ -201,4 +294,10 @@ def _joined(table: str, parts: Iterable[dict[str, Any]], rows: list[dict[str, An
 
     frames = [frame(table, rows)] if rows else []
     frames += [frame(table, part) for part in map(pd.DataFrame, parts) if len(part)]
-    return frame(table, pd.concat(frames)) if len(frames) > 1 else frames[0] if frames else empty_frame(table)
+    return (
+        frame(table, pd.concat(frames))
+        if len(frames) > 1
+        else frames[0]
+        if frames
+        else empty_frame(table)
+    )

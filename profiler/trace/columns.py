@@ -1,4 +1,5 @@
-"""The rows of a table as NumPy arrays, without pandas: importing it takes as long as a short command."""
+"""The rows of a table as NumPy arrays, without pandas: importing it takes as long as a
+short command."""
 
 from __future__ import annotations
 
@@ -16,15 +17,18 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Bools = npt.NDArray[np.bool_]
-# Texts as positions among the different ones, -1 where one is missing, and the different ones.
+# Texts as positions among the different ones, -1 where one is missing, and the
+# different ones.
 Codes = tuple[npt.NDArray[Any], list[str]]
 
 
 class Columns:
-    """The rows of a table, sorted by time. Callers share the arrays and must not change them."""
+    """The rows of a table, sorted by time. Callers share the arrays and must not change
+    them."""
 
     def __init__(self, table: str, rows: pa.Table | pd.DataFrame) -> None:
-        """Take rows: an Arrow table as `typed_rows` returns it, or a frame of the table."""
+        """Take rows: an Arrow table as `typed_rows` returns it, or a frame of the
+        table."""
         self._table = table
         self._kept: dict[str, Any] = {}
         if isinstance(rows, pa.Table):
@@ -39,35 +43,48 @@ class Columns:
 
     @cached_property
     def _arrow(self) -> pa.Table:
-        return typed_rows(self._table, pa.Table.from_pandas(self.frame, preserve_index=False))
+        return typed_rows(
+            self._table, pa.Table.from_pandas(self.frame, preserve_index=False)
+        )
 
     @cached_property
     def frame(self) -> pd.DataFrame:
         """The rows as a pandas frame."""
         from ebbtide.profiler.trace.frames import arrow_frame, empty_frame
 
-        frame = arrow_frame(self._table, self._arrow) if len(self) else empty_frame(self._table)
+        frame = (
+            arrow_frame(self._table, self._arrow)
+            if len(self)
+            else empty_frame(self._table)
+        )
         self.nbytes = max(self.nbytes, int(frame.memory_usage(index=False).sum()))
         return frame
 
     def __len__(self) -> int:
-        return len(self.frame) if "frame" in self.__dict__ else int(self._arrow.num_rows)
+        return (
+            len(self.frame) if "frame" in self.__dict__ else int(self._arrow.num_rows)
+        )
 
     def ints(self, name: str) -> npt.NDArray[np.int64]:
         """Return a column of integers; any number where the value is missing."""
-        values: npt.NDArray[np.int64] = self._once(name, lambda: _numbers(self._array(name)))
+        values: npt.NDArray[np.int64] = self._once(
+            name, lambda: _numbers(self._array(name))
+        )
         return values
 
     def floats(self, name: str) -> npt.NDArray[np.float64]:
         """Return a column of numbers as floats; NaN where the value is missing."""
-        return np.where(self.recorded(name), _numbers(self._array(name)).astype(np.float64), np.nan)
+        return np.where(
+            self.recorded(name), _numbers(self._array(name)).astype(np.float64), np.nan
+        )
 
     def recorded(self, name: str) -> Bools:
         """Return which values of a column are not missing."""
         return _recorded(self._array(name))
 
     def matches(self, name: str, selects: Callable[[str], bool]) -> Bools:
-        """Return which texts of a column a function of a text selects; never those that are missing."""
+        """Return which texts of a column a function of a text selects; never those that
+        are missing."""
         codes, labels = self.codes(name)
         return np.array([*map(selects, labels), False])[codes]
 
@@ -88,8 +105,11 @@ class Columns:
         return self._once(f"{name}:arrow", lambda: _one_array(self._arrow.column(name)))
 
     def codes(self, name: str) -> Codes:
-        """Return the different texts of a column, and the position of each value among them; -1 where it is missing."""
-        codes: Codes = self._once(f"{name}:codes", lambda: _text_codes(self._array(name)))
+        """Return the different texts of a column, and the position of each value among
+        them; -1 where it is missing."""
+        codes: Codes = self._once(
+            f"{name}:codes", lambda: _text_codes(self._array(name))
+        )
         return codes
 
     def _once(self, key: str, compute: Callable[[], Any]) -> Any:
@@ -99,10 +119,15 @@ class Columns:
 
 
 def _sorted(table: str, rows: pa.Table) -> pa.Table:
-    # Row groups have dictionaries of their own: joined here, as arrays are, no column is kept twice.
+    # Row groups have dictionaries of their own: joined here, as arrays are, no column
+    # is kept twice.
     rows = rows.combine_chunks()
     times = _numbers(_one_array(rows.column(SORT[table])))
-    return rows if (times[1:] >= times[:-1]).all() else rows.take(pa.array(np.argsort(times, kind="stable")))
+    return (
+        rows
+        if (times[1:] >= times[:-1]).all()
+        else rows.take(pa.array(np.argsort(times, kind="stable")))
+    )
 
 
 def _one_array(values: pa.ChunkedArray) -> pa.Array:
@@ -119,22 +144,30 @@ def _text_codes(values: pa.Array) -> Codes:
             codes = np.where(_recorded(values.indices), codes, -1)
         labels = values.dictionary.to_pylist()
         # A dictionary may have a text twice.
-        positions = {label: position for position, label in enumerate(dict.fromkeys(labels))}
+        positions = {
+            label: position for position, label in enumerate(dict.fromkeys(labels))
+        }
         if len(positions) < len(labels):
             codes = np.array([*map(positions.__getitem__, labels), -1])[codes]
         return codes, list(positions)
     texts = values.to_pylist()
     positions = {text: position for position, text in enumerate(distinct_texts(values))}
-    return np.array([positions.get(text, -1) for text in texts], np.int64), list(positions)
+    return np.array([positions.get(text, -1) for text in texts], np.int64), list(
+        positions
+    )
 
 
 def distinct_texts(values: pa.Array | pa.ChunkedArray) -> list[str]:
-    """Return the different texts of a column in order of appearance. A dictionary may have a text twice."""
-    return [text for text in dict.fromkeys(values.unique().to_pylist()) if text is not None]
+    """Return the different texts of a column in order of appearance. A dictionary may
+    have a text twice."""
+    return [
+        text for text in dict.fromkeys(values.unique().to_pylist()) if text is not None
+    ]
 
 
 def _numbers(values: pa.Array) -> npt.NDArray[Any]:
-    """Return the numbers of an array without copying them; Arrow itself makes integers floats next to a missing one."""
+    """Return the numbers of an array without copying them; Arrow itself makes integers
+    floats next to a missing one."""
     if not len(values):
         return np.empty(0, values.type.to_pandas_dtype())
     numbers = np.frombuffer(values.buffers()[1], values.type.to_pandas_dtype())
@@ -145,5 +178,7 @@ def _recorded(values: pa.Array) -> Bools:
     # Arrow's own conversion of booleans imports pandas.
     if not values.null_count:
         return np.ones(len(values), bool)
-    bits = np.unpackbits(np.frombuffer(values.buffers()[0], np.uint8), bitorder="little")
+    bits = np.unpackbits(
+        np.frombuffer(values.buffers()[0], np.uint8), bitorder="little"
+    )
     return bits[values.offset : values.offset + len(values)].astype(bool)

@@ -1,4 +1,5 @@
-"""Reads and writes the files of a trace, and opens it. A trace is finished in one step and never half replaced."""
+"""Reads and writes the files of a trace, and opens it. A trace is finished in one step
+and never half replaced."""
 
 from __future__ import annotations
 
@@ -32,7 +33,13 @@ from ebbtide.profiler.trace.schema import (
     typed_rows,
 )
 from ebbtide.profiler.trace.trace import Trace
-from ebbtide.profiler.trace.untrusted import MAX_META_BYTES, check_size, check_values, open_regular, read_regular
+from ebbtide.profiler.trace.untrusted import (
+    MAX_META_BYTES,
+    check_size,
+    check_values,
+    open_regular,
+    read_regular,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,23 +55,36 @@ _LARGE_ROWS = 1 << 20
 
 
 @contextlib.contextmanager
-def new_trace(path: Path, force: bool = False, recording: bool = False) -> Iterator[None]:
-    """Create the folder of a new trace, for the block to fill. If the block raises, the file system is as before.
+def new_trace(
+    path: Path, force: bool = False, recording: bool = False
+) -> Iterator[None]:
+    """Create the folder of a new trace, for the block to fill. If the block raises, the
+    file system is as before.
 
     Args:
         force: Replace a trace at `path`; anything else is never replaced.
-        recording: Whether a recording begins: it replaces all traces of the one before it (RUN-2.ebb, ...).
+        recording: Whether a recording begins: it replaces all traces of the one before
+            it (RUN-2.ebb, ...).
 
     Raises:
-        TraceError: Something exists at `path`, it is being recorded, or nothing can be written.
+        TraceError: Something exists at `path`, it is being recorded, or nothing can be
+            written.
     """
     exists = os.path.lexists(path)
     if exists and not force:
-        raise TraceError(f"{path} exists already: choose another path, or replace it (--force, force=True)")
+        raise TraceError(
+            f"{path} exists already: choose another path, or replace it (--force, "
+            "force=True)"
+        )
     if exists and not is_trace(path):
-        raise TraceError(f"{path} is not a trace: --force replaces only traces, choose another -o")
+        raise TraceError(
+            f"{path} is not a trace: --force replaces only traces, choose another -o"
+        )
     if exists and is_locked(path):
-        raise TraceError(f"{path} is being recorded: wait until its job has ended, or choose another path")
+        raise TraceError(
+            f"{path} is being recorded: wait until its job has ended, or choose "
+            "another path"
+        )
     new_folders = [parent for parent in path.parents if not os.path.exists(parent)]
     backup: Path | None = None
     created = False
@@ -83,7 +103,9 @@ def new_trace(path: Path, force: bool = False, recording: bool = False) -> Itera
             shutil.rmtree(path, ignore_errors=True)
         _undo(path, backup, new_folders)
         if isinstance(error, OSError):
-            raise TraceError(f"cannot write {path}: {error.strerror or error}") from None
+            raise TraceError(
+                f"cannot write {path}: {error.strerror or error}"
+            ) from None
         raise
     if backup is not None:
         shutil.rmtree(backup, ignore_errors=True)
@@ -100,14 +122,22 @@ def _undo(path: Path, backup: Path | None, new_folders: list[Path]) -> None:
 
 
 def _other_trainings(path: Path) -> list[Path]:
-    """Return the traces RUN-2.ebb, RUN-3.ebb, ... that were recorded together with RUN.ebb."""
-    numbered = re.compile(rf"{re.escape(path.stem)}-[0-9]+{re.escape(path.suffix)}").fullmatch
+    """Return the traces RUN-2.ebb, RUN-3.ebb, ... that were recorded together with
+    RUN.ebb."""
+    numbered = re.compile(
+        rf"{re.escape(path.stem)}-[0-9]+{re.escape(path.suffix)}"
+    ).fullmatch
     begin = _recording_begin(path)
-    return [p for p in path.parent.iterdir() if numbered(p.name) and begin and _recording_begin(p) == begin]
+    return [
+        p
+        for p in path.parent.iterdir()
+        if numbered(p.name) and begin and _recording_begin(p) == begin
+    ]
 
 
 def _recording_begin(path: Path) -> tuple[Any, ...] | None:
-    """Return both clocks at the beginning of a recording, and their host; None if `path` is none."""
+    """Return both clocks at the beginning of a recording, and their host; None if
+    `path` is none."""
     meta = read_meta(path) if is_trace(path) else {}
     return (meta["started_ns"], meta.get("clock")) if meta.get("started_ns") else None
 
@@ -133,37 +163,60 @@ def is_locked(path: Path) -> bool:
 def is_trace(path: Path) -> bool:
     """Return whether a path is the folder of a trace, of any schema."""
     try:
-        return bool(json.loads(read_regular(path / META, MAX_META_BYTES)).get("format") == FORMAT)
+        return bool(
+            json.loads(read_regular(path / META, MAX_META_BYTES)).get("format")
+            == FORMAT
+        )
     except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """Read the object of a trace's meta.json and check that this version of ebbtide reads its schema."""
+    """Read the object of a trace's meta.json and check that this version of ebbtide
+    reads its schema."""
     if not os.path.exists(path):
-        raise TraceError(f"{path} does not exist: name a trace that `ebbtide profile` has written")
+        raise TraceError(
+            f"{path} does not exist: name a trace that `ebbtide profile` has written"
+        )
     try:
         meta = json.loads(read_regular(path / META, MAX_META_BYTES))
     except RecursionError:
-        raise TraceError(f"{path} is not a trace: its {META} is nested too deeply") from None
+        raise TraceError(
+            f"{path} is not a trace: its {META} is nested too deeply"
+        ) from None
     except NotADirectoryError:
-        remedy = f"what another tool wrote becomes one by `ebbtide import {shlex.quote(str(path))} -o run.ebb`"
-        raise TraceError(f"{path} is a file, and a trace is a folder: {remedy}") from None
+        remedy = (
+            "what another tool wrote becomes one by `ebbtide import "
+            f"{shlex.quote(str(path))} -o run.ebb`"
+        )
+        raise TraceError(
+            f"{path} is a file, and a trace is a folder: {remedy}"
+        ) from None
     except OSError as error:
-        raise TraceError(f"{path} is not a trace: it has no readable {META} ({error.strerror})") from None
+        raise TraceError(
+            f"{path} is not a trace: it has no readable {META} ({error.strerror})"
+        ) from None
     except ValueError:
-        raise TraceError(f"{path} is damaged: its {META} is not JSON (truncated?)") from None
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT or not isinstance(meta.get("schema"), int):
+        raise TraceError(
+            f"{path} is damaged: its {META} is not JSON (truncated?)"
+        ) from None
+    if (
+        not isinstance(meta, dict)
+        or meta.get("format") != FORMAT
+        or not isinstance(meta.get("schema"), int)
+    ):
         raise TraceError(f"{path} is not a trace: its {META} does not say {FORMAT}")
     if meta["schema"] > SCHEMA:
         raise TraceError(
-            f"{path} has trace schema {meta['schema']}, and this ebbtide reads up to {SCHEMA}: upgrade ebbtide"
+            f"{path} has trace schema {meta['schema']}, and this ebbtide reads up to "
+            f"{SCHEMA}: upgrade ebbtide"
         )
     return meta
 
 
 def write_meta(path: Path, meta: dict[str, Any]) -> None:
-    """Replace meta.json in one step. Its `state` says whether tables or spools count, so this finishes a trace."""
+    """Replace meta.json in one step. Its `state` says whether tables or spools count,
+    so this finishes a trace."""
     temporary = path / f"{META}.new"
     with open(temporary, "w", encoding="utf-8") as file:
         json.dump({"format": FORMAT, "schema": SCHEMA, **meta}, file, indent=1)
@@ -179,19 +232,26 @@ def write_rank(path: Path, rank: int, tables: Mapping[str, pd.DataFrame]) -> Non
         write_table(path, rank, table, [tables[table]])
 
 
-def write_table(path: Path, rank: int, table: str, frames: Iterable[pd.DataFrame]) -> None:
-    """Write a table of one rank as Parquet (zstd) from frames of its rows in order, as they come."""
+def write_table(
+    path: Path, rank: int, table: str, frames: Iterable[pd.DataFrame]
+) -> None:
+    """Write a table of one rank as Parquet (zstd) from frames of its rows in order, as
+    they come."""
     file, schema = _parquet(path, rank, table), arrow_schema(table)
     file.parent.mkdir(exist_ok=True)
     # Times hardly repeat: a dictionary of them would only take memory.
-    repeating = [column.name for column in TABLES[table] if not column.name.endswith("_ns")]
+    repeating = [
+        column.name for column in TABLES[table] if not column.name.endswith("_ns")
+    ]
     with contextlib.ExitStack() as stack:
         writer = None
         for frame in frames:
             if frame.empty and table in OPTIONAL_TABLES:
                 continue
             writer = writer or stack.enter_context(
-                pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=repeating)
+                pq.ParquetWriter(
+                    file, schema, compression="zstd", use_dictionary=repeating
+                )
             )
             rows = pa.Table.from_pandas(frame, schema=schema, preserve_index=False)
             writer.write_table(rows.replace_schema_metadata())
@@ -211,8 +271,9 @@ def drop_spools(path: Path) -> None:
 def open_trace(path: str | Path) -> Trace:
     """Open a trace.
 
-    One whose recording was cut off, or goes on, is read from its spools, up to their last complete record. One whose
-    job has just ended is waited for until it is finished.
+    One whose recording was cut off, or goes on, is read from its spools, up to their
+    last complete record. One whose job has just ended is waited for until it is
+    finished.
 
     Nothing in a trace is executed.
 
@@ -228,7 +289,10 @@ def open_trace(path: str | Path) -> Trace:
     for entry in meta.ranks:
         for table in [table for table in TABLES if table not in OPTIONAL_TABLES]:
             if not os.path.lexists(_parquet(path, entry.rank, table)):
-                raise TraceError(f"{path} is damaged: {_parquet(path, entry.rank, table).name} is missing")
+                raise TraceError(
+                    f"{path} is damaged: {_parquet(path, entry.rank, table).name} is "
+                    "missing"
+                )
     return Trace(
         path,
         raw_meta,
@@ -258,7 +322,8 @@ def _read(path: Path, rank: int, table: str) -> Columns:
 
 @lru_cache(maxsize=64)
 def _read_small(table: str, content: bytes) -> Columns:
-    """Return the rows of a small file. Tables without rows are equal files on all ranks."""
+    """Return the rows of a small file. Tables without rows are equal files on all
+    ranks."""
     return _read_from(table, pa.BufferReader(content), len(content))
 
 
@@ -269,8 +334,14 @@ def _read_from(table: str, source: pa.NativeFile, size: int) -> Columns:
         stored = set(parquet.schema.names)
         names = [column.name for column in TABLES[table] if column.name in stored]
         if parquet.metadata.num_rows > _LARGE_ROWS:
-            # Joining the row groups of all columns at once would take the memory of the table twice.
-            rows = pa.table({name: _joined(parquet.read([name], use_threads=False).column(name)) for name in names})
+            # Joining the row groups of all columns at once would take the memory of the
+            # table twice.
+            rows = pa.table(
+                {
+                    name: _joined(parquet.read([name], use_threads=False).column(name))
+                    for name in names
+                }
+            )
         else:
             rows = parquet.read(names, use_threads=False)
         columns = Columns(table, typed_rows(table, rows))
@@ -279,10 +350,13 @@ def _read_from(table: str, source: pa.NativeFile, size: int) -> Columns:
 
 
 def _joined(column: pa.ChunkedArray) -> pa.Array:
-    """Return a column as one array, and few different texts with a byte for each row."""
+    """Return a column as one array, and few different texts with a byte for each
+    row."""
     values = column.unify_dictionaries().combine_chunks()
     if pa.types.is_dictionary(values.type) and len(values.dictionary) < 1 << 7:
-        return pa.DictionaryArray.from_arrays(values.indices.cast(pa.int8()), values.dictionary)
+        return pa.DictionaryArray.from_arrays(
+            values.indices.cast(pa.int8()), values.dictionary
+        )
     return values
 
 
@@ -292,7 +366,8 @@ def _no_rows(table: str) -> Columns:
 
 
 def _labels(path: Path, rank: int, table: str, column: str) -> list[str]:
-    """Return the different values of a text column without reading the others, in order of appearance."""
+    """Return the different values of a text column without reading the others, in order
+    of appearance."""
     file = _parquet(path, rank, table)
     if table in OPTIONAL_TABLES and not os.path.lexists(file):
         return []
@@ -300,24 +375,33 @@ def _labels(path: Path, rank: int, table: str, column: str) -> list[str]:
         with (
             open_regular(file) as opened,
             pa.OSFile(f"/dev/fd/{opened.fileno()}") as source,
-            _parquet_file(source, os.fstat(opened.fileno()).st_size, [column]) as parquet,
+            _parquet_file(
+                source, os.fstat(opened.fileno()).st_size, [column]
+            ) as parquet,
         ):
             if not parquet.metadata.num_rows:
                 return []
             if column not in parquet.schema.names:
                 return _read(path, rank, table).labels(column)
-            return distinct_texts(parquet.read([column], use_threads=False).column(column))
+            return distinct_texts(
+                parquet.read([column], use_threads=False).column(column)
+            )
     except (OSError, pa.ArrowException, ValueError, TypeError, KeyError) as error:
         raise _damaged(path, file, rank, error) from None
 
 
 @contextlib.contextmanager
-def _parquet_file(source: pa.NativeFile, size: int, text: Sequence[str]) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file of `size` bytes whose rows may be read; `text`: columns that are text.
+def _parquet_file(
+    source: pa.NativeFile, size: int, text: Sequence[str]
+) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file of `size` bytes whose rows may be read; `text`: columns that
+    are text.
 
-    `source` is a file of pyarrow, which reads it in this thread: a thread of its own that lets go of a file of Python
-    while the process ends would abort it (apache/arrow#34314)."""
-    # Text of few different values is read as a dictionary: decoding each value takes three times as long.
+    `source` is a file of pyarrow, which reads it in this thread: a thread of its own
+    that lets go of a file of Python while the process ends would abort it
+    (apache/arrow#34314)."""
+    # Text of few different values is read as a dictionary: decoding each value takes
+    # three times as long.
     try:
         parquet = pq.ParquetFile(source, read_dictionary=text, pre_buffer=False)
     except KeyError:
@@ -332,4 +416,6 @@ def _parquet_file(source: pa.NativeFile, size: int, text: Sequence[str]) -> Iter
 
 def _damaged(path: Path, file: Path, rank: int, error: Exception) -> TraceError:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return TraceError(f"{path} is damaged: {file.name} of rank {rank} cannot be read ({reason})")
+    return TraceError(
+        f"{path} is damaged: {file.name} of rank {rank} cannot be read ({reason})"
+    )

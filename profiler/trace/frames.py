@@ -10,23 +10,29 @@ from ebbtide.profiler.trace.schema import SORT, TABLES, TraceColumn, typed_rows
 
 
 def frame(table: str, rows: Any = ()) -> pd.DataFrame:
-    """Return a frame with the columns and types of a table, sorted by time. `rows` are dicts, or columns as a frame or
-    a dict of arrays. Raises ValueError where a value is missing in a column that is not nullable.
+    """Return a frame with the columns and types of a table, sorted by time. `rows` are
+    dicts, or columns as a frame or a dict of arrays. Raises ValueError where a value is
+    missing in a column that is not nullable.
 
-    Nullable integers have the type `Int64`, so that nanoseconds keep every digit; missing floats are NaN. Columns that
-    the table does not have are dropped, missing nullable ones are added."""
+    Nullable integers have the type `Int64`, so that nanoseconds keep every digit;
+    missing floats are NaN. Columns that the table does not have are dropped, missing
+    nullable ones are added."""
     columns = {}
     for column in TABLES[table]:
         values = _values(rows, column.name)
         if not column.nullable and pd.isna(values).any():
-            raise ValueError(f"the table {table} needs a column {column.name}, with a value in every row")
+            raise ValueError(
+                f"the table {table} needs a column {column.name}, with a value in "
+                "every row"
+            )
         columns[column.name] = values.astype(_dtype(column)).array
     return sort_by_time(table, pd.DataFrame(columns))
 
 
 @cache
 def empty_frame(table: str) -> pd.DataFrame:
-    """Return a frame of a table without rows, which callers share and must not change."""
+    """Return a frame of a table without rows, which callers share and must not
+    change."""
     return frame(table)
 
 
@@ -38,7 +44,8 @@ def sort_by_time(table: str, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _values(rows: Any, name: str) -> pd.Series:
-    """Return one column. From rows it is built value by value: next to a missing one pandas makes integers floats."""
+    """Return one column. From rows it is built value by value: next to a missing one
+    pandas makes integers floats."""
     if not isinstance(rows, (pd.DataFrame, dict)):
         return pd.Series([row.get(name) for row in rows], dtype=object)
     if name in rows:
@@ -58,9 +65,13 @@ def _dtype(column: TraceColumn) -> str:
 
 
 def arrow_frame(table: str, rows: pa.Table) -> pd.DataFrame:
-    """Return the frame that `frame` returns for the same rows, without copying numbers; `rows`: see `typed_rows`."""
+    """Return the frame that `frame` returns for the same rows, without copying numbers;
+    `rows`: see `typed_rows`."""
     typed = typed_rows(table, rows)
-    columns = {name: _array(typed.column(name), dtype) for name, dtype in _dtypes(table).items()}
+    columns = {
+        name: _array(typed.column(name), dtype)
+        for name, dtype in _dtypes(table).items()
+    }
     return sort_by_time(table, pd.DataFrame(columns, copy=False))
 
 

@@ -1,7 +1,8 @@
-"""The typed metadata of a trace: the keys of its meta.json, which docs/trace-format.md specifies.
+"""The typed metadata of a trace: the keys of its meta.json, which docs/trace-format.md
+specifies.
 
-What was not recorded is None or empty. Keys that the format does not specify are not here; they stay in
-`Trace.raw_meta`, from which traces are written again.
+What was not recorded is None or empty. Keys that the format does not specify are not
+here; they stay in `Trace.raw_meta`, from which traces are written again.
 """
 
 from collections import Counter
@@ -27,7 +28,8 @@ class _Section(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LinkInfo(_Section, frozen=True, kw_only=True):
-    """The PCIe link of a GPU: as it was when described, and at most. The peak is that of one direction."""
+    """The PCIe link of a GPU: as it was when described, and at most. The peak is that
+    of one direction."""
 
     generation: Count | None = None
     width: Count | None = None
@@ -57,7 +59,8 @@ class DeviceInfo(_Section, frozen=True, kw_only=True):
 
 
 class NumaNodeInfo(_Section, frozen=True, kw_only=True):
-    """A NUMA node of a host. cpus: its logical cores as Linux writes them (`0-15,64-79`), empty for memory alone."""
+    """A NUMA node of a host. cpus: its logical cores as Linux writes them
+    (`0-15,64-79`), empty for memory alone."""
 
     node: Count
     cpus: str = ""
@@ -72,14 +75,16 @@ class NumaPlacement(_Section, frozen=True, kw_only=True):
 
 
 class MemoryLimitInfo(_Section, frozen=True, kw_only=True):
-    """The limit of host memory for the job: that of the nearest control group with one."""
+    """The limit of host memory for the job: that of the nearest control group with
+    one."""
 
     control_group: str | None = None
     bytes: Count | None = None
 
 
 class HostInfo(_Section, frozen=True, kw_only=True):
-    """The host of the recording. nvml: why NVML could not be used, None where it could."""
+    """The host of the recording. nvml: why NVML could not be used, None where it
+    could."""
 
     name: str | None = None
     kernel: str | None = None
@@ -144,7 +149,8 @@ class ModelInfo(_Section, frozen=True, kw_only=True):
 
 
 class FrameworkInfo(_Section, frozen=True, kw_only=True):
-    """The framework that trains, and the samples and tokens of its micro-step on a rank."""
+    """The framework that trains, and the samples and tokens of its micro-step on a
+    rank."""
 
     name: str | None = None
     version: str | None = None
@@ -158,19 +164,25 @@ class OptimizerInfo(_Section, frozen=True, kw_only=True):
     # The class; under ZeRO that of the optimizer inside. The JSON key is `class`.
     class_name: str | None = msgspec.field(default=None, name="class")
     count: Count | None = None
-    ebbtide: bool = False  # Whether they are ebbtide's, whose state includes masters that are not parameters.
+    # Whether they are ebbtide's, whose state includes masters that are not parameters.
+    ebbtide: bool = False
     groups: Count | None = None
-    params: Count | None = None  # Parameters that they update on this rank, padding included.
+    # Parameters that they update on this rank, padding included.
+    params: Count | None = None
     param_dtypes: tuple[str, ...] = ()
-    state_bytes: Count | None = None  # Bytes of state; None where it is stored on a disk or in another process.
+    # Bytes of state; None where it is stored on a disk or in another process.
+    state_bytes: Count | None = None
     state_dtypes: dict[str, Count] = {}  # The number of state elements by dtype.
-    # The same by name, as in state dicts. Only that of ebbtide's optimizers may have a `master`.
+    # The same by name, as in state dicts. Only that of ebbtide's optimizers may have a
+    # `master`.
     state_names: dict[str, Count] = {}
-    state_devices: tuple[str, ...] = ()  # Devices that hold state: `cpu`, `cuda`, `nvme`.
+    # Devices that hold state: `cpu`, `cuda`, `nvme`.
+    state_devices: tuple[str, ...] = ()
 
 
 class HeldMemory(_Section, frozen=True, kw_only=True):
-    """Bytes of a device that a module holds. category: `parameter`, `buffer`, `gradient` or `optimizer_state`."""
+    """Bytes of a device that a module holds. category: `parameter`, `buffer`,
+    `gradient` or `optimizer_state`."""
 
     device: str
     category: str
@@ -179,7 +191,8 @@ class HeldMemory(_Section, frozen=True, kw_only=True):
 
 
 class Inventory(_Section, frozen=True, kw_only=True):
-    """Parameters, buffers, gradients and optimizer state at one time. reason: `update` or `out of memory`."""
+    """Parameters, buffers, gradients and optimizer state at one time. reason: `update`
+    or `out of memory`."""
 
     t_ns: TimeNs
     iteration: Count | None = None
@@ -189,7 +202,8 @@ class Inventory(_Section, frozen=True, kw_only=True):
 
 
 class AllocatorState(_Section, frozen=True, kw_only=True):
-    """The segments of torch's allocator on a device, at the end of a memory snapshot."""
+    """The segments of torch's allocator on a device, at the end of a memory
+    snapshot."""
 
     device: str
     segments: Count
@@ -256,12 +270,14 @@ class RankInfo(_Section, frozen=True, kw_only=True):
 
     @property
     def main_device(self) -> DeviceInfo:
-        """The device that the figures of this rank describe: its first one; an empty entry where it has none."""
+        """The device that the figures of this rank describe: its first one; an empty
+        entry where it has none."""
         return self.devices[0] if self.devices else DeviceInfo()
 
 
 class PredictedTime(_Section, frozen=True, kw_only=True):
-    """The range of the time of a part of an iteration: `iteration`, a phase, or `other`."""
+    """The range of the time of a part of an iteration: `iteration`, a phase, or
+    `other`."""
 
     rank: Count
     iteration: Count
@@ -309,26 +325,36 @@ class TraceMeta(_Section, frozen=True, kw_only=True):
 
 
 def parse_meta(raw: dict[str, Any], path: Path) -> TraceMeta:
-    """Convert the object of a meta.json. Sections of frameworks are only checked to be objects: the features that plug
-    into the seam `setups` convert them."""
+    """Convert the object of a meta.json. Sections of frameworks are only checked to be
+    objects: the features that plug into the seam `setups` convert them."""
     location = ""
     try:
         for location in _malformed_sections(raw):
             msgspec.convert(raw[location], dict[str, Any] | None)
         location = ""
-        values = {key: without_nulls(value) if key in ("host", "ranks") else value for key, value in raw.items()}
+        values = {
+            key: without_nulls(value) if key in ("host", "ranks") else value
+            for key, value in raw.items()
+        }
         meta = msgspec.convert(values, TraceMeta)
     except msgspec.ValidationError as error:
         problem = validation_problem(error)
         location = location or problem.location
         where = f"{location} in its meta.json" if location else "its meta.json"
-        raise TraceError(f"{path} is damaged: {where} is not valid ({problem.reason})") from None
+        raise TraceError(
+            f"{path} is damaged: {where} is not valid ({problem.reason})"
+        ) from None
     except (UnicodeEncodeError, RecursionError):
-        raise TraceError(f"{path} is damaged: its meta.json is not valid (bad Unicode, or nested too deeply)") from None
+        raise TraceError(
+            f"{path} is damaged: its meta.json is not valid (bad Unicode, or nested "
+            "too deeply)"
+        ) from None
     numbers = Counter(entry.rank for entry in meta.ranks)
     if len(numbers) < len(meta.ranks):
         rank, _ = numbers.most_common(1)[0]
-        raise TraceError(f"{path} is damaged: its meta.json has rank {rank} more than once")
+        raise TraceError(
+            f"{path} is damaged: its meta.json has rank {rank} more than once"
+        )
     if meta.state == "recording" and "host" not in raw:
         raise TraceError(f"{path} is damaged: host in its meta.json is missing")
     return meta
@@ -337,15 +363,22 @@ def parse_meta(raw: dict[str, Any], path: Path) -> TraceMeta:
 def _malformed_sections(raw: dict[str, Any]) -> set[str]:
     """Return the keys of the sections of frameworks that are no objects."""
     specified = ("format", "schema", *TraceMeta.__struct_fields__)
-    others = {key for key, value in raw.items() if key not in specified and not isinstance(value, dict | None)}
+    others = {
+        key
+        for key, value in raw.items()
+        if key not in specified and not isinstance(value, dict | None)
+    }
     # Features are looked up only where it is needed.
     return others & seams.plugs("setups").keys() if others else set()
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop the keys whose value is null: null and a missing key both mean that something was not recorded."""
+    """Drop the keys whose value is null: null and a missing key both mean that
+    something was not recorded."""
     if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+        return {
+            key: without_nulls(item) for key, item in value.items() if item is not None
+        }
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     return value

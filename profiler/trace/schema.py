@@ -18,8 +18,9 @@ class TraceColumn:
     name: str
     type: pa.DataType
     nullable: bool = False  # Whether a value may be missing.
-    # Whether frames have it as a category, with one copy of each value. Of a table with millions of samples and few
-    # different labels, text takes several times the memory and time.
+    # Whether frames have it as a category, with one copy of each value. Of a table with
+    # millions of samples and few different labels, text takes several times the memory
+    # and time.
     categorical: bool = False
 
     @cached_property
@@ -136,12 +137,17 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
     ),
 }
 
-# Tables whose file exists only where they have rows; traces of earlier versions do not have it.
-OPTIONAL_TABLES = frozenset({"gpu", "kernels", "calls", "iteration_marks", "annotations", "allocations"})
+# Tables whose file exists only where they have rows; traces of earlier versions do not
+# have it.
+OPTIONAL_TABLES = frozenset(
+    {"gpu", "kernels", "calls", "iteration_marks", "annotations", "allocations"}
+)
 
 # The column by which the rows of each table are sorted.
 SORT = {
-    table: next(column.name for column in columns if column.name in ("t_ns", "start_ns"))
+    table: next(
+        column.name for column in columns if column.name in ("t_ns", "start_ns")
+    )
     for table, columns in TABLES.items()
 }
 
@@ -164,28 +170,41 @@ def text_columns(table: str) -> list[str]:
 def typed_rows(table: str, rows: pa.Table) -> pa.Table:
     """Return rows with the columns of a table, numbers with their types.
 
-    `rows`: integers, floats and text may have other widths, and text may be a dictionary.
+    `rows`: integers, floats and text may have other widths, and text may be a
+    dictionary.
 
     Raises:
-        ValueError: A column is of another kind, or a value is missing that must not be.
+        ValueError: A column is of another kind, or a value is missing that must not
+            be.
     """
     columns, present = {}, set(rows.column_names)
     for column in TABLES[table]:
-        values = _typed(rows.column(column.name), column) if column.name in present else None
+        values = (
+            _typed(rows.column(column.name), column) if column.name in present else None
+        )
         if not column.nullable and len(rows) and (values is None or values.null_count):
-            raise ValueError(f"the table {table} needs a column {column.name}, with a value in every row")
+            raise ValueError(
+                f"the table {table} needs a column {column.name}, with a value in "
+                "every row"
+            )
         columns[column.name] = _nulls(len(rows), column) if values is None else values
     return pa.Table.from_arrays(list(columns.values()), list(columns))
 
 
 def _typed(values: pa.ChunkedArray, column: TraceColumn) -> pa.ChunkedArray:
-    """Return values with the type of their column; raise ValueError where they are of another kind."""
+    """Return values with the type of their column; raise ValueError where they are of
+    another kind."""
     kind, target = values.type, column.read_type
     if kind == target:
         return values
     if pa.types.is_null(kind.value_type if pa.types.is_dictionary(kind) else kind):
         return values.cast(target)
-    if is_text(column.type) and not is_text(kind) and pa.types.is_dictionary(kind) and values.null_count == len(values):
+    if (
+        is_text(column.type)
+        and not is_text(kind)
+        and pa.types.is_dictionary(kind)
+        and values.null_count == len(values)
+    ):
         # A pandas category without any value has categories of floats.
         return pa.chunked_array([_nulls(len(values), column)])
     if pa.types.is_integer(column.type):
@@ -196,10 +215,15 @@ def _typed(values: pa.ChunkedArray, column: TraceColumn) -> pa.ChunkedArray:
         fits = is_text(kind)
     if not fits:
         raise ValueError(f"its column {column.name} is {kind}, not {column.type}")
-    return values.unify_dictionaries() if pa.types.is_dictionary(kind) else values.cast(target)
+    return (
+        values.unify_dictionaries()
+        if pa.types.is_dictionary(kind)
+        else values.cast(target)
+    )
 
 
 def _nulls(count: int, column: TraceColumn) -> pa.Array:
-    """Return missing values. Those of text are a dictionary, which takes half of the memory, as those in files are."""
+    """Return missing values. Those of text are a dictionary, which takes half of the
+    memory, as those in files are."""
     kind = column.read_type
     return pa.nulls(count, pa.dictionary(pa.int32(), kind) if is_text(kind) else kind)

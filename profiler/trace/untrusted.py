@@ -1,4 +1,5 @@
-"""Bounds on the files of a trace, which may come from anybody: what they are, how large, and which values they hold."""
+"""Bounds on the files of a trace, which may come from anybody: what they are, how
+large, and which values they hold."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 # A rank takes about 1 kB of meta.json.
 MAX_META_BYTES = 32 << 20
-# Tables that people record take up to 12 times their file in memory. Below the floor nothing is refused.
+# Tables that people record take up to 12 times their file in memory. Below the floor
+# nothing is refused.
 _MAX_RATIO = 200
 _FLOOR_BYTES = 64 << 20
 _VALUE_BYTES = 8
@@ -32,12 +34,15 @@ _ANY_NUMBER = ("stream", "thread", "throttle_reasons")
 
 
 def open_regular(path: Path, max_bytes: int | None = None) -> BufferedReader:
-    """Open a regular file that is not a link, of at most so many bytes; never wait for another process.
+    """Open a regular file that is not a link, of at most so many bytes; never wait for
+    another process.
 
     Raises:
         OSError: It is none, or cannot be opened.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    descriptor = os.open(
+        path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    )
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -51,28 +56,40 @@ def open_regular(path: Path, max_bytes: int | None = None) -> BufferedReader:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Read a regular file that is not a link, of at most so many bytes. Raises OSError as `open_regular`."""
+    """Read a regular file that is not a link, of at most so many bytes. Raises OSError
+    as `open_regular`."""
     with open_regular(path, max_bytes) as file:
         return file.read(max_bytes)
 
 
 def check_size(metadata: Any, file_bytes: int) -> None:
-    """Check the memory that a Parquet file says it will take, before it is read; `metadata`: its footer.
+    """Check the memory that a Parquet file says it will take, before it is read;
+    `metadata`: its footer.
 
     Raises ValueError where that is out of proportion to the file."""
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     stored = sum(
-        group.column(number).total_uncompressed_size for group in groups for number in range(group.num_columns)
+        group.column(number).total_uncompressed_size
+        for group in groups
+        for number in range(group.num_columns)
     )
     needed = max(stored, metadata.num_rows * metadata.num_columns * _VALUE_BYTES)
-    if needed > max(_FLOOR_BYTES, _MAX_RATIO * file_bytes) or min(stored, metadata.num_rows) < 0:
-        raise ValueError(f"{metadata.num_rows:,} rows would take {needed:,} bytes, in a file of {file_bytes:,}")
+    if (
+        needed > max(_FLOOR_BYTES, _MAX_RATIO * file_bytes)
+        or min(stored, metadata.num_rows) < 0
+    ):
+        raise ValueError(
+            f"{metadata.num_rows:,} rows would take {needed:,} bytes, in a file of "
+            f"{file_bytes:,}"
+        )
 
 
 def check_values(table: str, columns: Columns) -> None:
-    """Check the ranges of the integers of a table. Raises ValueError for a value that no recording has.
+    """Check the ranges of the integers of a table. Raises ValueError for a value that
+    no recording has.
 
-    Sampled rates may be impossible: drivers report such values, and analyses leave them out."""
+    Sampled rates may be impossible: drivers report such values, and analyses leave them
+    out."""
     for column in TABLES[table] if len(columns) else ():
         if pa.types.is_integer(column.type) and column.name not in _ANY_NUMBER:
             numbers = columns.ints(column.name)[columns.recorded(column.name)]
@@ -84,5 +101,7 @@ def _check_range(name: str, least: int, most: int) -> None:
     if name.endswith("_ns"):
         if least < -_MAX_TIME_NS or most > _MAX_TIME_NS or most - least > _MAX_SPAN_NS:
             raise ValueError(f"its times {name} span {(most - least) / 1e9:,.0f} s")
-    elif least < (-1 if name == "parent" else 0) or most > (_MAX_BYTES if name == "bytes" else _MAX_NUMBER):
+    elif least < (-1 if name == "parent" else 0) or most > (
+        _MAX_BYTES if name == "bytes" else _MAX_NUMBER
+    ):
         raise ValueError(f"its column {name} has values from {least:,} to {most:,}")

@@ -22,7 +22,8 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
 
 
 def ended(pid: int) -> bool:
-    """Return whether a process has ended within two seconds, collected by its parent or not."""
+    """Return whether a process has ended within two seconds, collected by its parent or
+    not."""
     for _ in range(100):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

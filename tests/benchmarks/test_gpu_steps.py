@@ -1,4 +1,5 @@
-"""The steps of `benchmarks/gpu`: packages, parts, and what they compute from given measurements."""
+"""The steps of `benchmarks/gpu`: packages, parts, and what they compute from given
+measurements."""
 
 from __future__ import annotations
 
@@ -19,31 +20,51 @@ from tests.benchmarks.conftest import GPU, ended
 
 
 def _recorded(tmp_path: Path, own: dict[str, Any]) -> Trace:
-    """Make the trace of a job on a GPU with the phases and copies of its own results."""
+    """Make the trace of a job on a GPU with the phases and copies of its own
+    results."""
     ms = 1_000_000
     builder = TraceBuilder("recorded")
     rank = builder.rank(0)
     for number in range(6):
         iteration_start = number * 100 * ms
-        for phase, begin, length in (("forward", 0, 20), ("backward", 20, 40), ("update", 60, 10)):
+        for phase, begin, length in (
+            ("forward", 0, 20),
+            ("backward", 20, 40),
+            ("update", 60, 10),
+        ):
             start = iteration_start + begin * ms
             end = start + length * ms
-            rank.phase(phase, start, start + ms, number, gpu_start_ns=start, gpu_end_ns=end)
+            rank.phase(
+                phase, start, start + ms, number, gpu_start_ns=start, gpu_end_ns=end
+            )
     for copy in own["copies"]:
         length = (copy["end_ns"] - copy["start_ns"]) // copy["count"]
         for number in range(copy["count"]):
             start = copy["start_ns"] + number * length
             rank.transfer(
-                copy["way"], start, start + length, copy["bytes"], host_memory="pinned", stream=7, name="copy"
+                copy["way"],
+                start,
+                start + length,
+                copy["bytes"],
+                host_memory="pinned",
+                stream=7,
+                name="copy",
             )
     for t in range(0, 3000, 10):
         rates = dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s"), 0.0)
         for copy in own["copies"]:
             if copy["start_ns"] < t * ms <= copy["end_ns"]:
                 seconds = (copy["end_ns"] - copy["start_ns"]) / 1e9
-                rates[f"{copy['way']}_bytes_per_s"] = copy["bytes"] * copy["count"] / seconds
+                rates[f"{copy['way']}_bytes_per_s"] = (
+                    copy["bytes"] * copy["count"] / seconds
+                )
         rank.link(t * ms, 10 * ms, "gpm", **rates)
-    for pool, size in (("requested", 900), ("allocated", 950), ("reserved", 1000), ("device", 1500)):
+    for pool, size in (
+        ("requested", 900),
+        ("allocated", 950),
+        ("reserved", 1000),
+        ("device", 1500),
+    ):
         rank.memory(0, size, pool)
     return builder.write(tmp_path / "run.ebb")
 
@@ -52,21 +73,37 @@ OWN = {
     "params": 10,
     "phases_ms": {"forward": [20.0] * 6, "backward": [40.0] * 6, "update": [10.0] * 6},
     "copies": [
-        {"way": "h2d", "bytes": 1 << 28, "count": 5, "start_ns": 1_000_000_000, "end_ns": 1_200_000_000},
-        {"way": "d2h", "bytes": 1 << 28, "count": 5, "start_ns": 2_000_000_000, "end_ns": 2_200_000_000},
+        {
+            "way": "h2d",
+            "bytes": 1 << 28,
+            "count": 5,
+            "start_ns": 1_000_000_000,
+            "end_ns": 1_200_000_000,
+        },
+        {
+            "way": "d2h",
+            "bytes": 1 << 28,
+            "count": 5,
+            "start_ns": 2_000_000_000,
+            "end_ns": 2_200_000_000,
+        },
     ],
     "peaks": {"requested": 900, "allocated": 950, "reserved": 1000},
 }
 
 
 def _compare(module: Any, tmp_path: Path, own: dict[str, Any]) -> dict[str, Any]:
-    step = module("step").StepContext(tmp_path, False, tmp_path / "figures.json", time.monotonic() + 60)
+    step = module("step").StepContext(
+        tmp_path, False, tmp_path / "figures.json", time.monotonic() + 60
+    )
     module("recorded").compare(step, _recorded(tmp_path, OWN), own)
     figures: dict[str, Any] = json.loads(step.file.read_text())
     return figures
 
 
-def test_recorded__a_trace_that_agrees_passes_all_checks(module: Any, tmp_path: Path) -> None:
+def test_recorded__a_trace_that_agrees_passes_all_checks(
+    module: Any, tmp_path: Path
+) -> None:
     figures = _compare(module, tmp_path, OWN)
     assert set(figures["checks"].values()) == {True}
     assert figures["phases"]["forward"]["on_device"]
@@ -76,9 +113,15 @@ def test_recorded__a_trace_that_agrees_passes_all_checks(module: Any, tmp_path: 
 @pytest.mark.parametrize(
     ("change", "check"),
     [
-        ({"phases_ms": {**OWN["phases_ms"], "update": [10.2] * 6}}, "phases agree within 1 %"),
+        (
+            {"phases_ms": {**OWN["phases_ms"], "update": [10.2] * 6}},
+            "phases agree within 1 %",
+        ),
         ({"copies": [{**OWN["copies"][0], "count": 6}]}, "known copies are found"),
-        ({"copies": [{**OWN["copies"][0], "count": 6}]}, "counters agree with copies within 10 %"),
+        (
+            {"copies": [{**OWN["copies"][0], "count": 6}]},
+            "counters agree with copies within 10 %",
+        ),
         ({"peaks": {**OWN["peaks"], "requested": 901}}, "peaks agree with torch's"),
     ],
 )
@@ -88,30 +131,47 @@ def test_recorded__a_trace_that_differs_fails_its_check(
     assert _compare(module, tmp_path, {**OWN, **change})["checks"][check] is False
 
 
-def test_fill_card__sequences_and_budgets_fit_the_card(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fill_card__sequences_and_budgets_fit_the_card(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = module("long_job")
     model = job.CheckpointedGPT(8, 16, 2, 64, 2)
     params = sum(param.nbytes for param in model.parameters())
     state, card = 3e9, 100e9
     # Peak memory without parameters by number of sequences.
-    peak_bytes = {"forward": lambda count: 1e9 + 2e9 * count, "backward": lambda count: 2e9 + 7e9 * count}
-    monkeypatch.setattr(job, "peaks", lambda _, count, __: tuple(peak(count) for peak in peak_bytes.values()))
+    peak_bytes = {
+        "forward": lambda count: 1e9 + 2e9 * count,
+        "backward": lambda count: 2e9 + 7e9 * count,
+    }
+    monkeypatch.setattr(
+        job,
+        "peaks",
+        lambda _, count, __: tuple(peak(count) for peak in peak_bytes.values()),
+    )
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (card - params, card))
     sequences, budget = job.fill_card(model, 16, state)
     usable = card - params - 0.05 * card
     assert sequences == 13
-    assert all(peak_bytes[phase](sequences) + budget[phase] <= usable for phase in peak_bytes)
+    assert all(
+        peak_bytes[phase](sequences) + budget[phase] <= usable for phase in peak_bytes
+    )
     assert peak_bytes["backward"](sequences + 1) + budget["backward"] > usable
-    assert 0 < budget["backward"] < state < budget["forward"] < budget["update"] <= usable
+    assert (
+        0 < budget["backward"] < state < budget["forward"] < budget["update"] <= usable
+    )
 
 
-def test_packages__the_machine_has_all_that_the_steps_need_or_it_is_fetched(module: Any) -> None:
+def test_packages__the_machine_has_all_that_the_steps_need_or_it_is_fetched(
+    module: Any,
+) -> None:
     packages = module("packages")
     needed = packages.needed()
     assert {"highspy", "numpy", "markupsafe", "hjson", "torchao"} <= set(needed)
     assert packages.missing() == {}
     # What is fetched has the versions of the tests.
-    constraints = packages.names((GPU.parent.parent / "constraints.txt").read_text().splitlines())
+    constraints = packages.names(
+        (GPU.parent.parent / "constraints.txt").read_text().splitlines()
+    )
     pinned = {name for name in (*packages.BUILT, *packages.FETCHED) if "==" not in name}
     assert packages.names(list(pinned)) <= constraints
 
@@ -120,7 +180,9 @@ def test_packages__names_of_modules_can_be_imported(module: Any) -> None:
     modules = module("packages").importable()
     assert {"pynvml", "prometheus_client", "highspy"} <= set(modules)
     # Fetched for the machine with the GPU alone.
-    assert [name for name in modules if importlib.util.find_spec(name.split(".")[0]) is None] in ([], ["torchao.optim"])
+    assert [
+        name for name in modules if importlib.util.find_spec(name.split(".")[0]) is None
+    ] in ([], ["torchao.optim"])
 
 
 def test_imports__fails_with_the_names_of_what_is_missing(tmp_path: Path) -> None:
@@ -129,27 +191,48 @@ def test_imports__fails_with_the_names_of_what_is_missing(tmp_path: Path) -> Non
     (tmp_path / "packaging").symlink_to(Path(packaging.__file__).parent)
     command = [sys.executable, "-S", script, tmp_path, "--rehearse"]
     done = subprocess.run(
-        command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False, timeout=60
+        command,
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("cannot be imported: ")
-    assert {"highspy", "prometheus_client", "deepspeed"} <= set(last.partition(": ")[2].split(", "))
+    assert {"highspy", "prometheus_client", "deepspeed"} <= set(
+        last.partition(": ")[2].split(", ")
+    )
 
 
 def test_run_part__returns_results_or_the_reason(module: Any) -> None:
     run_part = module("step").run_part
     assert run_part(["-c", "print('much')\nprint('{\"a\": 1}')"], 60)["a"] == 1
-    assert run_part(["-c", "raise ValueError('it broke')"], 60)["why"] == "ValueError: it broke"
-    assert run_part(["-c", "import os; os.kill(os.getpid(), 11)"], 60)["why"] == "it died of SIGSEGV"
-    assert run_part(["-c", "import time; time.sleep(99)"], 1.0)["why"] == "it took more than 1 s"
+    assert (
+        run_part(["-c", "raise ValueError('it broke')"], 60)["why"]
+        == "ValueError: it broke"
+    )
+    assert (
+        run_part(["-c", "import os; os.kill(os.getpid(), 11)"], 60)["why"]
+        == "it died of SIGSEGV"
+    )
+    assert (
+        run_part(["-c", "import time; time.sleep(99)"], 1.0)["why"]
+        == "it took more than 1 s"
+    )
 
 
 def test_run_part__ends_what_it_leaves_in_groups_of_its_own(module: Any) -> None:
     """As ninja's compilers are."""
-    code = "import subprocess; p = subprocess.Popen(['sleep', '99'], process_group=0, stdout=-3); print(f'[{p.pid}]')"
+    code = (
+        "import subprocess; p = subprocess.Popen(['sleep', '99'], process_group=0, "
+        "stdout=-3); print(f'[{p.pid}]')"
+    )
     step = module("step")
-    result = step.run_part(["-c", code.replace("f'[{p.pid}]'", "'{\"pid\": %d}' % p.pid")], 60)
+    result = step.run_part(
+        ["-c", code.replace("f'[{p.pid}]'", "'{\"pid\": %d}' % p.pid")], 60
+    )
     assert ended(result["pid"])
 
 
@@ -171,14 +254,20 @@ def test_table__rounds_continue_and_a_failed_contestant_is_left_out(
     figures = tmp_path / "table.figures"
     names = ["ebbtide none", "torch fused AdamW", "ebbtide both"]
     words = [f"--contestant={name}" for name in names]
-    monkeypatch.setattr(sys, "argv", ["table.py", str(tmp_path), "--figures", str(figures), "--rounds", "2", *words])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["table.py", str(tmp_path), "--figures", str(figures), "--rounds", "2", *words],
+    )
     with pytest.raises(SystemExit) as stopped:
         table.main()
     assert stopped.value.code == 75
     assert len(ran) == 4
     table.main()
     result = json.loads(figures.read_text())
-    assert [set(results) for results in result["rounds"]] == [{"ebbtide none", "ebbtide both"}] * 2
+    assert [set(results) for results in result["rounds"]] == [
+        {"ebbtide none", "ebbtide both"}
+    ] * 2
     assert sorted(ran) == sorted([*names, "ebbtide none", "ebbtide both"])
     assert result["failed"] == {"torch fused AdamW": "it broke"}
     assert result["checks"] == {
@@ -194,18 +283,29 @@ def test_smoke__runs_the_kernels_without_a_tool_that_refuses_the_device(
     """A tool that works and fails has found an error in the kernels, and that stays."""
     smoke, step = module("smoke"), module("step")
 
-    def run_part(words: Any, limit_s: float, under: Any = (), **env: str) -> dict[str, Any]:
+    def run_part(
+        words: Any, limit_s: float, under: Any = (), **env: str
+    ) -> dict[str, Any]:
         is_probe = words[0] == "-c"
         failed = under and not (is_probe and works)
-        return {"why": "Device not supported"} if failed else {"kernels": "the bits of the reference"}
+        return (
+            {"why": "Device not supported"}
+            if failed
+            else {"kernels": "the bits of the reference"}
+        )
 
     monkeypatch.setattr(smoke, "run_part", run_part)
     monkeypatch.setattr("shutil.which", lambda name: f"/{name}")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    context = step.StepContext(tmp_path, False, tmp_path / "figures", time.monotonic() + 60)
+    context = step.StepContext(
+        tmp_path, False, tmp_path / "figures", time.monotonic() + 60
+    )
     result = smoke.run("kernels-memcheck", context)
     if works:
-        assert (result["why"], result["under"]) == ("Device not supported", "compute-sanitizer")
+        assert (result["why"], result["under"]) == (
+            "Device not supported",
+            "compute-sanitizer",
+        )
     else:
         assert "why" not in result
         assert (result["under"], result["refused"]) == (None, "Device not supported")
@@ -216,8 +316,16 @@ def test_memory__fills_more_than_seems_available_at_first(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = module("memory")
-    monkeypatch.setattr(memory, "meminfo", lambda: {"MemTotal": 1 << 40, "MemAvailable": 1 << 20})
-    words = ["memory.py", str(tmp_path), "--rehearse", "--figures", str(tmp_path / "figures")]
+    monkeypatch.setattr(
+        memory, "meminfo", lambda: {"MemTotal": 1 << 40, "MemAvailable": 1 << 20}
+    )
+    words = [
+        "memory.py",
+        str(tmp_path),
+        "--rehearse",
+        "--figures",
+        str(tmp_path / "figures"),
+    ]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     memory.main()
@@ -239,8 +347,14 @@ def test_memory__keeps_what_was_filled_where_memory_ends(
         "del sys.argv[0]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    monkeypatch.setattr(memory, "run_part", lambda words, limit_s: step.run_part([script, *words], limit_s))
-    context = step.StepContext(tmp_path, False, tmp_path / "figures", time.monotonic() + 60)
+    monkeypatch.setattr(
+        memory,
+        "run_part",
+        lambda words, limit_s: step.run_part([script, *words], limit_s),
+    )
+    context = step.StepContext(
+        tmp_path, False, tmp_path / "figures", time.monotonic() + 60
+    )
     assert not memory.fill(context, 64e9, 1 << 28)
     assert 0 < context.figures["filled_bytes"] < 4 << 30
     assert "allocate" in context.figures["fill_ended"]

@@ -6,7 +6,12 @@ import time
 
 import pytest
 
-from benchmarks.gpu.steps.link_counters import RateSample, ReferenceCopies, check_sources, compare_samples
+from benchmarks.gpu.steps.link_counters import (
+    RateSample,
+    ReferenceCopies,
+    check_sources,
+    compare_samples,
+)
 from ebbtide.profiler.sampler.gpu import Gpu, open_gpus
 from ebbtide.profiler.sampler.nvml import Nvml
 from tests.profiler.sampler.fake_nvml import FakeCard, FakeNvml, hopper, older
@@ -18,18 +23,26 @@ WINDOW = 10 * MS
 
 
 def samples(scale: float = 1.0, lag_ms: int = 0, lost: int = 0) -> list[RateSample]:
-    """Windows of 10 ms from long before the copies to long after; every `lost`-th one shows no traffic."""
+    """Windows of 10 ms from long before the copies to long after; every `lost`-th one
+    shows no traffic."""
     windows = []
     for number, end in enumerate(range(500 * MS, 4000 * MS, WINDOW)):
         begin = end - WINDOW
         inside = COPIES.start_ns <= begin - lag_ms * MS < COPIES.end_ns
         dropped = lost and number % lost == 0
-        windows.append(RateSample(end, WINDOW, 20e9 * scale if inside and not dropped else 0.0))
+        windows.append(
+            RateSample(end, WINDOW, 20e9 * scale if inside and not dropped else 0.0)
+        )
     return windows
 
 
 def test_compare_samples__exact_samples() -> None:
-    assert compare_samples(samples(), COPIES) == {"scale": 1.0, "lag_ms": 5.0, "dropouts": 0.0, "samples": 176}
+    assert compare_samples(samples(), COPIES) == {
+        "scale": 1.0,
+        "lag_ms": 5.0,
+        "dropouts": 0.0,
+        "samples": 176,
+    }
 
 
 @pytest.mark.parametrize("scale", [0.9, 1.07])
@@ -66,7 +79,8 @@ def gpu_of(card: FakeCard) -> Gpu:
 
 
 def copying(card: FakeCard) -> object:
-    """Make a function that copies at 10 GB/s. The card reports them in its units: GPM in MiB/s, throughput in kB/s."""
+    """Make a function that copies at 10 GB/s. The card reports them in its units: GPM
+    in MiB/s, throughput in kB/s."""
 
     def copy(direction: str, seconds: float) -> ReferenceCopies:
         begin = time.monotonic_ns()

@@ -16,11 +16,20 @@ from ebbtide.interleave.policies import POLICIES
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import open_trace
 from tests.cli.test_replay import OWN
-from tests.conftest import ebbtide_in_process, needs_all_features, slow_case, torch_on_one_thread
+from tests.conftest import (
+    ebbtide_in_process,
+    needs_all_features,
+    slow_case,
+    torch_on_one_thread,
+)
 
 Printed = pytest.CaptureFixture[str]
 # Invented rates, so that these runs need not measure.
-MACHINE = {"host_memory_bytes_per_s": 1e10, "cpu_update_params_per_s": 5e8, "cpu_cast_params_per_s": 1e9}
+MACHINE = {
+    "host_memory_bytes_per_s": 1e10,
+    "cpu_update_params_per_s": 5e8,
+    "cpu_cast_params_per_s": 1e9,
+}
 TINY = "--params 2e5 --steps 3 --emulate-link 500MB --machine m.json"
 TIMES = ("iteration", *PHASES)
 
@@ -33,7 +42,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a machine file, and outputs that exist."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m.json").write_text(json.dumps(MACHINE))
-    (tmp_path / "slow.json").write_text(json.dumps({**MACHINE, "cpu_update_params_per_s": None}))
+    (tmp_path / "slow.json").write_text(
+        json.dumps({**MACHINE, "cpu_update_params_per_s": None})
+    )
     (tmp_path / "taken.png").write_text("kept")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").write_text("kept")
@@ -54,14 +65,34 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compare__prints_one_object_and_writes_its_outputs(folder: Path) -> None:
-    arguments = [*TINY.split(), "--policy", "pipelined", "--policy", "interleaved:2", "--against", "torch"]
-    done = ebbtide_in_process("compare", *arguments, "--plot", "new.png", "--save", "new", "--json", cwd=folder)
+    arguments = [
+        *TINY.split(),
+        "--policy",
+        "pipelined",
+        "--policy",
+        "interleaved:2",
+        "--against",
+        "torch",
+    ]
+    done = ebbtide_in_process(
+        "compare",
+        *arguments,
+        "--plot",
+        "new.png",
+        "--save",
+        "new",
+        "--json",
+        cwd=folder,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == "ebbtide: new.png\nebbtide: new\n"
     printed = json.loads(done.stdout)
     assert printed["device"]["emulated"] is True
     assert (printed["iterations"], printed["warmup_iterations"]) == (3, 2)
-    assert [result["policy"] for result in printed["results"]] == ["pipelined", "interleaved:2"]
+    assert [result["policy"] for result in printed["results"]] == [
+        "pipelined",
+        "interleaved:2",
+    ]
     for result in printed["results"]:
         for phase in TIMES:
             pair = result[f"{phase}_ms"]
@@ -71,13 +102,19 @@ def test_compare__prints_one_object_and_writes_its_outputs(folder: Path) -> None
         assert result["losses_equal"] is printed["losses_equal"] is True
     assert [peer["name"] for peer in printed["peers"]] == ["torch"]
     assert (folder / "new.png").read_bytes().startswith(b"\x89PNG")
-    names = [f"{name}.{half}.ebb" for name in ("interleaved_2", "pipelined") for half in ("measured", "predicted")]
+    names = [
+        f"{name}.{half}.ebb"
+        for name in ("interleaved_2", "pipelined")
+        for half in ("measured", "predicted")
+    ]
     assert sorted(path.name for path in (folder / "new").iterdir()) == names
     assert len(open_trace(folder / "new" / "pipelined.measured.ebb").ops(rank=0)) > 10
 
 
 @needs_all_features
-def test_compare__tables_say_that_the_device_is_emulated_and_losses_are_equal(folder: Path, capsys: Printed) -> None:
+def test_compare__tables_say_that_the_device_is_emulated_and_losses_are_equal(
+    folder: Path, capsys: Printed
+) -> None:
     arguments = f"{TINY} --policy pipelined --policy zero-offload --against torchao"
     assert run(["compare", *arguments.split(), "--plot", "taken.png", "--force"]) == 0
     out = capsys.readouterr().out
@@ -96,11 +133,15 @@ def test_compare__tables_say_that_the_device_is_emulated_and_losses_are_equal(fo
 
 @pytest.mark.usefixtures("faulty")
 @pytest.mark.parametrize("options", [slow_case(["--plot", "new.svg"]), ["--json"]])
-def test_compare__exits_with_1_if_losses_differ(folder: Path, capsys: Printed, options: list[str]) -> None:
+def test_compare__exits_with_1_if_losses_differ(
+    folder: Path, capsys: Printed, options: list[str]
+) -> None:
     arguments = f"{TINY} --policy pipelined --policy interleaved:2"
     assert run(["compare", *arguments.split(), *options]) == 1
     out, err = capsys.readouterr()
-    assert err.splitlines()[-1].startswith("ebbtide: the losses of interleaved:2 differ from those of pipelined")
+    assert err.splitlines()[-1].startswith(
+        "ebbtide: the losses of interleaved:2 differ from those of pipelined"
+    )
     assert (folder / "new.svg").exists() == ("--plot" in options)
     if "--json" in options:
         assert json.loads(out)["losses_equal"] is False
@@ -112,16 +153,32 @@ def test_compare__exits_with_1_if_losses_differ(folder: Path, capsys: Printed, o
 def test_compare__runs_policies_of_a_file(folder: Path, capsys: Printed) -> None:
     (folder / "own.py").write_text(OWN)
     try:
-        status = run(["compare", *TINY.split(), "--policy-file", "own.py", "--policy", "own,half=last", "--json"])
+        status = run(
+            [
+                "compare",
+                *TINY.split(),
+                "--policy-file",
+                "own.py",
+                "--policy",
+                "own,half=last",
+                "--json",
+            ]
+        )
     finally:
         POLICIES.pop("own", None)
     printed = json.loads(capsys.readouterr().out)
-    assert (status, [result["policy"] for result in printed["results"]]) == (0, ["own,half=last"])
+    assert (status, [result["policy"] for result in printed["results"]]) == (
+        0,
+        ["own,half=last"],
+    )
 
 
 # (options, part of the error message)
 BAD = [
-    ("--policy-file nowhere.py", "nowhere.py is not a Python file that registers policies"),
+    (
+        "--policy-file nowhere.py",
+        "nowhere.py is not a Python file that registers policies",
+    ),
     ("--params many", "'many' is not a count"),
     ("--params 10", "--params 10: must be from 100000 to 1e+11"),
     ("--iterations 2", "--steps must be at least 3"),

@@ -1,4 +1,5 @@
-"""The JSON schemas in docs/schemas: what every command with --json prints fits its own, and has no other key."""
+"""The JSON schemas in docs/schemas: what every command with --json prints fits its own,
+and has no other key."""
 
 from __future__ import annotations
 
@@ -34,20 +35,36 @@ OF_A_TRACE = {
     "summary --by substep": "summary-by-substep",
     "windows": "windows",
 }
-MACHINE = {"host_memory_bytes_per_s": 1e10, "cpu_update_params_per_s": 5e8, "cpu_cast_params_per_s": 1e9}
+MACHINE = {
+    "host_memory_bytes_per_s": 1e10,
+    "cpu_update_params_per_s": 5e8,
+    "cpu_cast_params_per_s": 1e9,
+}
 OTHERS = {
     "doctor": "doctor",
     "machines": "machines",
     "diff traces/a100-13b-async.ebb traces/a100-torch-profiler.ebb": "diff",
-    "replay traces/a100-13b-async.ebb --policy pipelined --recommend --explain": "replay",
+    "replay traces/a100-13b-async.ebb --policy pipelined --recommend --explain": (
+        "replay"
+    ),
     "replay traces/a100-13b-async.ebb --policy pipelined": "replay",
-    "replay --workload {folder}/w.json --machine {folder}/box.json --policy pipelined --recommend --explain": "replay",
+    "replay --workload {folder}/w.json --machine {folder}/box.json --policy pipelined --recommend --explain": (
+        "replay"
+    ),
     "replay --params 1e9 --machine h100-80gb --policy pipelined": "replay",
-    "sweep traces/a100-13b-async.ebb --machine a100-40gb-published --policy pipelined -o {folder}/s.parquet": "sweep",
+    "sweep traces/a100-13b-async.ebb --machine a100-40gb-published --policy pipelined -o {folder}/s.parquet": (
+        "sweep"
+    ),
     "plan --params 1e9 --machine rtx4090": "plan",
-    "calibrate --from-trace traces/a100-13b-async.ebb -o {folder}/fitted.json": "calibrate",
-    "compare --params 2e5 --steps 3 --emulate-link 500MB --machine {folder}/m.json --policy pipelined": "compare",
-    "compare --layers --params 2e5 --steps 6 --forward-ms 5 --emulate-link 40MB": "compare-layers",
+    "calibrate --from-trace traces/a100-13b-async.ebb -o {folder}/fitted.json": (
+        "calibrate"
+    ),
+    "compare --params 2e5 --steps 3 --emulate-link 500MB --machine {folder}/m.json --policy pipelined": (
+        "compare"
+    ),
+    "compare --layers --params 2e5 --steps 6 --forward-ms 5 --emulate-link 40MB": (
+        "compare-layers"
+    ),
 }
 
 
@@ -62,20 +79,33 @@ def strict(part: Any) -> Any:
         return [strict(entry) for entry in part]
     if not isinstance(part, dict):
         return part
-    closed = {"additionalProperties": False} if isinstance(part.get("properties"), dict) else {}
+    closed = (
+        {"additionalProperties": False}
+        if isinstance(part.get("properties"), dict)
+        else {}
+    )
     return closed | {key: strict(value) for key, value in part.items()}
 
 
 def check(words: list[str], name: str) -> None:
     run = ebbtide_in_process(*words, "--json", cwd=ROOT)
     assert run.returncode == 0, run.stderr
-    errors = Draft202012Validator(strict(schema(name))).iter_errors(json.loads(run.stdout))
-    assert [f"{'/'.join(map(str, error.absolute_path))}: {error.message[:200]}" for error in errors] == []
+    errors = Draft202012Validator(strict(schema(name))).iter_errors(
+        json.loads(run.stdout)
+    )
+    assert [
+        f"{'/'.join(map(str, error.absolute_path))}: {error.message[:200]}"
+        for error in errors
+    ] == []
 
 
 @needs_all_features
 def test_schemas__are_there_for_every_command_with_json() -> None:
-    with_json = {c.name for c in find_commands(None) if "as_json" in inspect.signature(c.run).parameters}
+    with_json = {
+        c.name
+        for c in find_commands(None)
+        if "as_json" in inspect.signature(c.run).parameters
+    }
     names = {path.stem for path in SCHEMAS.glob("*.json")}
     assert names == {*OF_A_TRACE.values(), *OTHERS.values()}
     assert {name.split("-")[0] for name in names} == with_json
@@ -92,7 +122,12 @@ def test_schemas__fit_what_commands_print_of_a_trace(trace: str) -> None:
 @pytest.mark.parametrize(
     "command",
     slow(
-        OTHERS, but=[one for one in OTHERS if not re.search("--layers|replay (traces.*pipelined|--params)|^diff", one)]
+        OTHERS,
+        but=[
+            one
+            for one in OTHERS
+            if not re.search("--layers|replay (traces.*pipelined|--params)|^diff", one)
+        ],
     ),
     ids=lambda command: command.split()[0],
 )
@@ -115,4 +150,6 @@ def test_schemas__name_former_keys_as_such() -> None:
 def test_strict__refuses_a_key_that_is_not_documented() -> None:
     closed = Draft202012Validator(strict(schema("machines")))
     assert not closed.is_valid({"machines": [], "more": 1})
-    assert Draft202012Validator(schema("machines")).is_valid({"machines": [], "more": 1})
+    assert Draft202012Validator(schema("machines")).is_valid(
+        {"machines": [], "more": 1}
+    )

@@ -28,15 +28,26 @@ def test_machines__tells_machines_of_one_card_apart() -> None:
     result = ebbtide_in_process("machines", "h100-80gb")
     assert "h100-80gb-sxm-published: logs and NVML monitor files" in result.stdout
     assert "nothing was measured" in result.stdout.replace("\n", " ")
-    twins = [preset(name).for_ranks(4) for name in ("h100-80gb", "h100-80gb-sxm-published")]
+    twins = [
+        preset(name).for_ranks(4) for name in ("h100-80gb", "h100-80gb-sxm-published")
+    ]
     one, other = (machine.host_memory_bytes_per_s for machine in twins)
     assert one
     assert other
     text = " ".join(result.stdout.split())
-    assert f"h100-80gb-sxm-published is the same card as h100-80gb: host {other / one:.2f}x" in text
-    assert "is fitted to measured runs (4 ranks on a host), h100-80gb from data sheets (8 ranks on a host)." in text
+    assert (
+        "h100-80gb-sxm-published is the same card as h100-80gb: host "
+        f"{other / one:.2f}x" in text
+    )
+    assert (
+        "is fitted to measured runs (4 ranks on a host), h100-80gb from data sheets (8 "
+        "ranks on a host)." in text
+    )
     assert "h100-80gb-pcie is the same card" not in text
-    assert "host: ddr5-4800-16ch,112-cores,2-sockets,pcie5x16,2048GiB,8-ranks" in result.stdout
+    assert (
+        "host: ddr5-4800-16ch,112-cores,2-sockets,pcie5x16,2048GiB,8-ranks"
+        in result.stdout
+    )
     assert "rtx" not in result.stdout
 
 
@@ -46,7 +57,9 @@ def test_machines__prints_json() -> None:
     kinds = {machine["name"]: machine["kind"] for machine in machines}
     assert kinds["h100-80gb"] == "data sheet"
     assert kinds["a100-40gb-published"] == "fitted"
-    assert all(machine["source"] and machine["file"]["h2d_bytes_per_s"] for machine in machines)
+    assert all(
+        machine["source"] and machine["file"]["h2d_bytes_per_s"] for machine in machines
+    )
 
 
 def test_machines__names_what_is_meant() -> None:
@@ -54,4 +67,6 @@ def test_machines__names_what_is_meant() -> None:
     assert result.returncode == 0
     result = ebbtide_in_process("machines", "k80")
     assert result.returncode == 2
-    assert result.stderr.startswith("ebbtide: there is no machine 'k80': name a file, or one of a10,")
+    assert result.stderr.startswith(
+        "ebbtide: there is no machine 'k80': name a file, or one of a10,"
+    )

@@ -16,20 +16,34 @@ from ebbtide.profiler.trace import Trace, TraceBuilder
 Printed = pytest.CaptureFixture[str]
 LINE = "predicted by a dry run, not measured (machine h200)"
 BY = ("link", "iteration", "activity", "substep")
-COMMANDS = ("summary", "memory", "windows", "findings", *(f"summary --by {key}" for key in BY))
+COMMANDS = (
+    "summary",
+    "memory",
+    "windows",
+    "findings",
+    *(f"summary --by {key}" for key in BY),
+)
 
 
 @pytest.fixture
 def predicted(tmp_path: Path) -> Trace:
     times = [
-        {"rank": 0, "iteration": number, "phase": phase, "low_ms": 1.0 + number, "high_ms": 3.0 + number}
+        {
+            "rank": 0,
+            "iteration": number,
+            "phase": phase,
+            "low_ms": 1.0 + number,
+            "high_ms": 3.0 + number,
+        }
         for number in range(3)
         for phase in ("iteration", "forward", "backward", "update")
     ]
     prediction = {"machine": "h200", "assumptions": {}, "times": times}
     builder = TraceBuilder("predicted", warmup_iterations=1, prediction=prediction)
     device = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": 1 << 30}
-    rank = builder.rank(0, devices=[device], model={"params": 1000}, first_iteration_start_ns=0)
+    rank = builder.rank(
+        0, devices=[device], model={"params": 1000}, first_iteration_start_ns=0
+    )
     for number in range(3):
         for step, phase in enumerate(("forward", "backward", "update")):
             start = (3 * number + step) * 1_000_000
@@ -39,7 +53,9 @@ def predicted(tmp_path: Path) -> Trace:
     return builder.write(tmp_path / "run.ebb")
 
 
-def test_commands__say_that_a_trace_is_predicted(predicted: Trace, capsys: Printed) -> None:
+def test_commands__say_that_a_trace_is_predicted(
+    predicted: Trace, capsys: Printed
+) -> None:
     for command in COMMANDS:
         assert run([*command.split(), str(predicted.path)]) == 0
         assert LINE in capsys.readouterr().out
@@ -52,21 +68,35 @@ def test_summary__has_the_range_of_each_time(predicted: Trace, capsys: Printed) 
     printed = json.loads(capsys.readouterr().out)
     # The medians of iterations 1 and 2.
     assert (printed["iteration_low_ms"], printed["iteration_high_ms"]) == (2.5, 4.5)
-    ranges = {phase["phase"]: (phase["low_ms"], phase["high_ms"]) for phase in printed["phases"]}
-    assert ranges == {**dict.fromkeys(("forward", "backward", "update"), (2.5, 4.5)), "other": (None, None)}
+    ranges = {
+        phase["phase"]: (phase["low_ms"], phase["high_ms"])
+        for phase in printed["phases"]
+    }
+    assert ranges == {
+        **dict.fromkeys(("forward", "backward", "update"), (2.5, 4.5)),
+        "other": (None, None),
+    }
 
 
-def test_diff__tells_which_run_is_predicted(predicted: Trace, tmp_path: Path, capsys: Printed) -> None:
+def test_diff__tells_which_run_is_predicted(
+    predicted: Trace, tmp_path: Path, capsys: Printed
+) -> None:
     builder = TraceBuilder("recorded")
     builder.rank(0).phase("forward", 0, 5, 0)
     recorded = builder.write(tmp_path / "recorded.ebb")
     assert run(["diff", str(predicted.path), str(recorded.path)]) == 0
-    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith(("A:", "B:")))
+    first, second = (
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(("A:", "B:"))
+    )
     assert "predicted" in first
     assert "predicted" not in second
 
 
-def test_pictures_exports_and_workloads__say_that_a_trace_is_predicted(predicted: Trace, tmp_path: Path) -> None:
+def test_pictures_exports_and_workloads__say_that_a_trace_is_predicted(
+    predicted: Trace, tmp_path: Path
+) -> None:
     assert "run (predicted)" in draw([predicted], kind="activity").get_label()
     write_chrome_trace(predicted, tmp_path / "run.json")
     events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]

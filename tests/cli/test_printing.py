@@ -1,4 +1,5 @@
-"""Standard output has what commands print and nothing of any library: whole commands in processes of their own."""
+"""Standard output has what commands print and nothing of any library: whole commands in
+processes of their own."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ COMMANDS = {
     "windows": ["windows", TRACE],
 }
 NOISE = "noise of a library"
-# Loaded when Python starts. From the import of numpy on, the process prints in all ways that a library can.
+# Loaded when Python starts. From the import of numpy on, the process prints in all ways
+# that a library can.
 NOISY_LIBRARY = f"""
     import ctypes, os, subprocess, sys, atexit
 
@@ -45,13 +47,20 @@ NOISY_LIBRARY = f"""
 
 @pytest.fixture
 def noisy(tmp_path: Path) -> dict[str, str]:
-    """Return an environment in which a library prints when it is imported and when the process ends."""
+    """Return an environment in which a library prints when it is imported and when the
+    process ends."""
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(NOISY_LIBRARY))
-    return {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path.cwd()), os.environ.get("PYTHONPATH", "")])}
+    return {
+        "PYTHONPATH": os.pathsep.join(
+            [str(tmp_path), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
+        )
+    }
 
 
 @pytest.mark.parametrize("command", slow(["findings", "replay"], but=["findings"]))
-def test_json__is_one_object_whatever_libraries_print(command: str, noisy: dict[str, str]) -> None:
+def test_json__is_one_object_whatever_libraries_print(
+    command: str, noisy: dict[str, str]
+) -> None:
     result = ebbtide(*COMMANDS[command], "--json", env=noisy)
     assert result.returncode == 0, result.stderr
     assert isinstance(json.loads(result.stdout), dict)
@@ -68,7 +77,10 @@ def test_json__is_one_object_with_the_installed_libraries(command: str) -> None:
 
 
 def test_text__has_nothing_that_libraries_print(noisy: dict[str, str]) -> None:
-    noisy_result, result = ebbtide(*COMMANDS["summary"], env=noisy), ebbtide_in_process(*COMMANDS["summary"])
+    noisy_result, result = (
+        ebbtide(*COMMANDS["summary"], env=noisy),
+        ebbtide_in_process(*COMMANDS["summary"]),
+    )
     assert noisy_result.stdout == result.stdout != ""
 
 
@@ -87,7 +99,9 @@ def test_linear_program__prints_nothing_in_any_process() -> None:
 
 def test_own_stdout__ends_quietly_if_the_reader_has_ended() -> None:
     words = [sys.executable, "-m", "ebbtide", *map(str, COMMANDS["findings"])]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
@@ -95,21 +109,31 @@ def test_own_stdout__ends_quietly_if_the_reader_has_ended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("closed", "printed"), [slow_case(">&-", ""), slow_case("2>&-", '{"findings"'), (">&- 2>&-", "")]
+    ("closed", "printed"),
+    [slow_case(">&-", ""), slow_case("2>&-", '{"findings"'), (">&- 2>&-", "")],
 )
 def test_own_stdout__takes_closed_streams(closed: str, printed: str) -> None:
     words = [sys.executable, "-m", "ebbtide", *map(str, COMMANDS["findings"]), "--json"]
     result = run_process(["sh", "-c", f'"$@" {closed}', "sh", *words])
-    assert (result.returncode, result.stdout[: len(printed) or None], result.stderr) == (0, printed, "")
+    assert (
+        result.returncode,
+        result.stdout[: len(printed) or None],
+        result.stderr,
+    ) == (0, printed, "")
 
 
-def test_own_stdout__prints_to_a_replaced_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_stdout__prints_to_a_replaced_stdout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with own_stdout():
         print("of a library")
         echo("of the command")
     print("afterwards")
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("of the command\nafterwards\n", "of a library\n")
+    assert (captured.out, captured.err) == (
+        "of the command\nafterwards\n",
+        "of a library\n",
+    )
 
 
 def test_commands__print_with_echo_and_console_alone() -> None:
@@ -120,8 +144,15 @@ def test_commands__print_with_echo_and_console_alone() -> None:
         if path.name == "printing.py" or path.parent.name == "live_view":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("typer.echo", "Console", "print"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "typer.echo",
+                "Console",
+                "print",
+            ):
                 to_stderr = {"err": "True", "stderr": "True", "file": "sys.stderr"}
-                if not any(ast.unparse(word.value) == to_stderr.get(word.arg or "") for word in node.keywords):
+                if not any(
+                    ast.unparse(word.value) == to_stderr.get(word.arg or "")
+                    for word in node.keywords
+                ):
                     wrong.append(f"{path}:{node.lineno}")
     assert not wrong

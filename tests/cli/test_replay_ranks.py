@@ -20,7 +20,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_replay__ranks_per_host_divide_the_box(folder: Path, capsys: Printed) -> None:
-    box = {"ranks": 2, "cpu_update_params_per_s": 4.6e9, "host_memory_bytes_per_s": 168e9}
+    box = {
+        "ranks": 2,
+        "cpu_update_params_per_s": 4.6e9,
+        "host_memory_bytes_per_s": 168e9,
+    }
     (folder / "shared.json").write_text(json.dumps(MACHINE | {"box": box}))
     common = ["replay", "--workload", "w.json", "--policy", "pipelined", "--machine"]
 
@@ -34,7 +38,9 @@ def test_replay__ranks_per_host_divide_the_box(folder: Path, capsys: Printed) ->
     assert update_ms("shared.json", "--ranks-per-host", "2") == as_measured
     # No rate of a rank alone is known, so it counts as no faster.
     assert update_ms("shared.json", "--ranks-per-host", "1") == as_measured
-    assert update_ms("shared.json", "--ranks-per-host", "4") == pytest.approx(2 * as_measured, rel=0.05)
+    assert update_ms("shared.json", "--ranks-per-host", "4") == pytest.approx(
+        2 * as_measured, rel=0.05
+    )
 
     assert run([*common, "shared.json", "--ranks-per-host", "4"]) == 0
     printed = capsys.readouterr().out
@@ -56,16 +62,35 @@ def test_replay__ranks_per_host_need_a_box(folder: Path, capsys: Printed) -> Non
         assert printed.out == ""
         assert len(printed.err.splitlines()) == 1
         assert message in printed.err
-    assert run([*common, "m.json", "--ranks-per-host", "1", "--policy", "pipelined"]) == 0
+    assert (
+        run([*common, "m.json", "--ranks-per-host", "1", "--policy", "pipelined"]) == 0
+    )
 
 
 def test_replay__a_published_run_uses_its_own_number_of_ranks(capsys: Printed) -> None:
     trace = Path(__file__).parents[2] / "traces" / "a100-ranks2-async.ebb"
-    assert run(["replay", str(trace), "--machine", "a100-40gb-published", "--policy", "pipelined", "--json"]) == 0
+    assert (
+        run(
+            [
+                "replay",
+                str(trace),
+                "--machine",
+                "a100-40gb-published",
+                "--policy",
+                "pipelined",
+                "--json",
+            ]
+        )
+        == 0
+    )
     result = json.loads(capsys.readouterr().out)
     assert result["machine"]["box"]["ranks"] == 2
     assert result["machine"]["host_memory_bytes"] == pytest.approx(540e9 / 2, rel=0.01)
     accuracy = result["accuracy"]
-    assert (accuracy["basis"], accuracy["runs"], accuracy["fitted_ranks_per_host"]) == ("fitted", 8, [4])
+    assert (accuracy["basis"], accuracy["runs"], accuracy["fitted_ranks_per_host"]) == (
+        "fitted",
+        8,
+        [4],
+    )
     assert 0 < accuracy["largest_error"] < 0.03
     assert "h2d_bytes_per_s" in accuracy["undetermined"]

@@ -17,7 +17,9 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_report__writes_the_page_and_prints_its_path(run: Path) -> None:
-    done = ebbtide_in_process("report", "run.ebb", "-o", "run.html", "--min-bytes", "20GiB", cwd=run)
+    done = ebbtide_in_process(
+        "report", "run.ebb", "-o", "run.html", "--min-bytes", "20GiB", cwd=run
+    )
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr.startswith("ebbtide: run.html")
     html = (run / "run.html").read_text()
@@ -31,7 +33,12 @@ def test_report__replaces_a_page_only_with_force(run: Path) -> None:
     refused = ebbtide_in_process("report", "run.ebb", "-o", "run.html", cwd=run)
     assert (refused.returncode, (run / "run.html").read_text()) == (2, "kept")
     assert "--force" in refused.stderr
-    assert ebbtide_in_process("report", "run.ebb", "-o", "run.html", "--force", cwd=run).returncode == 0
+    assert (
+        ebbtide_in_process(
+            "report", "run.ebb", "-o", "run.html", "--force", cwd=run
+        ).returncode
+        == 0
+    )
     assert (run / "run.html").read_text().startswith("<!doctype html>")
 
 
@@ -48,7 +55,9 @@ def test_report__replaces_a_page_only_with_force(run: Path) -> None:
         ("run.ebb -o run.html --min-bytes some", "some"),
     ],
 )
-def test_report__bad_input_is_one_line_and_changes_no_file(run: Path, arguments: str, message: str) -> None:
+def test_report__bad_input_is_one_line_and_changes_no_file(
+    run: Path, arguments: str, message: str
+) -> None:
     refused = ebbtide_in_process("report", *arguments.split(), cwd=run)
     assert (refused.returncode, refused.stdout) == (2, "")
     (error,) = refused.stderr.splitlines()

@@ -15,7 +15,9 @@ MS = 10**6
 
 def trained(path: Path, with_state: bool) -> Path:
     builder = TraceBuilder("recorded")
-    rank = builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda"}], first_iteration_start_ns=0)
+    rank = builder.rank(
+        0, devices=[{"device": "cuda:0", "kind": "cuda"}], first_iteration_start_ns=0
+    )
     rank.phase("forward", 0, 100 * MS, 0).phase("update", 100 * MS, 300 * MS, 0)
     if with_state:
         rank.kernel(MS, 2 * MS, name="gemm", launch_ns=0, stream=7)
@@ -25,14 +27,25 @@ def trained(path: Path, with_state: bool) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"), [(["-v"], "utilization"), (["--by", "activity"], "Kernels with most time")]
+    ("options", "words"),
+    [(["-v"], "utilization"), (["--by", "activity"], "Kernels with most time")],
 )
 def test_summary__loads_no_pandas_which_would_take_half_of_its_time(
     tmp_path: Path, options: list[str], words: str
 ) -> None:
     script = (
-        "import sys; from ebbtide.cli import run; run(sys.argv[1:]); print('pandas' in sys.modules, file=sys.stderr)"
+        "import sys; from ebbtide.cli import run; run(sys.argv[1:]); print('pandas' in "
+        "sys.modules, file=sys.stderr)"
     )
-    run = run_process([sys.executable, "-c", script, "summary", trained(tmp_path / "t.ebb", with_state=True), *options])
+    run = run_process(
+        [
+            sys.executable,
+            "-c",
+            script,
+            "summary",
+            trained(tmp_path / "t.ebb", with_state=True),
+            *options,
+        ]
+    )
     assert (run.returncode, run.stderr.strip()) == (0, "False")
     assert words in run.stdout

@@ -1,1 +1,2 @@
-"""A stand-in for the CUDA runtime, under the CUDA build of torch: docs/cuda-runtime.md."""
+"""A stand-in for the CUDA runtime, under the CUDA build of torch:
+docs/cuda-runtime.md."""

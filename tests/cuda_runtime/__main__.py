@@ -3,9 +3,10 @@
     python -m tests.cuda_runtime SCRIPT ARGUMENTS...
     python -m tests.cuda_runtime -m MODULE ARGUMENTS...
 
-It compiles the libraries on first use, and begins again with them preloaded. Processes of Python that it starts
-run on the stand-in, too: `python -m tests.cuda_runtime -m ebbtide profile -- python train.py`.
-CUDA_RUNTIME_DUMP_S: after so many seconds a process prints where all threads are, and ends.
+It compiles the libraries on first use, and begins again with them preloaded. Processes
+of Python that it starts run on the stand-in, too: `python -m tests.cuda_runtime -m
+ebbtide profile -- python train.py`. CUDA_RUNTIME_DUMP_S: after so many seconds a
+process prints where all threads are, and ends.
 """
 
 import os
@@ -15,7 +16,11 @@ from pathlib import Path
 from tests.cuda_runtime import build
 
 # Checkouts may share an environment.
-LIBRARIES = Path(sys.prefix) / "cuda_runtime" / build.ROOT.as_posix().replace("/", "-").strip("-")
+LIBRARIES = (
+    Path(sys.prefix)
+    / "cuda_runtime"
+    / build.ROOT.as_posix().replace("/", "-").strip("-")
+)
 
 
 def main() -> None:

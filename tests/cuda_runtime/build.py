@@ -1,4 +1,5 @@
-"""Compiles the stand-in for the CUDA runtime, and makes the environment of processes that run on it.
+"""Compiles the stand-in for the CUDA runtime, and makes the environment of processes
+that run on it.
 
 python -m tests.cuda_runtime.build FOLDER    # prints the variables
 """
@@ -20,26 +21,59 @@ from tests.nvml_mock.cards import MockCard, write_description
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(__file__).with_name("src")
 # Of a card, which a stand-in does not have.
-_STATE = ("utilization", "power_mw", "instant_power_mw", "sm_clock_mhz", "memory_clock_mhz", "temperature_celsius")
+_STATE = (
+    "utilization",
+    "power_mw",
+    "instant_power_mw",
+    "sm_clock_mhz",
+    "memory_clock_mhz",
+    "temperature_celsius",
+)
 NO_STATE: dict[str, Any] = dict.fromkeys(_STATE)
 NVML_MOCK = ROOT / "tests" / "nvml_mock" / "nvml_mock.c"
-RUNTIME = ("device", "counters", "memory", "stream", "graph", "kernel", "order", "refused")
+RUNTIME = (
+    "device",
+    "counters",
+    "memory",
+    "stream",
+    "graph",
+    "kernel",
+    "order",
+    "refused",
+)
 DRIVER = "libcuda.so.1"
-FLAGS = ("-std=gnu11", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-pthread")
+FLAGS = (
+    "-std=gnu11",
+    "-O2",
+    "-g",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+)
 
 
 def missing_requirement() -> str | None:
     """Return what this environment lacks for the stand-in, or None."""
     if shutil.which("gcc") is None:
         return "the stand-in for the CUDA runtime needs gcc"
-    if not (_packages() / "nvidia" / "cu13" / "include" / "cuda_runtime_api.h").exists():
-        return "the stand-in for the CUDA runtime needs a CUDA 13 build of torch: make test-cuda"
+    if not (
+        _packages() / "nvidia" / "cu13" / "include" / "cuda_runtime_api.h"
+    ).exists():
+        return (
+            "the stand-in for the CUDA runtime needs a CUDA 13 build of torch: make "
+            "test-cuda"
+        )
     return missing_for_launcher()
 
 
 def missing_for_launcher() -> str | None:
     """Return what this environment lacks for Triton's launcher, or None."""
-    if not (_packages() / "triton" / "backends" / "nvidia" / "include" / "cuda.h").exists():
+    if not (
+        _packages() / "triton" / "backends" / "nvidia" / "include" / "cuda.h"
+    ).exists():
         return "Triton's launcher needs triton, which is for Linux only"
     if shutil.which("gcc") is None:
         return "Triton's launcher and the driver below it need gcc"
@@ -63,13 +97,26 @@ def compile_libraries(folder: Path) -> None:
     runtime = "libcudart.so.13"
     _compile(folder, runtime, RUNTIME, ["-Wl,-Bsymbolic-functions", "-ldl"])
     link = [f"-L{folder}", f"-l:{runtime}"]
-    _compile(folder, DRIVER, ("launcher", "driver", "refused_driver"), link, is_versioned=False)
+    _compile(
+        folder,
+        DRIVER,
+        ("launcher", "driver", "refused_driver"),
+        link,
+        is_versioned=False,
+    )
     _compile(folder, "libcupti.so.13", ("cupti",), link)
-    _compile(folder, "libnvidia-ml.so.1", (str(NVML_MOCK.with_suffix("")),), [], is_versioned=False)
+    _compile(
+        folder,
+        "libnvidia-ml.so.1",
+        (str(NVML_MOCK.with_suffix("")),),
+        [],
+        is_versioned=False,
+    )
 
 
 def compile_launcher(folder: Path) -> Path:
-    """Compile the part of libcuda.so.1 that Triton's launcher uses, without the runtime, for a torch of the CPU."""
+    """Compile the part of libcuda.so.1 that Triton's launcher uses, without the
+    runtime, for a torch of the CPU."""
     _compile(folder, DRIVER, ("launcher", "host_device"), [], is_versioned=False)
     return folder / DRIVER
 
@@ -79,9 +126,12 @@ def environment(folder: Path, **settings: float | str) -> dict[str, str]:
 
     Args:
         folder: Where `compile_libraries` has put them.
-        settings: Of the stand-in, without their prefix: `jitter_us=1500` is CUDA_RUNTIME_JITTER_US.
+        settings: Of the stand-in, without their prefix: `jitter_us=1500` is
+            CUDA_RUNTIME_JITTER_US.
     """
-    own = {f"CUDA_RUNTIME_{name.upper()}": str(value) for name, value in settings.items()}
+    own = {
+        f"CUDA_RUNTIME_{name.upper()}": str(value) for name, value in settings.items()
+    }
     shared = Path(tempfile.gettempdir()) / f"cuda_runtime.{os.getpid()}"
     shared.mkdir(exist_ok=True)
     preloaded = [str(folder / name) for name in ("libcudart.so.13", "libcupti.so.13")]
@@ -89,7 +139,9 @@ def environment(folder: Path, **settings: float | str) -> dict[str, str]:
         **os.environ,
         "LD_PRELOAD": _joined(preloaded, os.environ, "LD_PRELOAD"),
         "LD_LIBRARY_PATH": _joined([str(folder)], os.environ, "LD_LIBRARY_PATH"),
-        "PYTHONPATH": _joined([str(Path(__file__).with_name("site")), str(ROOT)], os.environ, "PYTHONPATH"),
+        "PYTHONPATH": _joined(
+            [str(Path(__file__).with_name("site")), str(ROOT)], os.environ, "PYTHONPATH"
+        ),
         "CUDA_MODULE_LOADING": "LAZY",
         "TRITON_LIBCUDA_PATH": str(folder),
         **triton_cache.ENVIRONMENT,
@@ -130,11 +182,20 @@ def _packages() -> Path:
     return Path(sysconfig.get_paths()["purelib"])
 
 
-def _compile(folder: Path, library: str, sources: tuple[str, ...], link: list[str], is_versioned: bool = True) -> None:
+def _compile(
+    folder: Path,
+    library: str,
+    sources: tuple[str, ...],
+    link: list[str],
+    is_versioned: bool = True,
+) -> None:
     """Compile one library, with the version of symbols that torch asks for."""
     headers = [
         *("-isystem", str(_packages() / "nvidia" / "cu13" / "include")),
-        *("-idirafter", str(_packages() / "triton" / "backends" / "nvidia" / "include")),
+        *(
+            "-idirafter",
+            str(_packages() / "triton" / "backends" / "nvidia" / "include"),
+        ),
     ]
     names = [f"-Wl,-soname,{library}"]
     if is_versioned:
@@ -142,7 +203,16 @@ def _compile(folder: Path, library: str, sources: tuple[str, ...], link: list[st
         versions.write_text(f"{library} {{ global: *; }};\n")
         names.append(f"-Wl,--version-script={versions}")
     files = [str(SOURCES / f"{source}.c") for source in sources]
-    command = ["gcc", *FLAGS, *headers, *files, *names, *link, "-o", str(folder / library)]
+    command = [
+        "gcc",
+        *FLAGS,
+        *headers,
+        *files,
+        *names,
+        *link,
+        "-o",
+        str(folder / library),
+    ]
     # Others may load the library while this one is made.
     command[-1] += f".{os.getpid()}"
     subprocess.run(command, check=True)

@@ -2,9 +2,10 @@
 
     python -m tests.cuda_runtime -m tests.cuda_runtime.failing_calls MODE [FIRST] [RUNS] [one|sticky]
 
-A batch whose backward or step fails is repeated. A run is right if it ends with the bits of the plain run, or in an
-error of ebbtide that says why it cannot go on. With `sticky` all calls after the first that fails do, too: the job ends
-in an error, and its state is one of the plain run, or cannot be read.
+A batch whose backward or step fails is repeated. A run is right if it ends with the
+bits of the plain run, or in an error of ebbtide that says why it cannot go on. With
+`sticky` all calls after the first that fails do, too: the job ends in an error, and its
+state is one of the plain run, or cannot be read.
 """
 
 import importlib
@@ -70,7 +71,9 @@ class Job:
             self._layers.append(stream_weights(self.model, weights="streamed"))
             self._layers.append(offload_activations(self.model, activations="offload"))
         self.optimizer = make_optimizer(self.model, mode)
-        self.batches = torch.randn(STEPS, 6, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
+        self.batches = torch.randn(
+            STEPS, 6, WIDTH, generator=torch.Generator().manual_seed(1)
+        ).bfloat16()
 
     def backward(self, number: int) -> None:
         """Compute the gradients of a batch."""
@@ -80,7 +83,10 @@ class Job:
         """Return a digest of the optimizer's state."""
         entries = self.optimizer.state_dict()["state"].values()
         return _digest_of(
-            value.float().cpu() for entry in entries for value in entry.values() if torch.is_tensor(value)
+            value.float().cpu()
+            for entry in entries
+            for value in entry.values()
+            if torch.is_tensor(value)
         )
 
     def close(self) -> None:
@@ -91,10 +97,11 @@ class Job:
 
 
 def train(mode: str, number: int = 0, error: int = 0) -> Iterator[str]:
-    """Train, let a call of the batches fail, yield the errors that were raised, and last a digest.
+    """Train, let a call of the batches fail, yield the errors that were raised, and
+    last a digest.
 
-    It yields an empty text where calls begin to fail, and where they end to; with moved layers that is the first
-    step, since torch's own is no transaction."""
+    It yields an empty text where calls begin to fail, and where they end to; with moved
+    layers that is the first step, since torch's own is no transaction."""
     job = Job(mode)
     yield ""
     runtime.fail("", number, error=error)
@@ -121,7 +128,8 @@ def train(mode: str, number: int = 0, error: int = 0) -> Iterator[str]:
 
 
 def break_job(mode: str, number: int) -> tuple[Job, str]:
-    """Train until a call fails, and all after it; return the job as it is then, and the error (empty: none)."""
+    """Train until a call fails, and all after it; return the job as it is then, and the
+    error (empty: none)."""
     job = Job(mode)
     runtime.fail("", number, error=ILLEGAL_ADDRESS, sticky=True)
     try:
@@ -135,7 +143,8 @@ def break_job(mode: str, number: int) -> tuple[Job, str]:
 
 
 def plain_states(mode: str) -> list[str]:
-    """Return the digests of the optimizer's state before the first step, and after each."""
+    """Return the digests of the optimizer's state before the first step, and after
+    each."""
     job = Job(mode)
     states = [job.state()]
     for batch in range(STEPS):
@@ -148,9 +157,11 @@ def plain_states(mode: str) -> list[str]:
 
 
 def run_broken(mode: str, states: list[str], number: int) -> tuple[str, str]:
-    """Return the verdict on a run whose calls all fail from one on, and the errors that it raised.
+    """Return the verdict on a run whose calls all fail from one on, and the errors that
+    it raised.
 
-    The state that can be read then must be one of the plain job. Odd runs are not closed: the process ends as it is."""
+    The state that can be read then must be one of the plain job. Odd runs are not
+    closed: the process ends as it is."""
     try:
         job, raised = break_job(mode, number)
         try:
@@ -166,17 +177,21 @@ def run_broken(mode: str, states: list[str], number: int) -> tuple[str, str]:
 
 
 def import_all() -> None:
-    """Import and compile what a job needs, without a device: children do not need to."""
+    """Import and compile what a job needs, without a device: children do not need
+    to."""
     importlib.import_module("ebbtide.interleave.engine.numerics.triton_kernel")
     param = nn.Parameter(torch.zeros(100))
-    with closing(InterleavedAdamW([param], policy="interleaved:2", subgroup_params=30)) as optimizer:
+    with closing(
+        InterleavedAdamW([param], policy="interleaved:2", subgroup_params=30)
+    ) as optimizer:
         # A backward would start threads.
         param.grad = torch.zeros(100)
         optimizer.step()
 
 
 def in_child(function: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of a function in a process of its own, which has the only context of the device."""
+    """Return the result of a function in a process of its own, which has the only
+    context of the device."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -188,9 +203,14 @@ def in_child(function: Callable[..., Any], *args: Any) -> Any:
     with open(read) as pipe:
         text = pipe.read()
     _, status = os.waitpid(child, 0)
-    if status and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGABRT and text:
-        # Python ends threads that want its lock when it ends, and C++ aborts where one is autograd's: it runs what is
-        # left of a backward that has failed.
+    if (
+        status
+        and os.WIFSIGNALED(status)
+        and os.WTERMSIG(status) == signal.SIGABRT
+        and text
+    ):
+        # Python ends threads that want its lock when it ends, and C++ aborts where one
+        # is autograd's: it runs what is left of a backward that has failed.
         verdict, detail = json.loads(text)
         return f"{verdict}, aborted at its end", detail
     return ("WRONG END", f"status {status}, {text}") if status else json.loads(text)
@@ -214,12 +234,18 @@ def _updates_after(optimizer: Any, done: int) -> int:
 def _digest(model: nn.Module, optimizer: Any) -> str:
     values = [param.detach().float().cpu() for param in model.parameters()]
     for entry in optimizer.state_dict()["state"].values():
-        values += [value.float().cpu() for value in entry.values() if isinstance(value, torch.Tensor)]
+        values += [
+            value.float().cpu()
+            for value in entry.values()
+            if isinstance(value, torch.Tensor)
+        ]
     return _digest_of(values)
 
 
 def _digest_of(values: Iterable[torch.Tensor]) -> str:
-    return str(hash(tuple(number for value in values for number in value.flatten().tolist())))
+    return str(
+        hash(tuple(number for value in values for number in value.flatten().tolist()))
+    )
 
 
 def run(mode: str, expected: str, number: int, error: int) -> tuple[str, str]:
@@ -262,7 +288,9 @@ def main(mode: str, first: str = "1", runs: str = "1000000", kind: str = "one") 
     for number in numbers:
         error = OUT_OF_MEMORY if number % 2 else ILLEGAL_ADDRESS
         arguments = (mode, expected, number)
-        verdict, detail = in_child(run_broken, *arguments) if is_sticky else run(*arguments, error)
+        verdict, detail = (
+            in_child(run_broken, *arguments) if is_sticky else run(*arguments, error)
+        )
         tally[verdict] += 1
         if is_wrong(verdict):
             print(f"call {number}, error {error}: {verdict}\n{detail}", flush=True)

@@ -1,4 +1,5 @@
-"""Triton's own driver of CUDA over `launcher.c` alone, for a torch of the CPU. Memory of the device is the host's."""
+"""Triton's own driver of CUDA over `launcher.c` alone, for a torch of the CPU. Memory
+of the device is the host's."""
 
 import ctypes
 from collections.abc import Callable
@@ -22,7 +23,8 @@ class HostDriver:
     def __init__(self, library: Path) -> None:
         from triton.backends.nvidia.driver import CudaDriver
 
-        # Triton's launcher opens the library by its name, and gets the one that is loaded.
+        # Triton's launcher opens the library by its name, and gets the one that is
+        # loaded.
         loaded = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
         self.on_launch: Callable[[DriverLaunch], object] | None = None
         self._callback = listen(loaded, self._launched)

@@ -1,4 +1,5 @@
-"""Records the launches of ebbtide's kernels by Triton's launcher, with the tables that they get."""
+"""Records the launches of ebbtide's kernels by Triton's launcher, with the tables that
+they get."""
 
 import ctypes
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ class Launch:
         kernel: The name of the kernel.
         programs: The number of its programs.
         threads: The number of threads of each program.
-        first_programs: The first program of each tensor of the table; empty for `load_table`.
+        first_programs: The first program of each tensor of the table; empty for
+            `load_table`.
         rows: The table's row for each tensor.
     """
 
@@ -53,19 +55,27 @@ class LaunchRecorder:
         self.__init__()  # type: ignore[misc]
 
     def on_launch(self, launch: DriverLaunch) -> None:
-        """Record a launch. A table is copied, like a GPU does; other kernels do nothing."""
+        """Record a launch. A table is copied, like a GPU does; other kernels do
+        nothing."""
         none = np.zeros(0, np.int64)
         tables, arguments = (none, none), launch.arguments
         if launch.kernel == "load_table":
-            ctypes.memmove(arguments["table"], arguments["host_table"], 8 * arguments["length"])
+            ctypes.memmove(
+                arguments["table"], arguments["host_table"], 8 * arguments["length"]
+            )
         else:
-            words = np.frombuffer(ctypes.string_at(arguments["table"], launch.table_bytes), np.int64)
+            words = np.frombuffer(
+                ctypes.string_at(arguments["table"], launch.table_bytes), np.int64
+            )
             tables = launch.rows(words)
-        self.launches.append(Launch(launch.kernel, launch.programs, launch.threads, *tables))
+        self.launches.append(
+            Launch(launch.kernel, launch.programs, launch.threads, *tables)
+        )
 
 
 class MockEvent:
-    """An event of a stream that passes it only when the host waits for it, or for a later one."""
+    """An event of a stream that passes it only when the host waits for it, or for a
+    later one."""
 
     recorder: LaunchRecorder
     _recorded = 0
@@ -87,7 +97,8 @@ class MockEvent:
 
 
 class UnpinnedHostMemory(SharedHostMemory):
-    """The host memory of launches on a GPU, without pinning it. It has zeros, as no kernel writes results."""
+    """The host memory of launches on a GPU, without pinning it. It has zeros, as no
+    kernel writes results."""
 
     def __init__(self) -> None:
         super().__init__(pinned=True)

@@ -1,4 +1,5 @@
-"""Trains with a kind of wait left out: python -m tests.cuda_runtime -m tests.cuda_runtime.mutations KIND MODE
+"""Trains with a kind of wait left out: python -m tests.cuda_runtime -m
+tests.cuda_runtime.mutations KIND MODE
 
 Prints whether results are right, and the number of races (CUDA_RUNTIME_ORDER=1).
 """
@@ -76,7 +77,10 @@ def main(kind: str, mode: str) -> None:
     *_, expected = train(mode)
     MUTATIONS[kind]()
     *errors, digest = train(mode)
-    print("right" if digest == expected else "wrong", f"{runtime.race_count()} races, {sum(map(bool, errors))} errors")
+    print(
+        "right" if digest == expected else "wrong",
+        f"{runtime.race_count()} races, {sum(map(bool, errors))} errors",
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Judge random jobs on the stand-in: python -m tests.cuda_runtime -m tests.cuda_runtime.random_jobs SEED [JOBS]"""
+"""Judge random jobs on the stand-in: python -m tests.cuda_runtime -m
+tests.cuda_runtime.random_jobs SEED [JOBS]"""
 
 import sys
 from collections.abc import Iterator
@@ -37,14 +38,21 @@ def on_device(job: Job) -> Job:
 def _with_weights_on_host(job: Job) -> Job:
     """Return a job that can have weights on the host and others on the GPU.
 
-    The reference updates them: it has no storage, and a step that is interrupted is half done. Gradients that have not
-    come to the host when a backward fails are lost, a checkpoint within a layer finds its weights on the host, and so
-    does a twin that has the same parameters.
-    Norms over tensors of both are sums in another order, and the stand-in has no operation on tensors of both."""
+    The reference updates them: it has no storage, and a step that is interrupted is
+    half done. Gradients that have not come to the host when a backward fails are lost,
+    a checkpoint within a layer finds its weights on the host, and so does a twin that
+    has the same parameters. Norms over tensors of both are sums in another order, and
+    the stand-in has no operation on tensors of both."""
     faults = tuple(event for event in job.faults if event.kind != "interrupted step")
-    edits = tuple(event for event in job.edits if event.kind not in ("failed backward", "all", "twin", "norm"))
+    edits = tuple(
+        event
+        for event in job.edits
+        if event.kind not in ("failed backward", "all", "twin", "norm")
+    )
     kinds = tuple("residual" if kind == "custom" else kind for kind in job.kinds)
-    return replace(job, storage=False, faults=faults, edits=edits, kinds=kinds, clipping=None)
+    return replace(
+        job, storage=False, faults=faults, edits=edits, kinds=kinds, clipping=None
+    )
 
 
 def draw_on_device(seeds: range) -> Iterator[Job]:

@@ -1,4 +1,5 @@
-"""The stand-in's own functions, by ctypes: launches of Python functions as kernels, failures, races, counts."""
+"""The stand-in's own functions, by ctypes: launches of Python functions as kernels,
+failures, races, counts."""
 
 import ctypes
 import itertools
@@ -16,7 +17,11 @@ _SiteWriter = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
 
 
 class _Access(ctypes.Structure):
-    _fields_ = (("begin", ctypes.c_size_t), ("bytes", ctypes.c_size_t), ("writes", ctypes.c_int))
+    _fields_ = (
+        ("begin", ctypes.c_size_t),
+        ("bytes", ctypes.c_size_t),
+        ("writes", ctypes.c_int),
+    )
 
 
 # Calls that may wait release Python's lock; a launch does not wait.
@@ -24,9 +29,21 @@ _library = ctypes.CDLL(None)
 _library.cuda_runtime_alias.restype = ctypes.c_void_p
 _library.cuda_runtime_alias.argtypes = (ctypes.c_void_p,)
 _library.cuda_runtime_launch.argtypes = (
-    *(ctypes.c_void_p, _Kernel, ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(_Access), ctypes.c_int),
+    *(
+        ctypes.c_void_p,
+        _Kernel,
+        ctypes.c_void_p,
+        ctypes.c_char_p,
+        ctypes.POINTER(_Access),
+        ctypes.c_int,
+    ),
 )
-_library.cuda_runtime_fail.argtypes = (ctypes.c_char_p, ctypes.c_long, ctypes.c_int, ctypes.c_int)
+_library.cuda_runtime_fail.argtypes = (
+    ctypes.c_char_p,
+    ctypes.c_long,
+    ctypes.c_int,
+    ctypes.c_int,
+)
 for _name in ("races", "calls", "pageable_bytes"):
     getattr(_library, f"cuda_runtime_{_name}").restype = ctypes.c_long
 
@@ -47,32 +64,51 @@ def _run(number: int) -> None:
             work()
     except BaseException:
         errors.append(name)
-        sys.stderr.write(f"cuda_runtime: {name} failed on its stream\n{traceback.format_exc()}")
+        sys.stderr.write(
+            f"cuda_runtime: {name} failed on its stream\n{traceback.format_exc()}"
+        )
 
 
 def issue(
-    stream: int, name: str, work: Callable[[], object], reads: Sequence["Bytes"], writes: Sequence["Bytes"]
+    stream: int,
+    name: str,
+    work: Callable[[], object],
+    reads: Sequence["Bytes"],
+    writes: Sequence["Bytes"],
 ) -> int:
-    """Let a function run as a kernel on a stream, the current one; return a cudaError_t. See `launch`."""
+    """Let a function run as a kernel on a stream, the current one; return a
+    cudaError_t. See `launch`."""
     number = next(_numbers)
     _pending[number] = name, work
     if torch.cuda.is_current_stream_capturing():
         _in_graphs.add(number)
     touched = [*((one, 1) for one in writes), *((one, 0) for one in reads)]
-    accesses = (_Access * len(touched))(*(_Access(one.begin, one.nbytes, mode) for one, mode in touched))
+    accesses = (_Access * len(touched))(
+        *(_Access(one.begin, one.nbytes, mode) for one, mode in touched)
+    )
     buffer = _names.setdefault(name, ctypes.create_string_buffer(name.encode()))
-    error = int(_library.cuda_runtime_launch(stream, _run, number, buffer, accesses, len(touched)))
+    error = int(
+        _library.cuda_runtime_launch(
+            stream, _run, number, buffer, accesses, len(touched)
+        )
+    )
     if error:
         _pending.pop(number, None)
     return error
 
 
-def launch(name: str, work: Callable[[], object], reads: Sequence["Bytes"], writes: Sequence["Bytes"]) -> None:
+def launch(
+    name: str,
+    work: Callable[[], object],
+    reads: Sequence["Bytes"],
+    writes: Sequence["Bytes"],
+) -> None:
     """Let a function run as a kernel on the current stream.
 
     Args:
         name: The name of the kernel.
-        work: Called on the stream's thread. It must not keep tensors of the device alive.
+        work: Called on the stream's thread. It must not keep tensors of the device
+            alive.
         reads: The bytes that it reads.
         writes: The bytes that it writes.
 
@@ -81,7 +117,9 @@ def launch(name: str, work: Callable[[], object], reads: Sequence["Bytes"], writ
     """
     error = issue(torch.cuda.current_stream().cuda_stream, name, work, reads, writes)
     if error:
-        raise torch.AcceleratorError(f"CUDA error: {error} of the stand-in, in a launch of {name}")
+        raise torch.AcceleratorError(
+            f"CUDA error: {error} of the stand-in, in a launch of {name}"
+        )
 
 
 class Bytes:
@@ -99,7 +137,8 @@ def alias(address: int) -> int:
 
 
 def fail(function: str, nth: int, error: int = 2, sticky: bool = False) -> None:
-    """Let the n-th call from now on fail, of the entry points whose names contain a text; 0: no call fails.
+    """Let the n-th call from now on fail, of the entry points whose names contain a
+    text; 0: no call fails.
 
     Args:
         function: The text, such as "cudaMalloc"; "" for all.
@@ -111,7 +150,8 @@ def fail(function: str, nth: int, error: int = 2, sticky: bool = False) -> None:
 
 
 def race_count() -> int:
-    """Return how many pairs of operations touched the same bytes without an order (CUDA_RUNTIME_ORDER=1)."""
+    """Return how many pairs of operations touched the same bytes without an order
+    (CUDA_RUNTIME_ORDER=1)."""
     return int(_library.cuda_runtime_races())
 
 
@@ -137,7 +177,10 @@ def _site() -> str:
     lines: list[str] = []
     while frame is not None and len(lines) < 2:
         path = frame.f_code.co_filename
-        if f"{os.sep}torch{os.sep}" not in path and f"{os.sep}cuda_runtime{os.sep}" not in path:
+        if (
+            f"{os.sep}torch{os.sep}" not in path
+            and f"{os.sep}cuda_runtime{os.sep}" not in path
+        ):
             lines.append(f"{os.path.basename(path)}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(lines) or "a thread of autograd"
@@ -153,4 +196,7 @@ def close() -> None:
     """Wait for all streams; no kernel runs after that. Called when Python ends."""
     _library.cuda_runtime_close()
     if errors:
-        sys.stderr.write(f"cuda_runtime: {len(errors)} kernels failed: {', '.join(sorted(set(errors)))}\n")
+        sys.stderr.write(
+            f"cuda_runtime: {len(errors)} kernels failed: "
+            f"{', '.join(sorted(set(errors)))}\n"
+        )

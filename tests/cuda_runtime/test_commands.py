@@ -10,7 +10,9 @@ from tests.cuda_runtime.conftest import OnStandIn
 POLICIES = ("zero-offload", "interleaved:2")
 
 
-def test_compare__trains_on_the_device_with_equal_losses(on_stand_in: OnStandIn) -> None:
+def test_compare__trains_on_the_device_with_equal_losses(
+    on_stand_in: OnStandIn,
+) -> None:
     # Without --machine it calibrates, as tests/features/calibrate/test_gpu.py does.
     options = ["--params", "1e5", "--steps", "3", "--machine", "rtx4090", "--json"]
     policies = [text for policy in POLICIES for text in ("--policy", policy)]
@@ -27,10 +29,14 @@ def test_compare__trains_on_the_device_with_equal_losses(on_stand_in: OnStandIn)
     assert losses["interleaved:2"] == losses["zero-offload"]
 
 
-def test_enable__of_deepspeed_trains_on_the_device_with_equal_bits(on_stand_in: OnStandIn, tmp_path: Path) -> None:
+def test_enable__of_deepspeed_trains_on_the_device_with_equal_bits(
+    on_stand_in: OnStandIn, tmp_path: Path
+) -> None:
     pytest.importorskip("deepspeed", reason="needs DeepSpeed")
     policies = ["interleaved:2", "pipelined,overlap=forward"]
-    done = on_stand_in(["-m", "tests.cuda_runtime.deepspeed_job", str(tmp_path / "meeting"), *policies])
+    done = on_stand_in(
+        ["-m", "tests.cuda_runtime.deepspeed_job", str(tmp_path / "meeting"), *policies]
+    )
     plain, *driven = json.loads(done.stdout.splitlines()[-1]).values()
     assert plain["optimizer"] == "DeepSpeedZeroOptimizer_Stage3"
     assert {run["device"] for run in (plain, *driven)} == {"cuda:0"}

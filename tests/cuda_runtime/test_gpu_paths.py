@@ -1,4 +1,5 @@
-"""Paths that a GPU has and an emulated device does not: queued copies, captures, tables, streams, several devices."""
+"""Paths that a GPU has and an emulated device does not: queued copies, captures,
+tables, streams, several devices."""
 
 from tests.cuda_runtime.conftest import OnStandIn
 
@@ -301,7 +302,9 @@ assert moved._mover.transfers.device.torch_device.type == "cuda"
 """
 
 
-def test_streamed_weights__may_be_written_after_each_pass(on_stand_in: OnStandIn) -> None:
+def test_streamed_weights__may_be_written_after_each_pass(
+    on_stand_in: OnStandIn,
+) -> None:
     on_stand_in(WRITE_AFTER_FORWARD, gbps=0.01)
 
 
@@ -309,7 +312,9 @@ def test_capture__waits_for_late_updates_before_it(on_stand_in: OnStandIn) -> No
     on_stand_in(CAPTURE_AFTER_LATE_STEP)
 
 
-def test_tables__are_read_from_the_host_where_the_device_has_no_memory(on_stand_in: OnStandIn) -> None:
+def test_tables__are_read_from_the_host_where_the_device_has_no_memory(
+    on_stand_in: OnStandIn,
+) -> None:
     on_stand_in(TABLES_WITHOUT_MEMORY)
 
 
@@ -319,22 +324,32 @@ def test_updates__of_several_rules_run_what_triton_launches_with_memory_that_a_g
     on_stand_in(RULES_AND_PAGEABLE_TABLES)
 
 
-def test_sums_and_fingerprints__end_in_an_engine_error_where_a_launch_is_refused(on_stand_in: OnStandIn) -> None:
+def test_sums_and_fingerprints__end_in_an_engine_error_where_a_launch_is_refused(
+    on_stand_in: OnStandIn,
+) -> None:
     on_stand_in(REFUSED_LAUNCHES)
 
 
-def test_layers__of_several_devices_are_left_alone_or_refused(on_stand_in: OnStandIn) -> None:
+def test_layers__of_several_devices_are_left_alone_or_refused(
+    on_stand_in: OnStandIn,
+) -> None:
     on_stand_in(SEVERAL_DEVICES, devices=2)
 
 
-def test_layers__with_branches_on_two_streams_have_the_same_bits_without_races(on_stand_in: OnStandIn) -> None:
+def test_layers__with_branches_on_two_streams_have_the_same_bits_without_races(
+    on_stand_in: OnStandIn,
+) -> None:
     done = on_stand_in(BRANCHES, jitter_us=1000, seed=1, order=1)
     assert "race" not in done.stderr, done.stderr[-2000:]
 
 
-def test_activations__move_where_the_first_input_of_layers_is_on_the_host(on_stand_in: OnStandIn) -> None:
+def test_activations__move_where_the_first_input_of_layers_is_on_the_host(
+    on_stand_in: OnStandIn,
+) -> None:
     on_stand_in(INPUT_ON_THE_HOST)
 
 
-def test_moved_layers__frozen_and_with_adapters_have_the_bits_of_the_plain_job(on_stand_in: OnStandIn) -> None:
+def test_moved_layers__frozen_and_with_adapters_have_the_bits_of_the_plain_job(
+    on_stand_in: OnStandIn,
+) -> None:
     on_stand_in(MOVED_LAYERS)

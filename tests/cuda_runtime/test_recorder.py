@@ -15,7 +15,8 @@ from tests.cuda_runtime.conftest import OnStandIn
 
 STEPS = 8
 HOST_BYTES = 2 << 20
-# The optimizer's state lies in pinned memory; copies use streams of their own, and each phase has some.
+# The optimizer's state lies in pinned memory; copies use streams of their own, and each
+# phase has some.
 TRAINING = f"""
 import json
 import torch
@@ -85,13 +86,18 @@ class Profiled:
         job, self.path = folder / "job.py", folder / "run.ebb"
         job.write_text(TRAINING)
         options = ["--transfers", "--iterations", "0:100", "-o", str(self.path)]
-        done = run(["-m", "ebbtide", "profile", *options, "--", sys.executable, str(job)], **SETTINGS)
+        done = run(
+            ["-m", "ebbtide", "profile", *options, "--", sys.executable, str(job)],
+            **SETTINGS,
+        )
         self.figures = json.loads(done.stdout)
         self.trace = open_trace(self.path)
 
 
 @pytest.fixture(scope="module")
-def profiled(on_stand_in: OnStandIn, tmp_path_factory: pytest.TempPathFactory) -> Profiled:
+def profiled(
+    on_stand_in: OnStandIn, tmp_path_factory: pytest.TempPathFactory
+) -> Profiled:
     return Profiled(on_stand_in, tmp_path_factory.mktemp("profiled"))
 
 
@@ -102,12 +108,16 @@ def test_profile__has_the_times_of_the_events_of_the_job(profiled: Profiled) -> 
         recorded_ms = times_ms[phases["phase"] == name].tolist()
         assert len(recorded_ms) == STEPS
         assert min(recorded_ms) >= COPY_MS
-        ratios = [one / other for one, other in zip(recorded_ms, of_events_ms, strict=True)]
+        ratios = [
+            one / other for one, other in zip(recorded_ms, of_events_ms, strict=True)
+        ]
         # Where cores are short, the thread that works for a stream is late.
         assert statistics.median(ratios) == pytest.approx(1, rel=0.1)
 
 
-def test_profile__counts_copies_with_bytes_streams_and_host_memory(profiled: Profiled) -> None:
+def test_profile__counts_copies_with_bytes_streams_and_host_memory(
+    profiled: Profiled,
+) -> None:
     copies = profiled.trace.transfers(0)
     copies = copies[copies["bytes"] == HOST_BYTES]
     groups = copies.groupby(["direction", "host_memory", "stream"]).size()
@@ -115,7 +125,10 @@ def test_profile__counts_copies_with_bytes_streams_and_host_memory(profiled: Pro
     assert groups["h2d", "pageable", main] == groups["d2h", "pageable", main] == STEPS
     pinned = groups.drop(index=main, level="stream")
     assert pinned.tolist() == [STEPS] * 2
-    assert set(pinned.index.droplevel("stream")) == {("h2d", "pinned"), ("d2h", "pinned")}
+    assert set(pinned.index.droplevel("stream")) == {
+        ("h2d", "pinned"),
+        ("d2h", "pinned"),
+    }
     assert pinned.index.get_level_values("stream").nunique() == 2
     times_ms = (copies["end_ns"] - copies["start_ns"]) / 1e6
     assert times_ms.min() >= COPY_MS * 0.99
@@ -127,11 +140,15 @@ def test_profile__has_the_pools_of_torch(profiled: Profiled) -> None:
     peaks = memory.groupby("pool")["bytes"].max()
     assert peaks["device"] == peaks["reserved"] == profiled.figures["reserved"]
     # One reading is at the end of the backward.
-    assert set(profiled.figures["allocated"]) <= set(memory["bytes"][memory["pool"] == "allocated"])
+    assert set(profiled.figures["allocated"]) <= set(
+        memory["bytes"][memory["pool"] == "allocated"]
+    )
     assert peaks["pinned"] == HOST_BYTES
 
 
-def test_profile__has_counters_of_the_link_that_agree_with_copies(profiled: Profiled) -> None:
+def test_profile__has_counters_of_the_link_that_agree_with_copies(
+    profiled: Profiled,
+) -> None:
     link: pd.DataFrame = profiled.trace.link(0)
     assert set(link["source"]) == {"nvml-counters"}
     copies = profiled.trace.transfers(0)
@@ -158,10 +175,21 @@ model(torch.ones(1 << 15, 256, device="cuda"))
 """
 
 
-def test_memory_at_oom__and_metrics_have_the_figures_of_torch(on_stand_in: OnStandIn, tmp_path: Path) -> None:
+def test_memory_at_oom__and_metrics_have_the_figures_of_torch(
+    on_stand_in: OnStandIn, tmp_path: Path
+) -> None:
     job, path, capacity = tmp_path / "job.py", tmp_path / "run.ebb", 128 << 20
     job.write_text(OUT_OF_MEMORY)
-    command = ["-m", "ebbtide", "profile", "-o", str(path), "--", sys.executable, str(job)]
+    command = [
+        "-m",
+        "ebbtide",
+        "profile",
+        "-o",
+        str(path),
+        "--",
+        sys.executable,
+        str(job),
+    ]
     done = on_stand_in(command, succeeds=False, bytes=capacity)
     metrics, (allocated, reserved) = map(json.loads, done.stdout.splitlines())
     assert done.returncode == 1
@@ -208,19 +236,40 @@ torch.cuda.synchronize()
 
 @pytest.mark.parametrize("allocator", ["backend:cudaMallocAsync", "pluggable"])
 def test_profile__records_jobs_with_another_allocator(
-    on_stand_in: OnStandIn, allocator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_stand_in: OnStandIn,
+    allocator: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    job, path, library = tmp_path / "job.py", tmp_path / "run.ebb", tmp_path / "pluggable.so"
+    job, path, library = (
+        tmp_path / "job.py",
+        tmp_path / "run.ebb",
+        tmp_path / "pluggable.so",
+    )
     job.write_text(SHORT_TRAINING)
     arguments = []
     if allocator == "pluggable":
         (tmp_path / "pluggable.c").write_text(PLUGGABLE)
-        subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "pluggable.c"], check=True)
+        subprocess.run(
+            ["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "pluggable.c"],
+            check=True,
+        )
         arguments = [str(library)]
     else:
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
     options = ["--iterations", "0:100", "-o", str(path)]
-    on_stand_in(["-m", "ebbtide", "profile", *options, "--", sys.executable, str(job), *arguments])
+    on_stand_in(
+        [
+            "-m",
+            "ebbtide",
+            "profile",
+            *options,
+            "--",
+            sys.executable,
+            str(job),
+            *arguments,
+        ]
+    )
     trace = open_trace(path)
     assert trace.phases(0)["iteration"].nunique() == 4
     assert any("allocator is not torch's own" in note for note in trace.notes)

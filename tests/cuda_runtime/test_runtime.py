@@ -1,4 +1,5 @@
-"""The stand-in behaves as CUDA documents where the engine and the recorder rely on it."""
+"""The stand-in behaves as CUDA documents where the engine and the recorder rely on
+it."""
 
 import pytest
 
@@ -19,7 +20,9 @@ assert all(map(torch.equal, train("cpu"), train("cuda")))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_kernels__compute_the_bits_of_the_cpu_on_their_stream(on_stand_in: OnStandIn, seed: int) -> None:
+def test_kernels__compute_the_bits_of_the_cpu_on_their_stream(
+    on_stand_in: OnStandIn, seed: int
+) -> None:
     on_stand_in(TRAINING, jitter_us=500, seed=seed)
 
 
@@ -45,7 +48,9 @@ for (dtype, autocast), *options in itertools.product(types, (True, False), (True
     on_stand_in(script)
 
 
-def test_random_numbers__are_those_of_the_device_when_a_kernel_is_launched(on_stand_in: OnStandIn) -> None:
+def test_random_numbers__are_those_of_the_device_when_a_kernel_is_launched(
+    on_stand_in: OnStandIn,
+) -> None:
     script = """
 import torch
 def draw():
@@ -115,7 +120,9 @@ ctypes.string_at(torch.ones(8, device="cuda").data_ptr(), 4)
     assert on_stand_in(script, succeeds=False).returncode == -11
 
 
-def test_copies__wait_for_the_host_only_if_its_memory_is_pageable(on_stand_in: OnStandIn) -> None:
+def test_copies__wait_for_the_host_only_if_its_memory_is_pageable(
+    on_stand_in: OnStandIn,
+) -> None:
     script = """
 import time, torch
 from tests.cuda_runtime import runtime
@@ -154,7 +161,9 @@ assert runtime.race_count() > 0
     assert report.count(".py:") >= 2
 
 
-def test_captures__refuse_what_is_unsafe_and_replay_in_order(on_stand_in: OnStandIn) -> None:
+def test_captures__refuse_what_is_unsafe_and_replay_in_order(
+    on_stand_in: OnStandIn,
+) -> None:
     script = """
 import torch
 total, one = torch.zeros(4, device="cuda"), torch.ones(4, device="cuda")
@@ -174,7 +183,9 @@ except torch.AcceleratorError:
     on_stand_in(script)
 
 
-def test_legacy_stream__and_blocking_streams_wait_for_each_other(on_stand_in: OnStandIn) -> None:
+def test_legacy_stream__and_blocking_streams_wait_for_each_other(
+    on_stand_in: OnStandIn,
+) -> None:
     script = """
 import ctypes, torch
 from tests.cuda_runtime import runtime

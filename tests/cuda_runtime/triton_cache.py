@@ -1,4 +1,5 @@
-"""The folder of compiled Triton kernels, of the test environment's own: a session compiles only what has changed."""
+"""The folder of compiled Triton kernels, of the test environment's own: a session
+compiles only what has changed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""ebbtide's Triton kernels on the stand-in: Triton compiles and launches them, the CPU's kernels run in their place.
+"""ebbtide's Triton kernels on the stand-in: Triton compiles and launches them, the
+CPU's kernels run in their place.
 
-A launch has what Triton's launcher gives to the driver, and what is compiled into the kernel. Kernels read their tables
-from memory, later, on their stream.
+A launch has what Triton's launcher gives to the driver, and what is compiled into the
+kernel. Kernels read their tables from memory, later, on their stream.
 """
 
 import ctypes
@@ -33,7 +34,8 @@ _callback: Any = None
 
 
 def install() -> None:
-    """Let launches of the engine's kernels run on the stand-in, where Triton is installed."""
+    """Let launches of the engine's kernels run on the stand-in, where Triton is
+    installed."""
     global _callback
     from ebbtide.interleave.engine.numerics import triton_compiled
 
@@ -43,7 +45,9 @@ def install() -> None:
 
 
 def _words(address: int, count: int) -> Words:
-    return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(runtime.alias(address)))
+    return np.ctypeslib.as_array(
+        (ctypes.c_int64 * count).from_address(runtime.alias(address))
+    )
 
 
 class _Span(NamedTuple):
@@ -56,7 +60,9 @@ class _Span(NamedTuple):
     def tensor(self) -> torch.Tensor:
         if not self.count:
             return torch.empty(0, dtype=self.dtype)
-        return host_bytes(self.address, self.count * self.dtype.itemsize).view(self.dtype)
+        return host_bytes(self.address, self.count * self.dtype.itemsize).view(
+            self.dtype
+        )
 
     def bytes(self) -> Bytes:
         return Bytes(self.address, self.count * self.dtype.itemsize)
@@ -85,7 +91,8 @@ class _Kernels:
         self._compile_formula = compile_formula
         # By the identities of compiled formulas, which live as long as the process.
         self._rules: dict[int, UpdateRule] = {}
-        # The words of tables on devices, by address: when a kernel is launched, its table may be on the way.
+        # The words of tables on devices, by address: when a kernel is launched, its
+        # table may be on the way.
         self._tables: dict[int, Words] = {}
 
     def formula_of(self, rule: UpdateRule) -> Any:
@@ -100,11 +107,16 @@ class _Kernels:
             return int(getattr(self, f"_{launch.kernel}")(launch))
         except BaseException:
             runtime.errors.append(launch.kernel)
-            sys.stderr.write(f"cuda_runtime: {launch.kernel} failed at its launch\n{traceback.format_exc()}")
+            sys.stderr.write(
+                f"cuda_runtime: {launch.kernel} failed at its "
+                f"launch\n{traceback.format_exc()}"
+            )
             return _UNKNOWN_ERROR
 
     def _load_table(self, launch: DriverLaunch) -> int:
-        source, target, length = (launch.arguments[name] for name in ("host_table", "table", "length"))
+        source, target, length = (
+            launch.arguments[name] for name in ("host_table", "table", "length")
+        )
         self._tables[target] = _words(source, length).copy()
 
         def load() -> None:
@@ -120,8 +132,14 @@ class _Kernels:
             for one in _updates_of(launch, rule, self._memory_of(launch)):
                 state = [span.tensor() for span in one.state]
                 grad = one.grad.tensor()
-                out = None if one.out.address == one.state[0].address else one.out.tensor()
-                self._kernel.update(grad, state, out, one.scalars, rule=rule, position=one.position)
+                out = (
+                    None
+                    if one.out.address == one.state[0].address
+                    else one.out.tensor()
+                )
+                self._kernel.update(
+                    grad, state, out, one.scalars, rule=rule, position=one.position
+                )
 
         updates = _updates_of(launch, rule, self._table_of(launch))
         reads = [one.grad.bytes() for one in updates]
@@ -133,14 +151,19 @@ class _Kernels:
 
         def spans(words: Words) -> list[tuple[_Span, _Span]]:
             return [
-                (_Span(address, length, dtype), _Span(sums + 8 * first, -(-length // SUMS_BLOCK), torch.float64))
+                (
+                    _Span(address, length, dtype),
+                    _Span(sums + 8 * first, -(-length // SUMS_BLOCK), torch.float64),
+                )
                 for address, length, first in launch.rows(words)[1].tolist()
             ]
 
         def compute() -> None:
             for values, results in spans(self._memory_of(launch)):
                 blocks = values.tensor().split(SUMS_BLOCK)[: results.count]
-                sums_of_blocks = [self._kernel.sum_of_squares(block.clone()) for block in blocks]
+                sums_of_blocks = [
+                    self._kernel.sum_of_squares(block.clone()) for block in blocks
+                ]
                 results.tensor()[:] = torch.tensor(sums_of_blocks, dtype=results.dtype)
 
         return self._issue_reduction(launch, compute, spans(self._table_of(launch)))
@@ -152,7 +175,11 @@ class _Kernels:
             return [
                 (
                     _Span(address, length, torch.bfloat16),
-                    _Span(target + 8 * width * first, width * -(-length // (4 * FINGERPRINT_BLOCK)), torch.int64),
+                    _Span(
+                        target + 8 * width * first,
+                        width * -(-length // (4 * FINGERPRINT_BLOCK)),
+                        torch.int64,
+                    ),
                 )
                 for address, length, first in launch.rows(words)[1].tolist()
             ]
@@ -164,13 +191,24 @@ class _Kernels:
 
         return self._issue_reduction(launch, compute, spans(self._table_of(launch)))
 
-    def _issue_reduction(self, launch: DriverLaunch, work: Any, spans: list[tuple[_Span, _Span]]) -> int:
+    def _issue_reduction(
+        self, launch: DriverLaunch, work: Any, spans: list[tuple[_Span, _Span]]
+    ) -> int:
         reads, writes = zip(*spans, strict=True)
-        return self._issue(launch, work, [span.bytes() for span in reads], [span.bytes() for span in writes])
+        return self._issue(
+            launch,
+            work,
+            [span.bytes() for span in reads],
+            [span.bytes() for span in writes],
+        )
 
-    def _issue(self, launch: DriverLaunch, work: Any, reads: list[Bytes], writes: list[Bytes]) -> int:
+    def _issue(
+        self, launch: DriverLaunch, work: Any, reads: list[Bytes], writes: list[Bytes]
+    ) -> int:
         table = Bytes(launch.arguments["table"], launch.table_bytes)
-        return runtime.issue(launch.stream, launch.kernel, work, [table, *reads], writes)
+        return runtime.issue(
+            launch.stream, launch.kernel, work, [table, *reads], writes
+        )
 
     def _memory_of(self, launch: DriverLaunch) -> Words:
         """Return the words of a launch's table that are in memory."""
@@ -182,18 +220,27 @@ class _Kernels:
         return self._memory_of(launch) if loaded is None else loaded
 
 
-def _updates_of(launch: DriverLaunch, rule: UpdateRule, words: Words) -> list[_TensorUpdate]:
+def _updates_of(
+    launch: DriverLaunch, rule: UpdateRule, words: Words
+) -> list[_TensorUpdate]:
     """Return the rows of the table of an update."""
-    grad_dtype, out_dtype = (_TYPES[str(launch.constants[name])] for name in ("grad_dtype", "out_dtype"))
+    grad_dtype, out_dtype = (
+        _TYPES[str(launch.constants[name])] for name in ("grad_dtype", "out_dtype")
+    )
     dtypes = rule.dtypes
     if rule.split is None:
         # A master may be a parameter.
         dtypes = (_TYPES[str(launch.constants["master_dtype"])], *dtypes[1:])
-    moments, factors, first_other = len(rule.moments), launch.constants["factors"], launch.first_other_column
+    moments, factors, first_other = (
+        len(rule.moments),
+        launch.constants["factors"],
+        launch.first_other_column,
+    )
     updates = []
     for row in launch.rows(words)[1]:
         length, grad, out = row[:3].tolist()
-        # A position with rounded moments; with scaled ones the numbers of codes, and the scales.
+        # A position with rounded moments; with scaled ones the numbers of codes, and
+        # the scales.
         others = row[first_other:].tolist()
         addresses = [*row[3 : 4 + moments].tolist(), *others[1:]]
         lengths = [part.stop for part in rule.row_slices(0, length, 0)]

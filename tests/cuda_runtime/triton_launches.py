@@ -1,4 +1,5 @@
-"""Launches by Triton's launcher as they arrive at the driver, with what is compiled into their kernels."""
+"""Launches by Triton's launcher as they arrive at the driver, with what is compiled
+into their kernels."""
 
 import ctypes
 import functools
@@ -42,11 +43,16 @@ class DriverLaunch:
         if self.kernel != "update":
             return BLOCK_COLUMNS
         moments = self.constants["moments"]
-        return self.first_other_column + self.constants["rounds"] + self.constants["scaled"] * (1 + moments)
+        return (
+            self.first_other_column
+            + self.constants["rounds"]
+            + self.constants["scaled"] * (1 + moments)
+        )
 
     @property
     def first_other_column(self) -> int:
-        """The first column of an update after length, addresses of gradient, parameter and state, and factors."""
+        """The first column of an update after length, addresses of gradient, parameter
+        and state, and factors."""
         return 4 + self.constants["moments"] + (self.constants["factors"] + 1) // 2
 
     @property
@@ -54,7 +60,8 @@ class DriverLaunch:
         return 8 * self.arguments["count"] * (1 + self.columns)
 
     def rows(self, words: Words) -> tuple[Words, Words]:
-        """Return the first program of each tensor, and the rows, of the words of its table."""
+        """Return the first program of each tensor, and the rows, of the words of its
+        table."""
         count = self.arguments["count"]
         return words[:count], words[count:].reshape(count, self.columns)
 
@@ -63,7 +70,11 @@ class _Launch(ctypes.Structure):
     """`struct launch` of launcher.c."""
 
     _fields_ = (
-        *(("kernel", ctypes.c_char_p), ("function", ctypes.c_void_p), ("stream", ctypes.c_void_p)),
+        *(
+            ("kernel", ctypes.c_char_p),
+            ("function", ctypes.c_void_p),
+            ("stream", ctypes.c_void_p),
+        ),
         *(("programs", ctypes.c_uint), ("threads", ctypes.c_uint)),
         ("arguments", ctypes.POINTER(ctypes.c_void_p)),
     )
@@ -73,7 +84,8 @@ _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Launch))
 
 
 def listen(driver: ctypes.CDLL, on_launch: Callable[[DriverLaunch], int]) -> Any:
-    """Let a function get the launches of a driver; return what must live as long. It returns a CUresult."""
+    """Let a function get the launches of a driver; return what must live as long. It
+    returns a CUresult."""
     callback = _Callback(lambda launch: on_launch(_read(launch.contents)))
     driver.cuda_runtime_set_on_launch(callback)
     return callback
@@ -82,13 +94,24 @@ def listen(driver: ctypes.CDLL, on_launch: Callable[[DriverLaunch], int]) -> Any
 def _read(launch: _Launch) -> DriverLaunch:
     name = launch.kernel.decode()
     source = _compiled(name, launch.function).src
-    types = {name: kind for name, kind in source.signature.items() if kind != "constexpr"}
+    types = {
+        name: kind for name, kind in source.signature.items() if kind != "constexpr"
+    }
     arguments = {
-        name: int(ctypes.cast(launch.arguments[index], ctypes.POINTER(_INTEGERS.get(kind, ctypes.c_uint64)))[0])
+        name: int(
+            ctypes.cast(
+                launch.arguments[index],
+                ctypes.POINTER(_INTEGERS.get(kind, ctypes.c_uint64)),
+            )[0]
+        )
         for index, (name, kind) in enumerate(types.items())
     }
-    constants = {source.fn.arg_names[path[0]]: value for path, value in source.constants.items()}
-    return DriverLaunch(name, launch.programs, launch.threads, launch.stream or 0, arguments, constants)
+    constants = {
+        source.fn.arg_names[path[0]]: value for path, value in source.constants.items()
+    }
+    return DriverLaunch(
+        name, launch.programs, launch.threads, launch.stream or 0, arguments, constants
+    )
 
 
 @functools.cache

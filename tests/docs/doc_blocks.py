@@ -1,9 +1,10 @@
 """Reads the code blocks of a page of the documentation, and compares output.
 
-Blocks are console blocks, whose lines with `$` are commands and whose other lines are their output; Python blocks; and
-blocks without a language right after a Python block, which are what that printed. In output a line of dots stands for
-any lines, and blank lines do not count. Comments in the source of a page, which readers do not see, say what is
-special:
+Blocks are console blocks, whose lines with `$` are commands and whose other lines are
+their output; Python blocks; and blocks without a language right after a Python block,
+which are what that printed. In output a line of dots stands for any lines, and blank
+lines do not count. Comments in the source of a page, which readers do not see, say what
+is special:
 
     <!-- not run: REASON -->   The next block is not run.
     <!-- slow -->              The next block is left out of quick runs.
@@ -20,9 +21,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 _BLOCK = re.compile(
-    r"^(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^ *```$|^<!-- ?(?P<comment>.*?) ?-->$", re.MULTILINE | re.DOTALL
+    r"^(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^ *```$|^<!-- "
+    r"?(?P<comment>.*?) ?-->$",
+    re.MULTILINE | re.DOTALL,
 )
-_MARK = re.compile(r"(not run|file|slow|exit codes|numbers vary|setup slow|setup)(?::|\b)(.*)", re.DOTALL)
+_MARK = re.compile(
+    r"(not run|file|slow|exit codes|numbers vary|setup slow|setup)(?::|\b)(.*)",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,8 @@ def read_blocks(markdown: str) -> list[Block]:
     """Return the blocks of a page that are code or output of code.
 
     Raises:
-        ValueError: A comment for a block is not followed by one, or a block is not run for no reason.
+        ValueError: A comment for a block is not followed by one, or a block is not run
+            for no reason.
     """
     blocks: list[Block] = []
     marks: dict[str, str] = {}
@@ -73,7 +80,9 @@ def read_blocks(markdown: str) -> list[Block]:
             if mark is None:
                 continue
             if mark[1].startswith("setup"):
-                blocks.append(Block("setup", mark[2].strip("\n"), line, slow="slow" in mark[1]))
+                blocks.append(
+                    Block("setup", mark[2].strip("\n"), line, slow="slow" in mark[1])
+                )
             else:
                 marks[mark[1]] = mark[2].strip()
             continue
@@ -88,26 +97,50 @@ def read_blocks(markdown: str) -> list[Block]:
             exit_codes = tuple(map(int, marks.get("exit codes", "").split()))
             slow = "slow" in marks or (kind == "output" and blocks[-1].slow)
             flags = {"slow": slow, "numbers_vary": "numbers vary" in marks}
-            blocks.append(Block(kind, code, line, marks.get("not run"), marks.get("file"), exit_codes, **flags))
+            blocks.append(
+                Block(
+                    kind,
+                    code,
+                    line,
+                    marks.get("not run"),
+                    marks.get("file"),
+                    exit_codes,
+                    **flags,
+                )
+            )
         marks = {}
     return blocks
 
 
-def _kind(language: str, blocks: list[Block], between: str) -> Literal["console", "python", "output"] | None:
+def _kind(
+    language: str, blocks: list[Block], between: str
+) -> Literal["console", "python", "output"] | None:
     if language in ("console", "bash"):
         return "console"
     if language == "python":
         return "python"
-    after_code = blocks and blocks[-1].kind == "python" and blocks[-1].is_run and not between.strip()
+    after_code = (
+        blocks
+        and blocks[-1].kind == "python"
+        and blocks[-1].is_run
+        and not between.strip()
+    )
     return "output" if after_code and not language else None
 
 
 def matches(expected: str, actual: str, numbers_vary: bool = False) -> bool:
-    """Return whether output is as expected, where a line of dots stands for any lines and blank lines do not count."""
+    """Return whether output is as expected, where a line of dots stands for any lines
+    and blank lines do not count."""
     pattern = ""
     for line in compared_lines(expected, numbers_vary):
         pattern += r"(?:.*\n)*?" if line.strip() == "..." else re.escape(line) + "\n"
-    return re.fullmatch(pattern, "".join(line + "\n" for line in compared_lines(actual, numbers_vary))) is not None
+    return (
+        re.fullmatch(
+            pattern,
+            "".join(line + "\n" for line in compared_lines(actual, numbers_vary)),
+        )
+        is not None
+    )
 
 
 def compared_lines(text: str, numbers_vary: bool) -> list[str]:
@@ -115,5 +148,8 @@ def compared_lines(text: str, numbers_vary: bool) -> list[str]:
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     if numbers_vary:
         # Columns are as wide as their numbers.
-        lines = [re.sub(r" +|─+", " ", re.sub(r"\d[\d,.]*", "0", line)).strip() for line in lines]
+        lines = [
+            re.sub(r" +|─+", " ", re.sub(r"\d[\d,.]*", "0", line)).strip()
+            for line in lines
+        ]
     return lines

@@ -1,9 +1,10 @@
-"""Runs the code blocks of a page of the documentation, in order, and checks their output.
+"""Runs the code blocks of a page of the documentation, in order, and checks their
+output.
 
     python -m tests.docs.run_page docs/tutorial.md FOLDER [--quick]
 
-Commands and scripts run in FOLDER, which gets links to `traces/` and `examples/`. All Python blocks of a page share one
-namespace.
+Commands and scripts run in FOLDER, which gets links to `traces/` and `examples/`. All
+Python blocks of a page share one namespace.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
 # The terminal of the pages, whose machine has no GPU.
 ENVIRONMENT = {"COLUMNS": "80", "CUDA_VISIBLE_DEVICES": ""}
-HINT = "A block that cannot run here needs a mark with the reason above it: see tests/docs/doc_blocks.py."
+HINT = (
+    "A block that cannot run here needs a mark with the reason above it: see "
+    "tests/docs/doc_blocks.py."
+)
 # Commands that start processes of their own run in one: `profile` even becomes the job.
 _IN_A_PROCESS = ("profile", "dry-run", "compare", "calibrate")
 
@@ -79,13 +83,16 @@ def _run_commands(where: str, block: Block) -> None:
     for command, expected in read_commands(block.code):
         status, output = _run_command(command)
         if status != next(exit_codes, 0):
-            raise BlockError(f"{where}: exit status {status} of {command}\n{output}\n{HINT}")
+            raise BlockError(
+                f"{where}: exit status {status} of {command}\n{output}\n{HINT}"
+            )
         if expected.strip():
             _compare(f"{where}: {command}", expected, output, block.numbers_vary)
 
 
 def read_commands(code: str) -> Iterator[tuple[str, str]]:
-    """Yield the commands of a console block, each with the output below it. A block without `$` is all commands."""
+    """Yield the commands of a console block, each with the output below it. A block
+    without `$` is all commands."""
     lines = code.splitlines()
     if not any(line.startswith("$ ") for line in lines):
         lines = ["$ " + line for line in lines]
@@ -102,7 +109,11 @@ def read_commands(code: str) -> Iterator[tuple[str, str]]:
 def _run_command(command: str) -> tuple[int, str]:
     """Run a command line and return its exit status and all that it printed."""
     words = shlex.split(command, comments=True)
-    if words[0] == "ebbtide" and words[1] not in _IN_A_PROCESS and not set("|><;&") & set(command):
+    if (
+        words[0] == "ebbtide"
+        and words[1] not in _IN_A_PROCESS
+        and not set("|><;&") & set(command)
+    ):
         output = io.StringIO()
         with redirect_stdout(output), redirect_stderr(output):
             status = run(words[1:])
@@ -120,13 +131,16 @@ def _run_command(command: str) -> tuple[int, str]:
 
 
 def _run_python(where: str, block: Block, names: dict[str, Any]) -> str:
-    """Run Python code and return what it printed. Values of expressions are compared with the comments after them."""
+    """Run Python code and return what it printed. Values of expressions are compared
+    with the comments after them."""
     output = io.StringIO()
     with redirect_stdout(output):
         for statement in ast.parse(block.code).body:
             try:
                 if isinstance(statement, ast.Expr):
-                    value = eval(compile(ast.Expression(statement.value), where, "eval"), names)
+                    value = eval(
+                        compile(ast.Expression(statement.value), where, "eval"), names
+                    )
                     _compare_value(where, statement, block.code, value)
                 else:
                     exec(compile(ast.Module([statement], []), where, "exec"), names)
@@ -137,23 +151,29 @@ def _run_python(where: str, block: Block, names: dict[str, Any]) -> str:
 
 
 def _compare_value(where: str, statement: ast.Expr, code: str, value: object) -> None:
-    """Compare a value with the comment behind its expression, or with the lines of comments below it.
+    """Compare a value with the comment behind its expression, or with the lines of
+    comments below it.
 
-    A comment behind an expression is its value if it begins with a digit, a quote or a bracket; words may follow.
+    A comment behind an expression is its value if it begins with a digit, a quote or a
+    bracket; words may follow.
     """
     lines = code.splitlines()
     end = statement.end_lineno or statement.lineno
     comment = lines[end - 1][statement.end_col_offset or 0 :].partition("# ")[2]
     if comment[:1].isdigit() or comment[:1] in ("'", '"', "(", "["):
         if not comment.startswith(repr(value)):
-            raise BlockError(f"{where}: {ast.unparse(statement)} is {value!r}, not {comment}")
+            raise BlockError(
+                f"{where}: {ast.unparse(statement)} is {value!r}, not {comment}"
+            )
         return
     below = []
     while end < len(lines) and lines[end].startswith("#"):
         below.append(lines[end].removeprefix("#").removeprefix(" "))
         end += 1
     if below and not comment:
-        _compare(f"{where}: {ast.unparse(statement)}", "\n".join(below), repr(value), False)
+        _compare(
+            f"{where}: {ast.unparse(statement)}", "\n".join(below), repr(value), False
+        )
 
 
 def _compare(where: str, expected: str, actual: str, numbers_vary: bool) -> None:
@@ -164,7 +184,9 @@ def _compare(where: str, expected: str, actual: str, numbers_vary: bool) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("page", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--quick", action="store_true")

@@ -11,7 +11,11 @@ import pytest
 from tests.docs.doc_blocks import matches, read_blocks
 from tests.docs.run_page import ROOT, BlockError, read_commands, run_page
 
-PAGES = [ROOT / "README.md", ROOT / "traces" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "traces" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 TIMEOUT_S = 600
 
 
@@ -21,22 +25,32 @@ def page_id(page: Path) -> str:
 
 def is_run(page: Path, quick: bool) -> bool:
     """Return whether a block of a page runs, also in quick runs."""
-    code = [block for block in read_blocks(page.read_text()) if block.is_run and block.kind in ("console", "python")]
+    code = [
+        block
+        for block in read_blocks(page.read_text())
+        if block.is_run and block.kind in ("console", "python")
+    ]
     return any(not (quick and block.slow) for block in code)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if is_run(page, quick=True)], ids=page_id)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if is_run(page, quick=True)], ids=page_id
+)
 def test_quick_blocks__print_what_the_page_says(page: Path, tmp_path: Path) -> None:
     assert run_page(page, tmp_path, quick=True) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.parametrize("page", [page for page in PAGES if is_run(page, quick=False)], ids=page_id)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if is_run(page, quick=False)], ids=page_id
+)
 def test_all_blocks__print_what_the_page_says(page: Path, tmp_path: Path) -> None:
     # In a process of its own: pages register policies, rules and importers.
     command = [sys.executable, "-m", "tests.docs.run_page", str(page), str(tmp_path)]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    process = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     assert process.returncode == 0, process.stderr
 
 
@@ -65,12 +79,20 @@ $ nvidia-smi
 """
     setup, code, output, shell = read_blocks(page)
     assert (setup.kind, setup.code, setup.slow) == ("setup", "a = 1", True)
-    assert (code.kind, code.line, code.slow, code.numbers_vary) == ("python", 6, True, True)
+    assert (code.kind, code.line, code.slow, code.numbers_vary) == (
+        "python",
+        6,
+        True,
+        True,
+    )
     assert (output.kind, output.code) == ("output", "2")
     assert (shell.kind, shell.not_run) == ("console", "needs a GPU")
 
 
-@pytest.mark.parametrize("page", ["<!-- not run: -->\n```python\n```\n", "<!-- slow -->\ntext\n```python\n```\n"])
+@pytest.mark.parametrize(
+    "page",
+    ["<!-- not run: -->\n```python\n```\n", "<!-- slow -->\ntext\n```python\n```\n"],
+)
 def test_read_blocks__refuses_marks_without_reason_or_block(page: str) -> None:
     with pytest.raises(ValueError, match="line"):
         read_blocks(page)

@@ -26,18 +26,26 @@ COMMANDS = {
     "summary --by link": [WITH_LINK],
     "summary --by substep": [WITH_LINK],
     "diff": [WITH_LINK, TRACE],
-    "summary --by activity": [str(ROOT / "traces" / "a100-torch-profiler.ebb"), "--critical-path"],
+    "summary --by activity": [
+        str(ROOT / "traces" / "a100-torch-profiler.ebb"),
+        "--critical-path",
+    ],
     "replay": [TRACE, "--machine", "a100-40gb-published", "--policy", "pipelined"],
 }
 QUICK = ("windows", "memory", "summary --by iteration")
 
 
 def rows(heading: str, page: str = "formats.md") -> list[list[str]]:
-    """Return the cells of the first table below a heading of a page, without its head."""
+    """Return the cells of the first table below a heading of a page, without its
+    head."""
     text = (ROOT / "docs" / page).read_text()
     section = re.split(r"^#+ ", text, flags=re.MULTILINE)
     (table,) = (part for part in section if part.startswith(f"{heading}\n"))
-    return [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    return [
+        line.strip("| ").split(" | ")
+        for line in table.splitlines()
+        if line.startswith("| `")
+    ]
 
 
 def keys(cell: str) -> list[str]:
@@ -56,18 +64,31 @@ def test_workload_file__has_the_keys_of_workloads() -> None:
 
 
 def test_sweep__has_the_columns_of_the_page() -> None:
-    assert [key for row in rows("Columns", "sweep.md") for key in keys(row[0])] == SCHEMA.names
+    assert [
+        key for row in rows("Columns", "sweep.md") for key in keys(row[0])
+    ] == SCHEMA.names
 
 
 @pytest.mark.parametrize(
     "command",
-    [*QUICK, *(pytest.param(command, marks=pytest.mark.slow) for command in COMMANDS if command not in QUICK)],
+    [
+        *QUICK,
+        *(
+            pytest.param(command, marks=pytest.mark.slow)
+            for command in COMMANDS
+            if command not in QUICK
+        ),
+    ],
 )
-def test_json__has_the_keys_of_the_page(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json__has_the_keys_of_the_page(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run([*command.split(), *COMMANDS[command], "--json"]) == 0
     printed: dict[str, Any] = json.loads(capsys.readouterr().out)
     table = rows(f"ebbtide {command} --json")
-    assert {key for row in table for key in keys(row[0])} == set(printed), "describe new keys in docs/formats.md"
+    assert {key for row in table for key in keys(row[0])} == set(printed), (
+        "describe new keys in docs/formats.md"
+    )
     for row in table:
         value = printed[keys(row[0])[0]]
         entry = value[0] if isinstance(value, list) and value else value

@@ -29,7 +29,11 @@ WORKLOAD: dict[str, Any] = {
     "subgroup_params": 1e8,
     "forward_s": 0.2,
     "backward_s": 0.6,
-    "gpu_free_bytes": [{"at_s": 0, "bytes": 20e9}, {"at_s": 0.2, "bytes": 6e9}, {"at_s": 0.8, "bytes": 30e9}],
+    "gpu_free_bytes": [
+        {"at_s": 0, "bytes": 20e9},
+        {"at_s": 0.2, "bytes": 6e9},
+        {"at_s": 0.8, "bytes": 30e9},
+    ],
 }
 
 
@@ -37,7 +41,9 @@ def machine(**changes: Any) -> Machine:
     """Return a machine; a `fit` among the changes is one of its rates."""
     values = MACHINE | changes
     if "fit" in changes:
-        values["fit"] = {"rates": {key: values[key] for key in RATES & values.keys()}} | changes["fit"]
+        values["fit"] = {
+            "rates": {key: values[key] for key in RATES & values.keys()}
+        } | changes["fit"]
     return machine_from(values, "box")
 
 

@@ -1,4 +1,5 @@
-"""An independent count of the plan's device memory: subgroup by subgroup, on a fine grid of times."""
+"""An independent count of the plan's device memory: subgroup by subgroup, on a fine
+grid of times."""
 
 from __future__ import annotations
 
@@ -12,9 +13,12 @@ Stay = tuple[float, float, float]
 
 
 def stays(schedule: Schedule) -> list[Stay]:
-    """Return when state and gradients are on the device: (from s, to s, bytes) for each stay."""
+    """Return when state and gradients are on the device: (from s, to s, bytes) for each
+    stay."""
     workload, plan = schedule.workload, schedule.plan
-    times = {(op.kind, op.subgroup): (start, end) for op, start, end in schedule.items()}
+    times = {
+        (op.kind, op.subgroup): (start, end) for op, start, end in schedule.items()
+    }
     length = schedule.iteration_s
     result: list[Stay] = []
     remaining = workload.params
@@ -26,14 +30,27 @@ def stays(schedule: Schedule) -> list[Stay]:
             result.append((0.0, times["flush", subgroup][1], state))
             result.append((times["fetch", subgroup][0], length, state))
         elif ("fetch", subgroup) in times:
-            result.append((times["fetch", subgroup][0], times["flush", subgroup][1], state))
+            result.append(
+                (times["fetch", subgroup][0], times["flush", subgroup][1], state)
+            )
         has_own = plan.has_gradient_buffers or workload.gradients_held_until_step
         if subgroup in plan.kept_gradients and not has_own:
-            # The backward computes gradients in reverse, at a constant rate. It starts one when the next one is ready.
-            start = schedule.other_s + schedule.forward_s + schedule.backward_s * (remaining - size) / workload.params
+            # The backward computes gradients in reverse, at a constant rate. It starts
+            # one when the next one is ready.
+            start = (
+                schedule.other_s
+                + schedule.forward_s
+                + schedule.backward_s * (remaining - size) / workload.params
+            )
             result.append((start, times["update", subgroup][1], gradient))
         elif ("gradient up", subgroup) in times and workload.master != "fp32":
-            result.append((times["gradient up", subgroup][0], times["update", subgroup][1], gradient))
+            result.append(
+                (
+                    times["gradient up", subgroup][0],
+                    times["update", subgroup][1],
+                    gradient,
+                )
+            )
         remaining -= size
     return result
 

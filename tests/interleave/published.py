@@ -1,4 +1,5 @@
-"""The published runs with asynchronous gradient copies, as traces of this repository."""
+"""The published runs with asynchronous gradient copies, as traces of this
+repository."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ PRESETS = {"h100-80gb-sxm-published": "h100-20b", "a100-40gb-published": "a100-1
 def runs(preset: str) -> dict[str, Trace]:
     """Return the traces that a preset is fitted to, by name."""
     traces = [
-        open_trace(path) for path in sorted(TRACES.glob(f"{PRESETS[preset]}*.ebb")) if "blocking" not in path.name
+        open_trace(path)
+        for path in sorted(TRACES.glob(f"{PRESETS[preset]}*.ebb"))
+        if "blocking" not in path.name
     ]
     return {trace.name: trace for trace in traces}

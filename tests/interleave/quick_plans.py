@@ -19,7 +19,8 @@ _search_quickly = lru_cache(maxsize=1000)(best_plan.search_plan.__wrapped__)
 
 
 def plan_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let planners search little, and measure drives with little data, while patches last; to be made a fixture."""
+    """Let planners search little, and measure drives with little data, while patches
+    last; to be made a fixture."""
     monkeypatch.setattr(best_plan, "_MAX_OPS", _OPS)
     monkeypatch.setattr(best_plan, "search_plan", _search_quickly)
     for (feature, name), value in _LESS_OF_FEATURES.items():

@@ -39,13 +39,18 @@ def machines(draw: st.DrawFn) -> Machine:
 
 def cpu_rate(workload: Workload, machine: Machine) -> float:
     """Return the parameters updated on the CPU per second."""
-    ratio = machine.cpu_remainder_ratio or 28 / 26 if workload.master == "remainder" else 1.0
+    ratio = (
+        machine.cpu_remainder_ratio or 28 / 26
+        if workload.master == "remainder"
+        else 1.0
+    )
     return (machine.cpu_update_params_per_s or 0.0) * ratio
 
 
 @st.composite
 def subgroup_sizes(draw: st.DrawFn, max_count: int) -> tuple[int, ...]:
-    """Draw the sizes of subgroups: equal except for a smaller last one, or all different."""
+    """Draw the sizes of subgroups: equal except for a smaller last one, or all
+    different."""
     size = round(draw(spread(1e6, 1e9)))
     count = draw(st.integers(1, max_count))
     if draw(st.booleans()):
@@ -55,7 +60,10 @@ def subgroup_sizes(draw: st.DrawFn, max_count: int) -> tuple[int, ...]:
 
 @st.composite
 def workloads(
-    draw: st.DrawFn, clipping: bool | None = None, max_subgroups: int = 16, free_known: bool = True
+    draw: st.DrawFn,
+    clipping: bool | None = None,
+    max_subgroups: int = 16,
+    free_known: bool = True,
 ) -> Workload:
     """Draw a workload.
 
@@ -63,7 +71,8 @@ def workloads(
         draw: Draws from a strategy.
         clipping: Whether it clips; None for either.
         max_subgroups: Largest number of subgroups.
-        free_known: Whether the free memory is known: little or plenty, always or in windows.
+        free_known: Whether the free memory is known: little or plenty, always or in
+            windows.
     """
     sizes = draw(subgroup_sizes(max_subgroups))
     forward, backward = (draw(st.just(0.0) | spread(0.01, 5.0)) for _ in range(2))
@@ -84,33 +93,53 @@ def workloads(
         grad_bytes=draw(st.sampled_from([2.0, 4.0])),
         state_bytes=state_bytes,
         master=master,
-        gpu_free=draw(_free_memory(sum(sizes) * 14, other + forward + backward)) if free_known else None,
+        gpu_free=draw(_free_memory(sum(sizes) * 14, other + forward + backward))
+        if free_known
+        else None,
         h2d_busy_share=draw(st.sampled_from([0.0, 0.3])),
         d2h_busy_share=draw(st.sampled_from([0.0, 0.3])),
         clipping=draw(st.booleans()) if clipping is None else clipping,
         norm=draw(st.sampled_from([None, "host", "device"])),
-        collective_bytes=draw(st.sampled_from([(), (("forward", 1e9, 1e9), ("backward", 2e10, 0.0))])),
+        collective_bytes=draw(
+            st.sampled_from([(), (("forward", 1e9, 1e9), ("backward", 2e10, 0.0))])
+        ),
         gradients_held_until_step=draw(st.sampled_from([False, False, True])),
     )
 
 
 @st.composite
-def _free_memory(draw: st.DrawFn, everything_bytes: float, compute_s: float) -> FreeMemorySteps:
-    """Draw steps of free memory over an iteration and beyond its end, up to 1.5 times the memory of everything."""
+def _free_memory(
+    draw: st.DrawFn, everything_bytes: float, compute_s: float
+) -> FreeMemorySteps:
+    """Draw steps of free memory over an iteration and beyond its end, up to 1.5 times
+    the memory of everything."""
     times = sorted({0, *(draw(st.lists(st.integers(0, 40), max_size=4)))})
-    return tuple((time / 32 * compute_s, everything_bytes * draw(st.just(0.0) | spread(0.01, 1.5))) for time in times)
+    return tuple(
+        (
+            time / 32 * compute_s,
+            everything_bytes * draw(st.just(0.0) | spread(0.01, 1.5)),
+        )
+        for time in times
+    )
 
 
 def fixed_policies() -> st.SearchStrategy[str]:
     """Return a strategy for all policies except `adaptive`, with their options."""
-    options = st.tuples(st.sampled_from(["async", "blocking"]), st.sampled_from(["pipelined", "blocking"]))
+    options = st.tuples(
+        st.sampled_from(["async", "blocking"]),
+        st.sampled_from(["pipelined", "blocking"]),
+    )
     share = st.integers(0, 20).map(lambda twentieths: twentieths / 20)
     names = st.one_of(
         st.sampled_from(["zero-offload", "pipelined"]),
         share.map(lambda ratio: f"twin-flow:{ratio:g}"),
-        st.tuples(st.integers(1, 12), share).map(lambda both: f"interleaved:{both[0]}@{both[1]:g}"),
+        st.tuples(st.integers(1, 12), share).map(
+            lambda both: f"interleaved:{both[0]}@{both[1]:g}"
+        ),
     )
-    with_options = st.tuples(names, options).map(lambda both: f"{both[0]},grads={both[1][0]},params={both[1][1]}")
+    with_options = st.tuples(names, options).map(
+        lambda both: f"{both[0]},grads={both[1][0]},params={both[1][1]}"
+    )
     return with_options | st.just("gpu-only")
 
 

@@ -1,4 +1,5 @@
-"""A kind of operation with its lane, cost and function, and a policy: one package, and no change of the core."""
+"""A kind of operation with its lane, cost and function, and a policy: one package, and
+no change of the core."""
 
 from __future__ import annotations
 
@@ -49,16 +50,33 @@ print("measured:", all(0 <= start <= end for start, end in spans) and "checker" 
 def test_kind__of_a_package_is_planned_simulated_and_performed(tmp_path: Path) -> None:
     metadata = tmp_path / "gradient_checksum-0.1.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: gradient-checksum\nVersion: 0.1\n")
-    (metadata / "entry_points.txt").write_text("[ebbtide.features]\ngradient-checksum = gradient_checksum\n")
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: gradient-checksum\nVersion: 0.1\n"
+    )
+    (metadata / "entry_points.txt").write_text(
+        "[ebbtide.features]\ngradient-checksum = gradient_checksum\n"
+    )
     paths = os.pathsep.join(map(str, (tmp_path, EXAMPLE, ROOT)))
     environment = {**os.environ, "PYTHONPATH": paths}
     run = run_process([sys.executable, "-c", PROGRAM], env=environment, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines() == ["same bits: True", "operations: 5", "checksums: True", "measured: True"]
-    command = ["-m", "ebbtide", "replay", "--workload", str(ROOT / "examples/workload-13b.json")]
+    assert run.stdout.splitlines() == [
+        "same bits: True",
+        "operations: 5",
+        "checksums: True",
+        "measured: True",
+    ]
+    command = [
+        "-m",
+        "ebbtide",
+        "replay",
+        "--workload",
+        str(ROOT / "examples/workload-13b.json"),
+    ]
     machine = ["--machine", "a100-40gb-published"]
     policies = ["--policy", "pipelined", "--policy", "checked"]
-    run = run_process([sys.executable, *command, *machine, *policies], env=environment, cwd=tmp_path)
+    run = run_process(
+        [sys.executable, *command, *machine, *policies], env=environment, cwd=tmp_path
+    )
     assert run.returncode == 0, run.stderr
     assert "checked" in run.stdout

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from ebbtide.errors import MachineError
 from ebbtide.machines.machine import Box, Machine, machine_from
 
-# A rank alone updates 2.5 G parameters/s, two together 4, and more ranks no more than that.
+# A rank alone updates 2.5 G parameters/s, two together 4, and more ranks no more than
+# that.
 SHARED = Machine(
     name="shared",
     host_memory_bytes=100e9,
@@ -21,22 +22,35 @@ SHARED = Machine(
     cpu_update_params_per_s=2e9,
     cpu_cast_params_per_s=8e9,
     h2d_bytes_per_s=25e9,
-    box=Box(2, 4e9, 120e9, one_rank_cpu_update_params_per_s=2.5e9, one_rank_host_memory_bytes_per_s=90e9),
+    box=Box(
+        2,
+        4e9,
+        120e9,
+        one_rank_cpu_update_params_per_s=2.5e9,
+        one_rank_host_memory_bytes_per_s=90e9,
+    ),
 )
 totals = st.none() | st.floats(1e6, 1e13)
 boxes = st.builds(Box, st.integers(1, 64), totals, totals, totals, totals)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "update", "memory"), [(1, 2.5e9, 90e9), (2, 2e9, 60e9), (3, 4e9 / 3, 40e9), (4, 1e9, 30e9)]
+    ("ranks", "update", "memory"),
+    [(1, 2.5e9, 90e9), (2, 2e9, 60e9), (3, 4e9 / 3, 40e9), (4, 1e9, 30e9)],
 )
 def test_for_ranks__takes_the_smaller_of_the_own_rate_and_the_part_of_the_total(
     ranks: int, update: float, memory: float
 ) -> None:
     rank = SHARED.for_ranks(ranks)
-    assert (rank.cpu_update_params_per_s, rank.host_memory_bytes_per_s) == (update, memory)
+    assert (rank.cpu_update_params_per_s, rank.host_memory_bytes_per_s) == (
+        update,
+        memory,
+    )
     # The memory of the host is divided, and each rank has a GPU of its own.
-    assert (rank.host_memory_bytes, rank.pinned_memory_bytes) == (200e9 / ranks, 80e9 / ranks)
+    assert (rank.host_memory_bytes, rank.pinned_memory_bytes) == (
+        200e9 / ranks,
+        80e9 / ranks,
+    )
     assert (
         replace(
             rank,
@@ -55,7 +69,9 @@ def test_for_ranks__takes_the_smaller_of_the_own_rate_and_the_part_of_the_total(
 def test_for_ranks__own_rates_above_the_part_of_the_total_are_limited_by_it() -> None:
     """A file may have the rates of a rank alone at its top level."""
     box = Box(2, cpu_update_params_per_s=1.86e9, host_memory_bytes_per_s=80e9)
-    machine = Machine(cpu_update_params_per_s=1.42e9, host_memory_bytes_per_s=60e9, box=box)
+    machine = Machine(
+        cpu_update_params_per_s=1.42e9, host_memory_bytes_per_s=60e9, box=box
+    )
     rates = [machine.for_ranks(ranks).cpu_update_params_per_s for ranks in (1, 2, 4)]
     assert rates == [1.42e9, 0.93e9, 0.465e9]
 
@@ -63,22 +79,38 @@ def test_for_ranks__own_rates_above_the_part_of_the_total_are_limited_by_it() ->
 def test_for_ranks__of_a_scaled_machine_equals_that_of_the_machine() -> None:
     for first in [1, 2, 3, 8]:
         for second in [1, 2, 5]:
-            direct, twice = SHARED.for_ranks(second), SHARED.for_ranks(first).for_ranks(second)
-            for key in ("cpu_update_params_per_s", "host_memory_bytes_per_s", "host_memory_bytes"):
-                assert getattr(twice, key) == pytest.approx(getattr(direct, key), rel=1e-12), key
+            direct, twice = (
+                SHARED.for_ranks(second),
+                SHARED.for_ranks(first).for_ranks(second),
+            )
+            for key in (
+                "cpu_update_params_per_s",
+                "host_memory_bytes_per_s",
+                "host_memory_bytes",
+            ):
+                assert getattr(twice, key) == pytest.approx(
+                    getattr(direct, key), rel=1e-12
+                ), key
 
 
 def test_for_ranks__without_a_box_only_one_rank_is_known() -> None:
     machine = replace(SHARED, box=None)
     assert machine.for_ranks(1) is machine
-    with pytest.raises(MachineError, match=r"shared has no box.* 3 ranks .*`ebbtide calibrate --ranks 3`"):
+    with pytest.raises(
+        MachineError,
+        match=r"shared has no box.* 3 ranks .*`ebbtide calibrate --ranks 3`",
+    ):
         machine.for_ranks(3)
 
 
 def test_for_ranks__unknown_totals_and_rates_limit_nothing() -> None:
     machine = Machine(cpu_update_params_per_s=1e9, box=Box(2))
     rank = machine.for_ranks(4)
-    assert (rank.cpu_update_params_per_s, rank.host_memory_bytes_per_s, rank.host_memory_bytes) == (1e9, None, None)
+    assert (
+        rank.cpu_update_params_per_s,
+        rank.host_memory_bytes_per_s,
+        rank.host_memory_bytes,
+    ) == (1e9, None, None)
 
 
 @given(boxes)
@@ -97,10 +129,17 @@ IMPOSSIBLE = [
     ([4], "box is [4]; it must be an object"),
     ({}, "box has no ranks"),
     ({"cpu_update_params_per_s": 1e9}, "box has no ranks"),
-    *(({"ranks": ranks}, "box: ranks is ") for ranks in (0, -1, 2.5, True, "two", 10**6, [], 1e300)),
+    *(
+        ({"ranks": ranks}, "box: ranks is ")
+        for ranks in (0, -1, 2.5, True, "two", 10**6, [], 1e300)
+    ),
     *(
         ({"ranks": 2, key: value}, f"box: {key} is ")
-        for key in ("cpu_update_params_per_s", "host_memory_bytes_per_s", "one_rank_cpu_update_params_per_s")
+        for key in (
+            "cpu_update_params_per_s",
+            "host_memory_bytes_per_s",
+            "one_rank_cpu_update_params_per_s",
+        )
         for value in (0, -1, 50, "fast", 1e20, [], {})
     ),
 ]

@@ -25,7 +25,11 @@ from tests.machines.quantiles import at_quantile
 SHEETS = sorted(GPU_SHEETS)
 FITTED = ("a100-40gb-published", "h100-80gb-sxm-published")
 PRESETS = [*SHEETS, *FITTED]
-RATES = [key for key, value in vars(Machine()).items() if value is None and key not in ("box", "gpu")]
+RATES = [
+    key
+    for key, value in vars(Machine()).items()
+    if value is None and key not in ("box", "gpu")
+]
 # GPUs that have the memory of their CPU.
 UNIFIED = ("gb10", "mi300a")
 HOST = "ddr5-2ch,16-cores,pcie4x16,256GB"
@@ -33,25 +37,39 @@ HOST = "ddr5-2ch,16-cores,pcie4x16,256GB"
 
 def test_presets__are_those_that_are_promised() -> None:
     promised = (
-        "rtx3060 rtx4060 rtx3090 rtx4090 rtx5090 a10 l40s a100-40gb-pcie a100-80gb-sxm h100-80gb-pcie h100-80gb h200 "
-        "gh200 b200 mi300x rtx-pro-6000 a100-40gb-sxm gh200-144gb gb200 gb300 gb10 mi300a"
+        "rtx3060 rtx4060 rtx3090 rtx4090 rtx5090 a10 l40s a100-40gb-pcie a100-80gb-sxm "
+        "h100-80gb-pcie h100-80gb h200 "
+        "gh200 b200 mi300x rtx-pro-6000 a100-40gb-sxm gh200-144gb gb200 gb300 gb10 "
+        "mi300a"
     )
     assert set(presets()) == {*promised.split(), *FITTED}
 
 
-def test_data_sheet_machine__has_every_rate_with_its_uncertainty_and_its_source() -> None:
+def test_data_sheet_machine__has_every_rate_with_its_uncertainty_and_its_source() -> (
+    None
+):
     for name in SHEETS:
         machine = preset(name)
         # All of the rank's part of host memory may be pinned.
         # Neither is on a data sheet; both have a default.
         unknown = {key for key in RATES if getattr(machine, key) is None}
-        assert unknown == {"pinned_memory_bytes", "cpu_out_of_place_share", "cpu_remainder_ratio"}
-        rates = {key for key in RATES if key.endswith("_per_s") or key in ("step_overhead_s", "operation_s")}
+        assert unknown == {
+            "pinned_memory_bytes",
+            "cpu_out_of_place_share",
+            "cpu_remainder_ratio",
+        }
+        rates = {
+            key
+            for key in RATES
+            if key.endswith("_per_s") or key in ("step_overhead_s", "operation_s")
+        }
         assert set(uncertainty_of(machine)) == rates
         assert all(1 < factor <= 3 for factor in uncertainty_of(machine).values())
         assert accuracy_of(machine).basis == "data sheets"
         assert machine.extra["host"]["cpu"] in machine.extra["source"]["data"]
-        assert machine_from(json.loads(json.dumps(machine.as_json())), "file") == machine
+        assert (
+            machine_from(json.loads(json.dumps(machine.as_json())), "file") == machine
+        )
 
 
 def test_data_sheet_machine__rates_of_a_rank_and_of_its_box_agree() -> None:
@@ -60,11 +78,19 @@ def test_data_sheet_machine__rates_of_a_rank_and_of_its_box_agree() -> None:
         box, ranks = machine.box, machine.box.ranks if machine.box else 0
         assert box is not None
         assert machine.for_ranks(ranks) == machine
-        assert ranks * (machine.cpu_update_params_per_s or 0) == pytest.approx(box.cpu_update_params_per_s)
-        assert ranks * (machine.host_memory_bytes_per_s or 0) == pytest.approx(box.host_memory_bytes_per_s)
+        assert ranks * (machine.cpu_update_params_per_s or 0) == pytest.approx(
+            box.cpu_update_params_per_s
+        )
+        assert ranks * (machine.host_memory_bytes_per_s or 0) == pytest.approx(
+            box.host_memory_bytes_per_s
+        )
         alone = machine.for_ranks(1)
-        assert (alone.cpu_update_params_per_s or 0) >= (machine.cpu_update_params_per_s or 0)
-        assert (alone.host_memory_bytes_per_s or 0) <= (box.host_memory_bytes_per_s or 0)
+        assert (alone.cpu_update_params_per_s or 0) >= (
+            machine.cpu_update_params_per_s or 0
+        )
+        assert (alone.host_memory_bytes_per_s or 0) <= (
+            box.host_memory_bytes_per_s or 0
+        )
 
 
 def test_preset__states_consistent_peaks_of_its_gpu() -> None:
@@ -77,30 +103,48 @@ def test_preset__states_consistent_peaks_of_its_gpu() -> None:
         assert flops["float16"] <= 2.05 * flops["tf32"]
         assert flops.get("float8", 0.0) <= 2.05 * flops["float16"]
         assert (gpu.compute_capability is None) == name.startswith("mi300")
-        # Traffic with the GPU's own memory is faster than with other GPUs, and that is faster than with the host.
+        # Traffic with the GPU's own memory is faster than with other GPUs, and that is
+        # faster than with the host.
         assert (gpu.peer_bytes_per_s is None) == (name in UNIFIED)
         if gpu.peer_bytes_per_s is not None:
-            assert (gpu.memory_bytes_per_s or 0) > gpu.peer_bytes_per_s > (preset(name).h2d_bytes_per_s or 0)
+            assert (
+                (gpu.memory_bytes_per_s or 0)
+                > gpu.peer_bytes_per_s
+                > (preset(name).h2d_bytes_per_s or 0)
+            )
 
 
 def test_preset__names_the_source_and_the_date_of_every_figure() -> None:
     for name in PRESETS:
         machine = preset(name)
         assert machine.gpu is not None
-        figures = {key for key, value in vars(machine).items() if isinstance(value, float)}
-        figures |= {f"gpu.{key}" for key, value in vars(machine.gpu).items() if isinstance(value, float)}
+        figures = {
+            key for key, value in vars(machine).items() if isinstance(value, float)
+        }
+        figures |= {
+            f"gpu.{key}"
+            for key, value in vars(machine.gpu).items()
+            if isinstance(value, float)
+        }
         figures |= {f"gpu.flops_per_s.{key}" for key in machine.gpu.flops_per_s}
         sources = machine.extra["source"]["figures"]
         assert set(sources) == figures
         for source in sources.values():
             assert len(source["source"]) > 8
-            assert dt.date(2026, 11, 1) < dt.date.fromisoformat(source["date"]) < dt.date(2027, 12, 31)
+            assert (
+                dt.date(2026, 11, 1)
+                < dt.date.fromisoformat(source["date"])
+                < dt.date(2027, 12, 31)
+            )
         # The parts of the host have one source, which its memory names.
         assert machine.extra["host"]["cpu"]
 
 
 def test_preset__rates_of_nvlink_c2c_are_measured_ones() -> None:
-    rates = {name: (preset(name).h2d_bytes_per_s, preset(name).d2h_bytes_per_s) for name in ("gh200", "gb300")}
+    rates = {
+        name: (preset(name).h2d_bytes_per_s, preset(name).d2h_bytes_per_s)
+        for name in ("gh200", "gb300")
+    }
     assert rates == {"gh200": (416e9, 170e9), "gb300": (172e9, 183e9)}
     for name in rates:
         source = preset(name).extra["source"]["figures"]["d2h_bytes_per_s"]["source"]
@@ -109,12 +153,17 @@ def test_preset__rates_of_nvlink_c2c_are_measured_ones() -> None:
 
 
 def test_preset__unified_memory_is_that_of_gpus_without_memory_of_their_own() -> None:
-    assert [name for name in presets() if preset(name).unified_memory] == sorted(UNIFIED)
+    assert [name for name in presets() if preset(name).unified_memory] == sorted(
+        UNIFIED
+    )
     machine = preset("gb10")
     assert machine_from(json.loads(json.dumps(machine.as_json())), "file") == machine
     # A copy reads and writes the memory.
     assert machine.h2d_bytes_per_s == pytest.approx(SHARES["unified"].value * 273e9 / 2)
-    with pytest.raises(MachineError, match="share their memory or do not: write the link of this GPU, unified"):
+    with pytest.raises(
+        MachineError,
+        match="share their memory or do not: write the link of this GPU, unified",
+    ):
         with_host(machine, "pcie5x16")
     with pytest.raises(MachineError, match="write the link of this GPU, pcie4x16"):
         with_host(preset("rtx4090"), "unified")
@@ -127,9 +176,13 @@ def test_with_host__the_rule_gives_rates_like_those_that_were_fitted(name: str) 
     by_rule = with_host(fitted, fitted.extra["host"]["spec"])
     for key in fitted.extra["fit"]["uncertainty"]:
         ratio = getattr(by_rule, key) / getattr(fitted, key)
-        # What the runs determine: within 12 %; what they do not: within the uncertainty of the fit. The rule for
-        # pageable copies to the host is an assumption.
-        factor = fitted.extra["fit"]["uncertainty"][key] if key in fitted.extra["fit"]["unidentified"] else 1.12
+        # What the runs determine: within 12 %; what they do not: within the uncertainty
+        # of the fit. The rule for pageable copies to the host is an assumption.
+        factor = (
+            fitted.extra["fit"]["uncertainty"][key]
+            if key in fitted.extra["fit"]["unidentified"]
+            else 1.12
+        )
         factor = 2.0 if key == "d2h_pageable_bytes_per_s" else factor
         assert 1 / factor < ratio < factor, (key, ratio)
 
@@ -139,11 +192,17 @@ def test_simulate__runs_the_plan_of_a_simple_policy_on_every_preset() -> None:
         machine, seconds = preset(name), {}
         workload = Workload("1 G", 10**9, 10**8, forward_s=0.1, backward_s=0.2)
         for policy in ("zero-offload", "pipelined", "interleaved:2", "gpu-only"):
-            seconds[policy] = simulate(make_plan(policy, workload, machine), workload, machine).iteration_s
+            seconds[policy] = simulate(
+                make_plan(policy, workload, machine), workload, machine
+            ).iteration_s
         fastest = min(seconds["pipelined"], seconds["interleaved:2"])
         assert 0.3 < fastest < seconds["zero-offload"] < 30
         # With unified memory the CPU may be the faster one.
-        assert 0.3 < seconds["gpu-only"] < (fastest if name not in UNIFIED else seconds["zero-offload"])
+        assert (
+            0.3
+            < seconds["gpu-only"]
+            < (fastest if name not in UNIFIED else seconds["zero-offload"])
+        )
 
 
 def test_with_host__replaces_the_rates_of_the_host_and_keeps_those_of_the_gpu() -> None:
@@ -153,11 +212,24 @@ def test_with_host__replaces_the_rates_of_the_host_and_keeps_those_of_the_gpu() 
     assert machine.host_memory_bytes == 32e9
     assert machine.host_memory_bytes_per_s == pytest.approx(memory_bytes_per_s / 2)
     assert machine.box is not None
-    assert (machine.box.ranks, machine.box.host_memory_bytes_per_s) == (2, pytest.approx(memory_bytes_per_s))
+    assert (machine.box.ranks, machine.box.host_memory_bytes_per_s) == (
+        2,
+        pytest.approx(memory_bytes_per_s),
+    )
     # The GPU has PCIe 4, the host eight lanes: 15.75 GB/s.
-    assert machine.h2d_bytes_per_s == pytest.approx(SHARES["pcie"].value * 15.75e9, rel=1e-3)
-    assert (machine.name, machine.gpu) == ("rtx4090@ddr5-6000-4ch,8-cores,pcie5x8,64GB,2-ranks", sheet.gpu)
-    for key in ("gpu_memory_bytes", "gpu_update_params_per_s", "gpu_cast_params_per_s", "step_overhead_s"):
+    assert machine.h2d_bytes_per_s == pytest.approx(
+        SHARES["pcie"].value * 15.75e9, rel=1e-3
+    )
+    assert (machine.name, machine.gpu) == (
+        "rtx4090@ddr5-6000-4ch,8-cores,pcie5x8,64GB,2-ranks",
+        sheet.gpu,
+    )
+    for key in (
+        "gpu_memory_bytes",
+        "gpu_update_params_per_s",
+        "gpu_cast_params_per_s",
+        "step_overhead_s",
+    ):
         assert getattr(machine, key) == getattr(sheet, key)
     assert set(uncertainty_of(machine)) == set(uncertainty_of(sheet))
     assert accuracy_of(machine).basis == "data sheets"
@@ -165,7 +237,9 @@ def test_with_host__replaces_the_rates_of_the_host_and_keeps_those_of_the_gpu() 
 
 def test_with_host__few_cores_limit_the_cpu_before_memory_does() -> None:
     rates = [
-        with_host(preset("h100-80gb"), f"ddr5-8ch,{cores}-cores,1-rank").cpu_update_params_per_s
+        with_host(
+            preset("h100-80gb"), f"ddr5-8ch,{cores}-cores,1-rank"
+        ).cpu_update_params_per_s
         for cores in (1, 2, 64, 128)
     ]
     assert rates[0] == SHARES["core_update_params_per_s"].value
@@ -181,7 +255,10 @@ def test_with_host__takes_what_is_not_stated_from_the_own_host() -> None:
     for key in ("cpu_update_params_per_s", "h2d_bytes_per_s", "box"):
         assert getattr(larger, key) == getattr(machine, key)
     # CPUs are not taken from the own host where cores are stated.
-    assert with_host(machine, "32-cores").extra["host"]["spec"] == "ddr5-4800-16ch,32-cores,pcie5x16,2048GiB,8-ranks"
+    assert (
+        with_host(machine, "32-cores").extra["host"]["spec"]
+        == "ddr5-4800-16ch,32-cores,pcie5x16,2048GiB,8-ranks"
+    )
 
 
 def test_with_host__a_fitted_machine_is_fitted_no_more() -> None:
@@ -198,9 +275,15 @@ def test_with_host__a_fitted_machine_is_fitted_no_more() -> None:
 
 
 def test_with_host__machines_without_a_stated_host_need_all_parts() -> None:
-    measured = Machine("here", gpu_update_params_per_s=3e10, box=Box(2), extra={"measured": {"h2d_bytes_per_s": {}}})
+    measured = Machine(
+        "here",
+        gpu_update_params_per_s=3e10,
+        box=Box(2),
+        extra={"measured": {"h2d_bytes_per_s": {}}},
+    )
     with pytest.raises(
-        MachineError, match=r"here has no stated host; write also cores .*, the link .*, the size"
+        MachineError,
+        match=r"here has no stated host; write also cores .*, the link .*, the size",
     ) as error:
         with_host(measured, "ddr5-2ch")
     assert "\n" not in str(error.value)
@@ -208,7 +291,10 @@ def test_with_host__machines_without_a_stated_host_need_all_parts() -> None:
     assert machine.box is not None
     assert (machine.box.ranks, machine.host_memory_bytes) == (2, 128e9)
     # A file of a user may have anything under these keys.
-    unusual = replace(measured, extra={"host": 7, "gpu_link": None, "source": "me", "uncertainty": [1]})
+    unusual = replace(
+        measured,
+        extra={"host": 7, "gpu_link": None, "source": "me", "uncertainty": [1]},
+    )
     assert with_host(unusual, HOST).h2d_bytes_per_s == machine.h2d_bytes_per_s
 
 
@@ -238,33 +324,57 @@ def test_find_machine__accepts_a_host_behind_a_name_or_a_file(tmp_path: Path) ->
     ("published", "machine"),
     [
         ("a100-40gb-published", "a100-40gb-sxm"),
-        ("h100-80gb-sxm-published", "h100-80gb@ddr5-4800-16ch,96-cores,2-sockets,512GiB,4-ranks"),
+        (
+            "h100-80gb-sxm-published",
+            "h100-80gb@ddr5-4800-16ch,96-cores,2-sockets,512GiB,4-ranks",
+        ),
     ],
 )
 def test_data_sheet_machine__predicts_the_published_runs_of_its_kind(
     published: str, machine: str, count: int | None
 ) -> None:
-    """docs/machines.md has these errors. The shares of peaks are derived from the same machines."""
+    """docs/machines.md has these errors. The shares of peaks are derived from the same
+    machines."""
     likely = find_machine(machine)
     slow, fast = at_quantile(likely, 0.1), at_quantile(likely, 0.9)
     for trace in list(runs(published).values())[:count]:
         sample = sample_of(trace)
-        update_s, fast_s, slow_s = (sample.simulate(rates).update_s for rates in (likely, fast, slow))
+        update_s, fast_s, slow_s = (
+            sample.simulate(rates).update_s for rates in (likely, fast, slow)
+        )
         assert update_s == pytest.approx(sample.update_s, rel=0.11), trace.name
         assert fast_s < sample.update_s < slow_s, trace.name
 
 
 def test_docs__have_the_rates_of_every_preset() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "machines.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "machines.md").read_text(
+        encoding="utf-8"
+    )
     for name in SHEETS:
         machine = preset(name)
         assert machine.gpu is not None
         flops = machine.gpu.flops_per_s
         peaks = [f"{flops[key] / 1e12:.0f}" for key in ("bfloat16", "tf32", "float32")]
-        memory_gib, memory_rate = (machine.gpu_memory_bytes or 0) / 2**30, (machine.gpu.memory_bytes_per_s or 0) / 1e12
-        assert f"| `{name}` | {memory_gib:.1f} | {' | '.join(peaks)} | {memory_rate:.2f} |" in page
-        keys = ("host_memory_bytes_per_s", "cpu_update_params_per_s", "gpu_update_params_per_s", "host_memory_bytes")
+        memory_gib, memory_rate = (
+            (machine.gpu_memory_bytes or 0) / 2**30,
+            (machine.gpu.memory_bytes_per_s or 0) / 1e12,
+        )
+        assert (
+            f"| `{name}` | {memory_gib:.1f} | {' | '.join(peaks)} | {memory_rate:.2f} |"
+            in page
+        )
+        keys = (
+            "host_memory_bytes_per_s",
+            "cpu_update_params_per_s",
+            "gpu_update_params_per_s",
+            "host_memory_bytes",
+        )
         memory, cpu, gpu, size = (getattr(machine, key) / 1e9 for key in keys)
-        host = f"| `{name}` | {machine.extra['host']['cpu']}: `{machine.extra['host']['spec']}` |"
+        host = (
+            f"| `{name}` | {machine.extra['host']['cpu']}: "
+            f"`{machine.extra['host']['spec']}` |"
+        )
         line = next((line for line in page.splitlines() if line.startswith(host)), "")
-        assert line.endswith(f"| {memory:.0f} | {cpu:.2f} | {gpu:.0f} | {size:.0f} |"), name
+        assert line.endswith(
+            f"| {memory:.0f} | {cpu:.2f} | {gpu:.0f} | {size:.0f} |"
+        ), name

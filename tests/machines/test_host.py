@@ -7,15 +7,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import MachineError
-from ebbtide.machines.host import EXAMPLE, Host, link_bytes_per_s, memory_rate, parse_host, slower_link
+from ebbtide.machines.host import (
+    EXAMPLE,
+    Host,
+    link_bytes_per_s,
+    memory_rate,
+    parse_host,
+    slower_link,
+)
 
 hosts = st.builds(
     Host,
-    st.builds("{}-{}-{}ch".format, st.sampled_from(["ddr4", "ddr5"]), st.integers(1000, 12800), st.integers(1, 64))
+    st.builds(
+        "{}-{}-{}ch".format,
+        st.sampled_from(["ddr4", "ddr5"]),
+        st.integers(1000, 12800),
+        st.integers(1, 64),
+    )
     | st.builds("lpddr5x-{}gb/s".format, st.integers(10, 99999)),
     st.integers(10**9, 10**15),
     st.integers(1, 4096),
-    st.builds("pcie{}x{}".format, st.integers(3, 6), st.sampled_from([1, 2, 4, 8, 16])) | st.just("nvlink-c2c"),
+    st.builds("pcie{}x{}".format, st.integers(3, 6), st.sampled_from([1, 2, 4, 8, 16]))
+    | st.just("nvlink-c2c"),
     st.integers(1, 16),
     st.integers(1, 1024),
 )
@@ -34,7 +47,17 @@ def test_parse_host__reads_its_own_text(host: Host) -> None:
 
 
 REFUSED = [
-    *("", ",", "ddr5", "ddr5-0ch", "ddr5-2ch-4800", "ddr3-2ch", "ddr5-99999-2ch", "lpddr5x-0GB/s", "lpddr5x-2ch"),
+    *(
+        "",
+        ",",
+        "ddr5",
+        "ddr5-0ch",
+        "ddr5-2ch-4800",
+        "ddr3-2ch",
+        "ddr5-99999-2ch",
+        "lpddr5x-0GB/s",
+        "lpddr5x-2ch",
+    ),
     *(
         "0-cores",
         "9999-cores",
@@ -48,7 +71,14 @@ REFUSED = [
         "1e30",
         "2048-ranks",
     ),
-    *("ddr5-2ch,ddr4-2ch", "16-cores,8-cores", "ddr5-2ch,,16-cores", "256GB,512GB", "\n", "ddr5-２ch"),
+    *(
+        "ddr5-2ch,ddr4-2ch",
+        "16-cores,8-cores",
+        "ddr5-2ch,,16-cores",
+        "256GB,512GB",
+        "\n",
+        "ddr5-２ch",
+    ),
 ]
 
 
@@ -80,5 +110,7 @@ def test_rates__are_those_of_the_standards() -> None:
         ("nvlink-c2c", "nvlink-c2c", "nvlink-c2c"),
     ],
 )
-def test_slower_link__is_the_smaller_generation_and_width(gpu: str, host: str, link: str) -> None:
+def test_slower_link__is_the_smaller_generation_and_width(
+    gpu: str, host: str, link: str
+) -> None:
     assert slower_link(gpu, host) == link

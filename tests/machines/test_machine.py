@@ -23,26 +23,54 @@ from tests.interleave.strategies import machines
 
 # A cost that is not known is left out, or is part of another rate.
 SHARES = ("cpu_out_of_place_share", "cpu_remainder_ratio")
-OPTIONAL = ("gpu_cast_params_per_s", "cpu_norm_params_per_s", "operation_s", "pinned_memory_bytes", *SHARES)
-RATES = [key for key, value in vars(Machine()).items() if value is None and key not in ("box", "gpu")]
+OPTIONAL = (
+    "gpu_cast_params_per_s",
+    "cpu_norm_params_per_s",
+    "operation_s",
+    "pinned_memory_bytes",
+    *SHARES,
+)
+RATES = [
+    key
+    for key, value in vars(Machine()).items()
+    if value is None and key not in ("box", "gpu")
+]
 
 
 @given(machines(), st.sets(st.sampled_from(RATES)))
-def test_machine_from__reads_what_as_json_wrote(drawn: Machine, unknown: set[str]) -> None:
-    written = replace(drawn, extra={"fit": {"residuals": [0.1]}}, **dict.fromkeys(unknown))  # type: ignore[arg-type]
+def test_machine_from__reads_what_as_json_wrote(
+    drawn: Machine, unknown: set[str]
+) -> None:
+    written = replace(
+        drawn, extra={"fit": {"residuals": [0.1]}}, **dict.fromkeys(unknown)
+    )  # type: ignore[arg-type]
     assert machine_from(json.loads(json.dumps(written.as_json())), "file") == written
 
 
 def test_machine_from__missing_and_null_values_are_not_known() -> None:
     assert machine_from({}, "m.json") == Machine(name="m.json")
-    assert machine_from(dict.fromkeys(["name", *RATES]), "m.json") == Machine(name="m.json")
-    # No time at all for a step is a measurement; so is an integral float.
-    assert machine_from({"step_overhead_s": 0, "h2d_bytes_per_s": 50_000_000_000}, "") == Machine(
-        name="", step_overhead_s=0.0, h2d_bytes_per_s=5e10
+    assert machine_from(dict.fromkeys(["name", *RATES]), "m.json") == Machine(
+        name="m.json"
     )
+    # No time at all for a step is a measurement; so is an integral float.
+    assert machine_from(
+        {"step_overhead_s": 0, "h2d_bytes_per_s": 50_000_000_000}, ""
+    ) == Machine(name="", step_overhead_s=0.0, h2d_bytes_per_s=5e10)
 
 
-IMPOSSIBLE = (-1, -1e-9, 1e20, 10**400, "fast", True, [1], {}, math.inf, -math.inf, math.nan)
+IMPOSSIBLE = (
+    -1,
+    -1e-9,
+    1e20,
+    10**400,
+    "fast",
+    True,
+    [1],
+    {},
+    math.inf,
+    -math.inf,
+    math.nan,
+)
 # 50 is meant as GB/s, and would be replayed as 50 bytes a second.
 IN_ANOTHER_UNIT = (0, 50.0, 1e-300)
 
@@ -54,7 +82,10 @@ def test_machine_from__refuses_impossible_values_and_wrong_units() -> None:
                 machine_from(MACHINE | {key: value}, "m.json")
         if key not in ("step_overhead_s", "operation_s", *SHARES):
             for value in IN_ANOTHER_UNIT:
-                with pytest.raises(MachineError, match=f"{key} is {value:g}; it must be a number from 1e"):
+                with pytest.raises(
+                    MachineError,
+                    match=f"{key} is {value:g}; it must be a number from 1e",
+                ):
                     machine_from({key: value}, "m.json")
 
 
@@ -72,7 +103,9 @@ def test_machine_from__refuses_impossible_values_and_wrong_units() -> None:
         (None, "cannot be read"),
     ],
 )
-def test_load_machine__refuses_files_that_are_not_machines(tmp_path: Path, content: bytes | None, message: str) -> None:
+def test_load_machine__refuses_files_that_are_not_machines(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
     path = tmp_path / "m.json"
     if content is not None:
         path.write_bytes(content)
@@ -86,11 +119,20 @@ def test_load_machine__refuses_files_that_are_not_machines(tmp_path: Path, conte
 @pytest.mark.parametrize(
     "policy",
     slow(
-        ["zero-offload", "pipelined", "pipelined,grads=blocking", "twin-flow:0.5", "interleaved:2", "gpu-only"],
+        [
+            "zero-offload",
+            "pipelined",
+            "pipelined,grads=blocking",
+            "twin-flow:0.5",
+            "interleaved:2",
+            "gpu-only",
+        ],
         but=["pipelined,grads=blocking", "interleaved:2"],
     ),
 )
-def test_simulate__an_unknown_rate_is_an_error_or_makes_no_difference(policy: str) -> None:
+def test_simulate__an_unknown_rate_is_an_error_or_makes_no_difference(
+    policy: str,
+) -> None:
     job, complete = workload(), machine(duplex_bytes_per_s=60e9, step_overhead_s=0.0)
 
     def seconds(**rates: float | None) -> float:
@@ -102,10 +144,20 @@ def test_simulate__an_unknown_rate_is_an_error_or_makes_no_difference(policy: st
     assert seconds(duplex_bytes_per_s=None) == seconds(duplex_bytes_per_s=100e9)
     assert seconds(step_overhead_s=None) == unchanged
     for key in RATES:
-        if key in ("duplex_bytes_per_s", "step_overhead_s", *OPTIONAL) or key.endswith("memory_bytes"):
+        if key in ("duplex_bytes_per_s", "step_overhead_s", *OPTIONAL) or key.endswith(
+            "memory_bytes"
+        ):
             continue
-        if key == "host_memory_bytes_per_s" or seconds(**{key: getattr(complete, key) / 50}) != unchanged:
-            with pytest.raises(MachineError, match=f"machine box has no {key}, which .*: measure it with `ebbtide cal"):
+        if (
+            key == "host_memory_bytes_per_s"
+            or seconds(**{key: getattr(complete, key) / 50}) != unchanged
+        ):
+            with pytest.raises(
+                MachineError,
+                match=(
+                    f"machine box has no {key}, which .*: measure it with `ebbtide cal"
+                ),
+            ):
                 seconds(**{key: None})
         else:
             assert seconds(**{key: None}) == unchanged
@@ -124,7 +176,9 @@ def test_presets__are_complete_and_name_their_source() -> None:
         assert {"data", "how", "date"} <= set(machine_preset.extra["source"])
 
 
-def test_find_machine__accepts_a_file_a_preset_or_the_recorded_machine(tmp_path: Path) -> None:
+def test_find_machine__accepts_a_file_a_preset_or_the_recorded_machine(
+    tmp_path: Path,
+) -> None:
     name = presets()[0]
     file = tmp_path / "m.json"
     file.write_text(json.dumps(MACHINE))
@@ -141,12 +195,17 @@ def test_find_machine__takes_the_first_letters_of_one_name() -> None:
 
 
 MISSING_MACHINES = [
-    (None, "name one with --machine, a file (`ebbtide calibrate` writes it) or one of a10, a100"),
+    (
+        None,
+        "name one with --machine, a file (`ebbtide calibrate` writes it) or one of "
+        "a10, a100",
+    ),
     ("", "cannot be read"),
     ("nosuch", "there is no machine 'nosuch': name a file, or one of a10, a100"),
     (
         "a100",
-        "did you mean a100-40gb-pcie, a100-40gb-published, a100-40gb-sxm or a100-80gb-sxm? `ebbtide machines`",
+        "did you mean a100-40gb-pcie, a100-40gb-published, a100-40gb-sxm or "
+        "a100-80gb-sxm? `ebbtide machines`",
     ),
     ("h1000-80gb", "there is no machine 'h1000-80gb': did you mean h100-80gb,"),
     ("4090", "did you mean rtx4090"),
@@ -165,6 +224,10 @@ def test_find_machine__reports_a_machine_that_does_not_exist() -> None:
 
 def test_load_machine__reads_a_file_of_version_0_2_0() -> None:
     path = Path(__file__).with_name("machine-0.2.0.json")
-    stated = {key: value for key, value in json.loads(path.read_text()).items() if value is not None}
+    stated = {
+        key: value
+        for key, value in json.loads(path.read_text()).items()
+        if value is not None
+    }
     read = load_machine(path).as_json()
     assert {key: read.get(key) for key in stated} == stated

@@ -14,11 +14,15 @@ ROOT = Path(__file__).parents[2]
 
 def _rows(path: Path) -> dict[str, dict[str, str]]:
     with path.open() as file:
-        return {row["name"]: row for row in csv.DictReader(line for line in file if not line.startswith("#"))}
+        return {
+            row["name"]: row
+            for row in csv.DictReader(line for line in file if not line.startswith("#"))
+        }
 
 
 def test_track_record__is_those_of_the_stored_predictions() -> None:
-    """The share is counted anew from the predictions that were committed and the times that were read after them."""
+    """The share is counted anew from the predictions that were committed and the times
+    that were read after them."""
     is_inside = []
     for path in sorted((ROOT / "benchmarks" / "accuracy").glob("*.predicted.csv")):
         measured_path = path.with_name(path.name.replace("predicted", "measured"))
@@ -26,10 +30,19 @@ def test_track_record__is_those_of_the_stored_predictions() -> None:
             continue
         measured = _rows(measured_path)
         for name, row in _rows(path).items():
-            is_inside.append(float(row["low_s"]) <= float(measured[name]["step_s"]) <= float(row["high_s"]))
+            is_inside.append(
+                float(row["low_s"])
+                <= float(measured[name]["step_s"])
+                <= float(row["high_s"])
+            )
     records = track_record()["iterations"]
-    assert records["all"] == {"runs": len(is_inside), "held": pytest.approx(sum(is_inside) / len(is_inside), abs=5e-4)}
-    assert sum(record["runs"] for name, record in records.items() if name != "all") == len(is_inside)
+    assert records["all"] == {
+        "runs": len(is_inside),
+        "held": pytest.approx(sum(is_inside) / len(is_inside), abs=5e-4),
+    }
+    assert sum(
+        record["runs"] for name, record in records.items() if name != "all"
+    ) == len(is_inside)
 
 
 def test_texts__are_short_and_are_what_the_page_says() -> None:
@@ -44,4 +57,8 @@ def test_texts__are_short_and_are_what_the_page_says() -> None:
 
 def test_ranges_text__is_that_of_the_card_or_none() -> None:
     assert "of 823 runs" in (ranges_text("NVIDIA H100 80GB HBM3") or "")
-    assert ranges_text("NVIDIA A10") == ranges_text("") == "80 % range; no run of this card was compared"
+    assert (
+        ranges_text("NVIDIA A10")
+        == ranges_text("")
+        == "80 % range; no run of this card was compared"
+    )

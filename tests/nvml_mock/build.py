@@ -1,4 +1,5 @@
-"""Compiles the mock of libnvidia-ml.so.1, and loads it into this process in the place of the driver's library."""
+"""Compiles the mock of libnvidia-ml.so.1, and loads it into this process in the place
+of the driver's library."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ NEWER_THAN_470 = (
 
 
 def compile_library(folder: Path, without: Collection[str] = ()) -> Path:
-    """Compile the library into a folder, for LD_LIBRARY_PATH; skip the test where there is no gcc.
+    """Compile the library into a folder, for LD_LIBRARY_PATH; skip the test where there
+    is no gcc.
 
     Args:
         folder: The folder, which is created.
@@ -37,10 +39,22 @@ def compile_library(folder: Path, without: Collection[str] = ()) -> Path:
         pytest.skip("the mock of libnvidia-ml.so.1 needs gcc")
     folder.mkdir(parents=True)
     exported = folder / "exported.map"
-    exported.write_text("{ global: nvml*; local: " + "".join(f"{name}; " for name in without) + "*; };\n")
+    exported.write_text(
+        "{ global: nvml*; local: "
+        + "".join(f"{name}; " for name in without)
+        + "*; };\n"
+    )
     flags = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O1", "-fPIC", "-shared"]
     subprocess.run(
-        [gcc, *flags, str(SOURCE), f"-Wl,--version-script={exported}", "-o", str(folder / LIBRARY)], check=True
+        [
+            gcc,
+            *flags,
+            str(SOURCE),
+            f"-Wl,--version-script={exported}",
+            "-o",
+            str(folder / LIBRARY),
+        ],
+        check=True,
     )
     return folder
 
@@ -66,7 +80,8 @@ class LoadedMock:
 
 @contextmanager
 def loaded(folder: Path, description: Path) -> Iterator[LoadedMock]:
-    """Make pynvml use the library of a folder in this process, until the end of the block."""
+    """Make pynvml use the library of a folder in this process, until the end of the
+    block."""
     import pynvml
 
     library = ctypes.CDLL(str(folder / LIBRARY))

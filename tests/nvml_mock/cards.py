@@ -30,14 +30,16 @@ class MockCard:
         h2d: Bytes/s to the card.
         d2h: Bytes/s from the card.
         burst_ns: With it, bytes move only in the first half of each such period.
-        counters: The kind of its byte counters: 32 bits (as such, or in a 64-bit field), 64 bits, or floating point.
+        counters: The kind of its byte counters: 32 bits (as such, or in a 64-bit
+            field), 64 bits, or floating point.
         gpm: Whether it has a performance monitor.
         throughput: Whether it has nvmlDeviceGetPcieThroughput.
         c2c_links: Number of NVLink-C2C links.
         c2c_status: 1 if these are active.
         mig_devices: Its MIG devices, if `mig_mode` is 1.
         lost_ns: Time after nvmlInit at which it falls off the bus.
-        live: A file of the stand-in for the CUDA runtime, whose bytes in use and counters it has (tests/cuda_runtime).
+        live: A file of the stand-in for the CUDA runtime, whose bytes in use and
+            counters it has (tests/cuda_runtime).
         errors: Return codes of functions, by their names.
     """
 
@@ -73,8 +75,11 @@ class MockCard:
     live: str | None = None
     errors: dict[str, int] = field(default_factory=dict)
 
-    def bytes_between(self, direction: Literal["h2d", "d2h"], start_ns: int, end_ns: int) -> float:
-        """Return the bytes that move in a direction in a span of the monotonic clock."""
+    def bytes_between(
+        self, direction: Literal["h2d", "d2h"], start_ns: int, end_ns: int
+    ) -> float:
+        """Return the bytes that move in a direction in a span of the monotonic
+        clock."""
         rate: int = getattr(self, direction)
         return rate * (self._active_ns(end_ns) - self._active_ns(start_ns)) / SECOND_NS
 
@@ -109,9 +114,21 @@ A100 = MockCard(
     d2h=1_500_000_000,
 )
 H100 = MockCard(
-    card_uuid(0x100), "NVIDIA H100 80GB HBM3", wave_ns=400_000_000, counters="uint64", gpm=True, h2d=41_000_000_000
+    card_uuid(0x100),
+    "NVIDIA H100 80GB HBM3",
+    wave_ns=400_000_000,
+    counters="uint64",
+    gpm=True,
+    h2d=41_000_000_000,
 )
-H200 = MockCard(card_uuid(0x200), "NVIDIA H200", total=141 * GIB, gpm=True, h2d=30_000_000_000, d2h=28_000_000_000)
+H200 = MockCard(
+    card_uuid(0x200),
+    "NVIDIA H200",
+    total=141 * GIB,
+    gpm=True,
+    h2d=30_000_000_000,
+    d2h=28_000_000_000,
+)
 GB200 = MockCard(
     card_uuid(0x6B200),
     "NVIDIA GB200",
@@ -126,8 +143,17 @@ GB200 = MockCard(
     max_generation=6,
 )
 # Its driver does not report the links of NVLink-C2C.
-GH200 = MockCard(card_uuid(0x6200), "NVIDIA GH200 480GB", total=96 * GIB, counters="uint64", h2d=0, d2h=0)
-GPM_ONLY = replace(H200, uuid=card_uuid(0x201), name="NVIDIA H200 with GPM alone", throughput=False)
+GH200 = MockCard(
+    card_uuid(0x6200),
+    "NVIDIA GH200 480GB",
+    total=96 * GIB,
+    counters="uint64",
+    h2d=0,
+    d2h=0,
+)
+GPM_ONLY = replace(
+    H200, uuid=card_uuid(0x201), name="NVIDIA H200 with GPM alone", throughput=False
+)
 RTX_4090 = MockCard(
     card_uuid(0x4090),
     "NVIDIA GeForce RTX 4090",
@@ -140,7 +166,13 @@ RTX_4090 = MockCard(
     throttle_reasons=0,
 )
 # Its counter moves by 2**32 bytes in 72 ms.
-WRAPPING = MockCard(card_uuid(0x32), "NVIDIA wrapping", counters="uint32", h2d=60_000_000_000, d2h=59_000_000_000)
+WRAPPING = MockCard(
+    card_uuid(0x32),
+    "NVIDIA wrapping",
+    counters="uint32",
+    h2d=60_000_000_000,
+    d2h=59_000_000_000,
+)
 MIG = MockCard(
     card_uuid(0x3160),
     "NVIDIA A100-SXM4-80GB",
@@ -149,7 +181,10 @@ MIG = MockCard(
     generation=4,
     max_generation=4,
     mig_mode=1,
-    mig_devices=(MockInstance(mig_uuid(1), used=2 * GIB), MockInstance(mig_uuid(2), used=7 * GIB)),
+    mig_devices=(
+        MockInstance(mig_uuid(1), used=2 * GIB),
+        MockInstance(mig_uuid(2), used=7 * GIB),
+    ),
     utilization=None,
     errors={"nvmlDeviceGetMemoryInfo": 4},
 )
@@ -167,7 +202,9 @@ VGPU = MockCard(
     instant_power_mw=None,
     temperature_celsius=None,
 )
-LOST = replace(H200, uuid=card_uuid(0x105), name="NVIDIA lost", lost_ns=3 * SECOND_NS // 2)
+LOST = replace(
+    H200, uuid=card_uuid(0x105), name="NVIDIA lost", lost_ns=3 * SECOND_NS // 2
+)
 _FORBIDDEN = (
     "nvmlDeviceGetMemoryInfo",
     "nvmlDeviceGetFieldValues",
@@ -186,7 +223,8 @@ CARDS = (LOST, A100, H100, H200, GB200, RTX_4090, WRAPPING, MIG, VGPU, FORBIDDEN
 
 
 def cuda_device(card: MockCard) -> str:
-    """Return the card that a rank of the job uses, as UUID=BYTES: of a partitioned card, its last MIG device."""
+    """Return the card that a rank of the job uses, as UUID=BYTES: of a partitioned
+    card, its last MIG device."""
     used = card.mig_devices[-1] if card.mig_devices else card
     return f"{used.uuid}={used.total}"
 
@@ -200,7 +238,12 @@ def write_description(path: Path, cards: Iterable[MockCard], **settings: Any) ->
         settings: `init_error`, the return code of nvmlInit, and `driver`.
     """
     listed = list(cards)
-    lines = [f"{key}={value}" for key, value in ({"driver": "580.95.05", "cards": len(listed)} | settings).items()]
+    lines = [
+        f"{key}={value}"
+        for key, value in (
+            {"driver": "580.95.05", "cards": len(listed)} | settings
+        ).items()
+    ]
     for number, card in enumerate(listed):
         lines += _lines(str(number), card)
     path.write_text("\n".join(lines) + "\n")
@@ -210,7 +253,9 @@ def write_description(path: Path, cards: Iterable[MockCard], **settings: Any) ->
 def _lines(prefix: str, described: MockCard | MockInstance) -> Iterator[str]:
     for key, value in vars(described).items():
         if key == "errors":
-            yield from (f"{prefix}.error.{function}={code}" for function, code in value.items())
+            yield from (
+                f"{prefix}.error.{function}={code}" for function, code in value.items()
+            )
         elif key == "mig_devices":
             for number, instance in enumerate(value):
                 yield from _lines(f"{prefix}.{number}", instance)

@@ -38,12 +38,17 @@ OpenMock = Callable[..., tuple[list[Gpu], LoadedMock]]
 
 @pytest.fixture
 def open_mock(drivers: Drivers, tmp_path: Path) -> Iterator[OpenMock]:
-    """Return a function that opens cards in this process, through the real pynvml, and the mock that shows them."""
+    """Return a function that opens cards in this process, through the real pynvml, and
+    the mock that shows them."""
     with ExitStack() as stack:
 
-        def open_cards(*cards: MockCard, old_driver: bool = False, **settings: Any) -> tuple[list[Gpu], LoadedMock]:
+        def open_cards(
+            *cards: MockCard, old_driver: bool = False, **settings: Any
+        ) -> tuple[list[Gpu], LoadedMock]:
             description = write_description(tmp_path / "nvml.txt", cards, **settings)
-            mock = stack.enter_context(loaded(drivers.old if old_driver else drivers.current, description))
+            mock = stack.enter_context(
+                loaded(drivers.old if old_driver else drivers.current, description)
+            )
             nvml = Nvml()
             stack.callback(nvml.close)
             return open_gpus(nvml).gpus, mock

@@ -1,8 +1,9 @@
-"""A training job for `ebbtide profile`: `python job.py SECONDS [UUID=BYTES ...]` trains for so long, a rank per UUID.
+"""A training job for `ebbtide profile`: `python job.py SECONDS [UUID=BYTES ...]` trains
+for so long, a rank per UUID.
 
-Each rank trains on the CPU and says that it does so on the card of its UUID, with so much memory: the functions of
-`torch.cuda` that a recording calls are replaced.
-Without UUIDs the job is what it is, a job on the CPU.
+Each rank trains on the CPU and says that it does so on the card of its UUID, with so
+much memory: the functions of `torch.cuda` that a recording calls are replaced. Without
+UUIDs the job is what it is, a job on the CPU.
 """
 
 from __future__ import annotations
@@ -43,11 +44,14 @@ class HostEvent:
 
 
 def stand_in_for_cuda(card: str) -> None:
-    """Replace the functions of torch.cuda, so that this process uses a card, given as UUID=BYTES."""
+    """Replace the functions of torch.cuda, so that this process uses a card, given as
+    UUID=BYTES."""
     # CUDA gives UUIDs without NVML's prefix.
     prefixed, _, total = card.partition("=")
     bare = str(uuid.UUID(prefixed.partition("-")[2]))
-    properties = SimpleNamespace(name="as CUDA calls it", total_memory=int(total), uuid=bare)
+    properties = SimpleNamespace(
+        name="as CUDA calls it", total_memory=int(total), uuid=bare
+    )
     used = {"all": {"current": 10**9}}
     cuda: dict[str, Any] = {
         "is_initialized": lambda: True,
@@ -59,7 +63,10 @@ def stand_in_for_cuda(card: str) -> None:
     }
     for name, function in cuda.items():
         setattr(torch.cuda, name, function)
-    torch._C._cuda_memoryStats = lambda device: {"allocated_bytes": used, "reserved_bytes": used}
+    torch._C._cuda_memoryStats = lambda device: {
+        "allocated_bytes": used,
+        "reserved_bytes": used,
+    }
 
 
 def train(seconds: float) -> None:
@@ -89,7 +96,9 @@ def main() -> None:
     for rank, card in enumerate(cards):
         pid = os.fork()
         if pid == 0:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(len(cards)))
+            os.environ.update(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(len(cards))
+            )
             stand_in_for_cuda(card)
             train(seconds)
             # What a usual exit does beyond this takes most of a second per rank.

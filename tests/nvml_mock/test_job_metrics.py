@@ -14,7 +14,8 @@ from tests.nvml_mock.cards import H100, cuda_device, write_description
 from tests.nvml_mock.conftest import Drivers
 from tests.profiler.agent.timed_jobs import Record
 
-# Calls `ebbtide.metrics` until the samples of an iteration of the second half have been written.
+# Calls `ebbtide.metrics` until the samples of an iteration of the second half have been
+# written.
 GPU_JOB = """
 import json, sys, time, torch, ebbtide
 from tests.nvml_mock.job import stand_in_for_cuda
@@ -35,11 +36,15 @@ json.dump(rows, open("rows.json", "w"))
 
 
 @pytest.mark.slow
-def test_metrics__have_device_times_and_samples_of_a_gpu(record: Record, drivers: Drivers, tmp_path: Path) -> None:
+def test_metrics__have_device_times_and_samples_of_a_gpu(
+    record: Record, drivers: Drivers, tmp_path: Path
+) -> None:
     environment = {
         "LD_LIBRARY_PATH": str(drivers.current),
         "NVML_MOCK": str(write_description(tmp_path / "nvml.txt", [H100])),
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        ),
     }
     recorded = record(GPU_JOB, env=environment, arguments=[cuda_device(H100)])
     assert recorded.run.returncode == 0, recorded.run.stderr
@@ -47,8 +52,12 @@ def test_metrics__have_device_times_and_samples_of_a_gpu(record: Record, drivers
     trace = recorded.trace
     seconds = durations_ms(intervals(trace, 0)).frame / 1e3
     number = row["ebbtide/iteration"]
-    assert row["ebbtide/phase_seconds/backward"] == pytest.approx(seconds.loc[number, "backward"], abs=1e-6)
-    assert row["ebbtide/iteration_seconds"] == pytest.approx(seconds.loc[number, "iteration"], abs=1e-6)
+    assert row["ebbtide/phase_seconds/backward"] == pytest.approx(
+        seconds.loc[number, "backward"], abs=1e-6
+    )
+    assert row["ebbtide/iteration_seconds"] == pytest.approx(
+        seconds.loc[number, "iteration"], abs=1e-6
+    )
     assert row["ebbtide/capacity_bytes"] == H100.total
     assert row["ebbtide/peak_bytes/device"] in (H100.used, H100.used_high)
     assert row["ebbtide/free_bytes"] == H100.total - row["ebbtide/peak_bytes/device"]
@@ -58,4 +67,7 @@ def test_metrics__have_device_times_and_samples_of_a_gpu(record: Record, drivers
         table = phase_bytes(trace, 0, direction)
         assert table is not None
         moved = table.frame.sum(axis=1)
-        assert any(row[f"ebbtide/link_bytes/{direction}"] == pytest.approx(value, rel=0.02) for value in moved)
+        assert any(
+            row[f"ebbtide/link_bytes/{direction}"] == pytest.approx(value, rel=0.02)
+            for value in moved
+        )

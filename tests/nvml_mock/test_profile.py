@@ -1,4 +1,5 @@
-"""`ebbtide profile` and the commands that read its trace, over every kind of card and failure of NVML."""
+"""`ebbtide profile` and the commands that read its trace, over every kind of card and
+failure of NVML."""
 
 from __future__ import annotations
 
@@ -47,7 +48,10 @@ SOURCES = {
 WITHOUT_LINK = {
     GB200: "copies go over NVLink-C2C, which PCIe counters do not count",
     MIG: "PCIe counters are those of the whole card, not of a MIG device",
-    VGPU: "nvml-counters: Not Supported; gpm: not on this card; nvml-throughput: Not Supported",
+    VGPU: (
+        "nvml-counters: Not Supported; gpm: not on this card; nvml-throughput: Not "
+        "Supported"
+    ),
     FORBIDDEN: "nvml-counters: Insufficient Permissions; gpm: not on this card; "
     "nvml-throughput: Insufficient Permissions",
 }
@@ -55,9 +59,15 @@ NAMES = {card: card.name for card in CARDS}
 
 
 def record(
-    folder: Path, library: Path, cards: Sequence[MockCard], devices: Sequence[str], env: dict[str, str], **settings: Any
+    folder: Path,
+    library: Path,
+    cards: Sequence[MockCard],
+    devices: Sequence[str],
+    env: dict[str, str],
+    **settings: Any,
 ) -> Run:
-    """Profile the job into `folder/run.ebb`, one rank per device, on a machine with the cards."""
+    """Profile the job into `folder/run.ebb`, one rank per device, on a machine with the
+    cards."""
     variables = {
         "LD_LIBRARY_PATH": str(library),
         "NVML_MOCK": str(write_description(folder / "nvml.txt", cards, **settings)),
@@ -66,14 +76,22 @@ def record(
     options = ("--allocator-iterations", "0")
     job = (sys.executable, JOB, str(JOB_S), *devices)
     run = ebbtide(
-        "profile", "-o", folder / "run.ebb", *options, "--", *job, cwd=folder, env={**os.environ, **variables}
+        "profile",
+        "-o",
+        folder / "run.ebb",
+        *options,
+        "--",
+        *job,
+        cwd=folder,
+        env={**os.environ, **variables},
     )
     assert run.returncode == 0, run.stderr
     return run
 
 
 class RecordedBox:
-    """The trace of a job on a machine with one card of each kind; rank n runs on card n.
+    """The trace of a job on a machine with one card of each kind; rank n runs on card
+    n.
 
     Attributes:
         lines: The lines that `ebbtide profile` printed, without the prefix.
@@ -95,12 +113,21 @@ class RecordedBox:
 
     def lines_on(self, card: MockCard) -> list[str]:
         number = self.rank(card)
-        names = (f"GPU {number}:", f"GPU {number} ", f"GPU {number},", f"rank {number}:")
+        names = (
+            f"GPU {number}:",
+            f"GPU {number} ",
+            f"GPU {number},",
+            f"rank {number}:",
+        )
         return [line for line in self.lines if any(name in line for name in names)]
 
 
 def read_lines(stderr: str) -> list[str]:
-    return [line.removeprefix("ebbtide: ") for line in stderr.splitlines() if line.startswith("ebbtide: ")]
+    return [
+        line.removeprefix("ebbtide: ")
+        for line in stderr.splitlines()
+        if line.startswith("ebbtide: ")
+    ]
 
 
 def device_memory(trace: Trace, rank: int = 0) -> pd.DataFrame:
@@ -117,29 +144,41 @@ def read_json(command: str, path: Path) -> Any:
 @pytest.fixture(scope="session")
 def box(drivers: Drivers, tmp_path_factory: pytest.TempPathFactory) -> RecordedBox:
     def fill(folder: Path) -> None:
-        run = record(folder, drivers.current, CARDS, [cuda_device(card) for card in CARDS], {})
+        run = record(
+            folder, drivers.current, CARDS, [cuda_device(card) for card in CARDS], {}
+        )
         (folder / "stderr").write_text(run.stderr)
 
     return RecordedBox(shared_folder(tmp_path_factory, "nvml-box", fill))
 
 
 @pytest.mark.parametrize("card", SOURCES, ids=NAMES.get)
-def test_profile__records_the_rates_of_the_link(box: RecordedBox, card: MockCard) -> None:
+def test_profile__records_the_rates_of_the_link(
+    box: RecordedBox, card: MockCard
+) -> None:
     link = box.link(card)
     assert len(link) >= 3
     assert set(link["device"]) == {"cuda:0"}
     assert set(link["source"]) == {SOURCES[card]}
-    assert (set(link["generation"]), set(link["width"])) == ({card.generation}, {card.width})
+    assert (set(link["generation"]), set(link["width"])) == (
+        {card.generation},
+        {card.width},
+    )
     for direction in ("h2d", "d2h"):
         rates = link[f"{direction}_bytes_per_s"]
-        # A single window may be off by the time between the reading and the look at the clock.
+        # A single window may be off by the time between the reading and the look at the
+        # clock.
         assert rates.median() == pytest.approx(getattr(card, direction), rel=0.03)
-        assert np.average(rates, weights=link["window_ns"]) == pytest.approx(getattr(card, direction), rel=0.1)
+        assert np.average(rates, weights=link["window_ns"]) == pytest.approx(
+            getattr(card, direction), rel=0.1
+        )
     assert [line for line in box.lines_on(card) if "link" in line] == []
 
 
 @pytest.mark.parametrize("card", WITHOUT_LINK, ids=NAMES.get)
-def test_profile__leaves_the_link_missing_with_the_reason(box: RecordedBox, card: MockCard) -> None:
+def test_profile__leaves_the_link_missing_with_the_reason(
+    box: RecordedBox, card: MockCard
+) -> None:
     assert len(box.link(card)) == 0
     device = box.trace.rank(box.rank(card)).main_device
     assert device.link_missing == WITHOUT_LINK[card]
@@ -149,13 +188,19 @@ def test_profile__leaves_the_link_missing_with_the_reason(box: RecordedBox, card
 
 
 def test_profile__gives_nvlink_c2c_no_peak_of_pcie(box: RecordedBox) -> None:
-    links = {card: box.trace.rank(box.rank(card)).main_device.link for card in (GB200, H100)}
+    links = {
+        card: box.trace.rank(box.rank(card)).main_device.link for card in (GB200, H100)
+    }
     assert (links[GB200].generation, links[GB200].peak_bytes_per_s) == (6, None)
     assert links[H100].peak_bytes_per_s == pytest.approx(63e9, rel=1e-3)
 
 
-@pytest.mark.parametrize("card", [A100, H200, GB200, RTX_4090, WRAPPING, VGPU], ids=NAMES.get)
-def test_profile__records_the_memory_of_the_card(box: RecordedBox, card: MockCard) -> None:
+@pytest.mark.parametrize(
+    "card", [A100, H200, GB200, RTX_4090, WRAPPING, VGPU], ids=NAMES.get
+)
+def test_profile__records_the_memory_of_the_card(
+    box: RecordedBox, card: MockCard
+) -> None:
     rows = box.device_memory(card)
     assert len(rows) >= 10
     assert set(rows["device"]) == {"cuda:0"}
@@ -172,24 +217,38 @@ def test_profile__records_changes_of_memory(box: RecordedBox) -> None:
     assert (rows["bytes"] == expected).mean() > 0.9
 
 
-@pytest.mark.parametrize("card", [A100, H100, GB200, RTX_4090, MIG, VGPU, FORBIDDEN], ids=NAMES.get)
-def test_profile__records_the_state_of_the_card(box: RecordedBox, card: MockCard) -> None:
+@pytest.mark.parametrize(
+    "card", [A100, H100, GB200, RTX_4090, MIG, VGPU, FORBIDDEN], ids=NAMES.get
+)
+def test_profile__records_the_state_of_the_card(
+    box: RecordedBox, card: MockCard
+) -> None:
     table = box.trace.gpu(box.rank(card))
     assert len(table) >= 3
     (row,) = table.drop(columns="t_ns").drop_duplicates().to_dict("records")
-    power = card.instant_power_mw if card.instant_power_mw is not None else card.power_mw
+    power = (
+        card.instant_power_mw if card.instant_power_mw is not None else card.power_mw
+    )
     expected = {
         "device": "cuda:0",
         "utilization_percent": card.utilization,
-        "memory_utilization_percent": card.memory_utilization if card.utilization is not None else None,
+        "memory_utilization_percent": card.memory_utilization
+        if card.utilization is not None
+        else None,
         "power_w": None if power is None or card is FORBIDDEN else power / 1e3,
         "sm_clock_mhz": card.sm_clock_mhz,
         "memory_clock_mhz": card.memory_clock_mhz,
         "temperature_celsius": card.temperature_celsius,
         "throttle_reasons": card.throttle_reasons,
     }
-    assert {name: None if pd.isna(value) else value for name, value in row.items()} == expected
-    missing = {"utilization": card.utilization, "power": expected["power_w"], "temperature": card.temperature_celsius}
+    assert {
+        name: None if pd.isna(value) else value for name, value in row.items()
+    } == expected
+    missing = {
+        "utilization": card.utilization,
+        "power": expected["power_w"],
+        "temperature": card.temperature_celsius,
+    }
     lines = [line for line in box.lines_on(card) if line.startswith("not reported by")]
     assert len(lines) == any(value is None for value in missing.values())
     for name, value in missing.items():
@@ -202,15 +261,21 @@ def test_profile__records_a_mig_device_and_names_its_card(box: RecordedBox) -> N
     assert len(rows) >= 10
     assert set(rows["bytes"]) == {ours.used}
     device = box.trace.rank(box.rank(MIG)).main_device
-    assert (device.parent_uuid, device.pci_bus_id) == (MIG.uuid, f"00000000:{0x18 + box.rank(MIG):02X}:00.0")
+    assert (device.parent_uuid, device.pci_bus_id) == (
+        MIG.uuid,
+        f"00000000:{0x18 + box.rank(MIG):02X}:00.0",
+    )
     sampled = {gpu.uuid: gpu for gpu in box.trace.meta.host.gpus}
     assert MIG.uuid not in sampled
-    assert [(sampled[mig.uuid].name, sampled[mig.uuid].capacity_bytes) for mig in MIG.mig_devices] == [
-        (mig.name, mig.total) for mig in MIG.mig_devices
-    ]
+    assert [
+        (sampled[mig.uuid].name, sampled[mig.uuid].capacity_bytes)
+        for mig in MIG.mig_devices
+    ] == [(mig.name, mig.total) for mig in MIG.mig_devices]
 
 
-def test_profile__ends_the_samples_of_a_lost_card_with_one_line(box: RecordedBox) -> None:
+def test_profile__ends_the_samples_of_a_lost_card_with_one_line(
+    box: RecordedBox,
+) -> None:
     (line,) = box.lines_on(LOST)
     assert line.startswith(f"sampling GPU {box.rank(LOST)} stopped after ")
     assert line.endswith(": GPU is lost")
@@ -233,18 +298,31 @@ def test_link__gives_rates_or_the_reason_for_none(box: RecordedBox) -> None:
     printed = read_json("summary --by link", box.path)
     ranks = {CARDS[entry["rank"]]: entry for entry in printed["ranks"]}
     assert {card: ranks[card]["source"] for card in SOURCES} == SOURCES
-    assert {card: (ranks[card]["source"], ranks[card]["missing"]) for card in WITHOUT_LINK} == {
-        card: (None, reason) for card, reason in WITHOUT_LINK.items()
-    }
+    assert {
+        card: (ranks[card]["source"], ranks[card]["missing"]) for card in WITHOUT_LINK
+    } == {card: (None, reason) for card, reason in WITHOUT_LINK.items()}
     for card in SOURCES:
-        uses = [use for use in printed["phases"] if use["rank"] == box.rank(card) and use["phase"] == "other"]
+        uses = [
+            use
+            for use in printed["phases"]
+            if use["rank"] == box.rank(card) and use["phase"] == "other"
+        ]
         rates = {use["direction"]: use["mean_bytes_per_s"] for use in uses}
-        assert rates == {name: pytest.approx(getattr(card, name), rel=0.05) for name in ("h2d", "d2h")}
+        assert rates == {
+            name: pytest.approx(getattr(card, name), rel=0.05)
+            for name in ("h2d", "d2h")
+        }
     for card, reason in WITHOUT_LINK.items():
-        shown = ebbtide_in_process("summary", "--by", "link", box.path, "--rank", box.rank(card)).stdout
+        shown = ebbtide_in_process(
+            "summary", "--by", "link", box.path, "--rank", box.rank(card)
+        ).stdout
         assert f"no GPU link was recorded: {reason}; " in " ".join(shown.split())
     silent = {box.rank(card) for card in WITHOUT_LINK}
-    assert [use for use in printed["phases"] if use["rank"] in silent and use["bytes"] is not None] == []
+    assert [
+        use
+        for use in printed["phases"]
+        if use["rank"] in silent and use["bytes"] is not None
+    ] == []
 
 
 Alone = Callable[..., tuple[Trace, list[str]]]
@@ -252,7 +330,8 @@ Alone = Callable[..., tuple[Trace, list[str]]]
 
 @pytest.fixture
 def record_alone(drivers: Drivers, tmp_path: Path) -> Alone:
-    """Return a function that records a job on one card, and returns the trace and the lines before its summary."""
+    """Return a function that records a job on one card, and returns the trace and the
+    lines before its summary."""
 
     def run(
         card: MockCard,
@@ -275,15 +354,22 @@ def record_alone(drivers: Drivers, tmp_path: Path) -> Alone:
 @pytest.mark.slow
 def test_profile__says_that_a_job_on_the_cpu_used_no_gpu(record_alone: Alone) -> None:
     trace, lines = record_alone(A100)
-    assert lines == ["no recorded process used a GPU: the samples of the GPU of this host are not in the trace"]
+    assert lines == [
+        "no recorded process used a GPU: the samples of the GPU of this host are not "
+        "in the trace"
+    ]
     assert trace.rank(0).main_device.kind == "cpu"
     assert len(trace.link(0)) == 0
 
 
 @pytest.mark.slow
-def test_profile__falls_back_under_an_old_driver(record_alone: Alone, drivers: Drivers) -> None:
+def test_profile__falls_back_under_an_old_driver(
+    record_alone: Alone, drivers: Drivers
+) -> None:
     card = replace(H200, instant_power_mw=None)
-    trace, lines = record_alone(card, cuda_device(card), library=drivers.old, driver="470.256.02")
+    trace, lines = record_alone(
+        card, cuda_device(card), library=drivers.old, driver="470.256.02"
+    )
     assert set(trace.link(0)["source"]) == {"nvml-throughput"}
     assert len(trace.gpu(0)) >= 1
     assert trace.gpu(0)["throttle_reasons"].notna().all()

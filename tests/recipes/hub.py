@@ -1,7 +1,9 @@
-"""A folder that stands in for a hub: models at their published shapes with sparse files, tokenizers, and data sets.
+"""A folder that stands in for a hub: models at their published shapes with sparse
+files, tokenizers, and data sets.
 
-Programs name a model or a data set as their documentation does, `meta-llama/Llama-3.1-8B`, and run in this folder:
-libraries take a name that is a folder as a path.
+Programs name a model or a data set as their documentation does,
+`meta-llama/Llama-3.1-8B`, and run in this folder: libraries take a name that is a
+folder as a path.
 """
 
 from __future__ import annotations
@@ -19,13 +21,30 @@ from typing import Any
 from tests.recipes.models import DATA, MODELS, Data, Model
 
 _CHAT = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + "
+    "message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif "
+    "%}"
 )
-_SPECIAL = ("<unk>", "<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>", "[CLS]", "[SEP]", "[MASK]")
+_SPECIAL = (
+    "<unk>",
+    "<s>",
+    "</s>",
+    "<pad>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+)
 _ROLES = ("system", "user", "assistant")
 # Data types of the tensors that quantized weights consist of, and bytes of a value.
-_QUANTIZED_TYPES = {"qweight": ("I32", 4), "qzeros": ("I32", 4), "g_idx": ("I32", 4), "scales": ("F16", 2)}
+_QUANTIZED_TYPES = {
+    "qweight": ("I32", 4),
+    "qzeros": ("I32", 4),
+    "g_idx": ("I32", 4),
+    "scales": ("F16", 2),
+}
 # Tokens of the vocabulary that texts consist of.
 _WORDS = 400
 
@@ -49,7 +68,9 @@ def _write_model(target: Path, model: Model) -> None:
         write_tokenizer(target, config.get_text_config().vocab_size, model.positions)
     if model.tiktoken_tokens:
         (target / "original").mkdir()
-        (target / "original" / "tokenizer.model").write_text(tiktoken_ranks(model.tiktoken_tokens), encoding="utf-8")
+        (target / "original" / "tokenizer.model").write_text(
+            tiktoken_ranks(model.tiktoken_tokens), encoding="utf-8"
+        )
     _write_files(target, model.files)
 
 
@@ -71,15 +92,32 @@ def _write_config(target: Path, model: Model) -> Any:
     config.save_pretrained(target)
     with torch.device("meta"):
         module = getattr(transformers, model.architecture)(config)
-    tied = set(getattr(module, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
-    tensors = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items() if name not in tied}
-    _write_weights(target, _quantized(tensors, model.config.get("quantization_config")), model.shards)
-    transformers.GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=3).save_pretrained(target)
+    tied = (
+        set(getattr(module, "_tied_weights_keys", None) or ())
+        if config.tie_word_embeddings
+        else set()
+    )
+    tensors = {
+        name: tuple(tensor.shape)
+        for name, tensor in module.state_dict().items()
+        if name not in tied
+    }
+    _write_weights(
+        target,
+        _quantized(tensors, model.config.get("quantization_config")),
+        model.shards,
+    )
+    transformers.GenerationConfig(
+        bos_token_id=1, eos_token_id=2, pad_token_id=3
+    ).save_pretrained(target)
     return config
 
 
-def _quantized(tensors: dict[str, tuple[int, ...]], settings: dict[str, Any] | None) -> dict[str, tuple[int, ...]]:
-    """Return the tensors with those of GPTQ or AWQ in place of the weights of the layers' linear modules."""
+def _quantized(
+    tensors: dict[str, tuple[int, ...]], settings: dict[str, Any] | None
+) -> dict[str, tuple[int, ...]]:
+    """Return the tensors with those of GPTQ or AWQ in place of the weights of the
+    layers' linear modules."""
     if settings is None:
         return tensors
     quantized = {}
@@ -92,7 +130,9 @@ def _quantized(tensors: dict[str, tuple[int, ...]], settings: dict[str, Any] | N
         packed, groups = 32 // settings["bits"], inputs // settings["group_size"]
         is_awq = settings["quant_method"] == "awq"
         quantized |= {
-            f"{module}.qweight": (inputs, outputs // packed) if is_awq else (inputs // packed, outputs),
+            f"{module}.qweight": (inputs, outputs // packed)
+            if is_awq
+            else (inputs // packed, outputs),
             f"{module}.qzeros": (groups, outputs // packed),
             f"{module}.scales": (groups, outputs),
         }
@@ -101,7 +141,9 @@ def _quantized(tensors: dict[str, tuple[int, ...]], settings: dict[str, Any] | N
     return quantized
 
 
-def _write_weights(target: Path, tensors: dict[str, tuple[int, ...]], shards: int) -> None:
+def _write_weights(
+    target: Path, tensors: dict[str, tuple[int, ...]], shards: int
+) -> None:
     """Write weights to one file, or to several with their index."""
     if shards == 1:
         write_sparse_safetensors(target / "model.safetensors", tensors)
@@ -114,11 +156,14 @@ def _write_weights(target: Path, tensors: dict[str, tuple[int, ...]], shards: in
         files |= dict.fromkeys(own, file)
     size = 2 * sum(prod(shape) for shape in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": files}
-    (target / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    (target / "model.safetensors.index.json").write_text(
+        json.dumps(index), encoding="utf-8"
+    )
 
 
 def write_sparse_safetensors(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
-    """Write a safetensors file of zeros, which takes no room on most file systems: bfloat16, or as GPTQ has them."""
+    """Write a safetensors file of zeros, which takes no room on most file systems:
+    bfloat16, or as GPTQ has them."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in tensors.items():
@@ -133,17 +178,33 @@ def write_sparse_safetensors(path: Path, tensors: dict[str, tuple[int, ...]]) ->
 
 
 def write_tokenizer(target: Path, size: int, positions: int) -> None:
-    """Write a tokenizer of `size` tokens, each a word, with special tokens of several models and a chat template."""
+    """Write a tokenizer of `size` tokens, each a word, with special tokens of several
+    models and a chat template."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    words = [*_SPECIAL, *_ROLES, *(f"w{number}" for number in range(size - len(_SPECIAL) - len(_ROLES)))]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    words = [
+        *_SPECIAL,
+        *_ROLES,
+        *(f"w{number}" for number in range(size - len(_SPECIAL) - len(_ROLES))),
+    ]
+    tokenizer = Tokenizer(
+        models.WordLevel(
+            {word: number for number, word in enumerate(words)}, unk_token="<unk>"
+        )
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A </s> $B", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
-    names = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<pad>", "cls": "[CLS]", "sep": "[SEP]"}
+    names = {
+        "bos": "<s>",
+        "eos": "</s>",
+        "unk": "<unk>",
+        "pad": "<pad>",
+        "cls": "[CLS]",
+        "sep": "[SEP]",
+    }
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         model_max_length=positions,
@@ -157,9 +218,14 @@ def write_tokenizer(target: Path, size: int, positions: int) -> None:
 
 def tiktoken_ranks(size: int) -> str:
     """Return a file of `size` byte strings with their ranks, as tiktoken reads them."""
-    tokens = (bytes(parts) for length in (1, 2, 3) for parts in product(range(256), repeat=length))
+    tokens = (
+        bytes(parts)
+        for length in (1, 2, 3)
+        for parts in product(range(256), repeat=length)
+    )
     return "\n".join(
-        f"{base64.b64encode(token).decode()} {rank}" for rank, token in zip(range(size), tokens, strict=False)
+        f"{base64.b64encode(token).decode()} {rank}"
+        for rank, token in zip(range(size), tokens, strict=False)
     )
 
 
@@ -170,11 +236,20 @@ def _write_data(target: Path, data: Data) -> None:
     for split in data.splits:
         with (target / f"{split}.jsonl").open("w", encoding="utf-8") as file:
             for _ in range(data.rows):
-                file.write(json.dumps({key: _value(kind, numbers) for key, kind in data.columns.items()}) + "\n")
+                file.write(
+                    json.dumps(
+                        {
+                            key: _value(kind, numbers)
+                            for key, kind in data.columns.items()
+                        }
+                    )
+                    + "\n"
+                )
 
 
 def _value(kind: Any, numbers: random.Random) -> Any:
-    """Return a value of a column: a text of about so many words, a label below a number (a tuple), or messages."""
+    """Return a value of a column: a text of about so many words, a label below a number
+    (a tuple), or messages."""
     if isinstance(kind, int):
         return _text(kind, numbers)
     if isinstance(kind, tuple):

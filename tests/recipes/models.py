@@ -1,4 +1,5 @@
-"""Models and data sets of the programs: published configurations, and columns with the lengths of their texts."""
+"""Models and data sets of the programs: published configurations, and columns with the
+lengths of their texts."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ class Model:
     """A model of the hub.
 
     Attributes:
-        kind: `model_type` of transformers; None: no model of transformers, only `files`.
+        kind: `model_type` of transformers; None: no model of transformers, only
+            `files`.
         config: Values of its config.json that differ from those of its class.
         positions: Longest text of its tokenizer.
         shards: Files of weights.
-        tiktoken_tokens: Tokens of `original/tokenizer.model`, in the form of tiktoken; 0: there is no such file.
+        tiktoken_tokens: Tokens of `original/tokenizer.model`, in the form of tiktoken;
+            0: there is no such file.
         files: Other files, as JSON.
     """
 
@@ -30,8 +33,9 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
-    """A data set of the hub: columns by name, with the number of words of a text, `(n,)` for a label below n, a list
-    or a dictionary of these, or the value itself; `files`: others, as text or JSON."""
+    """A data set of the hub: columns by name, with the number of words of a text,
+    `(n,)` for a label below n, a list or a dictionary of these, or the value itself;
+    `files`: others, as text or JSON."""
 
     columns: dict[str, Any]
     rows: int = 120
@@ -46,7 +50,11 @@ def _llama(**config: Any) -> Model:
 
 def _qwen2(**config: Any) -> Model:
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
-    return Model("qwen2", "Qwen2ForCausalLM", {"dtype": "bfloat16", "rms_norm_eps": 1e-6, **ids, **config})
+    return Model(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        {"dtype": "bfloat16", "rms_norm_eps": 1e-6, **ids, **config},
+    )
 
 
 _LLAMA_3_ROPE = {
@@ -65,7 +73,13 @@ _GPTQ = {
     "bits": 4, "quant_method": "gptq", "group_size": 128, "desc_act": True, "sym": True, "damp_percent": 0.1,
     "true_sequential": True, "checkpoint_format": "gptq",
 }  # fmt: skip
-_AWQ = {"bits": 4, "quant_method": "awq", "group_size": 128, "version": "gemm", "zero_point": True}
+_AWQ = {
+    "bits": 4,
+    "quant_method": "awq",
+    "group_size": 128,
+    "version": "gemm",
+    "zero_point": True,
+}
 _QWEN2_0_5B = _qwen2(
     vocab_size=151_936, hidden_size=896, intermediate_size=4_864, num_hidden_layers=24, num_attention_heads=14,
     num_key_value_heads=2, max_position_embeddings=32_768, tie_word_embeddings=True,
@@ -84,12 +98,24 @@ _SDXL_AUTOENCODER = {
 }  # fmt: skip
 MODELS = {
     "meta-llama/Llama-3.1-8B": _LLAMA_3_1_8B,
-    "meta-llama/Meta-Llama-3.1-8B-Instruct": replace(_LLAMA_3_1_8B, shards=4, tiktoken_tokens=128_000),
+    "meta-llama/Meta-Llama-3.1-8B-Instruct": replace(
+        _LLAMA_3_1_8B, shards=4, tiktoken_tokens=128_000
+    ),
     "hugging-quants/Meta-Llama-3.1-8B-Instruct-GPTQ-INT4": replace(
-        _LLAMA_3_1_8B, config={**_LLAMA_3_1_8B.config, "dtype": "float16", "quantization_config": _GPTQ}
+        _LLAMA_3_1_8B,
+        config={
+            **_LLAMA_3_1_8B.config,
+            "dtype": "float16",
+            "quantization_config": _GPTQ,
+        },
     ),
     "hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4": replace(
-        _LLAMA_3_1_8B, config={**_LLAMA_3_1_8B.config, "dtype": "float16", "quantization_config": _AWQ}
+        _LLAMA_3_1_8B,
+        config={
+            **_LLAMA_3_1_8B.config,
+            "dtype": "float16",
+            "quantization_config": _AWQ,
+        },
     ),
     "meta-llama/Llama-3.2-1B-Instruct": _llama(
         vocab_size=128_256,
@@ -127,35 +153,58 @@ MODELS = {
         512,
     ),
     "openai-community/gpt2-xl": Model(
-        "gpt2", "GPT2LMHeadModel", {"n_embd": 1_600, "n_head": 25, "n_layer": 48, "bos_token_id": 1, "eos_token_id": 2}
+        "gpt2",
+        "GPT2LMHeadModel",
+        {
+            "n_embd": 1_600,
+            "n_head": 25,
+            "n_layer": 48,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
     ),
     "stabilityai/stable-diffusion-xl-base-1.0": Model(
-        None, files={"unet/config.json": _SDXL_UNET, "vae/config.json": _SDXL_AUTOENCODER}
+        None,
+        files={"unet/config.json": _SDXL_UNET, "vae/config.json": _SDXL_AUTOENCODER},
     ),
     "Qwen/Qwen2-0.5B-Instruct": _QWEN2_0_5B,
-    "google-bert/bert-base-cased": Model("bert", "BertForMaskedLM", {"vocab_size": 28_996, "pad_token_id": 3}, 512),
+    "google-bert/bert-base-cased": Model(
+        "bert", "BertForMaskedLM", {"vocab_size": 28_996, "pad_token_id": 3}, 512
+    ),
 }
 
 _TURNS = [{"role": "user", "content": 120}, {"role": "assistant", "content": 240}]
 _ALPACA = {"instruction": 12, "input": 6, "output": 60}
 DATA = {
     "llamafactory": Data(
-        _ALPACA, 300, ("train",), {"dataset_info.json": {"alpaca_en_demo": {"file_name": "train.jsonl"}}}
+        _ALPACA,
+        300,
+        ("train",),
+        {"dataset_info.json": {"alpaca_en_demo": {"file_name": "train.jsonl"}}},
     ),
     "teknium/GPT4-LLM-Cleaned": Data(_ALPACA, 300, ("train",)),
     "allenai/c4": Data(
         {"text": 400, "timestamp": 1, "url": 1},
         300,
         ("train",),
-        {"README.md": "---\nconfigs:\n- config_name: en\n  data_files: train.jsonl\n---\n"},
+        {
+            "README.md": (
+                "---\nconfigs:\n- config_name: en\n  data_files: train.jsonl\n---\n"
+            )
+        },
     ),
-    "sentence-transformers/all-nli": Data({"anchor": 14, "positive": 8, "negative": 8}, 300),
+    "sentence-transformers/all-nli": Data(
+        {"anchor": 14, "positive": 8, "negative": 8}, 300
+    ),
     "yahma/alpaca-cleaned": Data({**_ALPACA, "output": 110}, 1_000, ("train",)),
     "trl-lib/Capybara": Data({"messages": _TURNS * 2}),
-    "trl-lib/ultrafeedback_binarized": Data({"prompt": _TURNS[:1], "chosen": _TURNS[1:], "rejected": _TURNS[1:]}),
+    "trl-lib/ultrafeedback_binarized": Data(
+        {"prompt": _TURNS[:1], "chosen": _TURNS[1:], "rejected": _TURNS[1:]}
+    ),
     "Yelp/yelp_review_full": Data({"text": 130, "label": (5,)}, 120),
     "nyu-mll/glue/mrpc": Data(
-        {"sentence1": 22, "sentence2": 22, "label": (2,), "idx": (120,)}, splits=("train", "validation")
+        {"sentence1": 22, "sentence2": 22, "label": (2,), "idx": (120,)},
+        splits=("train", "validation"),
     ),
     "tatsu-lab/alpaca": Data({**_ALPACA, "text": 90}, 300, ("train",)),
 }

@@ -12,12 +12,14 @@ class Program:
     Attributes:
         framework: The framework, and the package whose version is shown.
         shape: The job in a few words: model, method, batch and length.
-        command: What follows `ebbtide dry-run --`; `jobs/` has scripts and configurations.
+        command: What follows `ebbtide dry-run --`; `jobs/` has scripts and
+            configurations.
         source: Page of the documentation.
         needs: Models and data sets, by their names on the hub.
         gpu: Preset of the machine.
         ranks: Ranks where the command does not state them.
-        environment: Environment that it runs in, by the name of its file `requirements-NAME.txt`.
+        environment: Environment that it runs in, by the name of its file
+            `requirements-NAME.txt`.
         steps: Iterations: 1 where the program does not get further with this torch.
     """
 
@@ -38,7 +40,10 @@ _DEEPSPEED = ("DeepSpeed", "deepspeed")
 _MEGATRON = ("Megatron-core", "megatron-core")
 _MEGATRON_PAGE = "https://docs.nvidia.com/megatron-core/developer-guide/latest/get-started/quickstart.html"
 _QUANTIZATION_PAGE = "https://huggingface.co/docs/peft/developer_guides/quantization"
-_TORCHTUNE, _TORCHTUNE_PAGE = ("torchtune", "torchtune"), "https://github.com/meta-pytorch/torchtune"
+_TORCHTUNE, _TORCHTUNE_PAGE = (
+    ("torchtune", "torchtune"),
+    "https://github.com/meta-pytorch/torchtune",
+)
 _TORCHTUNE_NEEDS = ("meta-llama/Meta-Llama-3.1-8B-Instruct", "yahma/alpaca-cleaned")
 # Where the model is; the configurations of torchtune name a folder below /tmp.
 _LLAMA_3_1 = (
@@ -50,7 +55,8 @@ PROGRAMS = (
         "trl-sft",
         _TRL,
         "Qwen2.5-0.5B, full, packed, 8 x 1,024",
-        "trl sft --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name trl-lib/Capybara --packing "
+        "trl sft --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name "
+        "trl-lib/Capybara --packing "
         "--output_dir Qwen2.5-0.5B-SFT",
         "https://huggingface.co/docs/trl/clis",
         ("Qwen/Qwen2.5-0.5B", "trl-lib/Capybara"),
@@ -59,9 +65,12 @@ PROGRAMS = (
         "trl-dpo",
         _TRL,
         "Qwen2-0.5B, LoRA 32, 2 x 8 x 1,024",
-        "trl dpo --model_name_or_path Qwen/Qwen2-0.5B-Instruct --dataset_name trl-lib/ultrafeedback_binarized "
-        "--learning_rate 5.0e-6 --num_train_epochs 1 --per_device_train_batch_size 2 --gradient_accumulation_steps 8 "
-        "--eval_strategy steps --eval_steps 50 --use_peft --lora_r 32 --lora_alpha 16 --output_dir Qwen2-0.5B-DPO",
+        "trl dpo --model_name_or_path Qwen/Qwen2-0.5B-Instruct --dataset_name "
+        "trl-lib/ultrafeedback_binarized "
+        "--learning_rate 5.0e-6 --num_train_epochs 1 --per_device_train_batch_size 2 "
+        "--gradient_accumulation_steps 8 "
+        "--eval_strategy steps --eval_steps 50 --use_peft --lora_r 32 --lora_alpha 16 "
+        "--output_dir Qwen2-0.5B-DPO",
         "https://huggingface.co/docs/trl/dpo_trainer",
         ("Qwen/Qwen2-0.5B-Instruct", "trl-lib/ultrafeedback_binarized"),
     ),
@@ -87,7 +96,8 @@ PROGRAMS = (
         "accelerate-nlp",
         ("accelerate", "accelerate"),
         "BERT base, full, bf16, 16 x 128 on each of 2 ranks",
-        "accelerate launch --num_processes 2 --mixed_precision bf16 jobs/accelerate_nlp.py",
+        "accelerate launch --num_processes 2 --mixed_precision bf16 "
+        "jobs/accelerate_nlp.py",
         "https://huggingface.co/docs/accelerate/basic_tutorials/launch",
         ("google-bert/bert-base-cased", "nyu-mll/glue/mrpc"),
         "a100-40gb-pcie",
@@ -96,7 +106,8 @@ PROGRAMS = (
         "trl-reward",
         _TRL,
         "Qwen2.5-0.5B, full, 8 pairs",
-        "trl reward --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name trl-lib/ultrafeedback_binarized "
+        "trl reward --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name "
+        "trl-lib/ultrafeedback_binarized "
         "--output_dir Qwen2.5-0.5B-Reward",
         "https://huggingface.co/docs/trl/reward_trainer",
         ("Qwen/Qwen2.5-0.5B-Instruct", "trl-lib/ultrafeedback_binarized"),
@@ -131,7 +142,8 @@ PROGRAMS = (
         "torchtune-full",
         _TORCHTUNE,
         "Llama-3.1-8B, full, 2, PagedAdamW8bit",
-        "tune run full_finetune_single_device --config llama3_1/8B_full_single_device " + _LLAMA_3_1,
+        "tune run full_finetune_single_device --config llama3_1/8B_full_single_device "
+        + _LLAMA_3_1,
         _TORCHTUNE_PAGE,
         _TORCHTUNE_NEEDS,
         "rtx4090",
@@ -141,7 +153,8 @@ PROGRAMS = (
         "torchtune-lora",
         _TORCHTUNE,
         "Llama-3.1-8B, LoRA 8, 2",
-        "tune run lora_finetune_single_device --config llama3_1/8B_lora_single_device " + _LLAMA_3_1,
+        "tune run lora_finetune_single_device --config llama3_1/8B_lora_single_device "
+        + _LLAMA_3_1,
         _TORCHTUNE_PAGE,
         _TORCHTUNE_NEEDS,
         "rtx4090",
@@ -151,7 +164,8 @@ PROGRAMS = (
         "torchtune-qlora",
         _TORCHTUNE,
         "Llama-3.1-8B, QLoRA 8, 2",
-        "tune run lora_finetune_single_device --config llama3_1/8B_qlora_single_device " + _LLAMA_3_1,
+        "tune run lora_finetune_single_device --config llama3_1/8B_qlora_single_device "
+        + _LLAMA_3_1,
         _TORCHTUNE_PAGE,
         _TORCHTUNE_NEEDS,
         "rtx4090",
@@ -161,7 +175,8 @@ PROGRAMS = (
         "torchtune-packed",
         _TORCHTUNE,
         "Llama-3.1-8B, LoRA 8, packed, 2 x 4,096",
-        "tune run lora_finetune_single_device --config llama3_1/8B_lora_single_device dataset.packed=True "
+        "tune run lora_finetune_single_device --config llama3_1/8B_lora_single_device "
+        "dataset.packed=True "
         "tokenizer.max_seq_len=4096 " + _LLAMA_3_1,
         "https://meta-pytorch.org/torchtune/stable/basics/packing.html",
         _TORCHTUNE_NEEDS,
@@ -171,7 +186,8 @@ PROGRAMS = (
         "torchtune-distributed",
         _TORCHTUNE,
         "Llama-3.1-8B, full, FSDP2 on 4 ranks, 2",
-        "tune run --nproc_per_node 4 full_finetune_distributed --config llama3_1/8B_full " + _LLAMA_3_1,
+        "tune run --nproc_per_node 4 full_finetune_distributed --config "
+        "llama3_1/8B_full " + _LLAMA_3_1,
         _TORCHTUNE_PAGE,
         _TORCHTUNE_NEEDS,
         environment="torchtune",
@@ -180,7 +196,8 @@ PROGRAMS = (
         "deepspeed-zero1",
         _DEEPSPEED,
         "GPT-2 XL, fp16, ZeRO-1 on 8 ranks, 8 x 1,024",
-        "deepspeed --num_gpus 8 jobs/deepspeed_zero.py --deepspeed --deepspeed_config jobs/zero1.json",
+        "deepspeed --num_gpus 8 jobs/deepspeed_zero.py --deepspeed --deepspeed_config "
+        "jobs/zero1.json",
         "https://www.deepspeed.ai/tutorials/zero/",
         ("openai-community/gpt2-xl",),
         "a100-40gb-pcie",
@@ -189,7 +206,8 @@ PROGRAMS = (
         "deepspeed-zero2-offload",
         _DEEPSPEED,
         "GPT-2 XL, fp16, ZeRO-2 with the optimizer on the host, 8 ranks, 8 x 1,024",
-        "deepspeed --num_gpus 8 jobs/deepspeed_zero.py --deepspeed --deepspeed_config jobs/zero2.json",
+        "deepspeed --num_gpus 8 jobs/deepspeed_zero.py --deepspeed --deepspeed_config "
+        "jobs/zero2.json",
         "https://www.deepspeed.ai/tutorials/zero-offload/",
         ("openai-community/gpt2-xl",),
         "a100-40gb-pcie",
@@ -214,7 +232,8 @@ PROGRAMS = (
         "torchtitan",
         ("torchtitan", "torchtitan"),
         "Llama-3.1-8B, full, 8 ranks, 1 x 8,192",
-        "torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b "
+        "torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config "
+        "llama3_8b "
         "--parallelism.spmd_backend partial_dtensor --training.disable_cuda_graphs "
         "--hf_assets_path meta-llama/Llama-3.1-8B --dataloader.dataset_path allenai/c4",
         "https://github.com/pytorch/torchtitan",
@@ -285,7 +304,8 @@ PROGRAMS = (
         "peft-gptq",
         ("GPTQModel", "gptqmodel"),
         "Llama-3.1-8B, 4-bit GPTQ with LoRA 16, fp16, 1 x 2,048, checkpointing",
-        "python jobs/peft_quantized.py hugging-quants/Meta-Llama-3.1-8B-Instruct-GPTQ-INT4",
+        "python jobs/peft_quantized.py "
+        "hugging-quants/Meta-Llama-3.1-8B-Instruct-GPTQ-INT4",
         _QUANTIZATION_PAGE,
         ("hugging-quants/Meta-Llama-3.1-8B-Instruct-GPTQ-INT4",),
         "rtx4090",
@@ -295,7 +315,8 @@ PROGRAMS = (
         "peft-awq",
         ("GPTQModel", "gptqmodel"),
         "Llama-3.1-8B, 4-bit AWQ with LoRA 16, fp16, 1 x 2,048, checkpointing",
-        "python jobs/peft_quantized.py hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4",
+        "python jobs/peft_quantized.py "
+        "hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4",
         _QUANTIZATION_PAGE,
         ("hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4",),
         "rtx4090",
@@ -304,7 +325,8 @@ PROGRAMS = (
     Program(
         "megatron-gpt3",
         _MEGATRON,
-        "GPT-3 175 B, bf16, tensors on 8 and pipeline on 16 ranks (1F1B), 16 x 1 x 2,048",
+        "GPT-3 175 B, bf16, tensors on 8 and pipeline on 16 ranks (1F1B), 16 x 1 x "
+        "2,048",
         "torchrun --nproc_per_node 8 --nnodes 16 jobs/megatron_gpt.py",
         _MEGATRON_PAGE,
     ),
@@ -312,14 +334,16 @@ PROGRAMS = (
         "megatron-interleaved",
         _MEGATRON,
         "GPT-3 175 B, as above, 3 chunks a rank (interleaved 1F1B)",
-        "torchrun --nproc_per_node 8 --nnodes 16 jobs/megatron_gpt.py --virtual-stages 3",
+        "torchrun --nproc_per_node 8 --nnodes 16 jobs/megatron_gpt.py "
+        "--virtual-stages 3",
         _MEGATRON_PAGE,
     ),
     Program(
         "megatron-offload",
         _MEGATRON,
         "GPT-3 175 B, as in megatron-gpt3, all updates on the host",
-        "torchrun --nproc_per_node 8 --nnodes 16 jobs/megatron_gpt.py --optimizer-cpu-offload",
+        "torchrun --nproc_per_node 8 --nnodes 16 jobs/megatron_gpt.py "
+        "--optimizer-cpu-offload",
         _MEGATRON_PAGE,
     ),
     Program(

@@ -1,4 +1,5 @@
-"""Record Megatron-core's own schedules on the CPU, its calls of CUDA answered by the host, and compare the phases.
+"""Record Megatron-core's own schedules on the CPU, its calls of CUDA answered by the
+host, and compare the phases.
 
     python -m tests.recipes.record_megatron FOLDER
 
@@ -15,7 +16,10 @@ from pathlib import Path
 
 from ebbtide.profiler.trace import open_trace
 
-_SIZES = "--tensor-model-parallel-size 1 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
+_SIZES = (
+    "--tensor-model-parallel-size 1 --num-layers 2 --hidden-size 64 "
+    "--num-attention-heads 4 --seq-length 32"
+)
 _STEPS = 4
 _F, _B, _U = "forward", "backward", "update"
 # Name -> (stages, phases of an iteration by stage); four micro-batches.
@@ -28,18 +32,45 @@ _SCHEDULES: dict[str, tuple[int, list[list[str]]]] = {
 
 def record(trace: Path, stages: int) -> list[list[list[str]]]:
     """Record a job. Returns the phases of each iteration of each rank."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(stages)]
-    job = f"tests/recipes/jobs/megatron_gpt.py {_SIZES} --pipeline-model-parallel-size {stages} --micro-batches 4"
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(stages),
+    ]
+    job = (
+        f"tests/recipes/jobs/megatron_gpt.py {_SIZES} --pipeline-model-parallel-size "
+        f"{stages} --micro-batches 4"
+    )
     run = [sys.executable, *launcher, "-m", "tests.recipes.without_cuda", *job.split()]
-    command = [sys.executable, "-m", "ebbtide", "profile", "--force", "-o", str(trace), "--", *run]
-    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    command = [
+        sys.executable,
+        "-m",
+        "ebbtide",
+        "profile",
+        "--force",
+        "-o",
+        str(trace),
+        "--",
+        *run,
+    ]
+    subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+        capture_output=True,
+    )
     recorded = open_trace(trace)
     return [_phases_by_iteration(recorded.phases(rank)) for rank in range(stages)]
 
 
 def _phases_by_iteration(phases: object) -> list[list[str]]:
     rows = phases[["iteration", "phase"]].itertuples(index=False)  # type: ignore[index]
-    return [[phase for _, phase in iteration] for _, iteration in groupby(rows, lambda row: row[0])]
+    return [
+        [phase for _, phase in iteration]
+        for _, iteration in groupby(rows, lambda row: row[0])
+    ]
 
 
 def main(folder: Path) -> int:
@@ -47,7 +78,10 @@ def main(folder: Path) -> int:
     for name, (stages, phases) in _SCHEDULES.items():
         recorded = record(folder / "megatron.ebb", stages)
         expected = [[[*of_stage, _U]] * _STEPS for of_stage in phases]
-        print(f"{name:24}{'as expected' if recorded == expected else f'FAILED: {recorded}'}", flush=True)
+        print(
+            f"{name:24}{'as expected' if recorded == expected else f'FAILED: {recorded}'}",
+            flush=True,
+        )
         failed += recorded != expected
     return min(failed, 1)
 

@@ -1,8 +1,10 @@
-"""Run the programs in dry runs, and write what each needs as a page of the documentation.
+"""Run the programs in dry runs, and write what each needs as a page of the
+documentation.
 
     python -m tests.recipes.run FOLDER [--only NAME...] [--environments FOLDER] [--page docs/dry-run-recipes.md]
 
-Each environment is a folder `FOLDER/NAME`. Fails if a program fails, or takes more than 3 minutes or 4 GB of the host.
+Each environment is a folder `FOLDER/NAME`. Fails if a program fails, or takes more than
+3 minutes or 4 GB of the host.
 """
 
 from __future__ import annotations
@@ -91,7 +93,11 @@ def run_program(program: Program, folder: Path, python: Path) -> Result:
     log = folder / f"{program.name}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, *program.command.split()], cwd=folder, env=environment, stdout=output, stderr=output
+            [*command, *program.command.split()],
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=output,
         )
         try:
             _, status, usage = os.wait4(process.pid, 0)
@@ -100,19 +106,36 @@ def run_program(program: Program, folder: Path, python: Path) -> Result:
             raise
     version = _version(python, program.framework[1])
     seconds, host_bytes = usage.ru_utime + usage.ru_stime, 1024 * usage.ru_maxrss
-    common = (program.name, os.waitstatus_to_exitcode(status), seconds, host_bytes, version)
+    common = (
+        program.name,
+        os.waitstatus_to_exitcode(status),
+        seconds,
+        host_bytes,
+        version,
+    )
     if common[1] or not trace.exists():
-        return Result(*common, message="\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:]))
+        return Result(
+            *common,
+            message="\n".join(
+                log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+            ),
+        )
     metrics = JobMetrics(open_trace(trace))
     summary = metrics.summary()
     return Result(
-        *common, metrics.pool_peak("reserved"), metrics.capacity_bytes, verdict(metrics), summary.iteration_ms
+        *common,
+        metrics.pool_peak("reserved"),
+        metrics.capacity_bytes,
+        verdict(metrics),
+        summary.iteration_ms,
     )
 
 
 def _version(python: Path, package: str) -> str:
     code = f"from importlib.metadata import version; print(version({package!r}))"
-    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=False
+    ).stdout.strip()
 
 
 def main() -> int:
@@ -132,24 +155,48 @@ def main() -> int:
         if options.only and not any(name in program.name for name in options.only):
             continue
         _make_hub(program, folder, _python(options.environments, "main"))
-        result = run_program(program, folder, _python(options.environments, program.environment))
+        result = run_program(
+            program, folder, _python(options.environments, program.environment)
+        )
         results.append(result)
         print(_line(result), flush=True)
-        (folder / f"{program.name}.json").write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
+        (folder / f"{program.name}.json").write_text(
+            json.dumps(asdict(result), indent=1), encoding="utf-8"
+        )
     if options.page is not None:
         write_page(options.page, folder)
     return 1 if any(result.problem for result in results) else 0
 
 
 def write_page(page: Path, folder: Path) -> None:
-    """Replace the results at the end of a page of the documentation by those of the last runs in a folder."""
-    head = ("program", "framework", "job", "GPU", "GiB reserved", "verdict", "CPU s", "host GB")
-    lines = [f"{date.today():%Y-%m-%d}, {machine_line()}, torch {_version(Path(sys.executable), 'torch')}:", ""]
+    """Replace the results at the end of a page of the documentation by those of the
+    last runs in a folder."""
+    head = (
+        "program",
+        "framework",
+        "job",
+        "GPU",
+        "GiB reserved",
+        "verdict",
+        "CPU s",
+        "host GB",
+    )
+    lines = [
+        f"{date.today():%Y-%m-%d}, {machine_line()}, torch "
+        f"{_version(Path(sys.executable), 'torch')}:",
+        "",
+    ]
     lines += [_row(head), _row(["---"] * len(head))]
     for program in PROGRAMS:
         file = folder / f"{program.name}.json"
         if file.exists():
-            lines.append(_row(_cells(program, Result(**json.loads(file.read_text(encoding="utf-8"))))))
+            lines.append(
+                _row(
+                    _cells(
+                        program, Result(**json.loads(file.read_text(encoding="utf-8")))
+                    )
+                )
+            )
     text = page.read_text(encoding="utf-8").split(_RESULTS)[0]
     page.write_text(f"{text}{_RESULTS}\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
 
@@ -159,11 +206,21 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _cells(program: Program, result: Result) -> list[str]:
-    reserved = "-" if result.reserved_bytes is None else f"{result.reserved_bytes / 2**30:.2f}"
+    reserved = (
+        "-" if result.reserved_bytes is None else f"{result.reserved_bytes / 2**30:.2f}"
+    )
     framework = f"[{program.framework[0]}]({program.source}) {result.version}"
     verdict_text = result.verdict or "failed"
     cost = (f"{result.seconds:.0f}", f"{result.host_bytes / 1e9:.1f}")
-    return [program.name, framework, program.shape, program.gpu, reserved, verdict_text, *cost]
+    return [
+        program.name,
+        framework,
+        program.shape,
+        program.gpu,
+        reserved,
+        verdict_text,
+        *cost,
+    ]
 
 
 def _python(environments: Path, name: str) -> Path:
@@ -173,14 +230,21 @@ def _python(environments: Path, name: str) -> Path:
 def _make_hub(program: Program, folder: Path, python: Path) -> None:
     missing = [name for name in program.needs if not (folder / name).exists()]
     if missing:
-        subprocess.run([python, "-m", "tests.recipes.hub", folder, *missing], cwd=_OWN.parents[1], check=True)
+        subprocess.run(
+            [python, "-m", "tests.recipes.hub", folder, *missing],
+            cwd=_OWN.parents[1],
+            check=True,
+        )
 
 
 def _line(result: Result) -> str:
     cost = f"{result.seconds:5.0f} s  {result.host_bytes / 1e9:4.1f} GB"
     if result.problem:
         return f"{result.name:28} {cost}  FAILED: {result.problem}"
-    return f"{result.name:28} {cost}  {(result.reserved_bytes or 0) / 2**30:6.2f} GiB  {result.verdict}"
+    return (
+        f"{result.name:28} {cost}  {(result.reserved_bytes or 0) / 2**30:6.2f} GiB  "
+        f"{result.verdict}"
+    )
 
 
 if __name__ == "__main__":

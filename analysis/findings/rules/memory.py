@@ -37,45 +37,63 @@ def does_not_fit(metrics: JobMetrics) -> Finding | None:
         "The job does not fit into the device's memory",
         None,
         (
-            f"it needs {bytes_text(capacity - free)} of the {bytes_text(capacity)} that it may use "
+            f"it needs {bytes_text(capacity - free)} of the {bytes_text(capacity)} "
+            "that it may use "
             f"({metrics.free_pool}): {bytes_text(-free)} are missing",
         ),
-        f"`ebbtide plan {metrics.trace.path} --machine M` finds the least change with which it fits: offload, "
+        f"`ebbtide plan {metrics.trace.path} --machine M` finds the least change with "
+        "which it fits: offload, "
         "activation checkpointing, a smaller micro-batch, more ranks, another machine",
     )
 
 
 _MIN_FREE_BYTES = 2**30
-# Without offloaded state: memory that is always free is reported from this share of the device on.
+# Without offloaded state: memory that is always free is reported from this share of the
+# device on.
 _UNUSED_SHARE = 0.25
 
 
 @rule("free-memory", GPU)
 def free_memory(metrics: JobMetrics) -> Finding | Unknown | None:
-    """Compare the free memory with the offloaded state and its gradients, by the rules of `largest_split`; without
-    iterations that of the whole trace, and without a gain. Only a split that was simulated is advised."""
+    """Compare the free memory with the offloaded state and its gradients, by the rules
+    of `largest_split`; without iterations that of the whole trace, and without a gain.
+    Only a split that was simulated is advised."""
     free, capacity = metrics.always_free_bytes, metrics.capacity_bytes
     if free is None or capacity is None:
-        return free_memory.unknown("how much device memory is free all the time?", record_memory(metrics))
-    moments = "of every steady iteration" if metrics.iteration_ms is not None else "of the trace"
+        return free_memory.unknown(
+            "how much device memory is free all the time?", record_memory(metrics)
+        )
+    moments = (
+        "of every steady iteration"
+        if metrics.iteration_ms is not None
+        else "of the trace"
+    )
     measured = (
-        f"{bytes_text(free)} of {bytes_text(capacity)} are free at every moment {moments} (capacity minus "
+        f"{bytes_text(free)} of {bytes_text(capacity)} are free at every moment "
+        f"{moments} (capacity minus "
         f"{metrics.free_pool})"
     )
     update, offloaded = metrics.phase_ms(UPDATE), metrics.offloaded_params
     split = largest_split(metrics) if free >= _MIN_FREE_BYTES else None
     if split is not None and update and offloaded:
-        state, gradient = state_bytes(metrics.entry), param_bytes(metrics.entry) if split.ratio == 0 else MASTER_BYTES
+        state, gradient = (
+            state_bytes(metrics.entry),
+            param_bytes(metrics.entry) if split.ratio == 0 else MASTER_BYTES,
+        )
         evidence = (
             measured,
-            f"the optimizer state of {count_text(split.moved_params)} parameters ({state:g} B each, and {gradient:g} B "
-            f"of gradients) fits there permanently, {100 * split.moved_params / offloaded:.0f} % of "
+            f"the optimizer state of {count_text(split.moved_params)} parameters "
+            f"({state:g} B each, and {gradient:g} B "
+            "of gradients) fits there permanently, "
+            f"{100 * split.moved_params / offloaded:.0f} % of "
             "what this rank offloads",
         )
         estimate = clamp_gain(update * split.moved_params / offloaded)
         title = f"Optimizer state is offloaded, but {bytes_text(free)} are always free"
         if metrics.adviser is None or not metrics.adviser.can_simulate:
-            return free_memory.finding(title, estimate, evidence, _simulate_text(metrics))
+            return free_memory.finding(
+                title, estimate, evidence, _simulate_text(metrics)
+            )
         setting = metrics.adviser.split_setting()
         if setting is None:
             return None
@@ -99,22 +117,28 @@ def free_memory(metrics: JobMetrics) -> Finding | Unknown | None:
 def _simulate_text(metrics: JobMetrics) -> str:
     """Return the command that simulates static splits on a machine that is named."""
     return (
-        f"`ebbtide replay {metrics.trace.path} --recommend --machine M` simulates whether a static split is faster "
+        f"`ebbtide replay {metrics.trace.path} --recommend --machine M` simulates "
+        "whether a static split is faster "
         "(`ebbtide machines` lists machines, `ebbtide calibrate` measures yours)"
     )
 
 
-# Of the recorded iteration: smaller gains of plans for layers were seldom measured (docs/layers.md).
+# Of the recorded iteration: smaller gains of plans for layers were seldom measured
+# (docs/layers.md).
 _MIN_LAYER_GAIN = 0.06
 
 
 @rule("recomputation", LAYERS, ITERATIONS, CHECKPOINTING)
 def recomputation(metrics: JobMetrics) -> Finding | Unknown | None:
-    """Compare the simulated iteration in which every layer is computed again with the best choice for each layer."""
-    setting = metrics.adviser.activations_setting() if metrics.adviser is not None else None
+    """Compare the simulated iteration in which every layer is computed again with the
+    best choice for each layer."""
+    setting = (
+        metrics.adviser.activations_setting() if metrics.adviser is not None else None
+    )
     if setting is None or setting.gain_ms is None:
         return recomputation.unknown(
-            "could activations be kept, or copied to the host, instead of computed again?",
+            "could activations be kept, or copied to the host, instead of computed "
+            "again?",
             "a job whose layers are entries of a list of modules",
         )
     if setting.gain_ms < _MIN_LAYER_GAIN * (metrics.iteration_ms or 0.0):
@@ -122,7 +146,10 @@ def recomputation(metrics: JobMetrics) -> Finding | Unknown | None:
     return recomputation.finding(
         "Activations are computed again that memory or the link would have room for",
         setting.gain_ms,
-        ("simulated, with every layer computed again and with the best choice for each",),
+        (
+            "simulated, with every layer computed again and with the best choice for "
+            "each",
+        ),
         setting.text,
         setting,
     )
@@ -130,21 +157,30 @@ def recomputation(metrics: JobMetrics) -> Finding | Unknown | None:
 
 @rule("activation-offload", LAYERS, ITERATIONS, NO_CHECKPOINTING)
 def activation_offload(metrics: JobMetrics) -> Finding | None:
-    """Compare the best choice for each layer with computing all again, of a job that does not fit with all kept."""
+    """Compare the best choice for each layer with computing all again, of a job that
+    does not fit with all kept."""
     free = metrics.always_free_bytes
     if free is None or free >= 0 or metrics.adviser is None:
         return None
     setting = metrics.adviser.activations_setting()
-    if setting is None or setting.gain_ms is None or setting.iteration_ms is None or not setting.settings["offload"]:
+    if (
+        setting is None
+        or setting.gain_ms is None
+        or setting.iteration_ms is None
+        or not setting.settings["offload"]
+    ):
         return None
     if setting.gain_ms < _MIN_LAYER_GAIN * setting.iteration_ms:
         return None
     return activation_offload.finding(
-        "Activations do not fit, and offloading some of them costs less than computing all of them again",
+        "Activations do not fit, and offloading some of them costs less than "
+        "computing all of them again",
         setting.gain_ms,
         (
-            f"{bytes_text(-free)} of device memory are missing while all activations are kept",
-            "simulated, with every layer computed again and with the best choice for each",
+            f"{bytes_text(-free)} of device memory are missing while all activations "
+            "are kept",
+            "simulated, with every layer computed again and with the best choice for "
+            "each",
         ),
         setting.text,
         setting,
@@ -174,24 +210,28 @@ def memory_outside_torch(metrics: JobMetrics) -> Finding | Unknown | None:
         "Device memory is in use outside torch",
         None,
         (
-            f"{scope_text(metrics)} never less than {bytes_text(largest)} of {bytes_text(capacity)} is in use on the "
+            f"{scope_text(metrics)} never less than {bytes_text(largest)} of "
+            f"{bytes_text(capacity)} is in use on the "
             "device beyond what torch has reserved",
         ),
-        "look for other processes on the card (nvidia-smi), NCCL buffers (NCCL_BUFFSIZE) and libraries with workspaces",
+        "look for other processes on the card (nvidia-smi), NCCL buffers "
+        "(NCCL_BUFFSIZE) and libraries with workspaces",
     )
 
 
 @rule("fragmentation", GPU)
 def fragmentation(metrics: JobMetrics) -> Finding | Unknown | None:
-    """Check the gap `fragmentation` over the iteration, or over a trace without any; where state is offloaded, over the
-    update: torch keeps room for activations then. It counts only where torch reserved more although tensors never
-    filled what it had (`needless_growth`): other settings do not shrink the allocator's cache."""
+    """Check the gap `fragmentation` over the iteration, or over a trace without any;
+    where state is offloaded, over the update: torch keeps room for activations then. It
+    counts only where torch reserved more although tensors never filled what it had
+    (`needless_growth`): other settings do not shrink the allocator's cache."""
     phase = UPDATE if metrics.offloaded and metrics.iteration_ms is not None else None
     gaps, capacity = _gaps(metrics, phase), metrics.capacity_bytes
     if not gaps or capacity is None:
         return fragmentation.unknown(
             "how much of what torch has reserved holds no tensor?",
-            "record with `ebbtide profile`; a monitor file alone does not have torch's counts"
+            "record with `ebbtide profile`; a monitor file alone does not have torch's "
+            "counts"
             if not gaps
             else record_memory(metrics),
         )
@@ -200,7 +240,8 @@ def fragmentation(metrics: JobMetrics) -> Finding | Unknown | None:
     if largest < limit:
         return None
     measured = (
-        f"{scope_text(metrics, phase)} never less than {bytes_text(largest)} of {bytes_text(capacity)} is reserved "
+        f"{scope_text(metrics, phase)} never less than {bytes_text(largest)} of "
+        f"{bytes_text(capacity)} is reserved "
         "without holding a tensor"
     )
     grown = max(needless_growth(metrics.trace, rank) for rank in metrics.trace.ranks)
@@ -208,29 +249,44 @@ def fragmentation(metrics: JobMetrics) -> Finding | Unknown | None:
         return fragmentation.finding(
             "Torch's memory is fragmented",
             None,
-            (measured, f"torch reserved {bytes_text(grown)} more although tensors never filled what it had before"),
+            (
+                measured,
+                f"torch reserved {bytes_text(grown)} more although tensors never "
+                "filled what it had before",
+            ),
             "try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         )
     return fragmentation.finding(
         "Torch has reserved memory that no tensor holds",
         None,
-        (measured, "torch did not reserve more beside it: it is the allocator's cache, and nothing shows fragments"),
+        (
+            measured,
+            "torch did not reserve more beside it: it is the allocator's cache, and "
+            "nothing shows fragments",
+        ),
         "torch.cuda.empty_cache() before the update frees it for the state"
         if phase
-        else "torch.cuda.empty_cache() after what needed it (start-up, evaluation) gives it back to the device; torch "
-        "itself would use it for a larger batch",
+        else (
+            "torch.cuda.empty_cache() after what needed it (start-up, evaluation) "
+            "gives it back to the device; torch "
+            "itself would use it for a larger batch"
+        ),
     )
 
 
 def needless_growth(trace: Trace, rank: int) -> int:
-    """Return the bytes by which `reserved` grew although tensors did not fill what was reserved before: `allocated`
-    stays at the former size or below until `reserved` changes again. What is reserved first, and growth for a
-    short-lived tensor that fills it, do not count."""
+    """Return the bytes by which `reserved` grew although tensors did not fill what was
+    reserved before: `allocated` stays at the former size or below until `reserved`
+    changes again. What is reserved first, and growth for a short-lived tensor that
+    fills it, do not count."""
     spans = memory_spans(trace, rank, "reserved")
     timelines = memory_timeline(trace, rank, "reserved"), _tensors(trace, rank)
     if spans is None:
         return _needless_growth(*timelines)
-    parts = ([_between(timeline, *span) for timeline in timelines] for span in zip(*spans, strict=True))
+    parts = (
+        [_between(timeline, *span) for timeline in timelines]
+        for span in zip(*spans, strict=True)
+    )
     return sum(_needless_growth(*part) for part in parts)
 
 
@@ -240,7 +296,9 @@ def _between(timeline: tuple[Ints, Ints], start: int, end: int) -> tuple[Ints, I
     return times[inside], sizes[inside]
 
 
-def _needless_growth(reserved_timeline: tuple[Ints, Ints], tensor_timeline: tuple[Ints, Ints]) -> int:
+def _needless_growth(
+    reserved_timeline: tuple[Ints, Ints], tensor_timeline: tuple[Ints, Ints]
+) -> int:
     times, reserved = reserved_timeline
     tensor_times, tensors = tensor_timeline
     if len(reserved) < 2 or not len(tensors):
@@ -254,19 +312,24 @@ def _needless_growth(reserved_timeline: tuple[Ints, Ints], tensor_timeline: tupl
 
 
 def _gaps(metrics: JobMetrics, phase: str | None) -> list[int]:
-    """Return the smallest gap of each rank with one. Of a memory snapshot, `requested` stands in for `allocated`."""
+    """Return the smallest gap of each rank with one. Of a memory snapshot, `requested`
+    stands in for `allocated`."""
     gaps = metrics.min_gap_bytes("fragmentation", phase)
     if gaps or metrics.iteration_ms is not None:
         return gaps
     for rank in metrics.trace.ranks:
-        reserved, tensors = memory_timeline(metrics.trace, rank, "reserved"), _tensors(metrics.trace, rank)
+        reserved, tensors = (
+            memory_timeline(metrics.trace, rank, "reserved"),
+            _tensors(metrics.trace, rank),
+        )
         if len(reserved[0]) and len(tensors[0]):
             gaps.append(int(difference(reserved, tensors)[1].min()))
     return gaps
 
 
 def _tensors(trace: Trace, rank: int) -> tuple[Ints, Ints]:
-    """Return (times ns, bytes) of the blocks of tensors, or of what they requested where blocks were not recorded."""
+    """Return (times ns, bytes) of the blocks of tensors, or of what they requested
+    where blocks were not recorded."""
     allocated = memory_timeline(trace, rank, "allocated")
     return allocated if len(allocated[0]) else memory_timeline(trace, rank, "requested")
 
@@ -277,16 +340,23 @@ _MAX_SITES = 3
 @rule("memory-growth", ALLOCATIONS)
 def memory_growth(metrics: JobMetrics) -> Finding | None:
     """Report what `memory_growth` finds, of the rank with the most bytes."""
-    by_rank = {rank: metrics.rank(rank).memory_growth or [] for rank in metrics.trace.ranks}
-    totals = {rank: sum(site.bytes_per_iteration for site in sites) for rank, sites in by_rank.items()}
+    by_rank = {
+        rank: metrics.rank(rank).memory_growth or [] for rank in metrics.trace.ranks
+    }
+    totals = {
+        rank: sum(site.bytes_per_iteration for site in sites)
+        for rank, sites in by_rank.items()
+    }
     rank = max(totals, key=lambda number: totals[number], default=None)
     if rank is None or not totals[rank]:
         return None
     sites = by_rank[rank]
     evidence = [
-        f"rank {rank}: each of {sites[0].iterations} iterations leaves at least {bytes_text(totals[rank])} behind",
+        f"rank {rank}: each of {sites[0].iterations} iterations leaves at least "
+        f"{bytes_text(totals[rank])} behind",
         *(
-            f"{bytes_text(site.bytes_per_iteration)} by {site.site or 'an unknown call site'}"
+            f"{bytes_text(site.bytes_per_iteration)} by "
+            f"{site.site or 'an unknown call site'}"
             + (f" in {site.module}" if site.module else "")
             for site in sites[:_MAX_SITES]
         ),
@@ -295,6 +365,7 @@ def memory_growth(metrics: JobMetrics) -> Finding | None:
         "Memory grows from iteration to iteration",
         None,
         evidence,
-        "look for tensors that are kept at these places: losses that are summed with their graph (use loss.item()), "
+        "look for tensors that are kept at these places: losses that are summed with "
+        "their graph (use loss.item()), "
         "lists and caches of outputs",
     )

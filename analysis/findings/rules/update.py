@@ -4,7 +4,11 @@ from ebbtide.analysis.findings.finding import Finding, Unknown, clamp_gain
 from ebbtide.analysis.findings.needs import ITERATIONS, OFFLOADED
 from ebbtide.analysis.findings.rule import rule
 from ebbtide.analysis.metrics.job import JobMetrics
-from ebbtide.analysis.metrics.recorded_free_memory import has_own_masters, param_bytes, state_bytes
+from ebbtide.analysis.metrics.recorded_free_memory import (
+    has_own_masters,
+    param_bytes,
+    state_bytes,
+)
 from ebbtide.phases import UPDATE
 from ebbtide.state_bytes import STATE_BYTES
 from ebbtide.units import bytes_text, count_text, ms_text
@@ -19,46 +23,73 @@ _REACHED_SHARE = 0.8
 
 @rule("cpu-bound-update", ITERATIONS, OFFLOADED)
 def cpu_bound_update(metrics: JobMetrics) -> Finding | Unknown | None:
-    """Estimate the update if the idle link carried optimizer state: params / (CPU rate + link rate / 12 B), if every
-    parameter whose state it can carry both ways were updated on the GPU. Host memory may allow less."""
-    update, iteration, params = metrics.phase_ms(UPDATE), metrics.iteration_ms, metrics.offloaded_params
-    if not update or not iteration or update < _MIN_SHARE * iteration or not metrics.offloaded:
+    """Estimate the update if the idle link carried optimizer state: params / (CPU rate
+    + link rate / 12 B), if every parameter whose state it can carry both ways were
+    updated on the GPU. Host memory may allow less."""
+    update, iteration, params = (
+        metrics.phase_ms(UPDATE),
+        metrics.iteration_ms,
+        metrics.offloaded_params,
+    )
+    if (
+        not update
+        or not iteration
+        or update < _MIN_SHARE * iteration
+        or not metrics.offloaded
+    ):
         return None
     h2d, d2h = metrics.phase_link(UPDATE, "h2d"), metrics.phase_link(UPDATE, "d2h")
-    shares = [use.share_of_peak for use in (h2d, d2h) if use is not None and use.share_of_peak is not None]
+    shares = [
+        use.share_of_peak
+        for use in (h2d, d2h)
+        if use is not None and use.share_of_peak is not None
+    ]
     if len(shares) < 2:
         return cpu_bound_update.unknown(
             f"the update takes {ms_text(update)}: is the link idle meanwhile?",
-            "record the link: ebbtide profile on a machine with NVML counters, or with --transfers"
-            if metrics.peak_bytes_per_s or not (metrics.has_counters or metrics.has_copies)
+            "record the link: ebbtide profile on a machine with NVML counters, or with "
+            "--transfers"
+            if metrics.peak_bytes_per_s
+            or not (metrics.has_counters or metrics.has_copies)
             else "the link's peak is not known: import with --link 5x16 (PCIe generation 5, 16 lanes)",
         )
     if max(shares) > 1 - _IDLE_SHARE:
         return None
     evidence = [
-        f"the update takes {ms_text(update)}, {100 * update / iteration:.0f} % of the iteration",
-        f"meanwhile h2d is used to {100 * shares[0]:.0f} % of the link's peak, d2h to {100 * shares[1]:.0f} %",
+        f"the update takes {ms_text(update)}, {100 * update / iteration:.0f} % of the "
+        "iteration",
+        f"meanwhile h2d is used to {100 * shares[0]:.0f} % of the link's peak, d2h to "
+        f"{100 * shares[1]:.0f} %",
     ]
     gain = None
     if params and metrics.peak_bytes_per_s:
         cpu_rate = params / (update / 1e3)
-        link_rate = _REACHED_SHARE * metrics.peak_bytes_per_s * (1 - max(shares)) / STATE_BYTES
+        link_rate = (
+            _REACHED_SHARE * metrics.peak_bytes_per_s * (1 - max(shares)) / STATE_BYTES
+        )
         gain = clamp_gain(update - params / (cpu_rate + link_rate) * 1e3)
         evidence.append(
-            f"the CPU updates {count_text(cpu_rate)} parameters/s; the idle part of the link could carry the state of "
+            f"the CPU updates {count_text(cpu_rate)} parameters/s; the idle part of "
+            "the link could carry the state of "
             f"{count_text(link_rate)} parameters/s in and out"
         )
     free = metrics.min_gap_bytes("free", UPDATE)
     if free and params:
-        per_param = state_bytes(metrics.entry, has_own_masters(metrics)) + param_bytes(metrics.entry)
+        per_param = state_bytes(metrics.entry, has_own_masters(metrics)) + param_bytes(
+            metrics.entry
+        )
         evidence.append(
-            f"in the median update at least {bytes_text(min(free))} of device memory are free (capacity minus "
-            f"{metrics.free_pool}): optimizer state and gradients ({per_param:g} B each) of "
-            f"{count_text(min(free) / per_param)} parameters, of {count_text(params)} offloaded ones on this rank"
+            f"in the median update at least {bytes_text(min(free))} of device memory "
+            "are free (capacity minus "
+            f"{metrics.free_pool}): optimizer state and gradients ({per_param:g} B "
+            "each) of "
+            f"{count_text(min(free) / per_param)} parameters, of {count_text(params)} "
+            "offloaded ones on this rank"
         )
     return cpu_bound_update.finding(
         "The update waits for the CPU while the link is idle",
         gain,
         evidence,
-        "update part of the subgroups on the GPU: keep their state there if memory is free, else copy it in and out",
+        "update part of the subgroups on the GPU: keep their state there if memory is "
+        "free, else copy it in and out",
     )

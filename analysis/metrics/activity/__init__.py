@@ -1,1 +1,2 @@
-"""Activity of a GPU over time: compute, communication, copies, idle time and its causes."""
+"""Activity of a GPU over time: compute, communication, copies, idle time and its
+causes."""

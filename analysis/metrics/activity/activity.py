@@ -1,4 +1,5 @@
-"""Activity of the GPU of one rank: per phase, over the whole trace, by cause, kernel and collective."""
+"""Activity of the GPU of one rank: per phase, over the whole trace, by cause, kernel
+and collective."""
 
 from __future__ import annotations
 
@@ -8,8 +9,16 @@ from typing import Any
 import numpy as np
 
 from ebbtide.analysis.dataframes import TabularResult
-from ebbtide.analysis.metrics.activity.busy_time import all_work, busy_time, main_kernels, main_work
-from ebbtide.analysis.metrics.activity.collectives import CollectiveSkew, collective_skew
+from ebbtide.analysis.metrics.activity.busy_time import (
+    all_work,
+    busy_time,
+    main_kernels,
+    main_work,
+)
+from ebbtide.analysis.metrics.activity.collectives import (
+    CollectiveSkew,
+    collective_skew,
+)
 from ebbtide.analysis.metrics.activity.phase_activity import (
     COLUMNS,
     phase_times,
@@ -21,7 +30,12 @@ from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.analysis.metrics.missing import NO_KERNELS, no_iterations
 from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
 from ebbtide.analysis.timeseries.statistics import median_or_none
-from ebbtide.analysis.timeseries.step_functions import Ints, difference, length, union_length
+from ebbtide.analysis.timeseries.step_functions import (
+    Ints,
+    difference,
+    length,
+    union_length,
+)
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 
@@ -31,9 +45,11 @@ _TIMED_KINDS = ("compute", "communication")
 
 @dataclass(frozen=True)
 class KernelTime:
-    """All kernels of one name, or of one operator, on the first device of a rank, over the whole trace."""
+    """All kernels of one name, or of one operator, on the first device of a rank, over
+    the whole trace."""
 
-    name: str | None  # Name of the kernel or of the operator; None: its operator is not known.
+    # Name of the kernel or of the operator; None: its operator is not known.
+    name: str | None
     kind: str  # `compute` or `communication`.
     count: int  # Number of runs.
     time_ms: float  # Sum of their times.
@@ -45,11 +61,14 @@ class KernelTime:
 
 
 def kernel_times(trace: Trace, rank: int, label: str, count: int) -> list[KernelTime]:
-    """Return the `count` kernels with most time, by `name` or `operator`, the largest first; empty if unknown."""
+    """Return the `count` kernels with most time, by `name` or `operator`, the largest
+    first; empty if unknown."""
     rows = trace.columns(rank, "kernels")
     if busy_time(trace, rank) is None or not rows.recorded(label).any():
         return []
-    own = rows.equal("device", main_device(trace, rank)) & rows.matches("kind", _TIMED_KINDS.__contains__)
+    own = rows.equal("device", main_device(trace, rank)) & rows.matches(
+        "kind", _TIMED_KINDS.__contains__
+    )
     (names, texts), (kinds, kind_texts) = rows.codes(label), rows.codes("kind")
     groups = names[own].astype(np.int64) * len(kind_texts) + kinds[own]
     lengths = (rows.ints("end_ns") - rows.ints("start_ns"))[own]
@@ -57,7 +76,9 @@ def kernel_times(trace: Trace, rank: int, label: str, count: int) -> list[Kernel
     lengths, total, times = lengths[order], int(lengths.sum()), []
     present, first = np.unique(groups[order], return_index=True)
     ends = np.append(first[1:], len(lengths))
-    for group in np.argsort(-np.add.reduceat(lengths, first), kind="stable")[:count].tolist():
+    for group in np.argsort(-np.add.reduceat(lengths, first), kind="stable")[
+        :count
+    ].tolist():
         name, kind = divmod(int(present[group]), len(kind_texts))
         runs = lengths[first[group] : ends[group]]
         time = int(runs.sum())
@@ -74,21 +95,37 @@ def kernel_times(trace: Trace, rank: int, label: str, count: int) -> list[Kernel
                 share=time / total if total else 0.0,
             )
         )
-    return sorted(times, key=lambda kernel: (-kernel.time_ms, kernel.name or "", kernel.kind))[:count]
+    return sorted(
+        times, key=lambda kernel: (-kernel.time_ms, kernel.name or "", kernel.kind)
+    )[:count]
 
 
 def kernels_ms(trace: Trace, rank: int) -> dict[str, dict[str, float]]:
-    """Return mean milliseconds per steady iteration by `name` and by `operator`; empty where not known."""
-    usable = set(steady_iterations(trace).numbers) & set(recorded_iterations(trace, rank).tolist())
+    """Return mean milliseconds per steady iteration by `name` and by `operator`; empty
+    where not known."""
+    usable = set(steady_iterations(trace).numbers) & set(
+        recorded_iterations(trace, rank).tolist()
+    )
     spans = intervals(trace, rank).spans
     spans = spans[spans["iteration"].isin(usable)]
     rows = main_kernels(trace, rank)
     position = np.searchsorted(spans["start_ns"], rows["start_ns"], side="right") - 1
-    inside = rows["start_ns"] < np.append(spans["end_ns"].to_numpy(np.int64), np.iinfo(np.int64).min)[position]
+    inside = (
+        rows["start_ns"]
+        < np.append(spans["end_ns"].to_numpy(np.int64), np.iinfo(np.int64).min)[
+            position
+        ]
+    )
     rows = rows[inside]
     lengths = rows["end_ns"] - rows["start_ns"]
-    times = {label: lengths.groupby(rows[label], observed=True).sum() for label in ("name", "operator")}
-    return {label: {str(name): ns / len(spans) / 1e6 for name, ns in own.items()} for label, own in times.items()}
+    times = {
+        label: lengths.groupby(rows[label], observed=True).sum()
+        for label in ("name", "operator")
+    }
+    return {
+        label: {str(name): ns / len(spans) / 1e6 for name, ns in own.items()}
+        for label, own in times.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -98,9 +135,12 @@ class KernelLaunches:
     A kernel of a CUDA graph was launched by the launch of the graph."""
 
     count: int  # Number of compute kernels whose launch was recorded.
-    median_delay_us: float  # Median of the times from the start of the launching call to the start of the kernel.
+    # Median of the times from the start of the launching call to the start of the
+    # kernel.
+    median_delay_us: float
     p95_delay_us: float  # Their 95th percentile, by linear interpolation.
-    # Of these kernels: how many were launched before and had not begun, on any stream; median over launches.
+    # Of these kernels: how many were launched before and had not begun, on any stream;
+    # median over launches.
     median_queued: float
     p95_queued: float  # Its 95th percentile.
 
@@ -113,19 +153,31 @@ def kernel_launches(trace: Trace, rank: int) -> KernelLaunches | None:
         return None
     starts, launches = np.sort(work.starts), np.sort(work.launches)
     delays = (work.starts - work.launches) / 1e3
-    # Clocks of host and device may differ by microseconds: a kernel then seems to begin before its launch.
-    queued = np.maximum(np.searchsorted(launches, launches) - np.searchsorted(starts, launches, side="right"), 0)
+    # Clocks of host and device may differ by microseconds: a kernel then seems to begin
+    # before its launch.
+    queued = np.maximum(
+        np.searchsorted(launches, launches)
+        - np.searchsorted(starts, launches, side="right"),
+        0,
+    )
     delay, depth = np.percentile(delays, [50, 95]), np.percentile(queued, [50, 95])
-    return KernelLaunches(len(starts), float(delay[0]), float(delay[1]), float(depth[0]), float(depth[1]))
+    return KernelLaunches(
+        len(starts), float(delay[0]), float(delay[1]), float(depth[0]), float(depth[1])
+    )
 
 
 def queue_length(trace: Trace, rank: int) -> tuple[Ints, Ints]:
-    """Return times, ns, and from each on the number of kernels and copies of the first device that were launched and
-    have not begun; empty where launches were not recorded."""
+    """Return times, ns, and from each on the number of kernels and copies of the first
+    device that were launched and have not begun; empty where launches were not
+    recorded."""
     work = all_work(trace, rank)
     work = work.only(work.launched & (work.starts > work.launches))
-    edges, position = np.unique(np.concatenate([work.launches, work.starts]), return_inverse=True)
-    changes = np.bincount(position, np.repeat([1.0, -1.0], len(work.starts)), len(edges))
+    edges, position = np.unique(
+        np.concatenate([work.launches, work.starts]), return_inverse=True
+    )
+    changes = np.bincount(
+        position, np.repeat([1.0, -1.0], len(work.starts)), len(edges)
+    )
     return edges, np.cumsum(changes).astype(np.int64)
 
 
@@ -148,18 +200,24 @@ def stream_times(trace: Trace, rank: int) -> list[StreamTime]:
     work = work.only(np.argsort(work.streams, kind="stable"))
     span, streams = length(busy.recorded), []
     numbers, first = np.unique(work.streams, return_index=True)
-    for number, start, end in zip(numbers.tolist(), first, np.append(first[1:], len(work.streams)), strict=True):
+    for number, start, end in zip(
+        numbers.tolist(), first, np.append(first[1:], len(work.streams)), strict=True
+    ):
         used = union_length(work.starts[start:end], work.ends[start:end])
         stream = number if number >= 0 else None
-        streams.append(StreamTime(stream, int(end - start), used / 1e6, (span - used) / 1e6))
+        streams.append(
+            StreamTime(stream, int(end - start), used / 1e6, (span - used) / 1e6)
+        )
     return sorted(streams, key=lambda entry: -entry.busy_ms)
 
 
 @dataclass(frozen=True)
 class PhaseActivity:
-    """GPU time of one phase: medians over the steady iterations, None where not recorded.
+    """GPU time of one phase: medians over the steady iterations, None where not
+    recorded.
 
-    A kernel belongs to the phase that launched it. Compute, communication and copies may overlap."""
+    A kernel belongs to the phase that launched it. Compute, communication and copies
+    may overlap."""
 
     phase: str  # The phase, or `other`.
     compute_ms: float | None  # Time in which compute kernels of the phase run.
@@ -172,14 +230,15 @@ class PhaseActivity:
 class TotalActivity:
     """GPU time of the whole trace; None where kernels were not recorded."""
 
-    # From the start of the first to the end of the last activity (kernel, copy, memset), without the pauses of a
-    # recording in slices.
+    # From the start of the first to the end of the last activity (kernel, copy,
+    # memset), without the pauses of a recording in slices.
     span_ms: float | None = None
     compute_ms: float | None = None  # Time in which compute kernels run.
     communication_ms: float | None = None  # Time in which collectives run.
     copy_ms: float | None = None  # Time in which copies run.
     idle_ms: float | None = None  # Time of the span in which nothing runs.
-    # Share of `communication_ms` in which compute kernels run as well; None without communication.
+    # Share of `communication_ms` in which compute kernels run as well; None without
+    # communication.
     communication_overlap_share: float | None = None
 
 
@@ -191,15 +250,18 @@ class GpuActivity(TabularResult, table="phases"):
         rank: The rank; None in a trace without ranks.
         phases: An entry per phase, and `other`; empty without iterations.
         total: The whole trace.
-        without_compute: Milliseconds of the span in which no compute kernel runs, by cause (see
-            `time_without_compute`); empty where kernels were not recorded.
+        without_compute: Milliseconds of the span in which no compute kernel runs, by
+            cause (see `time_without_compute`); empty where kernels were not recorded.
         launches: Launches of compute kernels; None where they were not recorded.
         kernels: The kernels with most time.
-        operators: The operators that launched the kernels with most time; empty where they are not known.
+        operators: The operators that launched the kernels with most time; empty where
+            they are not known.
         streams: Busy and idle time of each stream, the busiest first.
-        collectives: Waiting of the ranks for each other; None unless several ranks recorded the same collectives.
+        collectives: Waiting of the ranks for each other; None unless several ranks
+            recorded the same collectives.
         missing: Lines on what is missing, and how to record it.
-        without_gradients_ms: Part of `other` on the rank: forwards without gradients; None where none were recorded.
+        without_gradients_ms: Part of `other` on the rank: forwards without gradients;
+            None where none were recorded.
     """
 
     rank: int | None
@@ -217,22 +279,39 @@ class GpuActivity(TabularResult, table="phases"):
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide summary --by activity --json` prints."""
         printed = asdict(self)
-        printed["without_compute"] = {f"{cause}_ms": ms for cause, ms in self.without_compute.items()}
+        printed["without_compute"] = {
+            f"{cause}_ms": ms for cause, ms in self.without_compute.items()
+        }
         return printed
 
 
 def gpu_activity(trace: Trace, rank: int | None = None) -> GpuActivity:
-    """Measure the first device of a rank; None: of the first rank. Raises TraceError for an unknown rank."""
+    """Measure the first device of a rank; None: of the first rank. Raises TraceError
+    for an unknown rank."""
     if rank is None:
         rank = next(iter(trace.ranks), None)
     if rank is None:
-        return GpuActivity(None, [], TotalActivity(), {}, None, [], [], [], None, [no_iterations(trace), NO_KERNELS])
+        return GpuActivity(
+            None,
+            [],
+            TotalActivity(),
+            {},
+            None,
+            [],
+            [],
+            [],
+            None,
+            [no_iterations(trace), NO_KERNELS],
+        )
     trace.rank(rank)
     has_iterations = bool(steady_iterations(trace).numbers)
     missing = [] if has_iterations else [no_iterations(trace)]
     if busy_time(trace, rank) is None:
         missing.append(NO_KERNELS)
-    causes = {cause: length(time) / 1e6 for cause, time in time_without_compute(trace, rank).items()}
+    causes = {
+        cause: length(time) / 1e6
+        for cause, time in time_without_compute(trace, rank).items()
+    }
     return GpuActivity(
         rank=rank,
         phases=_phases(trace, rank) if has_iterations else [],
@@ -251,14 +330,23 @@ def gpu_activity(trace: Trace, rank: int | None = None) -> GpuActivity:
 def _phases(trace: Trace, rank: int) -> list[PhaseActivity]:
     times = phase_times(trace, rank)
     if times is None:
-        return [PhaseActivity(phase, None, None, None, None) for phase in ITERATION_PARTS]
+        return [
+            PhaseActivity(phase, None, None, None, None) for phase in ITERATION_PARTS
+        ]
     steady = np.isin(times.numbers, steady_iterations(trace).numbers)
-    kinds = [COLUMNS.index(kind) for kind in ("compute", "communication", "copy", "idle")]
+    kinds = [
+        COLUMNS.index(kind) for kind in ("compute", "communication", "copy", "idle")
+    ]
     entries = []
     for part, phase in enumerate(ITERATION_PARTS):
         # An iteration without a phase that others have spent no time in it.
         counted = steady & times.has_phase[steady, part].any()
-        entries.append(PhaseActivity(phase, *(median_or_none(times.ms[counted, part, kind]) for kind in kinds)))
+        entries.append(
+            PhaseActivity(
+                phase,
+                *(median_or_none(times.ms[counted, part, kind]) for kind in kinds),
+            )
+        )
     return entries
 
 
@@ -275,5 +363,7 @@ def _total(trace: Trace, rank: int) -> TotalActivity:
         communication_ms=communication / 1e6,
         copy_ms=length(busy.copy) / 1e6,
         idle_ms=(span - length(busy.all)) / 1e6,
-        communication_overlap_share=1 - exposed / communication if communication else None,
+        communication_overlap_share=1 - exposed / communication
+        if communication
+        else None,
     )

@@ -10,7 +10,13 @@ import numpy.typing as npt
 
 from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.metrics.devices import main_device
-from ebbtide.analysis.timeseries.step_functions import Ints, Union, intersection, merged, union
+from ebbtide.analysis.timeseries.step_functions import (
+    Ints,
+    Union,
+    intersection,
+    merged,
+    union,
+)
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.columns import Bools
 
@@ -29,7 +35,9 @@ class BusyTime:
     copy: Union  # Copies, of any direction.
     memset: Union  # Memory that is set to a value.
     all: Union  # Any of these.
-    recorded: Union  # The time from the first start to the last end of any of these, without the pauses of a recording.
+    # The time from the first start to the last end of any of these, without the pauses
+    # of a recording.
+    recorded: Union
 
 
 @recent_per_trace
@@ -40,7 +48,8 @@ def main_kernels(trace: Trace, rank: int) -> pd.DataFrame:
 
 
 class GpuWork(NamedTuple):
-    """Kernels or copies of the rank's first device as arrays, an entry each, in order of time."""
+    """Kernels or copies of the rank's first device as arrays, an entry each, in order
+    of time."""
 
     starts: Ints  # ns
     ends: Ints  # ns
@@ -55,11 +64,19 @@ class GpuWork(NamedTuple):
 
 @recent_per_trace
 def main_work(trace: Trace, rank: int, table: str) -> GpuWork:
-    """Return the kernels or copies of a rank's first device; `table`: `kernels` or `transfers`."""
-    rows, kinds = trace.columns(rank, table), "kind" if table == "kernels" else "direction"
-    starts, ends, launches = (rows.ints(name) for name in ("start_ns", "end_ns", "launch_ns"))
+    """Return the kernels or copies of a rank's first device; `table`: `kernels` or
+    `transfers`."""
+    rows, kinds = (
+        trace.columns(rank, table),
+        "kind" if table == "kernels" else "direction",
+    )
+    starts, ends, launches = (
+        rows.ints(name) for name in ("start_ns", "end_ns", "launch_ns")
+    )
     streams = np.where(rows.recorded("stream"), rows.ints("stream"), -1)
-    work = GpuWork(starts, ends, launches, rows.recorded("launch_ns"), streams, rows.texts(kinds))
+    work = GpuWork(
+        starts, ends, launches, rows.recorded("launch_ns"), streams, rows.texts(kinds)
+    )
     return work.only(rows.equal("device", main_device(trace, rank)))
 
 
@@ -77,12 +94,18 @@ def all_work(trace: Trace, rank: int) -> GpuWork:
 
 @once_per_trace
 def busy_time(trace: Trace, rank: int) -> BusyTime | None:
-    """Return the times in which the first device of a rank is busy; None where kernels were not recorded."""
+    """Return the times in which the first device of a rank is busy; None where kernels
+    were not recorded."""
     if not len(trace.columns(rank, "kernels")):
         return None
-    kernels, copies = main_work(trace, rank, "kernels"), main_work(trace, rank, "transfers")
+    kernels, copies = (
+        main_work(trace, rank, "kernels"),
+        main_work(trace, rank, "transfers"),
+    )
     of_kinds = {kind: kernels.only(kernels.kinds == kind) for kind in KINDS}
-    if not len(of_kinds["compute"].starts) and not len(of_kinds["communication"].starts):
+    if not len(of_kinds["compute"].starts) and not len(
+        of_kinds["communication"].starts
+    ):
         return None
     times = {kind: union(rows.starts, rows.ends) for kind, rows in of_kinds.items()}
     times["copy"] = merged(times["copy"], union(copies.starts, copies.ends))

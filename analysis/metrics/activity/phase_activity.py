@@ -1,4 +1,5 @@
-"""Activity of a GPU per iteration and phase, and the causes of the time in which it does not compute."""
+"""Activity of a GPU per iteration and phase, and the causes of the time in which it
+does not compute."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ import numpy as np
 
 from ebbtide.analysis.metrics.activity.busy_time import all_work, busy_time, main_work
 from ebbtide.analysis.metrics.cache import once_per_trace
-from ebbtide.analysis.metrics.iterations import PhaseArrays, intervals, positions, steady_iterations
+from ebbtide.analysis.metrics.iterations import (
+    PhaseArrays,
+    intervals,
+    positions,
+    steady_iterations,
+)
 from ebbtide.analysis.timeseries.step_functions import (
     Floats,
     Ints,
@@ -26,7 +32,8 @@ from ebbtide.profiler.trace.columns import Bools
 if TYPE_CHECKING:
     import pandas as pd
 
-# In the order of output, with their texts. Together with `compute` they are the whole time.
+# In the order of output, with their texts. Together with `compute` they are the whole
+# time.
 CAUSE_TEXTS = {
     "communication": "communication runs alone",
     "copy": "copies run, no communication",
@@ -37,26 +44,31 @@ CAUSE_TEXTS = {
     "unknown": "idle: launch not recorded",
 }
 CAUSES = tuple(CAUSE_TEXTS)
-# A host that does nothing but launch needs less than this for the next kernel. A longer gap before a late launch has
-# another cause: the host loads data, waits for a result, or computes.
+# A host that does nothing but launch needs less than this for the next kernel. A longer
+# gap before a late launch has another cause: the host loads data, waits for a result,
+# or computes.
 _MAX_LAUNCH_GAP_NS = 100_000
 
 
 @once_per_trace
 def time_without_compute(trace: Trace, rank: int) -> dict[str, Union]:
-    """Split the time in which the first device of a rank does not compute by its cause, the first that applies of
-    `communication`, `copy` and `memset` (these run) and those of an idle device. `late_launch`, `host_busy`: the host
-    launched the next work after the gap began, at most or more than 0.1 ms later. `queue`: it had launched it before,
-    or the work needed more than 0.1 ms from its launch to its start, and most of the gap. `unknown`: the launch was not
-    recorded.
+    """Split the time in which the first device of a rank does not compute by its cause,
+    the first that applies of `communication`, `copy` and `memset` (these run) and those
+    of an idle device. `late_launch`, `host_busy`: the host launched the next work after
+    the gap began, at most or more than 0.1 ms later. `queue`: it had launched it
+    before, or the work needed more than 0.1 ms from its launch to its start, and most
+    of the gap. `unknown`: the launch was not recorded.
 
-    Returns disjoint intervals for each of CAUSES within `BusyTime.recorded`; none where kernels were not recorded."""
+    Returns disjoint intervals for each of CAUSES within `BusyTime.recorded`; none where
+    kernels were not recorded."""
     busy = busy_time(trace, rank)
     if busy is None:
         return {}
     communication = difference(busy.communication, busy.compute)
     copy = difference(busy.copy, merged(busy.compute, busy.communication))
-    memset = difference(busy.memset, merged(busy.compute, busy.communication, busy.copy))
+    memset = difference(
+        busy.memset, merged(busy.compute, busy.communication, busy.copy)
+    )
     starts, ends = difference(busy.recorded, busy.all)
     work = all_work(trace, rank)
     begins, launches = work.starts[work.launched], work.launches[work.launched]
@@ -77,42 +89,65 @@ def time_without_compute(trace: Trace, rank: int) -> dict[str, Union]:
     return causes | {cause: (starts[mask], ends[mask]) for cause, mask in masks.items()}
 
 
-# Milliseconds that are measured of each phase: those in which work of a kind or nothing runs, and the causes.
-COLUMNS = ("compute", "communication", "copy", "idle", *(f"cause_{cause}" for cause in CAUSES))
+# Milliseconds that are measured of each phase: those in which work of a kind or nothing
+# runs, and the causes.
+COLUMNS = (
+    "compute",
+    "communication",
+    "copy",
+    "idle",
+    *(f"cause_{cause}" for cause in CAUSES),
+)
 
 
 class PhaseActivityTimes(NamedTuple):
-    """Activity of a GPU in each phase of each iteration that was recorded as a whole."""
+    """Activity of a GPU in each phase of each iteration that was recorded as a
+    whole."""
 
     numbers: Ints  # The iterations.
-    has_phase: Bools  # Whether an iteration has a phase; a column for each of ITERATION_PARTS.
-    ms: Floats  # By iteration, part of ITERATION_PARTS and COLUMNS; 0 where the iteration lacks the phase.
+    # Whether an iteration has a phase; a column for each of ITERATION_PARTS.
+    has_phase: Bools
+    # By iteration, part of ITERATION_PARTS and COLUMNS; 0 where the iteration lacks the
+    # phase.
+    ms: Floats
 
 
 @once_per_trace
 def phase_times(trace: Trace, rank: int) -> PhaseActivityTimes | None:
-    """Measure the first device of a rank in each phase of each iteration; None where kernels were not recorded. A
-    kernel belongs to the phase that launched it, wherever it runs; without a recorded launch, to the phases in which it
-    runs. Copies, idle time and the causes belong to the phase in whose time they are."""
+    """Measure the first device of a rank in each phase of each iteration; None where
+    kernels were not recorded. A kernel belongs to the phase that launched it, wherever
+    it runs; without a recorded launch, to the phases in which it runs. Copies, idle
+    time and the causes belong to the phase in whose time they are."""
     busy, on_device = busy_time(trace, rank), intervals(trace, rank).times_with_other
-    on_device = on_device.only(np.isin(on_device.iterations, recorded_iterations(trace, rank)))
+    on_device = on_device.only(
+        np.isin(on_device.iterations, recorded_iterations(trace, rank))
+    )
     if busy is None or not len(on_device.starts):
         return None
-    starts, ends, numbers = on_device.starts, on_device.ends, np.unique(on_device.iterations)
+    starts, ends, numbers = (
+        on_device.starts,
+        on_device.ends,
+        np.unique(on_device.iterations),
+    )
     times = {
-        f"cause_{cause}": overlap_ns(starts, ends, time) for cause, time in time_without_compute(trace, rank).items()
+        f"cause_{cause}": overlap_ns(starts, ends, time)
+        for cause, time in time_without_compute(trace, rank).items()
     }
     times["copy"] = overlap_ns(starts, ends, busy.copy)
     times["idle"] = ends - starts - overlap_ns(starts, ends, busy.all)
     groups, count = _groups(on_device, numbers), len(numbers) * len(ITERATION_PARTS)
-    sums = {name: np.bincount(groups, lengths, count) for name, lengths in times.items()}
+    sums = {
+        name: np.bincount(groups, lengths, count) for name, lengths in times.items()
+    }
     has_phase = np.bincount(groups, minlength=count) > 0
     for kind in ("compute", "communication"):
         lengths = union_length_by_group(*_assigned(trace, rank, kind, numbers), count)
         sums[kind] = np.where(has_phase, lengths, 0)
     shape = len(numbers), len(ITERATION_PARTS)
     return PhaseActivityTimes(
-        numbers, has_phase.reshape(shape), np.stack([sums[c] / 1e6 for c in COLUMNS], 1).reshape(*shape, -1)
+        numbers,
+        has_phase.reshape(shape),
+        np.stack([sums[c] / 1e6 for c in COLUMNS], 1).reshape(*shape, -1),
     )
 
 
@@ -123,43 +158,64 @@ def recorded_iterations(trace: Trace, rank: int) -> Ints:
         return iterations.numbers
     starts, ends = iterations.starts, iterations.ends
     recorded_starts, recorded_ends = np.array(spans, np.int64).T
-    whole: Ints = iterations.numbers[overlap_ns(starts, ends, (recorded_starts, recorded_ends)) == ends - starts]
+    whole: Ints = iterations.numbers[
+        overlap_ns(starts, ends, (recorded_starts, recorded_ends)) == ends - starts
+    ]
     return whole
 
 
-def _assigned(trace: Trace, rank: int, kind: str, numbers: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return (group of `_groups`, starts, ends) of the kernels of a kind, or of parts of one without a launch."""
+def _assigned(
+    trace: Trace, rank: int, kind: str, numbers: Ints
+) -> tuple[Ints, Ints, Ints]:
+    """Return (group of `_groups`, starts, ends) of the kernels of a kind, or of parts
+    of one without a launch."""
     kernels = main_work(trace, rank, "kernels")
     kernels = kernels.only(kernels.kinds == kind)
     by_launch, by_time = kernels.only(kernels.launched), kernels.only(~kernels.launched)
-    host = _ordered(intervals(trace, rank, device_times=False).times_with_other, numbers)
+    host = _ordered(
+        intervals(trace, rank, device_times=False).times_with_other, numbers
+    )
     index = np.searchsorted(host.starts, by_launch.launches, side="right") - 1
     inside = (index >= 0) & (by_launch.launches < np.append(host.ends, 0)[index])
     device = _ordered(intervals(trace, rank).times_with_other, numbers)
     own, phase = overlapping(by_time.starts, by_time.ends, (device.starts, device.ends))
     groups = [_groups(host, numbers)[index[inside]], _groups(device, numbers)[phase]]
-    begins = [by_launch.starts[inside], np.maximum(by_time.starts[own], device.starts[phase])]
-    finishes = [by_launch.ends[inside], np.minimum(by_time.ends[own], device.ends[phase])]
+    begins = [
+        by_launch.starts[inside],
+        np.maximum(by_time.starts[own], device.starts[phase]),
+    ]
+    finishes = [
+        by_launch.ends[inside],
+        np.minimum(by_time.ends[own], device.ends[phase]),
+    ]
     return np.concatenate(groups), np.concatenate(begins), np.concatenate(finishes)
 
 
 def _ordered(phases: PhaseArrays, numbers: Ints) -> PhaseArrays:
     """Return phases of some length of the iterations `numbers` in order of time."""
-    phases = phases.only(np.isin(phases.iterations, numbers) & (phases.ends > phases.starts))
+    phases = phases.only(
+        np.isin(phases.iterations, numbers) & (phases.ends > phases.starts)
+    )
     return phases.only(np.argsort(phases.starts, kind="stable"))
 
 
 def _groups(phases: PhaseArrays, numbers: Ints) -> Ints:
-    """Return the group of each phase: position of its iteration in `numbers` times parts, plus that of its part."""
-    parts = np.select([phases.phases == part for part in ITERATION_PARTS], range(len(ITERATION_PARTS)))
-    groups: Ints = np.searchsorted(numbers, phases.iterations) * len(ITERATION_PARTS) + parts
+    """Return the group of each phase: position of its iteration in `numbers` times
+    parts, plus that of its part."""
+    parts = np.select(
+        [phases.phases == part for part in ITERATION_PARTS], range(len(ITERATION_PARTS))
+    )
+    groups: Ints = (
+        np.searchsorted(numbers, phases.iterations) * len(ITERATION_PARTS) + parts
+    )
     return groups
 
 
 @once_per_trace
 def iteration_activity(trace: Trace, phase: str | None = None) -> pd.DataFrame:
-    """Return milliseconds per iteration (COLUMNS), medians over the steady ones: a row per rank with recorded kernels.
-    `compute` and `communication` count time in which kernels of several phases run once for each. `phase` None: all."""
+    """Return milliseconds per iteration (COLUMNS), medians over the steady ones: a row
+    per rank with recorded kernels. `compute` and `communication` count time in which
+    kernels of several phases run once for each. `phase` None: all."""
     import pandas as pd
 
     rows, steady = {}, steady_iterations(trace).numbers
@@ -167,6 +223,10 @@ def iteration_activity(trace: Trace, phase: str | None = None) -> pd.DataFrame:
         times = phase_times(trace, rank)
         ms = None if times is None else times.ms[np.isin(times.numbers, steady)]
         if ms is not None and len(ms):
-            of_phase = ms.sum(axis=1, dtype=np.longdouble) if phase is None else ms[:, ITERATION_PARTS.index(phase)]
+            of_phase = (
+                ms.sum(axis=1, dtype=np.longdouble)
+                if phase is None
+                else ms[:, ITERATION_PARTS.index(phase)]
+            )
             rows[rank] = np.median(of_phase.astype(np.float64), axis=0)
     return pd.DataFrame.from_dict(rows, orient="index", columns=COLUMNS)

@@ -1,4 +1,5 @@
-"""The critical path of an iteration: the chain of work, calls and waits that ends with it and takes all of its time."""
+"""The critical path of an iteration: the chain of work, calls and waits that ends with
+it and takes all of its time."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -12,7 +13,13 @@ from ebbtide.analysis.metrics.activity.busy_time import busy_time
 from ebbtide.analysis.metrics.activity.collectives import common_collectives
 from ebbtide.analysis.metrics.activity.phase_activity import recorded_iterations
 from ebbtide.analysis.metrics.cache import once_per_trace
-from ebbtide.analysis.metrics.critical_path.dependencies import UNKNOWN, RankNodes, Step, add_joins, add_rank
+from ebbtide.analysis.metrics.critical_path.dependencies import (
+    UNKNOWN,
+    RankNodes,
+    Step,
+    add_joins,
+    add_rank,
+)
 from ebbtide.analysis.metrics.critical_path.graph import BuiltGraph, GraphBuilder
 from ebbtide.analysis.metrics.iterations import intervals, steady_iterations
 from ebbtide.analysis.timeseries.step_functions import Ints
@@ -21,8 +28,17 @@ from ebbtide.profiler.trace import Trace
 
 # With more ranks, a path stays on its own: their collectives would have to be read.
 MAX_RANKS = 16
-BETWEEN_KERNELS, OTHER_STREAM, UNKNOWN_WAIT = "between kernels", "for another stream", "not explained"
-_KINDS = {"compute": "kernel", "communication": "collective", "copy": "copy", "memset": "kernel"}
+BETWEEN_KERNELS, OTHER_STREAM, UNKNOWN_WAIT = (
+    "between kernels",
+    "for another stream",
+    "not explained",
+)
+_KINDS = {
+    "compute": "kernel",
+    "communication": "collective",
+    "copy": "copy",
+    "memset": "kernel",
+}
 
 
 @dataclass(frozen=True)
@@ -34,7 +50,8 @@ class Segment:
     end_ns: int
     kind: str  # `kernel`, `copy`, `collective`, `launch`, `wait` or `host`.
     name: str
-    part: str | None  # The phase, or `other`, that it belongs to; None outside of iterations.
+    # The phase, or `other`, that it belongs to; None outside of iterations.
+    part: str | None
 
 
 @dataclass(frozen=True)
@@ -55,11 +72,13 @@ class CriticalPath:
     length_ms: float  # Its time, which the segments cover without a gap.
     parts: list[PathPart]  # Time by kind and name, the largest first.
     phases: dict[str, float]  # Milliseconds by phase, and of `other`.
-    ranks: dict[int, float]  # Milliseconds by rank: a path leads to the last rank of a collective.
+    # Milliseconds by rank: a path leads to the last rank of a collective.
+    ranks: dict[int, float]
     segments: list[Segment]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object `critical_path` of `ebbtide summary --by activity --critical-path --json`."""
+        """Return the object `critical_path` of `ebbtide summary --by activity
+        --critical-path --json`."""
         return {
             "iteration": self.iteration,
             "length_ms": self.length_ms,
@@ -86,18 +105,27 @@ class RankPath:
     path: CriticalPath | None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object that `ebbtide summary --by activity --critical-path --json` prints."""
-        return {**self.activity.as_json(), "critical_path": None if self.path is None else self.path.as_json()}
+        """Return the object that `ebbtide summary --by activity --critical-path --json`
+        prints."""
+        return {
+            **self.activity.as_json(),
+            "critical_path": None if self.path is None else self.path.as_json(),
+        }
 
 
 @once_per_trace
 def critical_path(trace: Trace, rank: int) -> CriticalPath | None:
-    """Return the critical path of a rank's median steady iteration; None without kernels or iterations."""
+    """Return the critical path of a rank's median steady iteration; None without
+    kernels or iterations."""
     if busy_time(trace, rank) is None:
         return None
     times = intervals(trace, rank)
-    usable = set(steady_iterations(trace).numbers) & set(recorded_iterations(trace, rank).tolist())
-    positions = [index for index, number in enumerate(times.numbers.tolist()) if number in usable]
+    usable = set(steady_iterations(trace).numbers) & set(
+        recorded_iterations(trace, rank).tolist()
+    )
+    positions = [
+        index for index, number in enumerate(times.numbers.tolist()) if number in usable
+    ]
     if not positions:
         return None
     positions.sort(key=lambda index: int(times.ends[index] - times.starts[index]))
@@ -107,14 +135,24 @@ def critical_path(trace: Trace, rank: int) -> CriticalPath | None:
     sums: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for segment in segments:
         sums[segment.kind, segment.name].append(segment.end_ns - segment.start_ns)
-    parts = [PathPart(kind, name, len(lengths), sum(lengths) / 1e6) for (kind, name), lengths in sums.items()]
+    parts = [
+        PathPart(kind, name, len(lengths), sum(lengths) / 1e6)
+        for (kind, name), lengths in sums.items()
+    ]
     parts.sort(key=lambda part: -part.ms)
     return CriticalPath(
         iteration=int(times.numbers[median]),
         length_ms=(end - start) / 1e6,
         parts=parts,
-        phases={part: ms for part in ITERATION_PARTS if (ms := _ms(s for s in segments if s.part == part))},
-        ranks={r: _ms(s for s in segments if s.rank == r) for r in sorted({s.rank for s in segments})},
+        phases={
+            part: ms
+            for part in ITERATION_PARTS
+            if (ms := _ms(s for s in segments if s.part == part))
+        },
+        ranks={
+            r: _ms(s for s in segments if s.rank == r)
+            for r in sorted({s.rank for s in segments})
+        },
         segments=segments,
     )
 
@@ -124,7 +162,8 @@ def _ms(segments: Iterable[Segment]) -> float:
 
 
 def path_segments(trace: Trace, rank: int, start_ns: int, end_ns: int) -> list[Segment]:
-    """Return the critical path that ends at `end_ns`, on the clock of a rank: it covers the time from `start_ns` on."""
+    """Return the critical path that ends at `end_ns`, on the clock of a rank: it covers
+    the time from `start_ns` on."""
     built, of_ranks = path_graph(trace, rank, start_ns, end_ns)
     namer = _Namer(trace, of_ranks)
     segments = []
@@ -133,15 +172,23 @@ def path_segments(trace: Trace, rank: int, start_ns: int, end_ns: int) -> list[S
         begin, end = int(built.times[source]), int(built.times[target])
         if end > begin:
             nodes = int(built.order[source]), int(built.order[target])
-            segments.append(namer.segment(Step(int(built.kinds[edge])), *nodes, begin, end))
+            segments.append(
+                namer.segment(Step(int(built.kinds[edge])), *nodes, begin, end)
+            )
     return segments
 
 
-def path_graph(trace: Trace, rank: int, start_ns: int, end_ns: int) -> tuple[BuiltGraph, list[RankNodes]]:
-    """Return the graph of the time from `start_ns` to `end_ns` on the clock of a rank, which stands first."""
+def path_graph(
+    trace: Trace, rank: int, start_ns: int, end_ns: int
+) -> tuple[BuiltGraph, list[RankNodes]]:
+    """Return the graph of the time from `start_ns` to `end_ns` on the clock of a rank,
+    which stands first."""
     builder = GraphBuilder(start_ns, end_ns)
     shifts, groups = _joined_ranks(trace, rank)
-    of_ranks = {number: add_rank(builder, trace, number, shift) for number, shift in shifts.items()}
+    of_ranks = {
+        number: add_rank(builder, trace, number, shift)
+        for number, shift in shifts.items()
+    }
     for group in groups:
         add_joins(builder, [(of_ranks[number], rows) for number, rows in group.items()])
     own = of_ranks[rank]
@@ -149,18 +196,28 @@ def path_graph(trace: Trace, rank: int, start_ns: int, end_ns: int) -> tuple[Bui
     return builder.build(Step.START, ends), list(of_ranks.values())
 
 
-def _joined_ranks(trace: Trace, rank: int) -> tuple[dict[int, int], list[dict[int, Ints]]]:
-    """Return the ranks that a path may lead to with what to add to their times, and for each group of ranks the rows of
-    their common collectives. A collective ends on all ranks at once, which aligns the clocks of hosts."""
+def _joined_ranks(
+    trace: Trace, rank: int
+) -> tuple[dict[int, int], list[dict[int, Ints]]]:
+    """Return the ranks that a path may lead to with what to add to their times, and for
+    each group of ranks the rows of their common collectives. A collective ends on all
+    ranks at once, which aligns the clocks of hosts."""
     if not 1 < len(trace.ranks) <= MAX_RANKS:
         return {rank: 0}, []
-    common = [group for group in common_collectives(trace, trace.ranks) if rank in group]
+    common = [
+        group for group in common_collectives(trace, trace.ranks) if rank in group
+    ]
     shifts = {rank: 0}
     for group in common:
         own_ends = group[rank]["end_ns"].to_numpy(np.int64)
         for number, rows in group.items():
-            shifts.setdefault(number, int(np.median(own_ends - rows["end_ns"].to_numpy(np.int64))))
-    return shifts, [{number: rows.index.to_numpy(np.int64) for number, rows in group.items()} for group in common]
+            shifts.setdefault(
+                number, int(np.median(own_ends - rows["end_ns"].to_numpy(np.int64)))
+            )
+    return shifts, [
+        {number: rows.index.to_numpy(np.int64) for number, rows in group.items()}
+        for group in common
+    ]
 
 
 class _Namer:
@@ -171,17 +228,30 @@ class _Namer:
         self._owners: dict[int, tuple[RankNodes, Any]] = {}
         self._ranges: dict[int, tuple[Ints, Ints, Any]] = {}
         for nodes in of_ranks:
-            # Starts, ends and names of the ranges that the job named, without those of the profiler.
+            # Starts, ends and names of the ranges that the job named, without those of
+            # the profiler.
             rows = trace.columns(nodes.rank, "annotations")
             own = ~rows.matches("name", lambda name: name.startswith("ProfilerStep"))
-            self._ranges[nodes.rank] = rows.ints("start_ns")[own], rows.ints("end_ns")[own], rows.texts("name")[own]
-            work, calls = (list(rows.itertuples(index=False)) for rows in (nodes.work, nodes.calls))
+            self._ranges[nodes.rank] = (
+                rows.ints("start_ns")[own],
+                rows.ints("end_ns")[own],
+                rows.texts("name")[own],
+            )
+            work, calls = (
+                list(rows.itertuples(index=False)) for rows in (nodes.work, nodes.calls)
+            )
             for numbers in (nodes.work_start, nodes.work_join, nodes.work_end):
-                self._owners.update(zip(numbers.tolist(), ((nodes, row) for row in work), strict=True))
+                self._owners.update(
+                    zip(numbers.tolist(), ((nodes, row) for row in work), strict=True)
+                )
             for numbers in (nodes.call_start, nodes.call_end):
-                self._owners.update(zip(numbers.tolist(), ((nodes, row) for row in calls), strict=True))
+                self._owners.update(
+                    zip(numbers.tolist(), ((nodes, row) for row in calls), strict=True)
+                )
 
-    def segment(self, step: Step, source: int, target: int, start: int, end: int) -> Segment:
+    def segment(
+        self, step: Step, source: int, target: int, start: int, end: int
+    ) -> Segment:
         """Return the segment of an edge from one node to another."""
         before = self._owners.get(source, (self._first, None))
         nodes, row = self._owners.get(target, before)
@@ -191,7 +261,11 @@ class _Namer:
         if row is None or is_call:
             part = nodes.host_part(middle)
         else:
-            part = nodes.device_part(middle) if row.launch_ns == UNKNOWN else nodes.host_part(row.launch_ns)
+            part = (
+                nodes.device_part(middle)
+                if row.launch_ns == UNKNOWN
+                else nodes.host_part(row.launch_ns)
+            )
         kind, name = "wait", UNKNOWN_WAIT
         if step == Step.WORK:
             kind, name = _KINDS[row.kind], row.name
@@ -199,12 +273,18 @@ class _Namer:
             kind, name = "launch", before[1].name
         elif step in (Step.CALL, Step.SYNCHRONIZATION):
             is_wait = step == Step.SYNCHRONIZATION or "Synchronize" in row.name
-            kind, name = "wait" if is_wait else "launch" if row.launches else "host", row.name
+            kind, name = (
+                "wait" if is_wait else "launch" if row.launches else "host",
+                row.name,
+            )
         elif step == Step.HOST or (step == Step.START and is_call):
             # The innermost range that the job named, else the phase.
             starts, ends, names = self._ranges[nodes.rank]
             around = np.flatnonzero((starts <= middle) & (ends > middle))
-            kind, name = "host", str(names[around[-1]]) if len(around) else part or UNKNOWN_WAIT
+            kind, name = (
+                "host",
+                str(names[around[-1]]) if len(around) else part or UNKNOWN_WAIT,
+            )
         elif step != Step.START:
             name = {Step.STREAM: BETWEEN_KERNELS, Step.OTHER_STREAM: OTHER_STREAM}.get(
                 step, f"for rank {before[0].rank}"

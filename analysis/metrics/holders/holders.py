@@ -7,9 +7,23 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.dataframes import TabularResult
-from ebbtide.analysis.metrics.devices import ALLOCATION_POOLS, main_device, memory_timeline, peak_pool
-from ebbtide.analysis.metrics.holders.categories import CATEGORIES, call_site, categorized_allocations, in_loss
-from ebbtide.analysis.metrics.memory_spans import memory_spans, trace_start_ns, within_spans
+from ebbtide.analysis.metrics.devices import (
+    ALLOCATION_POOLS,
+    main_device,
+    memory_timeline,
+    peak_pool,
+)
+from ebbtide.analysis.metrics.holders.categories import (
+    CATEGORIES,
+    call_site,
+    categorized_allocations,
+    in_loss,
+)
+from ebbtide.analysis.metrics.memory_spans import (
+    memory_spans,
+    trace_start_ns,
+    within_spans,
+)
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import Inventory
@@ -21,13 +35,15 @@ _KEYS = ["category", "module", "site"]
 
 @dataclass(frozen=True)
 class Holder:
-    """Bytes held at a time by one category, module and call site; None where not known."""
+    """Bytes held at a time by one category, module and call site; None where not
+    known."""
 
-    # `parameter`, `gradient`, `optimizer_state`, `activation` or `temporary`; those of torch's profiler in an imported
-    # memory timeline.
+    # `parameter`, `gradient`, `optimizer_state`, `activation` or `temporary`; those of
+    # torch's profiler in an imported memory timeline.
     category: str | None
     module: str | None  # Dotted name of the module.
-    site: str | None  # The place in the user's code that allocated it, as `function (file:line)`.
+    # The place in the user's code that allocated it, as `function (file:line)`.
+    site: str | None
     bytes: int
 
 
@@ -58,7 +74,8 @@ class Holders(TabularResult, table="holders"):
         return entries
 
     def by(self, key: str) -> list[tuple[str | None, int]]:
-        """Return (value, bytes) for each value of `category`, `module` or `site`, the largest first."""
+        """Return (value, bytes) for each value of `category`, `module` or `site`, the
+        largest first."""
         sums: dict[str | None, int] = {}
         for holder in self.holders:
             value = getattr(holder, key)
@@ -66,10 +83,13 @@ class Holders(TabularResult, table="holders"):
         return sorted(sums.items(), key=lambda item: -item[1])
 
 
-def holders_at(trace: Trace, rank: int, at_ns: int | None = None, device: str | None = None) -> Holders | None:
-    """Divide the memory of a device (None: the rank's first one) at a time, ns (None: that of the largest use), by what
-    holds it: recorded allocations where they include that time, else what the recorder found of parameters, gradients
-    and optimizer state. None if no memory of the device was recorded at that time."""
+def holders_at(
+    trace: Trace, rank: int, at_ns: int | None = None, device: str | None = None
+) -> Holders | None:
+    """Divide the memory of a device (None: the rank's first one) at a time, ns (None:
+    that of the largest use), by what holds it: recorded allocations where they include
+    that time, else what the recorder found of parameters, gradients and optimizer
+    state. None if no memory of the device was recorded at that time."""
     device = device or main_device(trace, rank)
     if device is None:
         return None
@@ -84,7 +104,9 @@ def holders_at(trace: Trace, rank: int, at_ns: int | None = None, device: str | 
     moment = np.array([at_ns])
     if not within_spans(memory_spans(trace, rank, pool), moment, moment)[0]:
         return None
-    holders = (_from_allocations if pool == detailed else _from_inventory)(trace, rank, device, at_ns)
+    holders = (_from_allocations if pool == detailed else _from_inventory)(
+        trace, rank, device, at_ns
+    )
     rest = total - sum(holder.bytes for holder in holders)
     if rest > 0:
         holders.append(Holder(None, None, None, rest))
@@ -94,9 +116,12 @@ def holders_at(trace: Trace, rank: int, at_ns: int | None = None, device: str | 
     return Holders(pool or "", device, at_ns, (at_ns - trace_ns) / 1e6, total, holders)
 
 
-def memory_by_category(trace: Trace, rank: int, device: str) -> dict[str | None, tuple[Ints, Ints]]:
-    """Return (times in ns, bytes) of each category of the recorded allocations of a device, None for those without one;
-    at each time they add up to the pool `requested` (`tensors` on the CPU). Empty where none were recorded."""
+def memory_by_category(
+    trace: Trace, rank: int, device: str
+) -> dict[str | None, tuple[Ints, Ints]]:
+    """Return (times in ns, bytes) of each category of the recorded allocations of a
+    device, None for those without one; at each time they add up to the pool `requested`
+    (`tensors` on the CPU). Empty where none were recorded."""
     rows = categorized_allocations(trace, rank, device)
     categories = rows["category"].where(rows["category"].notna(), None)
     timelines: dict[str | None, tuple[Ints, Ints]] = {}
@@ -115,21 +140,32 @@ def memory_by_category(trace: Trace, rank: int, device: str) -> dict[str | None,
 
 
 def recorded_span(trace: Trace, rank: int, device: str) -> tuple[int, int]:
-    """Return the first and last time at which the pool of the recorded allocations of a device is known, ns."""
-    times, _ = memory_timeline(trace, rank, _detailed_pool(trace, rank, device) or "", device)
+    """Return the first and last time at which the pool of the recorded allocations of a
+    device is known, ns."""
+    times, _ = memory_timeline(
+        trace, rank, _detailed_pool(trace, rank, device) or "", device
+    )
     return int(times[0]), int(times[-1])
 
 
 def _detailed_pool(trace: Trace, rank: int, device: str) -> str | None:
-    """Return the pool that recorded allocations add up to; None where there are none."""
+    """Return the pool that recorded allocations add up to; None where there are
+    none."""
     if device not in trace.labels(rank, "allocations", "device"):
         return None
-    pools = (pool for pool in ALLOCATION_POOLS if len(memory_timeline(trace, rank, pool, device)[0]))
+    pools = (
+        pool
+        for pool in ALLOCATION_POOLS
+        if len(memory_timeline(trace, rank, pool, device)[0])
+    )
     return next(pools, None)
 
 
-def _reading(trace: Trace, rank: int, pool: str, device: str, at_ns: int | None = None) -> tuple[int, int] | None:
-    """Return a time and the bytes of a pool at it: those of its peak, if no time is given. None where not known."""
+def _reading(
+    trace: Trace, rank: int, pool: str, device: str, at_ns: int | None = None
+) -> tuple[int, int] | None:
+    """Return a time and the bytes of a pool at it: those of its peak, if no time is
+    given. None where not known."""
     times, sizes = memory_timeline(trace, rank, pool, device)
     if at_ns is None and len(times):
         at_ns = int(times[np.argmax(sizes)])
@@ -141,32 +177,56 @@ def _from_allocations(trace: Trace, rank: int, device: str, at_ns: int) -> list[
     rows = categorized_allocations(trace, rank, device)
     live = rows[(rows["start_ns"] <= at_ns) & (rows["end_ns"] > at_ns)]
     stacks = live["stack"].cat.remove_unused_categories()
-    sites = np.array([*map(call_site, stacks.cat.categories), None], dtype=object)[stacks.cat.codes.to_numpy()]
-    older = (live["start_ns"] == rows["start_ns"].min()) & live["stack"].isna() & live["category"].isna()
-    losses = np.array([*map(in_loss, stacks.cat.categories), False], dtype=bool)[stacks.cat.codes.to_numpy()]
-    live = live.assign(site=np.where(older, _BEFORE, sites), module=live["module"].astype(object).mask(losses, LOSS))
+    sites = np.array([*map(call_site, stacks.cat.categories), None], dtype=object)[
+        stacks.cat.codes.to_numpy()
+    ]
+    older = (
+        (live["start_ns"] == rows["start_ns"].min())
+        & live["stack"].isna()
+        & live["category"].isna()
+    )
+    losses = np.array([*map(in_loss, stacks.cat.categories), False], dtype=bool)[
+        stacks.cat.codes.to_numpy()
+    ]
+    live = live.assign(
+        site=np.where(older, _BEFORE, sites),
+        module=live["module"].astype(object).mask(losses, LOSS),
+    )
     sums = live.groupby(_KEYS, dropna=False, observed=True)["bytes"].sum()
     holders = []
     for key, size in sums.items():
-        category, module, site = (None if pd.isna(value) else str(value) for value in key)
+        category, module, site = (
+            None if pd.isna(value) else str(value) for value in key
+        )
         holders.append(Holder(category, module, site, int(size)))
     return holders
 
 
 def _from_inventory(trace: Trace, rank: int, device: str, at_ns: int) -> list[Holder]:
-    """Return what the recorder found of parameters and optimizer state, and in an update of gradients."""
+    """Return what the recorder found of parameters and optimizer state, and in an
+    update of gradients."""
     inventories = trace.rank(rank).inventories
     if not inventories:
         return []
-    inventory = next((entry for entry in reversed(inventories) if entry.t_ns <= at_ns), inventories[0])
+    inventory = next(
+        (entry for entry in reversed(inventories) if entry.t_ns <= at_ns),
+        inventories[0],
+    )
     updates = trace.phases(rank)
     updates = updates[updates["phase"] == "update"]
-    in_update = bool(((updates["start_ns"] <= at_ns) & (updates["end_ns"] >= at_ns)).any())
-    return holders_of(inventory, device, with_gradients=in_update or inventory.t_ns == at_ns)
+    in_update = bool(
+        ((updates["start_ns"] <= at_ns) & (updates["end_ns"] >= at_ns)).any()
+    )
+    return holders_of(
+        inventory, device, with_gradients=in_update or inventory.t_ns == at_ns
+    )
 
 
-def holders_of(inventory: Inventory, device: str | None, with_gradients: bool) -> list[Holder]:
-    """Return the holders of a device in an inventory; gradients come and go, so those of another time are left out."""
+def holders_of(
+    inventory: Inventory, device: str | None, with_gradients: bool
+) -> list[Holder]:
+    """Return the holders of a device in an inventory; gradients come and go, so those
+    of another time are left out."""
     return [
         Holder(entry.category, entry.module, None, entry.bytes)
         for entry in inventory.holders

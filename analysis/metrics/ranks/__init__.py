@@ -1,1 +1,2 @@
-"""Compares the ranks of a job: figures of each rank, ranks that differ, a heat map, representative ranks."""
+"""Compares the ranks of a job: figures of each rank, ranks that differ, a heat map,
+representative ranks."""

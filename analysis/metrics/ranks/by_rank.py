@@ -27,12 +27,16 @@ class RankRow:
     other_ms: float | None
     phases_ms: float | None  # Time of all phases, without `other`.
     free_bytes: float | None  # Least free memory of an iteration.
-    # `h2d_bytes_per_s`, `d2h_bytes_per_s`: rate of copies while they run, or the highest sampled rate.
+    # `h2d_bytes_per_s`, `d2h_bytes_per_s`: rate of copies while they run, or the
+    # highest sampled rate.
     h2d_bytes_per_s: float | None
     d2h_bytes_per_s: float | None
-    times_slowest: int | None  # In how many iterations its phases took longest; None with one rank.
-    cause: str | None  # The cause where it differs from the others, alone or with its host; else None.
-    device_name: str | None  # Model of its device, else the device; None if neither is known.
+    # In how many iterations its phases took longest; None with one rank.
+    times_slowest: int | None
+    # The cause where it differs from the others, alone or with its host; else None.
+    cause: str | None
+    # Model of its device, else the device; None if neither is known.
+    device_name: str | None
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,22 +50,43 @@ class RankTable(TabularResult, table="ranks"):
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide summary --by rank --json` prints."""
         rows = [asdict(row) for row in self.ranks]
-        return {"counted": self.counted, "ranks": rows, "rank_differences": self.differences.as_json()}
+        return {
+            "counted": self.counted,
+            "ranks": rows,
+            "rank_differences": self.differences.as_json(),
+        }
 
 
-_MEDIANS = [field.name for field in fields(RankRow) if field.name.endswith(("_ms", "_bytes", "_bytes_per_s"))]
+_MEDIANS = [
+    field.name
+    for field in fields(RankRow)
+    if field.name.endswith(("_ms", "_bytes", "_bytes_per_s"))
+]
 
 
 def rank_table(trace: Trace) -> RankTable:
     """Summarize each rank of a trace."""
     differences = rank_differences(trace)
-    causes = {rank: difference.cause for difference in reversed(differences.differences) for rank in difference.ranks}
+    causes = {
+        rank: difference.cause
+        for difference in reversed(differences.differences)
+        for rank in difference.ranks
+    }
     slowest = compare_iterations(trace, []).slowest_rank or {}
     rows = []
     for rank in trace.ranks:
         series = rank_series(trace, rank)
         device = first_device(trace, rank)
-        facts: dict[str, Any] = {column: median_or_none(series.columns[column]) for column in _MEDIANS}
-        facts |= {"cause": causes.get(rank), "device_name": device.name or device.device}
-        rows.append(RankRow(rank, trace.rank(rank).host, **facts, times_slowest=slowest.get(rank)))
+        facts: dict[str, Any] = {
+            column: median_or_none(series.columns[column]) for column in _MEDIANS
+        }
+        facts |= {
+            "cause": causes.get(rank),
+            "device_name": device.name or device.device,
+        }
+        rows.append(
+            RankRow(
+                rank, trace.rank(rank).host, **facts, times_slowest=slowest.get(rank)
+            )
+        )
     return RankTable(len(steady_iterations(trace).numbers), rows, differences)

@@ -1,7 +1,8 @@
 """Computes a result part by part, a few ranks at a time, here or in other processes.
 
-The tables of a large job do not fit into memory together. Of each part, the whole result is computed of its ranks alone
-and kept by rank: that of all ranks then needs no table again.
+The tables of a large job do not fit into memory together. Of each part, the whole
+result is computed of its ranks alone and kept by rank: that of all ranks then needs no
+table again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,16 +21,19 @@ from ebbtide.host_limits import cores
 from ebbtide.profiler.trace import Trace, open_trace
 from ebbtide.workers import WorkerDied
 
-# Computes a result of a trace. Figures of ranks that it reads must be kept by `once_per_trace`.
+# Computes a result of a trace. Figures of ranks that it reads must be kept by
+# `once_per_trace`.
 Read = Callable[[Trace], object]
 # Two ranks of a part are compared with each other, as those of the whole trace are.
 _MIN_RANKS_PER_PART = 2
 # Each task opens the trace again, which takes as long as a part of a rank.
 _MIN_RANKS_PER_TASK = 4
-# Of ranks with small tables, a part has as many as have so many bytes on disk, and there are so many parts at least.
+# Of ranks with small tables, a part has as many as have so many bytes on disk, and
+# there are so many parts at least.
 _PART_BYTES = 16e6
 _MIN_PARTS = 16
-# Of ranks with fewer bytes, threads wait for each other. So do more threads, and each holds tables of a part.
+# Of ranks with fewer bytes, threads wait for each other. So do more threads, and each
+# holds tables of a part.
 _MIN_RANK_BYTES_FOR_THREADS = 1e6
 _MAX_THREADS = 4
 # Tables of fewer bytes on disk stay in memory: parts would only repeat work.
@@ -46,9 +50,11 @@ class ScanTask:
     kept: KeptResults  # Results of the whole trace, which all ranks need.
 
 
-# Runs a function on tasks by key, and yields (key, outcome) as each is finished, as those of `ebbtide.workers` do.
+# Runs a function on tasks by key, and yields (key, outcome) as each is finished, as
+# those of `ebbtide.workers` do.
 ScanRunner: TypeAlias = Callable[
-    [Callable[[ScanTask], KeptResults], Mapping[str, ScanTask]], Iterator[tuple[str, KeptResults | WorkerDied]]
+    [Callable[[ScanTask], KeptResults], Mapping[str, ScanTask]],
+    Iterator[tuple[str, KeptResults | WorkerDied]],
 ]
 
 
@@ -61,8 +67,12 @@ def read_by_parts(trace: Trace, read: Read) -> None:
     def read_part(ranks: Sequence[int]) -> None:
         keep_results(trace, _read_part(trace, ranks, kept, read))
 
-    has_small_ranks = trace.stored_bytes < _MIN_RANK_BYTES_FOR_THREADS * len(trace.ranks)
-    with ThreadPoolExecutor(1 if has_small_ranks else min(cores(), _MAX_THREADS)) as threads:
+    has_small_ranks = trace.stored_bytes < _MIN_RANK_BYTES_FOR_THREADS * len(
+        trace.ranks
+    )
+    with ThreadPoolExecutor(
+        1 if has_small_ranks else min(cores(), _MAX_THREADS)
+    ) as threads:
         list(threads.map(read_part, parts))
 
 
@@ -72,19 +82,29 @@ def scan(task: ScanTask) -> KeptResults:
 
 
 def scan_ranks(
-    trace: Trace, read: Read, runner: ScanRunner, progress: Callable[[int, int], None] = lambda *_: None
+    trace: Trace,
+    read: Read,
+    runner: ScanRunner,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> None:
-    """Compute a result part by part elsewhere, and keep what was computed of each rank here. Workers open the trace by
-    its path. `progress`: called with the numbers of finished and of all ranks, at the start and after each task. Raises
-    UserError if a worker died, TraceError if the trace is damaged or workers cannot read its path."""
+    """Compute a result part by part elsewhere, and keep what was computed of each rank
+    here. Workers open the trace by its path. `progress`: called with the numbers of
+    finished and of all ranks, at the start and after each task. Raises UserError if a
+    worker died, TraceError if the trace is damaged or workers cannot read its path."""
     path, kept = trace.path.resolve(), _of_all_ranks(trace)
-    tasks = {str(part[0]): ScanTask(path, part, read, kept) for part in _parts(trace, _MIN_RANKS_PER_TASK)}
+    tasks = {
+        str(part[0]): ScanTask(path, part, read, kept)
+        for part in _parts(trace, _MIN_RANKS_PER_TASK)
+    }
     finished = 0
     progress(finished, len(trace.ranks))
     with closing(runner(scan, tasks)) as outcomes:  # type: ignore[type-var]
         for key, outcome in outcomes:
             if isinstance(outcome, WorkerDied):
-                raise UserError(f"ranks {key} and following could not be read: {outcome}; try fewer --jobs")
+                raise UserError(
+                    f"ranks {key} and following could not be read: {outcome}; try "
+                    "fewer --jobs"
+                )
             keep_results(trace, outcome)
             finished += len(tasks[key].ranks)
             progress(finished, len(trace.ranks))
@@ -92,8 +112,13 @@ def scan_ranks(
 
 def _parts(trace: Trace, min_ranks: int) -> list[tuple[int, ...]]:
     rank_bytes = max(trace.stored_bytes, 1) / len(trace.ranks)
-    size = max(min_ranks, min(int(_PART_BYTES / rank_bytes), len(trace.ranks) // _MIN_PARTS))
-    return [tuple(trace.ranks[start : start + size]) for start in range(0, len(trace.ranks), size)]
+    size = max(
+        min_ranks, min(int(_PART_BYTES / rank_bytes), len(trace.ranks) // _MIN_PARTS)
+    )
+    return [
+        tuple(trace.ranks[start : start + size])
+        for start in range(0, len(trace.ranks), size)
+    ]
 
 
 def _of_all_ranks(trace: Trace) -> KeptResults:
@@ -103,7 +128,9 @@ def _of_all_ranks(trace: Trace) -> KeptResults:
     return kept_results(trace)
 
 
-def _read_part(trace: Trace, ranks: Sequence[int], kept: KeptResults, read: Read) -> KeptResults:
+def _read_part(
+    trace: Trace, ranks: Sequence[int], kept: KeptResults, read: Read
+) -> KeptResults:
     part = trace.of_ranks(ranks)
     for results in (kept, kept_results(trace, ranks)):
         keep_results(part, results)

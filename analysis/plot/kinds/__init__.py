@@ -1,4 +1,5 @@
-"""Kinds of pictures of `ebbtide plot`: a file per kind, whose docstring says what it draws."""
+"""Kinds of pictures of `ebbtide plot`: a file per kind, whose docstring says what it
+draws."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class PlotKind(Protocol):
     CONTENT: str  # What the picture shows, for its title.
 
     def panels(self, view: View, layout: Layout) -> Sequence[PanelDrawing]:
-        """Return the panels of one trace, from the top. Raises TraceError where nothing was recorded for it."""
+        """Return the panels of one trace, from the top. Raises TraceError where nothing
+        was recorded for it."""
 
 
 def kind_texts() -> dict[str, str]:
@@ -44,12 +46,19 @@ def kind_texts() -> dict[str, str]:
         spec = find_spec(f"{plug.package}.{plug.target}")
         assert spec is not None
         assert spec.origin is not None
-        texts[name] = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+        texts[name] = (
+            ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8")))
+            or ""
+        )
     return texts
 
 
 def _kinds() -> dict[str, Plug]:
-    own = [path.stem for path in Path(__file__).parent.glob("*.py") if path.name != "__init__.py"]
+    own = [
+        path.stem
+        for path in Path(__file__).parent.glob("*.py")
+        if path.name != "__init__.py"
+    ]
     kinds = {name: Plug(__name__, name) for name in own}
     kinds.update(plugs("plots"))
     return dict(sorted(kinds.items()))

@@ -39,14 +39,21 @@ class ActivityDrawing(PanelDrawing):
             # A lane of one area is named by its label.
             drawn += areas if name == "idle" else []
         axes.set_ylim(0, len(self.lanes))
-        axes.set_yticks(np.arange(len(self.lanes)) + _LANE_HEIGHT / 2, labels=list(self.lanes))
+        axes.set_yticks(
+            np.arange(len(self.lanes)) + _LANE_HEIGHT / 2, labels=list(self.lanes)
+        )
         axes.tick_params(axis="y", length=0)
         return drawn
 
 
 def activity_panels(view: View, height: float, required: bool) -> list[ActivityDrawing]:
-    """Return the panel of a view; none where kernels were not recorded, which raises TraceError if it is `required`."""
+    """Return the panel of a view; none where kernels were not recorded, which raises
+    TraceError if it is `required`."""
     lanes = activity_lanes(view.trace, view.rank, view.axis, PICTURE)
     if required and not lanes:
         raise TraceError(f"rank {view.rank} of {view.trace.path}: {NO_KERNELS}")
-    return [ActivityDrawing(view, height, _PANEL, lanes, remarks=_REMARKS)] if lanes else []
+    return (
+        [ActivityDrawing(view, height, _PANEL, lanes, remarks=_REMARKS)]
+        if lanes
+        else []
+    )

@@ -8,7 +8,13 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
 from ebbtide.analysis.plot.kinds import Layout
-from ebbtide.analysis.plot.panels import TEXT_COLOR, PanelDrawing, View, draw_level, line_properties
+from ebbtide.analysis.plot.panels import (
+    TEXT_COLOR,
+    PanelDrawing,
+    View,
+    draw_level,
+    line_properties,
+)
 from ebbtide.analysis.timeline.axis import PICTURE
 from ebbtide.analysis.timeline.link import link_panel
 from ebbtide.analysis.timeline.panels import Scale
@@ -31,14 +37,29 @@ class LinkDrawing(PanelDrawing):
         drawn: list[Artist] = []
         for line in self.panel.lines:
             label = f"{line.name} ({_SIDES[line.name]}){line.detail}"
-            edges, rates = self.view.axis.x(line.edges), line.sign * line.values / scale.size
-            drawn.append(axes.stairs(rates, edges, baseline=0.0, label=label, **line_properties(line.style)))
+            edges, rates = (
+                self.view.axis.x(line.edges),
+                line.sign * line.values / scale.size,
+            )
+            drawn.append(
+                axes.stairs(
+                    rates,
+                    edges,
+                    baseline=0.0,
+                    label=label,
+                    **line_properties(line.style),
+                )
+            )
             fill = COLORS[line.style.fill or line.style.color].light
-            axes.stairs(rates, edges, baseline=0.0, fill=True, color=fill, lw=0, zorder=0.9)
+            axes.stairs(
+                rates, edges, baseline=0.0, fill=True, color=fill, lw=0, zorder=0.9
+            )
         axes.axhline(0.0, color=TEXT_COLOR, lw=0.7)
         if self.panel.level is not None:
             draw_level(axes, self.view, -self.panel.level, scale, "")
-            drawn += draw_level(axes, self.view, self.panel.level, scale, self.panel.level_label)
+            drawn += draw_level(
+                axes, self.view, self.panel.level, scale, self.panel.level_label
+            )
         drawn += self._mark_above_peak(axes, scale)
         axes.set_ylim(-scale.top / scale.size, scale.top / scale.size)
         axes.locator_params(axis="y", nbins=7)
@@ -47,9 +68,12 @@ class LinkDrawing(PanelDrawing):
         return drawn
 
     def _mark_above_peak(self, axes: Axes, scale: Scale) -> Iterator[Artist]:
-        """Mark every rate above the peak at the edge: such rates are impossible and do not set the scale."""
+        """Mark every rate above the peak at the edge: such rates are impossible and do
+        not set the scale."""
         for direction, marked in self.panel.above_peak_ns.items():
-            sign = next(line.sign for line in self.panel.lines if line.name == direction)
+            sign = next(
+                line.sign for line in self.panel.lines if line.name == direction
+            )
             yield axes.plot(
                 self.view.axis.x(marked),
                 np.full(len(marked), sign * scale.top / scale.size),
@@ -64,11 +88,12 @@ class LinkDrawing(PanelDrawing):
 
 
 def link_panels(view: View, height: float, required: bool) -> list[LinkDrawing]:
-    """Return the panel of the link; none where neither copies nor counters were recorded, which raises TraceError if it
-    is `required`."""
+    """Return the panel of the link; none where neither copies nor counters were
+    recorded, which raises TraceError if it is `required`."""
     content = link_panel(view.trace, view.rank, view.axis, PICTURE)
     if required and content is None:
         raise TraceError(
-            f"rank {view.rank} of {view.trace.path} has no link to draw: neither copies nor link counters were recorded"
+            f"rank {view.rank} of {view.trace.path} has no link to draw: neither "
+            "copies nor link counters were recorded"
         )
     return [LinkDrawing(view, height, content)] if content is not None else []

@@ -17,7 +17,12 @@ from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.analysis.plot.kinds import Layout
 from ebbtide.analysis.plot.kinds.memory import MemoryDrawing
-from ebbtide.analysis.plot.panels import OUTLINE_COLOR, PanelDrawing, View, box_properties
+from ebbtide.analysis.plot.panels import (
+    OUTLINE_COLOR,
+    PanelDrawing,
+    View,
+    box_properties,
+)
 from ebbtide.analysis.plot.text import label_boxes
 from ebbtide.analysis.timeline.axis import PICTURE, PICTURE_BOXES, BoxSampler
 from ebbtide.analysis.timeline.boxes import clip_boxes, recurring_boxes, window_boxes
@@ -66,28 +71,42 @@ class WindowsDrawing(MemoryDrawing):
                 drawn.append(self._draw_boxes(axes, scale, boxes, label, style))
         return drawn
 
-    def _draw_boxes(self, axes: Axes, scale: Scale, boxes: pd.DataFrame, label: str, style: BoxStyle) -> Artist:
+    def _draw_boxes(
+        self, axes: Axes, scale: Scale, boxes: pd.DataFrame, label: str, style: BoxStyle
+    ) -> Artist:
         properties = box_properties(style)
         if not self.view.has_room_for_phases:
             # Outlines would hide the boxes.
             properties |= {"ec": "face", "lw": 0.1}
         corners = self._edges(boxes, scale).corners
-        return axes.add_collection(PolyCollection(corners, label=label, zorder=0.8, **properties))
+        return axes.add_collection(
+            PolyCollection(corners, label=label, zorder=0.8, **properties)
+        )
 
     def annotate(self, axes: Axes, scale: Scale) -> None:
-        """Write the least free bytes into each box that has room for it. Needs the final layout."""
-        label_boxes(axes, *self._edges(self.windows, scale), [bytes_text(free) for free in self.windows["free_bytes"]])
+        """Write the least free bytes into each box that has room for it. Needs the
+        final layout."""
+        label_boxes(
+            axes,
+            *self._edges(self.windows, scale),
+            [bytes_text(free) for free in self.windows["free_bytes"]],
+        )
 
     def _edges(self, boxes: pd.DataFrame, scale: Scale) -> BoxEdges:
         """Return boxes from the peak of each window up to the capacity."""
         capacity = self.panel.level or 0.0
         bottom = (capacity - boxes["free_bytes"].to_numpy(np.float64)) / scale.size
-        return BoxEdges(*_horizontal_edges(self.view, boxes), bottom, np.full(len(boxes), capacity / scale.size))
+        return BoxEdges(
+            *_horizontal_edges(self.view, boxes),
+            bottom,
+            np.full(len(boxes), capacity / scale.size),
+        )
 
 
 @dataclass(frozen=True)
 class IdleDrawing(PanelDrawing):
-    """A row per direction: the box of each window is filled to the share in which the link is idle."""
+    """A row per direction: the box of each window is filled to the share in which the
+    link is idle."""
 
     windows: pd.DataFrame
     directions: Sequence[str]
@@ -98,27 +117,47 @@ class IdleDrawing(PanelDrawing):
             recorded = ~np.isnan(shares)
             outline = BoxEdges(*(edge[recorded] for edge in edges))
             axes.add_collection(
-                PolyCollection(outline.corners, fc="white", ec=OUTLINE_COLOR, lw=0.5 * self.view.has_room_for_phases)
+                PolyCollection(
+                    outline.corners,
+                    fc="white",
+                    ec=OUTLINE_COLOR,
+                    lw=0.5 * self.view.has_room_for_phases,
+                )
             )
-            idle = outline._replace(top=outline.bottom + shares[recorded] * (outline.top - outline.bottom))
-            axes.add_collection(PolyCollection(idle.corners, fc=COLORS[f"{direction}-fill"].light, lw=0))
+            idle = outline._replace(
+                top=outline.bottom + shares[recorded] * (outline.top - outline.bottom)
+            )
+            axes.add_collection(
+                PolyCollection(idle.corners, fc=COLORS[f"{direction}-fill"].light, lw=0)
+            )
         axes.set_ylim(0, len(self.directions))
-        middles = [sum(self._row_bounds(row)) / 2 for row in range(len(self.directions))]
+        middles = [
+            sum(self._row_bounds(row)) / 2 for row in range(len(self.directions))
+        ]
         axes.set_yticks(middles, [f"{direction} idle" for direction in self.directions])
         axes.tick_params(axis="y", length=0, labelsize=8)
         return [Patch(fc=_SHARE_COLOR, label="share of the window, in %")]
 
     def annotate(self, axes: Axes, scale: Scale) -> None:
-        """Write the shares into the boxes that have room for them. Needs the final layout."""
+        """Write the shares into the boxes that have room for them. Needs the final
+        layout."""
         for _, shares, edges in self._rows():
-            label_boxes(axes, *edges, ["" if np.isnan(share) else f"{100 * share:.0f} %" for share in shares])
+            label_boxes(
+                axes,
+                *edges,
+                ["" if np.isnan(share) else f"{100 * share:.0f} %" for share in shares],
+            )
 
     def _rows(self) -> Iterator[tuple[str, Floats, BoxEdges]]:
         """Yield (direction, idle shares, whole boxes) of each row."""
         left, right = _horizontal_edges(self.view, self.windows)
         for row, direction in enumerate(self.directions):
             bottom, top = (np.full(len(left), bound) for bound in self._row_bounds(row))
-            yield direction, self.windows[f"{direction}_idle_share"].to_numpy(), BoxEdges(left, right, bottom, top)
+            yield (
+                direction,
+                self.windows[f"{direction}_idle_share"].to_numpy(),
+                BoxEdges(left, right, bottom, top),
+            )
 
     def _row_bounds(self, row: int) -> tuple[float, float]:
         """Return (bottom, top) of a row, counted from above."""
@@ -127,8 +166,8 @@ class IdleDrawing(PanelDrawing):
 
 
 def panels(view: View, layout: Layout) -> Sequence[PanelDrawing]:
-    """Return the panel of windows, and the one of the idle link where it was recorded. Raises TraceError where no
-    memory was recorded, or the capacity is not known."""
+    """Return the panel of windows, and the one of the idle link where it was recorded.
+    Raises TraceError where no memory was recorded, or the capacity is not known."""
     min_bytes = layout.min_bytes
     free = find_windows(view.trace, min_bytes, [view.rank])
     if free.pool is None or not (free.known_ranks or free.unrecorded_ranks):
@@ -136,13 +175,19 @@ def panels(view: View, layout: Layout) -> Sequence[PanelDrawing]:
     windows = clip_boxes(window_boxes(view.trace, view.rank, free.windows), view.axis)
     recurring = windows.iloc[:0]
     if free.guaranteed:
-        recurring = clip_boxes(recurring_boxes(view.trace, view.rank, min_bytes), view.axis)
+        recurring = clip_boxes(
+            recurring_boxes(view.trace, view.rank, min_bytes), view.axis
+        )
     remarks = [f"free memory: {free_memory_text(view.trace)}"]
     if free.unrecorded_ranks:
         remarks.append(f"no {free.pool} memory was recorded for this rank")
     elif not len(windows):
         remarks.append(f"never {bytes_text(min_bytes)} free")
-    starts = intervals(view.trace, view.rank, device_times=False).spans["start_ns"].to_numpy(np.int64)
+    starts = (
+        intervals(view.trace, view.rank, device_times=False)
+        .spans["start_ns"]
+        .to_numpy(np.int64)
+    )
     sampler = BoxSampler(starts, max(len(windows), len(recurring)), PICTURE_BOXES)
     windows, recurring = sampler.sample(windows), sampler.sample(recurring)
     if sampler.stride > 1:
@@ -163,9 +208,19 @@ def panels(view: View, layout: Layout) -> Sequence[PanelDrawing]:
     ]
     directions = [d for d in DIRECTIONS if windows[f"{d}_idle_share"].notna().any()]
     if directions:
-        drawn.append(IdleDrawing(view, 0.32 * len(directions) + 0.1, TimelinePanel("idle link"), windows, directions))
+        drawn.append(
+            IdleDrawing(
+                view,
+                0.32 * len(directions) + 0.1,
+                TimelinePanel("idle link"),
+                windows,
+                directions,
+            )
+        )
     return drawn
 
 
 def _horizontal_edges(view: View, boxes: pd.DataFrame) -> tuple[Floats, Floats]:
-    return view.axis.x(boxes["start_ns"].to_numpy(np.int64)), view.axis.x(boxes["end_ns"].to_numpy(np.int64))
+    return view.axis.x(boxes["start_ns"].to_numpy(np.int64)), view.axis.x(
+        boxes["end_ns"].to_numpy(np.int64)
+    )

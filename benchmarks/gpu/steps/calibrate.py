@@ -17,8 +17,14 @@ COPIES_S = 1.0
 
 def agrees(source: dict[str, Any]) -> bool:
     """Return whether a source counts the copied bytes within 10 % in each direction."""
-    scales = [source[direction]["scale"] for direction in ("h2d", "d2h") if direction in source]
-    return len(scales) == 2 and all(scale is not None and 0.9 < scale < 1.1 for scale in scales)
+    scales = [
+        source[direction]["scale"]
+        for direction in ("h2d", "d2h")
+        if direction in source
+    ]
+    return len(scales) == 2 and all(
+        scale is not None and 0.9 < scale < 1.1 for scale in scales
+    )
 
 
 def main() -> None:
@@ -27,9 +33,19 @@ def main() -> None:
     args = flags.parse_args()
     step = start(args)
     seconds = str(TINY_SECONDS if step.rehearse else args.calibration_seconds)
-    output = ebbtide("calibrate", "--seconds", seconds, "--force", "--json", "-o", step.out / "machine.json")
+    output = ebbtide(
+        "calibrate",
+        "--seconds",
+        seconds,
+        "--force",
+        "--json",
+        "-o",
+        step.out / "machine.json",
+    )
     machine = json.loads(output)
-    rates = {key: value for key, value in machine.items() if isinstance(value, int | float)}
+    rates = {
+        key: value for key, value in machine.items() if isinstance(value, int | float)
+    }
     notes, sources = [*machine.get("notes", [])], None
     if torch.cuda.is_available():
         try:
@@ -38,7 +54,8 @@ def main() -> None:
             notes.append(f"the link counters of the GPU were not checked: {error}")
     step.add(rates=rates, counters=sources, notes=notes)
     step.check(
-        "a source of the link's use is right within 10 %", any(map(agrees, sources.values())) if sources else None
+        "a source of the link's use is right within 10 %",
+        any(map(agrees, sources.values())) if sources else None,
     )
 
 

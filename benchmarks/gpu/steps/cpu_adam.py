@@ -1,4 +1,5 @@
-"""Compiles DeepSpeed's CPU Adam, beside other steps: `table` waits for it where it needs it."""
+"""Compiles DeepSpeed's CPU Adam, beside other steps: `table` waits for it where it
+needs it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Trains a GPT in bf16 with plain torch: the job that is recorded.
 
-It prints its steps as examples/train_gpt.py does. With --results it also measures its phases by its own events (without
-a GPU by the host clock), makes copies of known size, and writes these and the memory peaks of torch as JSON.
+It prints its steps as examples/train_gpt.py does. With --results it also measures its
+phases by its own events (without a GPU by the host clock), makes copies of known size,
+and writes these and the memory peaks of torch as JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch.nn import functional as F
 from ebbtide.phases import PHASES
 
 VOCABULARY = 512
-# A power of two: torch rounds pinned memory up to one. So many per direction: half a second of a PCIe 5 link.
+# A power of two: torch rounds pinned memory up to one. So many per direction: half a
+# second of a PCIe 5 link.
 COPY_BYTES, COPIES = 1 << 28, 100
 # Idle time before and after copies, so that a counter with a lag shows all of them.
 PAUSE_S = 0.5
@@ -44,8 +46,14 @@ class Marks:
         """Return the duration in ms of each phase, in order."""
         if self._on_gpu:
             torch.cuda.synchronize()
-            return {phase: [a.elapsed_time(b) for a, b in pairs] for phase, pairs in self._pairs.items()}
-        return {phase: [(b - a) / 1e6 for a, b in pairs] for phase, pairs in self._pairs.items()}
+            return {
+                phase: [a.elapsed_time(b) for a, b in pairs]
+                for phase, pairs in self._pairs.items()
+            }
+        return {
+            phase: [(b - a) / 1e6 for a, b in pairs]
+            for phase, pairs in self._pairs.items()
+        }
 
     def _mark(self) -> Any:
         if not self._on_gpu:
@@ -56,11 +64,15 @@ class Marks:
 
 
 def known_copies() -> list[dict[str, Any]]:
-    """Make pinned copies, first to the device, then to the host; return their bytes and times."""
+    """Make pinned copies, first to the device, then to the host; return their bytes and
+    times."""
     host = torch.ones(COPY_BYTES, dtype=torch.uint8).pin_memory()
     on_device = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda")
     copies = []
-    for direction, target, source in (("h2d", on_device, host), ("d2h", host, on_device)):
+    for direction, target, source in (
+        ("h2d", on_device, host),
+        ("d2h", host, on_device),
+    ):
         torch.cuda.synchronize()
         time.sleep(PAUSE_S)
         begin = time.monotonic_ns()
@@ -68,7 +80,13 @@ def known_copies() -> list[dict[str, Any]]:
             target.copy_(source, non_blocking=True)
         torch.cuda.synchronize()
         copies.append(
-            {"way": direction, "bytes": COPY_BYTES, "count": COPIES, "start_ns": begin, "end_ns": time.monotonic_ns()}
+            {
+                "way": direction,
+                "bytes": COPY_BYTES,
+                "count": COPIES,
+                "start_ns": begin,
+                "end_ns": time.monotonic_ns(),
+            }
         )
         time.sleep(PAUSE_S)
     return copies
@@ -77,7 +95,10 @@ def known_copies() -> list[dict[str, Any]]:
 def peaks() -> dict[str, int]:
     """Return the memory peaks of torch in bytes."""
     stats = torch.cuda.memory_stats()
-    return {pool: stats[f"{pool}_bytes.all.peak"] for pool in ("allocated", "reserved", "requested")}
+    return {
+        pool: stats[f"{pool}_bytes.all.peak"]
+        for pool in ("allocated", "reserved", "requested")
+    }
 
 
 def main() -> None:
@@ -97,7 +118,8 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    # Made on the device: making so many random numbers on the host would take longer than the training.
+    # Made on the device: making so many random numbers on the host would take longer
+    # than the training.
     with torch.device("cuda" if on_gpu else "cpu"):
         model = load(ROOT / "examples" / "train_gpt.py").GPT(
             VOCABULARY, args.context, args.layers, args.width, args.heads
@@ -118,9 +140,18 @@ def main() -> None:
         # Otherwise they would be in memory together with those of the next step.
         del logits
         optimizer.zero_grad()
-        print(f"step {step:3d}  loss {loss.item():.4f}  {1e3 * (time.perf_counter() - begun):7.1f} ms", flush=True)
+        print(
+            f"step {step:3d}  loss {loss.item():.4f}  "
+            f"{1e3 * (time.perf_counter() - begun):7.1f} ms",
+            flush=True,
+        )
     if args.results:
-        results = {"params": params, "phases_ms": marks.ms(), "copies": copies, "peaks": peaks() if on_gpu else None}
+        results = {
+            "params": params,
+            "phases_ms": marks.ms(),
+            "copies": copies,
+            "peaks": peaks() if on_gpu else None,
+        }
         args.results.write_text(json.dumps(results))
 
 

@@ -1,4 +1,5 @@
-"""Imports the packages of all other steps, and fails with the names of those that are missing or incompatible."""
+"""Imports the packages of all other steps, and fails with the names of those that are
+missing or incompatible."""
 
 from __future__ import annotations
 

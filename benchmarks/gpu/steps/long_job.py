@@ -1,9 +1,11 @@
-"""Trains a GPT on long sequences whose activations fill the card in the backward, with InterleavedAdamW.
+"""Trains a GPT on long sequences whose activations fill the card in the backward, with
+InterleavedAdamW.
 
-Its layers are checkpointed in two halves: the forward leaves most of the card free, the backward recomputes the
-activations of one half and fills it. So there is a window from the end of each backward to the end of the next forward.
-The number of sequences that fill the card follows from the memory of one and two. Without a GPU the device is emulated,
-and the budgets are shares of the state.
+Its layers are checkpointed in two halves: the forward leaves most of the card free, the
+backward recomputes the activations of one half and fills it. So there is a window from
+the end of each backward to the end of the next forward. The number of sequences that
+fill the card follows from the memory of one and two. Without a GPU the device is
+emulated, and the budgets are shares of the state.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ from ebbtide.state_bytes import STATE_BYTES
 
 GPT = load(ROOT / "examples" / "train_gpt.py").GPT
 VOCABULARY, HALVES = 512, 2
-# Share of the state that fits while activations are at their peak. The others need windows.
+# Share of the state that fits while activations are at their peak. The others need
+# windows.
 SHARE_AT_PEAK = 0.4
-# Share of the card that is left to rounding by the allocator of torch and to CUDA itself.
+# Share of the card that is left to rounding by the allocator of torch and to CUDA
+# itself.
 MARGIN = 0.05
 EMULATED_BYTES_PER_S, EMULATED_PARAMS_PER_S = 1e9, 4e9
 
@@ -42,7 +46,11 @@ class CheckpointedGPT(GPT):  # type: ignore[misc, valid-type]
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
         size = -(-len(self.blocks) // HALVES)
         for begin in range(0, len(self.blocks), size):
-            x = checkpoint(nn.Sequential(*self.blocks[begin : begin + size]), x, use_reentrant=False)
+            x = checkpoint(
+                nn.Sequential(*self.blocks[begin : begin + size]),
+                x,
+                use_reentrant=False,
+            )
         return self.head(self.norm(x))
 
 
@@ -67,8 +75,11 @@ def peaks(model: nn.Module, sequences: int, context: int) -> tuple[int, int]:
     return forward, backward
 
 
-def fill_card(model: nn.Module, context: int, state: float) -> tuple[int, dict[str, float]]:
-    """Return the number of sequences that fill the card, and the bytes for state in each phase."""
+def fill_card(
+    model: nn.Module, context: int, state: float
+) -> tuple[int, dict[str, float]]:
+    """Return the number of sequences that fill the card, and the bytes for state in
+    each phase."""
     # The first call allocates permanent workspaces.
     peaks(model, 1, context)
     one, two = peaks(model, 1, context), peaks(model, 2, context)
@@ -78,9 +89,15 @@ def fill_card(model: nn.Module, context: int, state: float) -> tuple[int, dict[s
     free, total = torch.cuda.mem_get_info()
     usable = free - MARGIN * total
     sequences = max(1, int((usable - fixed[1] - SHARE_AT_PEAK * state) / each[1]))
-    forward, backward = (usable - f - e * sequences for f, e in zip(fixed, each, strict=True))
+    forward, backward = (
+        usable - f - e * sequences for f, e in zip(fixed, each, strict=True)
+    )
     # During the update there are gradients, which are as large as the parameters.
-    budget = {"forward": forward, "backward": min(backward, SHARE_AT_PEAK * state), "update": usable - params}
+    budget = {
+        "forward": forward,
+        "backward": min(backward, SHARE_AT_PEAK * state),
+        "update": usable - params,
+    }
     return sequences, {phase: max(0.0, size) for phase, size in budget.items()}
 
 
@@ -90,7 +107,11 @@ def main() -> None:
     for name, default in sizes.items():
         flags.add_argument(f"--{name}", type=int, default=default)
     flags.add_argument("--policy", default="adaptive")
-    flags.add_argument("--by-phase", action="store_true", help="use the budget of each phase instead of the lowest one")
+    flags.add_argument(
+        "--by-phase",
+        action="store_true",
+        help="use the budget of each phase instead of the lowest one",
+    )
     flags.add_argument("--machine", type=Path)
     flags.add_argument("--results", type=Path, required=True, help="JSON file to write")
     args = flags.parse_args()
@@ -102,22 +123,43 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
-        model = CheckpointedGPT(VOCABULARY, args.context, args.layers, args.width, args.heads)
+        model = CheckpointedGPT(
+            VOCABULARY, args.context, args.layers, args.width, args.heads
+        )
     params = sum(param.numel() for param in model.parameters())
     state = STATE_BYTES * params
-    options: dict[str, Any] = {"policy": args.policy, "subgroup_params": -(-params // 20)}
+    options: dict[str, Any] = {
+        "policy": args.policy,
+        "subgroup_params": -(-params // 20),
+    }
     if on_gpu:
         sequences, budget = fill_card(model, args.context, state)
         options["machine"] = load_machine(args.machine) if args.machine else None
     else:
-        sequences, budget = 1, {"forward": 2.0 * state, "backward": SHARE_AT_PEAK * state, "update": 2.0 * state}
+        sequences, budget = (
+            1,
+            {
+                "forward": 2.0 * state,
+                "backward": SHARE_AT_PEAK * state,
+                "update": 2.0 * state,
+            },
+        )
         rates = (EMULATED_BYTES_PER_S, EMULATED_BYTES_PER_S, EMULATED_PARAMS_PER_S)
         options |= {"device": EmulatedDevice(2 * state, *rates), "threads": 1}
     options["memory_budget"] = budget if args.by_phase else min(budget.values())
     # Not from the generator that fill_card() used: every run trains on the same tokens.
-    tokens = torch.randint(VOCABULARY, (sequences, args.context + 1), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        VOCABULARY,
+        (sequences, args.context + 1),
+        generator=torch.Generator().manual_seed(1),
+    )
     tokens = tokens.to(device)
-    results: dict[str, Any] = {"params": params, "context": args.context, "sequences": sequences, "state_bytes": state}
+    results: dict[str, Any] = {
+        "params": params,
+        "context": args.context,
+        "sequences": sequences,
+        "state_bytes": state,
+    }
     results["budget_bytes"] = options["memory_budget"]
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -131,17 +173,34 @@ def main() -> None:
             optimizer.zero_grad()
             losses.append(loss.item())
             iterations.append((time.perf_counter() - begun) * 1e3)
-            print(f"step {step:3d}  loss {losses[-1]:.4f}  {iterations[-1]:7.1f} ms", flush=True)
+            print(
+                f"step {step:3d}  loss {losses[-1]:.4f}  {iterations[-1]:7.1f} ms",
+                flush=True,
+            )
         last = optimizer.last_schedule
         assert last is not None
-        results |= {"parked": len(last.plan.parked), "resident": len(last.plan.resident), "plan": last.plan.counts()}
-        results |= {"subgroups": last.plan.subgroups, "state_peak_bytes": last.peak_device_bytes}
-        results |= {"update_ms": last.update_s * 1e3, "iteration_ms": iterations, "losses": losses}
+        results |= {
+            "parked": len(last.plan.parked),
+            "resident": len(last.plan.resident),
+            "plan": last.plan.counts(),
+        }
+        results |= {
+            "subgroups": last.plan.subgroups,
+            "state_peak_bytes": last.peak_device_bytes,
+        }
+        results |= {
+            "update_ms": last.update_s * 1e3,
+            "iteration_ms": iterations,
+            "losses": losses,
+        }
     if on_gpu:
         stats = torch.cuda.memory_stats()
         results["peak_allocated_bytes"] = stats["allocated_bytes.all.peak"]
         # Each retry is a moment at which the allocator had to release its cache.
-        results |= {"allocator_retries": stats["num_alloc_retries"], "out_of_memory": stats["num_ooms"]}
+        results |= {
+            "allocator_retries": stats["num_alloc_retries"],
+            "out_of_memory": stats["num_ooms"],
+        }
     args.results.write_text(json.dumps(results))
 
 

@@ -1,6 +1,8 @@
-"""Measures how much host memory there is, and how fast it is filled and pinned. Later steps depend on these rates.
+"""Measures how much host memory there is, and how fast it is filled and pinned. Later
+steps depend on these rates.
 
-Some virtual machines get their memory only when it is first written. Writing it here keeps that out of later timings.
+Some virtual machines get their memory only when it is first written. Writing it here
+keeps that out of later timings.
 """
 
 from __future__ import annotations
@@ -41,14 +43,18 @@ def fill(step: StepContext, fill_bytes: float, block_bytes: int) -> bool:
 
 def main() -> None:
     flags = argument_parser(__doc__)
-    flags.add_argument("--fill", type=float, default=FILL_BYTES, help="bytes to fill (default: 80e9)")
+    flags.add_argument(
+        "--fill", type=float, default=FILL_BYTES, help="bytes to fill (default: 80e9)"
+    )
     args = flags.parse_args()
     step = start(args)
     block_bytes = TINY_BYTES if step.rehearse else BLOCK_BYTES
     fill_bytes = 4 * block_bytes if step.rehearse else args.fill
     before = meminfo()
     step.add(total_bytes=before["MemTotal"], available_bytes=before["MemAvailable"])
-    step.check(f"{fill_bytes / 1e9:.3g} GB of host memory", fill(step, fill_bytes, block_bytes))
+    step.check(
+        f"{fill_bytes / 1e9:.3g} GB of host memory", fill(step, fill_bytes, block_bytes)
+    )
     if not torch.cuda.is_available():
         step.add(pin_bytes_per_s=None)
         return
@@ -57,7 +63,10 @@ def main() -> None:
     device = CudaDevice(torch.device("cuda"))
     begin = time.perf_counter()
     pinned = device.allocate_host((PIN_BYTES,), torch.uint8)
-    step.add(pin_bytes_per_s=PIN_BYTES / (time.perf_counter() - begin), pinned=pinned.is_pinned())
+    step.add(
+        pin_bytes_per_s=PIN_BYTES / (time.perf_counter() - begin),
+        pinned=pinned.is_pinned(),
+    )
 
 
 if __name__ == "__main__":

@@ -11,9 +11,11 @@ from pathlib import Path
 
 
 def marked() -> tuple[str, dict[str, str]]:
-    """Return a mark of processes, and the variable that gives it to a process and all its descendants.
+    """Return a mark of processes, and the variable that gives it to a process and all
+    its descendants.
 
-    Groups and sessions do not do: ninja and others start groups of their own, which live on.
+    Groups and sessions do not do: ninja and others start groups of their own, which
+    live on.
     """
     mark = f"EBBTIDE_BENCHMARK_{uuid.uuid4().hex}"
     return mark, {mark: "1"}
@@ -27,6 +29,9 @@ def end(mark: str, number: signal.Signals) -> None:
         time.sleep(delay_s)
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if folder.name not in signalled and mark.encode() in (folder / "environ").read_bytes():
+                if (
+                    folder.name not in signalled
+                    and mark.encode() in (folder / "environ").read_bytes()
+                ):
                     os.kill(int(folder.name), number)
                     signalled.add(folder.name)

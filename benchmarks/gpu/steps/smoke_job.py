@@ -2,9 +2,11 @@
 
     python smoke_job.py MODE [--params 20e6]    # trains in a mode; or: graph, fork, direct-read, deterministic, kernels
 
-The model only multiplies, element by element, so that a GPU and the CPU compute the same gradients to the bit, and
-those of each parameter depend on all others: a parameter that is read too early changes the digest. Its backwards are
-real: hooks, autograd's thread and late operations all run. Some steps are clipped, and each has two backwards.
+The model only multiplies, element by element, so that a GPU and the CPU compute the
+same gradients to the bit, and those of each parameter depend on all others: a parameter
+that is read too early changes the digest. Its backwards are real: hooks, autograd's
+thread and late operations all run. Some steps are clipped, and each has two
+backwards.
 """
 
 from __future__ import annotations
@@ -29,7 +31,14 @@ from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.state_bytes import STATE_BYTES
 
 STEPS, MICRO_BATCHES, GAINS = 6, 2, 8
-ALL_POLICIES = ("zero-offload", "pipelined", "twin-flow:0.5", "interleaved:2", "adaptive", "gpu-only")
+ALL_POLICIES = (
+    "zero-offload",
+    "pipelined",
+    "twin-flow:0.5",
+    "interleaved:2",
+    "adaptive",
+    "gpu-only",
+)
 OVERLAPPING = ("pipelined", "interleaved:2", "adaptive")
 REFERENCE, REMAINDER = "reference", "reference-remainder"
 # Mode -> policies, options. References run on the CPU.
@@ -40,7 +49,10 @@ MODES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "streamed": (ALL_POLICIES, {"gradients": "streamed"}),
     "forward": (OVERLAPPING, {"overlap": "forward"}),
     "both": (OVERLAPPING, {"overlap": "both", "gradients": "streamed"}),
-    "remainder": (OVERLAPPING, {"overlap": "forward", "gradients": "streamed", "rule": "adamw-remainder"}),
+    "remainder": (
+        OVERLAPPING,
+        {"overlap": "forward", "gradients": "streamed", "rule": "adamw-remainder"},
+    ),
     "storage": (OVERLAPPING, {"overlap": "forward", "gradients": "streamed"}),
 }
 SUBGROUPS, SLOTS = 10, 3
@@ -53,7 +65,9 @@ class Gain(nn.Module):
 
     def __init__(self, length: int, generator: torch.Generator) -> None:
         super().__init__()
-        self.weight = nn.Parameter((1 + 0.1 * torch.randn(length, generator=generator)).bfloat16())
+        self.weight = nn.Parameter(
+            (1 + 0.1 * torch.randn(length, generator=generator)).bfloat16()
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.weight
@@ -73,7 +87,9 @@ class DirectGain(nn.Module):
 def make_model(params: int, direct: bool = False) -> nn.Sequential:
     generator = torch.Generator().manual_seed(0)
     # No subgroup ends with a tensor.
-    gains: list[nn.Module] = [Gain(params // GAINS + 3, generator) for _ in range(GAINS)]
+    gains: list[nn.Module] = [
+        Gain(params // GAINS + 3, generator) for _ in range(GAINS)
+    ]
     if direct:
         gains[1] = DirectGain(params // GAINS + 3, generator)
     # The first one is used twice.
@@ -81,7 +97,8 @@ def make_model(params: int, direct: bool = False) -> nn.Sequential:
 
 
 def inputs(length: int, steps: int) -> torch.Tensor:
-    """Return the inputs of each backward. Gradients have norms above and below 1 in turn."""
+    """Return the inputs of each backward. Gradients have norms above and below 1 in
+    turn."""
     generator = torch.Generator().manual_seed(1)
     batches = torch.randn(steps * MICRO_BATCHES, length, generator=generator)
     # Powers of two keep products exact.
@@ -97,23 +114,36 @@ def digest(model: nn.Module, optimizer: InterleavedOptimizer) -> str:
     hasher = hashlib.sha256()
     state = optimizer.state_dict()["state"]
     for number, param in enumerate(model.parameters()):
-        for tensor in (param.detach(), *(state[number][key] for key in ("master", "exp_avg", "exp_avg_sq"))):
+        for tensor in (
+            param.detach(),
+            *(state[number][key] for key in ("master", "exp_avg", "exp_avg_sq")),
+        ):
             hasher.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
     return hasher.hexdigest()
 
 
 def budget_bytes(total: int) -> float:
-    """Return the memory budget: half of the state, and three subgroups that are passing through."""
+    """Return the memory budget: half of the state, and three subgroups that are passing
+    through."""
     return STATE_BYTES * total * (1 / 2 + SLOTS / SUBGROUPS)
 
 
-def make_optimizer(model: nn.Module, policy: str, options: dict[str, Any]) -> InterleavedOptimizer:
+def make_optimizer(
+    model: nn.Module, policy: str, options: dict[str, Any]
+) -> InterleavedOptimizer:
     total = sum(param.numel() for param in model.parameters())
     budget = None if policy == "gpu-only" else budget_bytes(total)
-    defaults = {"lr": 1e-2, "subgroup_params": -(-total // SUBGROUPS), "memory_budget": budget, "max_grad_norm": 1.0}
+    defaults = {
+        "lr": 1e-2,
+        "subgroup_params": -(-total // SUBGROUPS),
+        "memory_budget": budget,
+        "max_grad_norm": 1.0,
+    }
     if "overlap" in options:
         options = {**options, "model": model}
-    return InterleavedOptimizer(model.parameters(), policy=policy, **{**defaults, **options})
+    return InterleavedOptimizer(
+        model.parameters(), policy=policy, **{**defaults, **options}
+    )
 
 
 def backward(model: nn.Module, x: torch.Tensor) -> None:
@@ -127,7 +157,8 @@ def train(
     device: torch.device,
     after_step: Callable[[InterleavedOptimizer], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Train; return the digest, and the peak of device memory in addition to parameters and gradients."""
+    """Train; return the digest, and the peak of device memory in addition to parameters
+    and gradients."""
     model = model.to(device)
     batches = inputs(next(model.parameters()).numel(), STEPS).to(device)
     own_peak = peak_bytes(lambda: backward(model, batches[0]))
@@ -147,7 +178,11 @@ def train(
         peak = peak_bytes(run)
         state_peak = None if peak is None or own_peak is None else peak - own_peak
         ran = optimizer.plan.counts()
-        return {"digest": digest(model, optimizer), "state_peak_bytes": state_peak, "operations": ran}
+        return {
+            "digest": digest(model, optimizer),
+            "state_peak_bytes": state_peak,
+            "operations": ran,
+        }
 
 
 def peak_bytes(call: Callable[[], None]) -> int | None:
@@ -177,8 +212,11 @@ def run_mode(mode: str, params: int, device: torch.device) -> dict[str, Any]:
 
 
 def run_direct_read(params: int, device: torch.device) -> dict[str, Any]:
-    """Train with a weight that is read without a call of its module: the same bits, or an error that says so."""
-    expected = train(make_model(params, direct=True), "zero-offload", {}, torch.device("cpu"))["digest"]
+    """Train with a weight that is read without a call of its module: the same bits, or
+    an error that says so."""
+    expected = train(
+        make_model(params, direct=True), "zero-offload", {}, torch.device("cpu")
+    )["digest"]
     runs: dict[str, Any] = {}
     for mode in ("forward", "both"):
         options = MODES[mode][1]
@@ -192,12 +230,14 @@ def run_direct_read(params: int, device: torch.device) -> dict[str, Any]:
 
 
 def captured(call: Callable[[], Any], on_gpu: bool) -> Callable[[], Any]:
-    """Return a function that repeats a call: as a CUDA graph, or without a GPU as it is."""
+    """Return a function that repeats a call: as a CUDA graph, or without a GPU as it
+    is."""
     if not on_gpu:
         return call
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    # torch.cuda.graph() would first wait for the device and collect garbage: late updates would be over by then.
+    # torch.cuda.graph() would first wait for the device and collect garbage: late
+    # updates would be over by then.
     with torch.cuda.stream(stream):
         graph.capture_begin()
         call()
@@ -207,7 +247,8 @@ def captured(call: Callable[[], Any], on_gpu: bool) -> Callable[[], Any]:
 
 
 def run_graph(params: int, device: torch.device) -> dict[str, Any]:
-    """Capture a graph of another model while updates are late; then train by replays of forward and backward."""
+    """Capture a graph of another model while updates are late; then train by replays of
+    forward and backward."""
     on_gpu = device.type == "cuda"
     with torch.device(device):
         side, x, out = nn.Linear(64, 64), torch.ones(8, 64), torch.zeros(8, 64)
@@ -229,7 +270,9 @@ def run_graph(params: int, device: torch.device) -> dict[str, Any]:
             replay()
             same.append(torch.equal(out, side(x)))
 
-    beside = train(make_model(params), "pipelined", MODES["forward"][1], device, capture_beside)
+    beside = train(
+        make_model(params), "pipelined", MODES["forward"][1], device, capture_beside
+    )
     model = make_model(params).to(device)
     batches = inputs(next(model.parameters()).numel(), STEPS).to(device)
     static = torch.zeros_like(batches[:MICRO_BATCHES])
@@ -250,11 +293,17 @@ def run_graph(params: int, device: torch.device) -> dict[str, Any]:
             optimizer.step()
         replayed = digest(model, optimizer)
     digests = {"beside": beside["digest"], "replayed": replayed}
-    return {"captured": on_gpu, **digests, "right": all(same), "late_after_capture_ms": late_ms}
+    return {
+        "captured": on_gpu,
+        **digests,
+        "right": all(same),
+        "late_after_capture_ms": late_ms,
+    }
 
 
 def run_fork(params: int, device: torch.device) -> dict[str, Any]:
-    """Make a data loader with forked workers in each epoch, with and without late updates."""
+    """Make a data loader with forked workers in each epoch, with and without late
+    updates."""
     result: dict[str, Any] = {}
     for mode in ("none", "forward"):
         model = make_model(params).to(device)
@@ -264,7 +313,9 @@ def run_fork(params: int, device: torch.device) -> dict[str, Any]:
         with closing(make_optimizer(model, "pipelined", MODES[mode][1])) as optimizer:
             for _ in range(4):
                 begun = time.perf_counter()
-                for (x,) in DataLoader(data, num_workers=2, multiprocessing_context="fork"):
+                for (x,) in DataLoader(
+                    data, num_workers=2, multiprocessing_context="fork"
+                ):
                     backward(model, x[0, 0].to(device))
                     optimizer.step()
                     optimizer.zero_grad()
@@ -274,24 +325,35 @@ def run_fork(params: int, device: torch.device) -> dict[str, Any]:
 
 
 def run_deterministic(device: torch.device) -> dict[str, Any]:
-    """Compute the gradients of a small GPT three times, as the steps do that compare losses."""
+    """Compute the gradients of a small GPT three times, as the steps do that compare
+    losses."""
     use_deterministic_algorithms()
     with torch.device(device):
         torch.manual_seed(0)
-        model = load(ROOT / "examples" / "train_gpt.py").GPT(512, 1024, 2, 256, 4).bfloat16()
+        model = (
+            load(ROOT / "examples" / "train_gpt.py")
+            .GPT(512, 1024, 2, 256, 4)
+            .bfloat16()
+        )
         tokens = torch.randint(512, (4, 1025))
     bits = set()
     for _ in range(3):
         model.zero_grad()
         logits = model(tokens[:, :-1])
-        F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
-        grads = [param.grad.cpu().contiguous().view(torch.uint8).numpy() for param in model.parameters()]
+        F.cross_entropy(
+            logits.flatten(0, 1).float(), tokens[:, 1:].flatten()
+        ).backward()
+        grads = [
+            param.grad.cpu().contiguous().view(torch.uint8).numpy()
+            for param in model.parameters()
+        ]
         bits.add(hashlib.sha256(b"".join(grad.tobytes() for grad in grads)).hexdigest())
     return {"same": len(bits) == 1}
 
 
 def run_kernels(device: torch.device) -> dict[str, Any]:
-    """Run every kernel on small tensors against the reference, for a tool that checks their memory accesses."""
+    """Run every kernel on small tensors against the reference, for a tool that checks
+    their memory accesses."""
     from tests.interleave.engine.numerics import gpu_checks
 
     on_gpu = device.type == "cuda"

@@ -1,4 +1,5 @@
-"""Helpers of all steps: arguments, figures, checks, parts in processes of their own, and the commands of ebbtide."""
+"""Helpers of all steps: arguments, figures, checks, parts in processes of their own,
+and the commands of ebbtide."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class StepContext:
         rehearse: Whether to use tiny sizes, on the CPU and the emulated device.
         file: File of the figures.
         end_s: End of the step by time.monotonic().
-        figures: Figures so far. They are written to `file` at once, so that a step that is stopped loses nothing.
+        figures: Figures so far. They are written to `file` at once, so that a step that
+            is stopped loses nothing.
     """
 
     out: Path
@@ -65,11 +67,13 @@ class StepContext:
         new.replace(self.file)
 
     def check(self, name: str, holds: bool | None) -> None:
-        """Add the result of a check, which fails the step if it is False; None if it needs a GPU."""
+        """Add the result of a check, which fails the step if it is False; None if it
+        needs a GPU."""
         self.add(checks={**self.figures.get("checks", {}), name: holds})
 
     def aim(self, name: str, reached: bool | None) -> None:
-        """Add whether an aim of this project is reached, which does not decide whether the step has failed."""
+        """Add whether an aim of this project is reached, which does not decide whether
+        the step has failed."""
         self.add(aims={**self.figures.get("aims", {}), name: reached})
 
     def left_s(self) -> float:
@@ -77,36 +81,57 @@ class StepContext:
 
 
 def argument_parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the arguments of every step; `doc`: docstring of its script."""
+    """Return a parser with the arguments of every step; `doc`: docstring of its
+    script."""
     flags = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     flags.add_argument("out", type=Path, help="folder of the results")
-    flags.add_argument("--rehearse", action="store_true", help="tiny sizes, without a GPU")
-    flags.add_argument("--figures", type=Path, help="file of the figures (default: OUT/figures.json)")
-    flags.add_argument("--seconds", type=float, default=3600.0, help="time limit in seconds (default: an hour)")
+    flags.add_argument(
+        "--rehearse", action="store_true", help="tiny sizes, without a GPU"
+    )
+    flags.add_argument(
+        "--figures", type=Path, help="file of the figures (default: OUT/figures.json)"
+    )
+    flags.add_argument(
+        "--seconds",
+        type=float,
+        default=3600.0,
+        help="time limit in seconds (default: an hour)",
+    )
     return flags
 
 
 def start(args: argparse.Namespace) -> StepContext:
-    """Start a step with parsed arguments, with the figures that an earlier call has left for it to continue."""
+    """Start a step with parsed arguments, with the figures that an earlier call has
+    left for it to continue."""
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.figures or args.out / "figures.json"
     figures = json.loads(file.read_text()) if args.figures and file.exists() else {}
-    return StepContext(args.out, args.rehearse, file, time.monotonic() + args.seconds, figures)
+    return StepContext(
+        args.out, args.rehearse, file, time.monotonic() + args.seconds, figures
+    )
 
 
-def run_command(command: list[str | Path], expected: tuple[int, ...] = (0,), **env: str) -> str:
-    """Run a command and return its stdout; its stderr is that of the step. A status not in `expected` ends the step."""
+def run_command(
+    command: list[str | Path], expected: tuple[int, ...] = (0,), **env: str
+) -> str:
+    """Run a command and return its stdout; its stderr is that of the step. A status not
+    in `expected` ends the step."""
     words = list(map(str, command))
     print("$", shlex.join(words), flush=True)
-    done = subprocess.run(words, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        words, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True, check=False
+    )
     if done.returncode not in expected:
         print(done.stdout[-4000:])
         raise SystemExit(f"exit status {done.returncode} of: {shlex.join(words)}")
     return done.stdout
 
 
-def run_part(words: Sequence[str | Path], limit_s: float, under: Sequence[str] = (), **env: str) -> dict[str, Any]:
-    """Run a part of a step, a Python script that prints its result as the last line, and end all that it has left.
+def run_part(
+    words: Sequence[str | Path], limit_s: float, under: Sequence[str] = (), **env: str
+) -> dict[str, Any]:
+    """Run a part of a step, a Python script that prints its result as the last line,
+    and end all that it has left.
 
     Args:
         words: The script and its arguments.
@@ -115,7 +140,8 @@ def run_part(words: Sequence[str | Path], limit_s: float, under: Sequence[str] =
         env: Variables to set.
 
     Returns:
-        The result and its `seconds`; in place of the result `why`, the reason, if the part has failed.
+        The result and its `seconds`; in place of the result `why`, the reason, if the
+            part has failed.
     """
     command = [*under, sys.executable, *map(str, words)]
     print("$", shlex.join(command), flush=True)
@@ -123,7 +149,11 @@ def run_part(words: Sequence[str | Path], limit_s: float, under: Sequence[str] =
     mark, variable = processes.marked()
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            command, env={**os.environ, **env, **variable}, stdout=subprocess.PIPE, stderr=errors, text=True
+            command,
+            env={**os.environ, **env, **variable},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
         )
         try:
             output, _ = process.communicate(timeout=max(limit_s, 1.0))
@@ -142,8 +172,14 @@ def run_part(words: Sequence[str | Path], limit_s: float, under: Sequence[str] =
     if output is None:
         return {"why": f"it took more than {limit_s:.0f} s", **seconds}
     if process.returncode < 0:
-        return {"why": f"it died of {signal.Signals(-process.returncode).name}", **seconds}
-    return {"why": (text.strip().splitlines() or ["it printed nothing"])[-1][:400], **seconds}
+        return {
+            "why": f"it died of {signal.Signals(-process.returncode).name}",
+            **seconds,
+        }
+    return {
+        "why": (text.strip().splitlines() or ["it printed nothing"])[-1][:400],
+        **seconds,
+    }
 
 
 def ebbtide(*words: str | Path) -> str:
@@ -152,10 +188,12 @@ def ebbtide(*words: str | Path) -> str:
 
 
 def build_extensions(limit_s: float) -> dict[str, Any]:
-    """Compile what DeepSpeed otherwise compiles at its first use. Returns the result as `run_part` does.
+    """Compile what DeepSpeed otherwise compiles at its first use. Returns the result as
+    `run_part` does.
 
-    Once in a call of run.py: who asks while it compiles waits for it, and later ones get the same result.
-    Nothing else compiles into the folder of these benchmarks, so that a lock there is that of a killed process.
+    Once in a call of run.py: who asks while it compiles waits for it, and later ones
+    get the same result. Nothing else compiles into the folder of these benchmarks, so
+    that a lock there is that of a killed process.
     """
     call = os.environ.get(CALL)
     EXTENSIONS.mkdir(parents=True, exist_ok=True)
@@ -177,7 +215,8 @@ def build_extensions(limit_s: float) -> dict[str, Any]:
 def load(path: Path) -> Any:
     """Import a script by its path.
 
-    Some scripts have the name of a package that they import, so their folder is not left on sys.path.
+    Some scripts have the name of a package that they import, so their folder is not
+    left on sys.path.
     """
     spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
     assert spec is not None
@@ -203,7 +242,8 @@ def removed(folder: Path) -> Path:
 def use_deterministic_algorithms() -> None:
     """Let torch compute the same gradients in every run.
 
-    It raises where that is impossible. With `warn_only` the backward of attention would not be deterministic.
+    It raises where that is impossible. With `warn_only` the backward of attention would
+    not be deterministic.
     """
     import torch
 

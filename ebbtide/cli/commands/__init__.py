@@ -1,1 +1,2 @@
-"""The commands: a file each, named for the command. They are imported when they run, so that commands start fast."""
+"""The commands: a file each, named for the command. They are imported when they run, so
+that commands start fast."""

@@ -21,10 +21,20 @@ if TYPE_CHECKING:
 _BASELINES = ("torch", *seams.plugs("baselines"))
 
 
-@command("Run", 1, examples=("compare", "compare --policy zero-offload --policy adaptive --params 5e8"))
+@command(
+    "Run",
+    1,
+    examples=(
+        "compare",
+        "compare --policy zero-offload --policy adaptive --params 5e8",
+    ),
+)
 def compare(
     policy: Annotated[
-        list[str] | None, options.policy_option("zero-offload, pipelined, twin-flow:0.5, interleaved:2, adaptive")
+        list[str] | None,
+        options.policy_option(
+            "zero-offload, pipelined, twin-flow:0.5, interleaved:2, adaptive"
+        ),
     ] = None,
     policy_file: options.PolicyFile = None,
     steps: Annotated[int, options.STEPS] = 12,
@@ -51,7 +61,9 @@ def compare(
     memory_budget: Annotated[
         str | None,
         options.valued(
-            "SIZE", "Device memory for optimizer state in bytes, e.g. 2GiB.", "half of the state and three subgroups"
+            "SIZE",
+            "Device memory for optimizer state in bytes, e.g. 2GiB.",
+            "half of the state and three subgroups",
         ),
     ] = None,
     emulate_link: Annotated[
@@ -66,7 +78,8 @@ def compare(
         float | None,
         options.valued(
             "MS",
-            "Time that each forward waits, in addition to its arithmetic (only emulated devices).",
+            "Time that each forward waits, in addition to its arithmetic (only "
+            "emulated devices).",
             "that of all updates on the CPU if a policy has an overlap, else 0",
             rich_help_panel=options.RARE,
             min=0,
@@ -75,35 +88,60 @@ def compare(
     backward_ms: Annotated[
         float | None,
         options.valued(
-            "MS", "The same of each backward.", "twice that of the forward", rich_help_panel=options.RARE, min=0
+            "MS",
+            "The same of each backward.",
+            "twice that of the forward",
+            rich_help_panel=options.RARE,
+            min=0,
         ),
     ] = None,
     machine: Annotated[
         str | None,
-        options.machine_option("this machine, which is measured; emulated devices have their own link and GPU"),
+        options.machine_option(
+            "this machine, which is measured; emulated devices have their own link and "
+            "GPU"
+        ),
     ] = None,
     storage: Annotated[
         list[Path] | None,
         options.valued(
-            "FOLDER", "Folder for state that host memory does not hold. Repeatable: several are used at once.", "none"
+            "FOLDER",
+            "Folder for state that host memory does not hold. Repeatable: several are "
+            "used at once.",
+            "none",
         ),
     ] = None,
     host_free_bytes: Annotated[
         str | None,
         options.valued(
             "SIZE",
-            "Host memory in bytes that the optimizer may use, e.g. 64GiB. State beyond it is in storage.",
+            "Host memory in bytes that the optimizer may use, e.g. 64GiB. State "
+            "beyond it is in storage.",
             "what gradients, parameters, half of the state and three subgroups need",
         ),
     ] = None,
     against: Annotated[
-        str | None, options.valued("NAME,...", f"Other optimizers to measure: {', '.join(_BASELINES)}.", "none")
+        str | None,
+        options.valued(
+            "NAME,...", f"Other optimizers to measure: {', '.join(_BASELINES)}.", "none"
+        ),
     ] = None,
     layers: Annotated[
-        bool, typer.Option("--layers", help="Compare choices for weights and activations of layers, not policies.")
+        bool,
+        typer.Option(
+            "--layers",
+            help="Compare choices for weights and activations of layers, not policies.",
+        ),
     ] = False,
     seed: Annotated[
-        int, options.valued("N", "Seed of weights and tokens.", rich_help_panel=options.RARE, min=0, max=2**63 - 1)
+        int,
+        options.valued(
+            "N",
+            "Seed of weights and tokens.",
+            rich_help_panel=options.RARE,
+            min=0,
+            max=2**63 - 1,
+        ),
     ] = 0,
     plot: options.Plot = None,
     save: options.Save = None,
@@ -113,22 +151,37 @@ def compare(
 ) -> None:
     """Train a small model under each policy and compare measured with predicted times.
 
-    Without a GPU the device is emulated: times then say nothing about a GPU, only whether the plan runs as predicted.
-    Losses must be equal under all policies, bit for bit; otherwise the exit status is 1. Medians leave the first two
-    steps of each out."""
+    Without a GPU the device is emulated: times then say nothing about a GPU, only
+    whether the plan runs as predicted. Losses must be equal under all policies, bit for
+    bit; otherwise the exit status is 1. Medians leave the first two steps of each
+    out."""
     check_outputs([plot], save)
     if subgroup_params == 0:
         raise typer.BadParameter("--subgroup-params must be at least 1")
-    memory_budget_bytes = options.size(memory_budget) if memory_budget is not None else None
+    memory_budget_bytes = (
+        options.size(memory_budget) if memory_budget is not None else None
+    )
     host_bytes = options.size(host_free_bytes) if host_free_bytes is not None else None
     link_bytes_per_s = options.size(emulate_link) if emulate_link is not None else None
-    # Torch reads these when it is imported. Without the first one, matrix products on a GPU differ from run to run; by
-    # the second one, waiting threads of torch leave the cores to the updates.
+    # Torch reads these when it is imported. Without the first one, matrix products on a
+    # GPU differ from run to run; by the second one, waiting threads of torch leave the
+    # cores to the updates.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    own = policy, policy_file, subgroup_params, machine, storage, host_free_bytes, against, save
+    own = (
+        policy,
+        policy_file,
+        subgroup_params,
+        machine,
+        storage,
+        host_free_bytes,
+        against,
+        save,
+    )
     if layers and any(own):
-        raise typer.BadParameter("--layers goes with the options of job, link and memory alone")
+        raise typer.BadParameter(
+            "--layers goes with the options of job, link and memory alone"
+        )
 
     from ebbtide.cli.printing import progress_bar
     from ebbtide.interleave.compare import comparison as policies
@@ -138,7 +191,10 @@ def compare(
 
     compared: Any = seams.service("layer-comparison") if layers else policies
     # All outputs are complete before anything is printed.
-    with new_outputs(plot, save, force) as (picture_file, folder), own_policies(policy_file):
+    with (
+        new_outputs(plot, save, force) as (picture_file, folder),
+        own_policies(policy_file),
+    ):
         config = CompareConfig(
             policies=policy,
             iterations=iterations if iterations is not None else steps,
@@ -148,14 +204,19 @@ def compare(
             link_bytes_per_s=link_bytes_per_s,
             machine=machine,
             waits=_phase_waits(forward_ms, backward_ms),
-            baselines=[name.strip() for name in against.split(",")] if against is not None else [],
+            baselines=[name.strip() for name in against.split(",")]
+            if against is not None
+            else [],
             seed=seed,
             storage=storage or [],
             host_bytes=host_bytes,
         )
         with progress_bar() as update:
             comparison = compared.compare(
-                config, lambda name, done, total: update(f"{name} (iteration {done} of {total})", done, total)
+                config,
+                lambda name, done, total: update(
+                    f"{name} (iteration {done} of {total})", done, total
+                ),
             )
         if picture_file is not None:
             save_picture(compared.draw_comparison(comparison), picture_file, plot)
@@ -174,11 +235,15 @@ def compare(
         raise typer.Exit(1)
 
 
-def _phase_waits(forward_ms: float | None, backward_ms: float | None) -> PhaseWaits | None:
+def _phase_waits(
+    forward_ms: float | None, backward_ms: float | None
+) -> PhaseWaits | None:
     """Return the waits that the options give, None for the default."""
     from ebbtide.interleave.compare.runs import PhaseWaits
 
     if forward_ms is None and backward_ms is None:
         return None
     forward_s = (forward_ms or 0.0) / 1e3
-    return PhaseWaits(forward_s, 2 * forward_s if backward_ms is None else backward_ms / 1e3)
+    return PhaseWaits(
+        forward_s, 2 * forward_s if backward_ms is None else backward_ms / 1e3
+    )

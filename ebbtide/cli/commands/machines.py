@@ -19,12 +19,17 @@ if TYPE_CHECKING:
 def machines(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME...", help="Names, or the first letters of names.", show_default="all"),
+        typer.Argument(
+            metavar="NAME...",
+            help="Names, or the first letters of names.",
+            show_default="all",
+        ),
     ] = None,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
-    """Print the machines that --machine takes by name: their rates, where these come from, how far to trust them."""
+    """Print the machines that --machine takes by name: their rates, where these come
+    from, how far to trust them."""
     from ebbtide.analysis.tables.machines import catalog_view
     from ebbtide.machines.catalog import named, preset
 

@@ -24,27 +24,51 @@ Value = TypeVar("Value")
 @command(
     "Start",
     7,
-    examples=("replay run.ebb --recommend", "replay run.ebb --machine rtx4090 --policy twin-flow:0.4"),
+    examples=(
+        "replay run.ebb --recommend",
+        "replay run.ebb --machine rtx4090 --policy twin-flow:0.4",
+    ),
 )
 def replay(
-    path: Annotated[Path | None, typer.Argument(metavar="RUN.ebb", help="Trace to take the workload from.")] = None,
+    path: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN.ebb", help="Trace to take the workload from."),
+    ] = None,
     workload: Annotated[list[Path] | None, options.WORKLOAD] = None,
     params: options.Params = None,
     ranks: Annotated[
-        int, options.valued("N", "Number of ranks that share the parameters (only with --params).", min=1)
+        int,
+        options.valued(
+            "N",
+            "Number of ranks that share the parameters (only with --params).",
+            min=1,
+        ),
     ] = 1,
     ranks_per_host: options.RanksPerHost = None,
     forward_ms: Annotated[
-        float, options.valued("MS", "Forward time in ms (only with --params).", rich_help_panel=options.RARE, min=0)
+        float,
+        options.valued(
+            "MS",
+            "Forward time in ms (only with --params).",
+            rich_help_panel=options.RARE,
+            min=0,
+        ),
     ] = 0.0,
     backward_ms: Annotated[
-        float, options.valued("MS", "Backward time in ms (only with --params).", rich_help_panel=options.RARE, min=0)
+        float,
+        options.valued(
+            "MS",
+            "Backward time in ms (only with --params).",
+            rich_help_panel=options.RARE,
+            min=0,
+        ),
     ] = 0.0,
     free_bytes: Annotated[
         list[str] | None,
         options.valued(
             "SIZE",
-            "Least device memory in bytes that the job leaves free, e.g. 20GiB: the free memory is shifted to it.",
+            "Least device memory in bytes that the job leaves free, e.g. 20GiB: the "
+            "free memory is shifted to it.",
             "that of the trace or workload",
         ),
     ] = None,
@@ -52,48 +76,76 @@ def replay(
         list[str] | None,
         options.valued(
             "SIZE",
-            "Host memory in bytes that the optimizer may use, e.g. 64GiB. State beyond it is in storage.",
+            "Host memory in bytes that the optimizer may use, e.g. 64GiB. State "
+            "beyond it is in storage.",
             "that of the workload, else the host memory of the machine",
         ),
     ] = None,
     machine: Annotated[
-        list[str] | None, options.machine_option("the recorded one, else that of the trace's card")
+        list[str] | None,
+        options.machine_option("the recorded one, else that of the trace's card"),
     ] = None,
     host: options.Host = None,
-    policy: Annotated[list[str] | None, options.policy_option("all built-in ones; systems: all other systems")] = None,
+    policy: Annotated[
+        list[str] | None,
+        options.policy_option("all built-in ones; systems: all other systems"),
+    ] = None,
     policy_file: options.PolicyFile = None,
     baseline: Annotated[
-        str | None, options.valued("P", "Baseline policy for speed-ups.", "the first one", rich_help_panel=options.RARE)
+        str | None,
+        options.valued(
+            "P",
+            "Baseline policy for speed-ups.",
+            "the first one",
+            rich_help_panel=options.RARE,
+        ),
     ] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Also print the gain of each mechanism.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Also print the gain of each mechanism.")
+    ] = False,
     recommend: Annotated[
-        bool, typer.Option("--recommend", help="Print the best policy of any overlap, and what to paste for it.")
+        bool,
+        typer.Option(
+            "--recommend",
+            help="Print the best policy of any overlap, and what to paste for it.",
+        ),
     ] = False,
     framework: Annotated[
         Literal["deepspeed", "script"] | None,
         typer.Option(
             "--for",
             metavar="FRAMEWORK",
-            help="What the recommended lines are for: deepspeed, or script (without DeepSpeed).",
+            help=(
+                "What the recommended lines are for: deepspeed, or script (without "
+                "DeepSpeed)."
+            ),
             show_default="that of the trace, else deepspeed",
         ),
     ] = None,
     print_all: Annotated[
         bool,
-        typer.Option("--all", "-v", "--verbose", help="Print all policies; without --recommend as --explain."),
+        typer.Option(
+            "--all",
+            "-v",
+            "--verbose",
+            help="Print all policies; without --recommend as --explain.",
+        ),
     ] = False,
     plot: options.Plot = None,
     plot_schedules: Annotated[
         Path | None,
         options.valued(
-            "FILE", "Also draw each policy's operations by resource into this file.", rich_help_panel=options.RARE
+            "FILE",
+            "Also draw each policy's operations by resource into this file.",
+            rich_help_panel=options.RARE,
         ),
     ] = None,
     save: options.Save = None,
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """Predict the iteration time under other offload policies, and the lower bound for any policy.
+    """Predict the iteration time under other offload policies, and the lower bound for
+    any policy.
 
     `ebbtide sweep` replays several jobs, machines or sizes."""
     stated_name = options.machine_in_host(_only("--machine", machine), host)
@@ -102,7 +154,10 @@ def replay(
     job_size = _job_size(params, ranks, forward_ms, backward_ms)
     free, host_free = (
         options.size(text) if text else None
-        for text in (_only("--free-bytes", free_bytes), _only("--host-free-bytes", host_free_bytes))
+        for text in (
+            _only("--free-bytes", free_bytes),
+            _only("--host-free-bytes", host_free_bytes),
+        )
     )
     check_outputs([plot, plot_schedules], save)
 
@@ -111,7 +166,11 @@ def replay(
     from ebbtide.interleave.replay.recorded_job import recorded_job
     from ebbtide.interleave.replay.replay import explain as explain_gains
     from ebbtide.interleave.replay.replay import replay as run
-    from ebbtide.interleave.replay.tables import accuracy_lines, gains_table, replay_view
+    from ebbtide.interleave.replay.tables import (
+        accuracy_lines,
+        gains_table,
+        replay_view,
+    )
     from ebbtide.profiler.trace import open_trace
 
     adviser = seams.service("recommendation") if recommend else None
@@ -122,7 +181,9 @@ def replay(
         inputs.own_policies(policy_file),
     ):
         recording = open_trace(path) if path else None
-        job = inputs.resolve_workload(recording, file, job_size, free, host_free, policy or ())
+        job = inputs.resolve_workload(
+            recording, file, job_size, free, host_free, policy or ()
+        )
         own = inputs.own_preset(recording) if stated_name is None else None
         name = stated_name or own
         stated = inputs.resolve_machine(name, recording)
@@ -134,15 +195,23 @@ def replay(
             advised = adviser.advised_job(job, rates, settings)
             is_own_size = free is None and host_free is None and not job.layers
             if recording is not None and job is not recorded and is_own_size:
-                placed = adviser.place_recording(recording, stated, ranks_per_host, job.notes, recorded.notes)
+                placed = adviser.place_recording(
+                    recording, stated, ranks_per_host, job.notes, recorded.notes
+                )
                 advised = placed or advised
             job, rates, settings = advised
         replayed = run(job, rates, policy, settings)
         names = [result.policy for result in replayed.results]
         if baseline is not None and baseline not in names:
-            raise typer.BadParameter(f"{baseline!r} is not among the policies: {', '.join(names)}")
+            raise typer.BadParameter(
+                f"{baseline!r} is not among the policies: {', '.join(names)}"
+            )
         steps = explain_gains(job, rates) if explain else None
-        advice = adviser.ReplayAdvice(advised, name, baseline or names[0]) if adviser is not None else None
+        advice = (
+            adviser.ReplayAdvice(advised, name, baseline or names[0])
+            if adviser is not None
+            else None
+        )
         if picture is not None:
             from ebbtide.interleave.replay.pictures.replay import chart
 
@@ -150,7 +219,9 @@ def replay(
         if schedules_picture is not None:
             from ebbtide.interleave.replay.pictures.replay import draw_schedules
 
-            save_picture(draw_schedules(replayed.schedules), schedules_picture, plot_schedules)
+            save_picture(
+                draw_schedules(replayed.schedules), schedules_picture, plot_schedules
+            )
         if folder is not None:
             _save(replayed, folder)
     if as_json:
@@ -164,12 +235,18 @@ def replay(
         print_view(f"note: {limit}" for limit in stated.limits(rates))
         baseline = baseline or names[0]
         if advice is not None:
-            print_view(iter([f"note: {note}" for note in job.notes if note not in own_notes]))
+            print_view(
+                iter([f"note: {note}" for note in job.notes if note not in own_notes])
+            )
             advice.print(framework)
             print_view(iter([*replayed.simplest_lines()]))
             advice.print_next(recording)
         if advice is None or print_all:
-            print_view(replay_view(replayed, baseline, verbose=bool(explain or print_all or policy)))
+            print_view(
+                replay_view(
+                    replayed, baseline, verbose=bool(explain or print_all or policy)
+                )
+            )
             print_view(accuracy_lines(rates))
         print_view(iter([gains_table(steps or ())]))
         if advice is not None and print_all:
@@ -177,22 +254,35 @@ def replay(
         if own is not None and recording is not None:
             echo_line(inputs.own_preset_text(own, recording))
         if advice is None:
-            gains = "" if explain else ", --explain (what each mechanism gains, and where the state is)"
-            echo_line(f"next: --recommend (the best with any overlap, and what to paste){gains}")
+            gains = (
+                ""
+                if explain
+                else ", --explain (what each mechanism gains, and where the state is)"
+            )
+            echo_line(
+                "next: --recommend (the best with any overlap, and what to "
+                f"paste){gains}"
+            )
     print_outputs(plot, plot_schedules, save)
 
 
 def _only(option: str, values: list[Value] | None) -> Value | None:
     """Return the value of an option, of which a sweep takes several."""
     if len(values or ()) > 1:
-        raise typer.BadParameter(f"{option} is given more than once: `ebbtide sweep` is for several values")
+        raise typer.BadParameter(
+            f"{option} is given more than once: `ebbtide sweep` is for several values"
+        )
     return values[0] if values else None
 
 
-def _job_size(params: int | None, ranks: int, forward_ms: float, backward_ms: float) -> inputs.JobSize | None:
+def _job_size(
+    params: int | None, ranks: int, forward_ms: float, backward_ms: float
+) -> inputs.JobSize | None:
     if params is None:
         if ranks != 1 or forward_ms or backward_ms:
-            raise typer.BadParameter("--ranks, --forward-ms and --backward-ms need --params")
+            raise typer.BadParameter(
+                "--ranks, --forward-ms and --backward-ms need --params"
+            )
         return None
     from ebbtide.interleave.replay import inputs
 
@@ -203,5 +293,7 @@ def _save(replayed: Replay, folder: Path) -> None:
     """Write one trace per distinct policy."""
     from ebbtide.interleave.replay.schedule_to_trace import file_name, trace_of
 
-    for policy, schedule in {schedule.plan.policy: schedule for schedule in replayed.schedules}.items():
+    for policy, schedule in {
+        schedule.plan.policy: schedule for schedule in replayed.schedules
+    }.items():
         trace_of(schedule, replayed.machine).write(folder / f"{file_name(policy)}.ebb")

@@ -1,4 +1,5 @@
-"""`ebbtide summary`: figures of a trace by phase, direction of the link, sub-step, activity, iteration or rank."""
+"""`ebbtide summary`: figures of a trace by phase, direction of the link, sub-step,
+activity, iteration or rank."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Jobs, Json, Scheduler, TraceFile, Verbose, rank_option, refuse_options
+from ebbtide.cli.options import (
+    Jobs,
+    Json,
+    Scheduler,
+    TraceFile,
+    Verbose,
+    rank_option,
+    refuse_options,
+)
 from ebbtide.cli.reading import check_options, choose_ranks, read_ranks, show_result
 
 if TYPE_CHECKING:
@@ -42,19 +51,31 @@ def summary(
         typer.Option(
             "--by",
             metavar="KEY",
-            help="What the rows are: phase; link (bytes and rate of each direction); substep (of the update); activity "
-            "(what the GPU does, and why it does not compute); iteration; rank (those that differ first).",
+            help=(
+                "What the rows are: phase; link (bytes and rate of each direction); "
+                "substep (of the update); activity "
+                "(what the GPU does, and why it does not compute); iteration; rank "
+                "(those "
+                "that differ first)."
+            ),
         ),
     ] = "phase",
     rank: Annotated[
-        int | None, rank_option("by phase all, with the times of the slowest one; else the first one, all with --json")
+        int | None,
+        rank_option(
+            "by phase all, with the times of the slowest one; else the first one, all "
+            "with --json"
+        ),
     ] = None,
     critical_path: Annotated[
         bool,
         typer.Option(
             "--critical-path",
-            help="With --by activity: the chain of kernels, launches, waits and host code that an iteration takes its "
-            "time from.",
+            help=(
+                "With --by activity: the chain of kernels, launches, waits and host "
+                "code that an iteration takes its "
+                "time from."
+            ),
         ),
     ] = False,
     jobs: Jobs = None,
@@ -62,7 +83,8 @@ def summary(
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
-    """Print time, memory and link use per phase: medians over the iterations of a trace.
+    """Print time, memory and link use per phase: medians over the iterations of a
+    trace.
 
     --by prints another table of the same trace."""
     refuse_options(context, _ALWAYS | _TABLES[by][0], f"does not go with --by {by}")
@@ -79,7 +101,9 @@ def summary(
     # Large traces are read in processes.
     read = partial(read_ranks, opened, jobs=jobs, scheduler=scheduler)
     if by in ("phase", "rank"):
-        result, view = _of_job(metrics, by, read if rank is None else lambda of_trace: None, all_details)
+        result, view = _of_job(
+            metrics, by, read if rank is None else lambda of_trace: None, all_details
+        )
         show_result(opened, result, view, as_json, follow_up)
         return
     ranks = choose_ranks(opened, rank, as_json)
@@ -89,11 +113,24 @@ def summary(
         from ebbtide.analysis.tables.activity import path_view
 
         path = None if result.rank is None else metrics.rank(result.rank).critical_path
-        result, view, follow_up = RankPath(result, path), path_view, "export {} -o run.json.gz"
-    show_result(opened, result, view, as_json, follow_up, next(iter(ranks), None) if rank is None else None)
+        result, view, follow_up = (
+            RankPath(result, path),
+            path_view,
+            "export {} -o run.json.gz",
+        )
+    show_result(
+        opened,
+        result,
+        view,
+        as_json,
+        follow_up,
+        next(iter(ranks), None) if rank is None else None,
+    )
 
 
-def _of_job(metrics: JobMetrics, by: str, read: _Read, all_details: bool) -> tuple[Any, Any]:
+def _of_job(
+    metrics: JobMetrics, by: str, read: _Read, all_details: bool
+) -> tuple[Any, Any]:
     """Return the figures of all ranks together, and their view."""
     if by == "phase":
         from ebbtide.analysis.metrics.summary import summarize
@@ -108,7 +145,9 @@ def _of_job(metrics: JobMetrics, by: str, read: _Read, all_details: bool) -> tup
     return metrics.ranks(), ranks_view
 
 
-def _of_ranks(metrics: JobMetrics, by: str, ranks: list[int], read: _Read, all_details: bool) -> tuple[Any, Any]:
+def _of_ranks(
+    metrics: JobMetrics, by: str, ranks: list[int], read: _Read, all_details: bool
+) -> tuple[Any, Any]:
     """Return the figures of some ranks, and their view."""
     if by == "link":
         from ebbtide.analysis.tables.link import link_view
@@ -121,7 +160,9 @@ def _of_ranks(metrics: JobMetrics, by: str, ranks: list[int], read: _Read, all_d
     if by == "activity":
         from ebbtide.analysis.tables.activity import activity_view
 
-        return metrics.activity(next(iter(ranks), None)), partial(activity_view, verbose=all_details)
+        return metrics.activity(next(iter(ranks), None)), partial(
+            activity_view, verbose=all_details
+        )
     from ebbtide.analysis.metrics.iteration_stats import compare_iterations
     from ebbtide.analysis.tables.iterations import iterations_view
 

@@ -1,16 +1,21 @@
-"""Shares of the rates of its data sheet that a GPU reaches, by card, kernel and size: for dry runs and for plans.
+"""Shares of the rates of its data sheet that a GPU reaches, by card, kernel and size:
+for dry runs and for plans.
 
-A share is a posterior: a prior for any card, corrected by what others measured on this card and, trusted less, on cards
-of its class. Errors are standard errors of the logarithm. `EVIDENCE` is all that the shares rest on:
+A share is a posterior: a prior for any card, corrected by what others measured on this
+card and, trusted less, on cards of its class. Errors are standard errors of the
+logarithm. `EVIDENCE` is all that the shares rest on:
 
-- Best shape of a product in bfloat16: Bekman, "Machine Learning Engineering", table of maximum achievable matmul FLOPS
-  (2026-08-22); RTX 5090: main-horse.github.io/posts/5090-mm-perf. Jobs reach less: real data take more power, and not
-  every shape is the best one.
-- Jobs: Llama of 8 B on H100 and RTX 3090 (als244/ml_dataflow, 428 runs), and traces/a100-ranks1-async.ebb. Attention
-  on A100 and RTX 3090, and products and attention on RTX 5090: the fits of docs/layers.md, which count all kernels.
-- Attention, long sequences, heads of 128: FlashAttention-2 on A100 (Dao 2023); FlashAttention-2, FlashAttention-3 and
-  cuDNN on H100 (Shah et al. 2024, figures 5 and 6); RTX 5090: F.sdpa at 400 W (gau-nernst, "Writing Speed-of-Light
-  Flash Attention for 5090"), whose backward was not measured.
+- Best shape of a product in bfloat16: Bekman, "Machine Learning Engineering", table of
+  maximum achievable matmul FLOPS (2026-08-22); RTX 5090:
+  main-horse.github.io/posts/5090-mm-perf. Jobs reach less: real data take more power,
+  and not every shape is the best one.
+- Jobs: Llama of 8 B on H100 and RTX 3090 (als244/ml_dataflow, 428 runs), and
+  traces/a100-ranks1-async.ebb. Attention on A100 and RTX 3090, and products and
+  attention on RTX 5090: the fits of docs/layers.md, which count all kernels.
+- Attention, long sequences, heads of 128: FlashAttention-2 on A100 (Dao 2023);
+  FlashAttention-2, FlashAttention-3 and cuDNN on H100 (Shah et al. 2024, figures 5 and
+  6); RTX 5090: F.sdpa at 400 W (gau-nernst, "Writing Speed-of-Light Flash Attention for
+  5090"), whose backward was not measured.
 """
 
 import math
@@ -38,19 +43,22 @@ class CardClass(Enum):
 
 
 class RateShare(NamedTuple):
-    """A share of a data sheet's rate: its median, and one standard error of its logarithm."""
+    """A share of a data sheet's rate: its median, and one standard error of its
+    logarithm."""
 
     median: float
     error: float
 
     def cases(self, factor: float = 1.0) -> PriorRange:
-        """Return the share times a factor in each of the cases, which end a range with a probability of 80 %."""
+        """Return the share times a factor in each of the cases, which end a range with
+        a probability of 80 %."""
         side = math.exp(DEVIATIONS_OF_RANGE * self.error)
         return PriorRange(*(factor * self.median * side**sign for sign in (1, 0, -1)))
 
 
 class Evidence(NamedTuple):
-    """A measured share, and its error. `gpu`: part of the GPU's name, as torch reports it."""
+    """A measured share, and its error. `gpu`: part of the GPU's name, as torch reports
+    it."""
 
     kernel: str
     gpu: str
@@ -60,10 +68,12 @@ class Evidence(NamedTuple):
 
 
 PRODUCT, FLASH_2, FLASH_3, CUDNN = "product", "flash2", "flash3", "cudnn"
-# A job differs by so much from others on the same card (clocks, versions, shapes), and a card from others of its class.
-# Attention in jobs reached 0.87 (A100, RTX 5090) to 0.98 (H100) of what the same kernels reach alone.
+# A job differs by so much from others on the same card (clocks, versions, shapes), and
+# a card from others of its class. Attention in jobs reached 0.87 (A100, RTX 5090) to
+# 0.98 (H100) of what the same kernels reach alone.
 _JOBS, _ATTENTION_JOBS, _CARDS = 0.1, 0.15, 0.08
-# The share of its best shape that a product of a job reaches: 0.86 on H100, 0.88 on A100.
+# The share of its best shape that a product of a job reaches: 0.86 on H100, 0.88 on
+# A100.
 _IN_JOB = 0.87
 _BEST_ERROR = 0.07
 _PRIORS = {
@@ -97,45 +107,64 @@ EVIDENCE = (
     Evidence(CUDNN, "H100", CardClass.HOPPER, 0.601, 0.05),
     Evidence(CUDNN, "RTX 5090", CardClass.GEFORCE, 0.8, 0.15),
 )
-# Products in other types, as a share of that in half precision (the same table; A100: NVIDIA's figure for cubes).
+# Products in other types, as a share of that in half precision (the same table; A100:
+# NVIDIA's figure for cubes).
 OTHER_TYPES = {"float8": 0.92, "tf32": 0.93}
 # A backward of attention over its forward: 0.86 to 0.87 of the rate on A100 and H100.
 BACKWARD_OF_ATTENTION = 0.87
-# Elements of the result that all processors work on at a time: 120 tiles of 128 x 128. A product of n such waves has
-# the share n / (n + 1) of its rate. On A100 (NVIDIA, figure for cubes) that gives 0.35, 0.68, 0.83 and 0.90 of the best
-# rate for 1024, 2048, 3072 and 4096; measured are 0.30, 0.67, 0.81 and 0.89. Below one wave tiles get smaller.
+# Elements of the result that all processors work on at a time: 120 tiles of 128 x 128.
+# A product of n such waves has the share n / (n + 1) of its rate. On A100 (NVIDIA,
+# figure for cubes) that gives 0.35, 0.68, 0.83 and 0.90 of the best rate for 1024,
+# 2048, 3072 and 4096; measured are 0.30, 0.67, 0.81 and 0.89. Below one wave tiles get
+# smaller.
 _WAVE_ELEMENTS = 120 * 128 * 128
-# One whose smallest dimension is d reaches d / (d + 32) of this: its tiles are not filled.
+# One whose smallest dimension is d reaches d / (d + 32) of this: its tiles are not
+# filled.
 _SMALL_DIMENSION = 32
-# Without rows at multiples of 16 B, other kernels are taken: 3 times the time (vocabulary of 128,003; Netflix 2026,
-# "Scaling LLM Post-Training") to 5 times (GPT-2 with 50,257 on H200, with the loss; benchmarks/accuracy).
+# Without rows at multiples of 16 B, other kernels are taken: 3 times the time
+# (vocabulary of 128,003; Netflix 2026, "Scaling LLM Post-Training") to 5 times (GPT-2
+# with 50,257 on H200, with the loss; benchmarks/accuracy).
 _NOT_ALIGNED = 0.25
-# Attention over sequences of s reaches s / (s + 400): FlashAttention-3 and cuDNN on H100, 512 to 16,384.
+# Attention over sequences of s reaches s / (s + 400): FlashAttention-3 and cuDNN on
+# H100, 512 to 16,384.
 _SHORT_SEQUENCE = 400
-# Smaller heads: the rate at 64 is 0.77 (FlashAttention-3), 0.87 (2) and 0.69 (cuDNN) of that at 128 on H100, and on
-# A100 0.9 alone and 1.0 in jobs (ml_dataflow). On GeForce cards, whose shared memory is small, heads of 128 are the
-# slower ones: 0.73 (RTX 5090, ml_dataflow).
+# Smaller heads: the rate at 64 is 0.77 (FlashAttention-3), 0.87 (2) and 0.69 (cuDNN) of
+# that at 128 on H100, and on A100 0.9 alone and 1.0 in jobs (ml_dataflow). On GeForce
+# cards, whose shared memory is small, heads of 128 are the slower ones: 0.73 (RTX 5090,
+# ml_dataflow).
 _FULL_HEAD, _HEAD_EXPONENT = 128, 0.35
 _HEAD_EXPONENTS = {CardClass.AMPERE: 0.1, CardClass.GEFORCE: -0.4}
 
 
 @cache
 def kernel_share(kernel: str, name: str, card_class: CardClass) -> RateShare:
-    """Return the share that a kernel reaches in large sizes on a GPU of a name and class."""
+    """Return the share that a kernel reaches in large sizes on a GPU of a name and
+    class."""
     used = [_PRIORS[kernel]]
     for evidence in EVIDENCE:
         if evidence.kernel == kernel and evidence.card_class is card_class:
             own = evidence.gpu in name and not name.startswith(f"G{evidence.gpu}")
-            used.append(RateShare(evidence.share, evidence.error if own else math.hypot(evidence.error, _CARDS)))
+            used.append(
+                RateShare(
+                    evidence.share,
+                    evidence.error if own else math.hypot(evidence.error, _CARDS),
+                )
+            )
     share = posterior(used)
-    return RateShare(share.median, math.hypot(share.error, _JOBS if kernel == PRODUCT else _ATTENTION_JOBS))
+    return RateShare(
+        share.median,
+        math.hypot(share.error, _JOBS if kernel == PRODUCT else _ATTENTION_JOBS),
+    )
 
 
 def posterior(shares: Iterable[RateShare]) -> RateShare:
-    """Return what independent estimates of a share, normal in the logarithm, give together."""
+    """Return what independent estimates of a share, normal in the logarithm, give
+    together."""
     weights = [(1 / share.error**2, math.log(share.median)) for share in shares]
     total = sum(weight for weight, _ in weights)
-    return RateShare(math.exp(sum(weight * value for weight, value in weights) / total), total**-0.5)
+    return RateShare(
+        math.exp(sum(weight * value for weight, value in weights) / total), total**-0.5
+    )
 
 
 def card_class_of(gpu: GpuCompute) -> CardClass:
@@ -147,18 +176,34 @@ def card_class_of(gpu: GpuCompute) -> CardClass:
         return CardClass.CDNA
     if capability.startswith("9.") and "PCIe" in name:
         return CardClass.OTHER
-    by_capability = {"8.0": CardClass.AMPERE, "9.0": CardClass.HOPPER, "10.0": CardClass.BLACKWELL}
+    by_capability = {
+        "8.0": CardClass.AMPERE,
+        "9.0": CardClass.HOPPER,
+        "10.0": CardClass.BLACKWELL,
+    }
     return by_capability.get(capability, CardClass.OTHER)
 
 
-def product_factor(result_elements: float, smallest_dimension: float, is_aligned: bool = True) -> float:
-    """Return the share of the rate of large products in half precision that one of this size reaches."""
+def product_factor(
+    result_elements: float, smallest_dimension: float, is_aligned: bool = True
+) -> float:
+    """Return the share of the rate of large products in half precision that one of this
+    size reaches."""
     waves = result_elements / _WAVE_ELEMENTS
     filled = waves / (waves + 1) if waves > 1 else math.sqrt(waves) / 2
-    return filled * smallest_dimension / (smallest_dimension + _SMALL_DIMENSION) * (1.0 if is_aligned else _NOT_ALIGNED)
+    return (
+        filled
+        * smallest_dimension
+        / (smallest_dimension + _SMALL_DIMENSION)
+        * (1.0 if is_aligned else _NOT_ALIGNED)
+    )
 
 
 def attention_factor(sequence: float, head_size: float, card_class: CardClass) -> float:
-    """Return the share of the rate on long sequences and heads of 128 that attention of this size reaches."""
-    heads = math.pow(min(1.0, head_size / _FULL_HEAD), _HEAD_EXPONENTS.get(card_class, _HEAD_EXPONENT))
+    """Return the share of the rate on long sequences and heads of 128 that attention of
+    this size reaches."""
+    heads = math.pow(
+        min(1.0, head_size / _FULL_HEAD),
+        _HEAD_EXPONENTS.get(card_class, _HEAD_EXPONENT),
+    )
     return sequence / (sequence + _SHORT_SEQUENCE) * heads

@@ -1,4 +1,5 @@
-"""The work of a kernel, and the time that a GPU takes for it, under fast, typical and slow assumptions."""
+"""The work of a kernel, and the time that a GPU takes for it, under fast, typical and
+slow assumptions."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -13,11 +14,17 @@ from ebbtide.machines.sheets import GPU_SHEETS
 # Where no machine states its own: a device without a name counts as one.
 _DEFAULT = GPU_SHEETS["h100-80gb"].compute
 # Where a data sheet has no rate of a type, the operation runs in the next one.
-_NEXT_TYPE = {"float8": "bfloat16", "bfloat16": "float16", "float16": "tf32", "tf32": "float32"}
+_NEXT_TYPE = {
+    "float8": "bfloat16",
+    "bfloat16": "float16",
+    "float16": "tf32",
+    "tf32": "float32",
+}
 
 
 class ProductSize(NamedTuple):
-    """The size of a matrix product: elements of its result, and the smallest of its three dimensions."""
+    """The size of a matrix product: elements of its result, and the smallest of its
+    three dimensions."""
 
     result_elements: float
     smallest_dimension: float
@@ -37,12 +44,17 @@ class KernelWork:
     """The work of the kernels of one operation."""
 
     name: str
-    kind: str  # `compute`, `communication`, `copy` or `memset`, as in the table `kernels`.
+    # `compute`, `communication`, `copy` or `memset`, as in the table `kernels`.
+    kind: str
     work_class: WorkClass
-    flops: float  # Floating-point operations of products, convolutions and attention; 0 for others.
-    bytes: float  # Bytes of device memory that are read and written; of a collective, those that each GPU sends.
+    # Floating-point operations of products, convolutions and attention; 0 for others.
+    flops: float
+    # Bytes of device memory that are read and written; of a collective, those that each
+    # GPU sends.
+    bytes: float
     precision: str = "float32"
-    size: ProductSize | AttentionSize | None = None  # Of a product, or of attention; None: large.
+    # Of a product, or of attention; None: large.
+    size: ProductSize | AttentionSize | None = None
     launches: int = 1
     group: str | None = None  # Of a collective, its process group and number of ranks.
 
@@ -50,31 +62,58 @@ class KernelWork:
 class GpuRates:
     """Times of work on a GPU, and on its host's memory.
 
-    `machine`: the machine; None, or one without rates of its GPU: those that it lacks are those of an H100."""
+    `machine`: the machine; None, or one without rates of its GPU: those that it lacks
+    are those of an H100."""
 
     def __init__(self, machine: Machine | None = None) -> None:
         stated = machine.gpu if machine is not None else None
         self.is_assumed = stated is None or not stated.flops_per_s
         self.gpu = _DEFAULT if stated is None or self.is_assumed else _completed(stated)
         self._card_class = efficiency.card_class_of(self.gpu)
-        self._host_bytes_per_s = (machine and machine.host_memory_bytes_per_s) or priors.HOST_BYTES_PER_S
+        self._host_bytes_per_s = (
+            machine and machine.host_memory_bytes_per_s
+        ) or priors.HOST_BYTES_PER_S
 
     def kernel_ns(self, work: KernelWork) -> list[int]:
-        """Return the time of a kernel in each case: max(FLOPs / rate, bytes / rate) and a fixed time per launch."""
+        """Return the time of a kernel in each case: max(FLOPs / rate, bytes / rate) and
+        a fixed time per launch."""
         if work.work_class is WorkClass.COLLECTIVE:
             rate = self.gpu.peer_bytes_per_s or _DEFAULT.peer_bytes_per_s or 0.0
-            return _times(0.0, None, work.bytes / rate, priors.COLLECTIVE_EFFICIENCY, priors.COLLECTIVE_NS, 1)
+            return _times(
+                0.0,
+                None,
+                work.bytes / rate,
+                priors.COLLECTIVE_EFFICIENCY,
+                priors.COLLECTIVE_NS,
+                1,
+            )
         flops_s = work.flops / self.peak(work.precision) if work.flops else 0.0
         memory_s = work.bytes / (self.gpu.memory_bytes_per_s or 1.0)
         memory = priors.MEMORY_EFFICIENCY[work.work_class]
-        return _times(flops_s, self._efficiency(work), memory_s, memory, priors.KERNEL_NS, work.launches)
+        return _times(
+            flops_s,
+            self._efficiency(work),
+            memory_s,
+            memory,
+            priors.KERNEL_NS,
+            work.launches,
+        )
 
     def host_ns(self, size: int) -> list[int]:
-        """Return the time in which the host reads and writes `size` bytes, in each case."""
-        return _times(0.0, None, size / self._host_bytes_per_s, priors.HOST_EFFICIENCY, priors.VIEW_NS, 1)
+        """Return the time in which the host reads and writes `size` bytes, in each
+        case."""
+        return _times(
+            0.0,
+            None,
+            size / self._host_bytes_per_s,
+            priors.HOST_EFFICIENCY,
+            priors.VIEW_NS,
+            1,
+        )
 
     def peak(self, precision: str) -> float:
-        """Return the peak of a type in FLOP/s; that of the next one where it is not known."""
+        """Return the peak of a type in FLOP/s; that of the next one where it is not
+        known."""
         rates = self.gpu.flops_per_s
         while precision not in rates and precision in _NEXT_TYPE:
             precision = _NEXT_TYPE[precision]
@@ -86,32 +125,57 @@ class GpuRates:
 
     @property
     def fused_attention(self) -> list[str]:
-        """The fused implementations of attention that were measured on GPUs of this class."""
-        named = {one.kernel for one in efficiency.EVIDENCE if one.card_class is self._card_class} - {PRODUCT}
+        """The fused implementations of attention that were measured on GPUs of this
+        class."""
+        named = {
+            one.kernel
+            for one in efficiency.EVIDENCE
+            if one.card_class is self._card_class
+        } - {PRODUCT}
         return sorted(named) or [FLASH_2]
 
     @property
     def description(self) -> str:
         """The peak rates in words."""
-        peaks = ", ".join(f"{rate / 1e12:,.0f} TFLOP/s {name}" for name, rate in self.gpu.flops_per_s.items())
-        memory = f"{(self.gpu.memory_bytes_per_s or 0) / 1e12:.2f} TB/s of device memory"
-        return f"{self.gpu.name or 'GPU'}{' (assumed)' if self.is_assumed else ''}: {peaks}, {memory}"
+        peaks = ", ".join(
+            f"{rate / 1e12:,.0f} TFLOP/s {name}"
+            for name, rate in self.gpu.flops_per_s.items()
+        )
+        memory = (
+            f"{(self.gpu.memory_bytes_per_s or 0) / 1e12:.2f} TB/s of device memory"
+        )
+        return (
+            f"{self.gpu.name or 'GPU'}{' (assumed)' if self.is_assumed else ''}: "
+            f"{peaks}, {memory}"
+        )
 
     def _efficiency(self, work: KernelWork) -> PriorRange | None:
         size = work.size
         if work.work_class is WorkClass.CONVOLUTION:
             return priors.CONVOLUTION_EFFICIENCY
         if work.work_class is WorkClass.MATRIX:
-            factor = efficiency.product_factor(*size) if isinstance(size, ProductSize) else 1.0
+            factor = (
+                efficiency.product_factor(*size)
+                if isinstance(size, ProductSize)
+                else 1.0
+            )
             if work.precision == "float32":
-                return PriorRange(*(factor * value for value in priors.FLOAT32_EFFICIENCY))
-            return self.share(PRODUCT).cases(factor * efficiency.OTHER_TYPES.get(work.precision, 1.0))
+                return PriorRange(
+                    *(factor * value for value in priors.FLOAT32_EFFICIENCY)
+                )
+            return self.share(PRODUCT).cases(
+                factor * efficiency.OTHER_TYPES.get(work.precision, 1.0)
+            )
         if work.work_class in (WorkClass.ATTENTION, WorkClass.ATTENTION_BACKWARD):
             backward = work.work_class is WorkClass.ATTENTION_BACKWARD
             factor = efficiency.BACKWARD_OF_ATTENTION if backward else 1.0
             if isinstance(size, AttentionSize):
-                factor *= efficiency.attention_factor(size.sequence, size.head_size, self._card_class)
-            return self.share(size.implementation if isinstance(size, AttentionSize) else FLASH_2).cases(factor)
+                factor *= efficiency.attention_factor(
+                    size.sequence, size.head_size, self._card_class
+                )
+            return self.share(
+                size.implementation if isinstance(size, AttentionSize) else FLASH_2
+            ).cases(factor)
         return None
 
 
@@ -125,7 +189,12 @@ def _completed(gpu: GpuCompute) -> GpuCompute:
 
 
 def _times(
-    flops_s: float, compute: PriorRange | None, bytes_s: float, memory: PriorRange, fixed_ns: PriorRange, launches: int
+    flops_s: float,
+    compute: PriorRange | None,
+    bytes_s: float,
+    memory: PriorRange,
+    fixed_ns: PriorRange,
+    launches: int,
 ) -> list[int]:
     times = []
     for case in range(len(CASES)):

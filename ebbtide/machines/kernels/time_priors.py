@@ -1,12 +1,15 @@
-"""Stated priors for the times of a dry run, each with a fast, a typical and a slow value.
+"""Stated priors for the times of a dry run, each with a fast, a typical and a slow
+value.
 
 They are not fitted to a job. Their sources are measurements that others published:
 
-- Memory: copies and element-wise kernels on 4 GiB reach 91 % on H100-class cards; layer norms of PyTorch reach 72 to
-  80 % of an H100's (published comparisons with Triton). Short rows and scattered accesses reach less.
-- Host: one operation issued from Python takes 4.2 us on a current host without autograd. In
-  traces/a100-torch-profiler.ebb the median time between two launches is 33 us in forwards and 17 us in backwards, under
-  a profiler that about doubles it, and no kernel starts sooner than 7 us after the start of its launching call.
+- Memory: copies and element-wise kernels on 4 GiB reach 91 % on H100-class cards; layer
+  norms of PyTorch reach 72 to 80 % of an H100's (published comparisons with Triton).
+  Short rows and scattered accesses reach less.
+- Host: one operation issued from Python takes 4.2 us on a current host without
+  autograd. In traces/a100-torch-profiler.ebb the median time between two launches is 33
+  us in forwards and 17 us in backwards, under a profiler that about doubles it, and no
+  kernel starts sooner than 7 us after the start of its launching call.
 """
 
 from enum import Enum
@@ -39,7 +42,8 @@ class WorkClass(Enum):
     COLLECTIVE = "collectives"
 
 
-# Shares of the peak that products outside of the matrix units reach; those in them, and attention, are in `efficiency`.
+# Shares of the peak that products outside of the matrix units reach; those in them, and
+# attention, are in `efficiency`.
 FLOAT32_EFFICIENCY = PriorRange(0.9, 0.8, 0.65)
 CONVOLUTION_EFFICIENCY = PriorRange(0.7, 0.5, 0.35)
 # Shares of the rate of device memory.
@@ -60,18 +64,21 @@ KERNEL_NS = PriorRange(1_500, 2_500, 4_000)
 COLLECTIVE_NS = PriorRange(10_000, 25_000, 60_000)
 # From a launch to the earliest start of its kernel.
 LAUNCH_NS = PriorRange(3_000, 5_000, 8_000)
-# Host time of an operation: called from Python, called by the autograd engine, and one without a kernel.
+# Host time of an operation: called from Python, called by the autograd engine, and one
+# without a kernel.
 PYTHON_OPERATION_NS = PriorRange(5_000, 9_000, 16_000)
 ENGINE_OPERATION_NS = PriorRange(3_500, 6_000, 11_000)
 VIEW_NS = PriorRange(700, 1_500, 3_000)
 # Of each tensor in a list, in addition.
 LIST_TENSOR_NS = PriorRange(150, 300, 600)
-# Copies between host and device: share of the machine's rates, and where a machine states none, rates.
+# Copies between host and device: share of the machine's rates, and where a machine
+# states none, rates.
 COPY_EFFICIENCY = PriorRange(1.1, 1.0, 0.85)
 PINNED_BYTES_PER_S = 20e9
 PAGEABLE_SHARE = 0.4
 COPY_NS = PriorRange(5_000, 8_000, 12_000)
-# Operations on tensors of the host: bytes read and written per second, and the share of a machine's rate.
+# Operations on tensors of the host: bytes read and written per second, and the share of
+# a machine's rate.
 HOST_BYTES_PER_S = 20e9
 HOST_EFFICIENCY = PriorRange(1.2, 0.8, 0.4)
 # Launches that CUDA queues at most; the host waits at the next one.

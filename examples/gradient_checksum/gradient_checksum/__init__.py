@@ -1,4 +1,5 @@
-"""Checksums of the gradients in host memory: a kind of operation with a lane of its own, and a policy with it."""
+"""Checksums of the gradients in host memory: a kind of operation with a lane of its
+own, and a policy with it."""
 
 from ebbtide.seams import Feature
 

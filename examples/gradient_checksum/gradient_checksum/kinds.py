@@ -8,7 +8,8 @@ BYTES_PER_S = 10e9
 
 
 def lanes(machine):
-    """Yield a lane, whose operations share the bandwidth of host memory with updates and copies."""
+    """Yield a lane, whose operations share the bandwidth of host memory with updates
+    and copies."""
     yield Lane("checker", "host memory")
 
 

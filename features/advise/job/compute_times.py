@@ -1,4 +1,5 @@
-"""The times of forward and backward on a machine: by arithmetic, or scaled from the machine they were recorded on."""
+"""The times of forward and backward on a machine: by arithmetic, or scaled from the
+machine they were recorded on."""
 
 import math
 from dataclasses import dataclass, replace
@@ -7,9 +8,19 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbtide.errors import MachineError
-from ebbtide.features.advise.job.decoder import NOT_STATED, Implementation, TransformerShape, compute_span
+from ebbtide.features.advise.job.decoder import (
+    NOT_STATED,
+    Implementation,
+    TransformerShape,
+    compute_span,
+)
 from ebbtide.features.advise.job.training_job import ComputeTimes, TunableSettings
-from ebbtide.machines.kernels.efficiency import DEVIATIONS_OF_RANGE, PRODUCT, card_class_of, kernel_share
+from ebbtide.machines.kernels.efficiency import (
+    DEVIATIONS_OF_RANGE,
+    PRODUCT,
+    card_class_of,
+    kernel_share,
+)
 from ebbtide.machines.kernels.time_priors import COLLECTIVE_EFFICIENCY
 from ebbtide.machines.machine import GpuCompute, Machine
 from ebbtide.profiler.trace import Trace
@@ -17,14 +28,16 @@ from ebbtide.state_bytes import PARAM_BYTES
 
 # ZeRO-3 and FSDP hold the layer at work and the next one.
 GATHERED_LAYERS = 2
-# Passes over all parameters that ranks move per micro-step: gathers, and the reduction of gradients.
+# Passes over all parameters that ranks move per micro-step: gathers, and the reduction
+# of gradients.
 _FORWARD_PASSES, _BACKWARD_PASSES = 1, 2
 _FULL_BYTES = 4
 # Types of matrix products by preference.
 _HALF_TYPES, _FULL_TYPES = ("bfloat16", "float16"), ("tf32", "float32")
 
 
-# Times of one job on one machine differ by so much between recordings (traces/: forward, backward and other together).
+# Times of one job on one machine differ by so much between recordings (traces/:
+# forward, backward and other together).
 SAME_GPU_FACTOR = 1.06
 # Scaled by kernels, by peaks, and not at all.
 KERNELS_FACTOR = 1.15
@@ -35,15 +48,17 @@ _TYPES_BY_BYTES = {2.0: _HALF_TYPES, 4.0: _FULL_TYPES}
 
 @dataclass(frozen=True)
 class RecordedKernels:
-    """The kernels of a job: operations, and bytes of device memory read and written; and the bytes of a parameter."""
+    """The kernels of a job: operations, and bytes of device memory read and written;
+    and the bytes of a parameter."""
 
     flops: npt.NDArray[np.float64]
     bytes: npt.NDArray[np.float64]
     element_bytes: float
 
     def time_ratio(self, before: GpuCompute, after: GpuCompute) -> float | None:
-        """Return the time of all kernels on one GPU over that on another; None: a rate is not known. A kernel takes the
-        longer of its operations, at the rate of large products, and its bytes (Williams et al. 2009, "Roofline")."""
+        """Return the time of all kernels on one GPU over that on another; None: a rate
+        is not known. A kernel takes the longer of its operations, at the rate of large
+        products, and its bytes (Williams et al. 2009, "Roofline")."""
         times = [self._seconds(gpu) for gpu in (before, after)]
         if times[0] is None or times[1] is None or not times[0]:
             return None
@@ -51,15 +66,20 @@ class RecordedKernels:
 
     def _seconds(self, gpu: GpuCompute) -> float | None:
         names = (*_HALF_TYPES, *_FULL_TYPES) if self.element_bytes == 2 else _FULL_TYPES
-        peak = next((gpu.flops_per_s[name] for name in names if name in gpu.flops_per_s), None)
+        peak = next(
+            (gpu.flops_per_s[name] for name in names if name in gpu.flops_per_s), None
+        )
         if peak is None or gpu.memory_bytes_per_s is None:
             return None
         peak *= product_share(gpu)
-        return float(np.maximum(self.flops / peak, self.bytes / gpu.memory_bytes_per_s).sum())
+        return float(
+            np.maximum(self.flops / peak, self.bytes / gpu.memory_bytes_per_s).sum()
+        )
 
 
 def recorded_kernels(trace: Trace, element_bytes: float) -> RecordedKernels | None:
-    """Return the work of the kernels of a trace's first rank; None where it was not recorded."""
+    """Return the work of the kernels of a trace's first rank; None where it was not
+    recorded."""
     kernels = trace.kernels(trace.ranks[0])
     counted = kernels[kernels["flops"].notna() & kernels["bytes"].notna()]
     if not len(counted):
@@ -70,49 +90,84 @@ def recorded_kernels(trace: Trace, element_bytes: float) -> RecordedKernels | No
 
 @dataclass(frozen=True)
 class TransformerCompute:
-    """The compute of a decoder of known shape: its kernels, each at the share of the GPU's peaks that it reaches."""
+    """The compute of a decoder of known shape: its kernels, each at the share of the
+    GPU's peaks that it reaches."""
 
     shape: TransformerShape
     param_bytes: float
     implementation: Implementation = NOT_STATED
 
-    def times(self, machine: Machine, settings: TunableSettings, micro_steps: int) -> ComputeTimes:
+    def times(
+        self, machine: Machine, settings: TunableSettings, micro_steps: int
+    ) -> ComputeTimes:
         """Return the times of an iteration."""
         peak = peak_flops(machine.gpu, self.param_bytes)
         if peak is None:
             raise MachineError(
-                f"machine {machine.name} has no gpu.flops_per_s, which the times of a job of a given size need: name a "
+                f"machine {machine.name} has no gpu.flops_per_s, which the times of a "
+                "job of a given size need: name a "
                 "preset, or add the peak rates of the GPU to the file"
             )
         tokens = self.shape.sequence * (settings.micro_batch or 1)
         precision = "bfloat16" if self.param_bytes == PARAM_BYTES else "tf32"
-        forward, backward = compute_span(self.shape, tokens, machine, precision, self.implementation)
+        forward, backward = compute_span(
+            self.shape, tokens, machine, precision, self.implementation
+        )
         forwards = 1 + settings.checkpointing
-        fast, typical, slow = (micro_steps * (forwards * a + b) for a, b in zip(forward, backward, strict=True))
+        fast, typical, slow = (
+            micro_steps * (forwards * a + b)
+            for a, b in zip(forward, backward, strict=True)
+        )
         forward_s = micro_steps * forward.typical
-        share = self.shape.forward_flops(tokens) * (3 + settings.checkpointing) * micro_steps / typical / peak
+        share = (
+            self.shape.forward_flops(tokens)
+            * (3 + settings.checkpointing)
+            * micro_steps
+            / typical
+            / peak
+        )
         note = (
-            f"forward and backward: {share:.0%} of {peak / 1e12:.0f} TFLOP/s ({typical / slow * share:.0%} to "
+            f"forward and backward: {share:.0%} of {peak / 1e12:.0f} TFLOP/s "
+            f"({typical / slow * share:.0%} to "
             f"{typical / fast * share:.0%}), {self.implementation.text}"
         )
         factor = (slow / fast) ** (0.5 / DEVIATIONS_OF_RANGE)
-        params, is_exposed = self.shape.params, self.implementation.runtimes[0].exposes_exchanges
+        params, is_exposed = (
+            self.shape.params,
+            self.implementation.runtimes[0].exposes_exchanges,
+        )
         # Copies of gradients that are not hidden are part of the backward.
-        copied = is_exposed * _FULL_BYTES * params / settings.ranks * self.implementation.offloaded_share
+        copied = (
+            is_exposed
+            * _FULL_BYTES
+            * params
+            / settings.ranks
+            * self.implementation.offloaded_share
+        )
         copies_s = copied / (machine.d2h_bytes_per_s or math.inf)
-        times = ComputeTimes(forward_s, typical - forward_s + copies_s, 0.0, factor, 0.0, note)
-        return with_collectives(times, self.param_bytes * params * micro_steps, machine, settings.ranks, is_exposed)
+        times = ComputeTimes(
+            forward_s, typical - forward_s + copies_s, 0.0, factor, 0.0, note
+        )
+        return with_collectives(
+            times,
+            self.param_bytes * params * micro_steps,
+            machine,
+            settings.ranks,
+            is_exposed,
+        )
 
 
 @dataclass(frozen=True)
 class RecordedCompute:
-    """The compute of a recorded or described job: its times, on the GPU that they are of."""
+    """The compute of a recorded or described job: its times, on the GPU that they are
+    of."""
 
     forward_s: float
     backward_s: float
     other_s: float
     gpu: GpuCompute | None  # The GPU of these times; None: not known.
-    gpu_name: str | None  # Its name, for people; None: not known, the times count as those of every machine.
+    # Its name, for people; None: not known, the times count as those of every machine.
+    gpu_name: str | None
     work: RecordedKernels | None
     factor: float  # The factor within which the times themselves are known.
     settings: TunableSettings
@@ -120,50 +175,94 @@ class RecordedCompute:
     params: float
     own_update_s: float | None = None
 
-    def times(self, machine: Machine, settings: TunableSettings, micro_steps: int) -> ComputeTimes:
-        """Return the times of an iteration; more micro-steps of a smaller micro-batch take as long as before."""
+    def times(
+        self, machine: Machine, settings: TunableSettings, micro_steps: int
+    ) -> ComputeTimes:
+        """Return the times of an iteration; more micro-steps of a smaller micro-batch
+        take as long as before."""
         ratio, factor, note = self._scale(machine)
         forward, backward = self.forward_s * ratio, self.backward_s * ratio
         if settings.checkpointing and not self.settings.checkpointing:
             backward += forward
         factor = combined_factor(self.factor, factor)
-        own_s = self.own_update_s and self.own_update_s * ratio * self.settings.ranks / settings.ranks
+        own_s = (
+            self.own_update_s
+            and self.own_update_s * ratio * self.settings.ranks / settings.ranks
+        )
         times = ComputeTimes(forward, backward, self.other_s, factor, 0.0, note, own_s)
         if self.settings.ranks > 1:
             # The recorded times have their collectives.
             return times
-        return with_collectives(times, self.param_bytes * self.params * micro_steps, machine, settings.ranks)
+        return with_collectives(
+            times, self.param_bytes * self.params * micro_steps, machine, settings.ranks
+        )
 
     def _scale(self, machine: Machine) -> tuple[float, float, str]:
-        """Return the times on a machine over those recorded, the factor within which that is known, and the source."""
+        """Return the times on a machine over those recorded, the factor within which
+        that is known, and the source."""
         if self.gpu_name is None:
-            return 1.0, 1.0, "forward and backward: as in the workload, on every machine"
+            return (
+                1.0,
+                1.0,
+                "forward and backward: as in the workload, on every machine",
+            )
         here = peak_flops(self.gpu, self.param_bytes)
         there = peak_flops(machine.gpu, self.param_bytes)
-        if self.gpu is not None and machine.gpu is not None and here is not None and there is not None:
-            if here == there and self.gpu.memory_bytes_per_s == machine.gpu.memory_bytes_per_s:
+        if (
+            self.gpu is not None
+            and machine.gpu is not None
+            and here is not None
+            and there is not None
+        ):
+            if (
+                here == there
+                and self.gpu.memory_bytes_per_s == machine.gpu.memory_bytes_per_s
+            ):
                 return 1.0, SAME_GPU_FACTOR, f"forward and backward: of {self.gpu_name}"
-            if self.work is not None and (ratio := self.work.time_ratio(self.gpu, machine.gpu)) is not None:
-                return ratio, KERNELS_FACTOR, f"forward and backward: of {self.gpu_name}, x {ratio:.2f} by its kernels"
+            if (
+                self.work is not None
+                and (ratio := self.work.time_ratio(self.gpu, machine.gpu)) is not None
+            ):
+                return (
+                    ratio,
+                    KERNELS_FACTOR,
+                    f"forward and backward: of {self.gpu_name}, x {ratio:.2f} by its "
+                    "kernels",
+                )
             ratio = here * product_share(self.gpu) / there / product_share(machine.gpu)
-            text = f"forward and backward: of {self.gpu_name}, x {ratio:.2f} by peak rates, within {PEAKS_FACTOR:g}"
+            text = (
+                f"forward and backward: of {self.gpu_name}, x {ratio:.2f} by peak "
+                f"rates, within {PEAKS_FACTOR:g}"
+            )
             return ratio, PEAKS_FACTOR, text
         if self.gpu_name == machine.name:
             return 1.0, SAME_GPU_FACTOR, f"forward and backward: of {self.gpu_name}"
-        text = f"forward and backward: as recorded on {self.gpu_name}, since peak rates are not known"
+        text = (
+            f"forward and backward: as recorded on {self.gpu_name}, since peak rates "
+            "are not known"
+        )
         return 1.0, UNKNOWN_GPU_FACTOR, text
 
 
 def with_collectives(
-    times: ComputeTimes, gathered_bytes: float, machine: Machine, ranks: int, is_exposed: bool = False
+    times: ComputeTimes,
+    gathered_bytes: float,
+    machine: Machine,
+    ranks: int,
+    is_exposed: bool = False,
 ) -> ComputeTimes:
-    """Return times with the exchanges of parameters and gradients; `gathered_bytes`: all parameters times the
-    micro-steps. Where it is not known how far compute hides them, the time is the geometric mean of the longer of both
-    and of their sum, the ends of the 80 % range."""
-    rate = (machine.gpu.peer_bytes_per_s if machine.gpu is not None else None) or machine.h2d_bytes_per_s
+    """Return times with the exchanges of parameters and gradients; `gathered_bytes`:
+    all parameters times the micro-steps. Where it is not known how far compute hides
+    them, the time is the geometric mean of the longer of both and of their sum, the
+    ends of the 80 % range."""
+    rate = (
+        machine.gpu.peer_bytes_per_s if machine.gpu is not None else None
+    ) or machine.h2d_bytes_per_s
     if ranks == 1 or rate is None:
         return times
-    one_pass = gathered_bytes * (ranks - 1) / ranks / (rate * COLLECTIVE_EFFICIENCY.typical)
+    one_pass = (
+        gathered_bytes * (ranks - 1) / ranks / (rate * COLLECTIVE_EFFICIENCY.typical)
+    )
     passes = _FORWARD_PASSES + _BACKWARD_PASSES
     compute, exchange = times.forward_s + times.backward_s, one_pass * passes
     if not compute + exchange:
@@ -184,7 +283,8 @@ def with_collectives(
 
 
 def combined_factor(*factors: float) -> float:
-    """Return the factor within which a product is known: independent errors that are normal in the logarithm."""
+    """Return the factor within which a product is known: independent errors that are
+    normal in the logarithm."""
     return math.exp(math.sqrt(sum(math.log(factor) ** 2 for factor in factors)))
 
 
@@ -194,8 +294,11 @@ def product_share(gpu: GpuCompute) -> float:
 
 
 def peak_flops(gpu: GpuCompute | None, param_bytes: float) -> float | None:
-    """Return the peak of matrix products in the type of the parameters; None if it is not known."""
+    """Return the peak of matrix products in the type of the parameters; None if it is
+    not known."""
     if gpu is None:
         return None
     names = _TYPES_BY_BYTES.get(param_bytes, _HALF_TYPES)
-    return next((gpu.flops_per_s[name] for name in names if name in gpu.flops_per_s), None)
+    return next(
+        (gpu.flops_per_s[name] for name in names if name in gpu.flops_per_s), None
+    )

@@ -1,4 +1,5 @@
-"""The kernels of a decoder: what a forward and a backward compute, timed as a dry run times them."""
+"""The kernels of a decoder: what a forward and a backward compute, timed as a dry run
+times them."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -8,17 +9,24 @@ from typing import NamedTuple
 
 from ebbtide.errors import WorkloadError
 from ebbtide.machines.kernels import time_priors as priors
-from ebbtide.machines.kernels.rates import AttentionSize, GpuRates, KernelWork, ProductSize
+from ebbtide.machines.kernels.rates import (
+    AttentionSize,
+    GpuRates,
+    KernelWork,
+    ProductSize,
+)
 from ebbtide.machines.kernels.time_priors import PriorRange, WorkClass
 from ebbtide.machines.machine import Machine
 
-# Published decoders from 1e9 to 1e11 parameters have about this width per layer (GPT-3 6.7B: 128, Llama 65B: 102).
+# Published decoders from 1e9 to 1e11 parameters have about this width per layer (GPT-3
+# 6.7B: 128, Llama 65B: 102).
 _WIDTH_PER_LAYER = 128
 # Weights of a layer: 4 h^2 of attention and 8 h^2 of the feed-forward network.
 _LAYER_WEIGHTS = 12
-# Bytes per token and hidden unit that a layer keeps for the backward, in half precision, without attention scores;
-# and its input alone, which full checkpointing keeps. Korthikanti et al. 2022, "Reducing Activation Recomputation in
-# Large Transformer Models", equation 1 and section 5, where fused attention keeps no scores.
+# Bytes per token and hidden unit that a layer keeps for the backward, in half
+# precision, without attention scores; and its input alone, which full checkpointing
+# keeps. Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+# Transformer Models", equation 1 and section 5, where fused attention keeps no scores.
 _LAYER_BYTES = 34
 _CHECKPOINT_BYTES = 2
 # Bytes per token and entry of the vocabulary: logits in fp32, and their gradients.
@@ -30,8 +38,9 @@ MATH = "math"
 
 
 class ElementwiseWork(NamedTuple):
-    """Work of a layer beside products and attention, in one direction: launches, and bytes of device memory per token
-    and hidden unit, unit of the feed-forward network, and entry of the vocabulary (once)."""
+    """Work of a layer beside products and attention, in one direction: launches, and
+    bytes of device memory per token and hidden unit, unit of the feed-forward network,
+    and entry of the vocabulary (once)."""
 
     hidden_bytes: float
     feed_forward_bytes: float
@@ -40,47 +49,74 @@ class ElementwiseWork(NamedTuple):
 
 
 class Runtime(NamedTuple):
-    """Software that runs a job. Overhead: the time of a step over that of its kernels, for gaps and waits."""
+    """Software that runs a job. Overhead: the time of a step over that of its kernels,
+    for gaps and waits."""
 
     forward: ElementwiseWork
     backward: ElementwiseWork
     overhead: PriorRange
-    is_likely: bool = True  # Whether a job of which nothing is known may be of this kind.
-    exposes_exchanges: bool = False  # Whether compute hides nothing of exchanges; else it is not known how much.
+    # Whether a job of which nothing is known may be of this kind.
+    is_likely: bool = True
+    # Whether compute hides nothing of exchanges; else it is not known how much.
+    exposes_exchanges: bool = False
 
 
-# Fused kernels (torch.compile, Liger, Megatron's), or operation by operation: norms with copies in fp32, rotations of
-# queries and keys, residual sums, the activation; the loss with logits in fp32. Shares of the peak were fitted to a job
-# of the first kind; plain PyTorch reaches 0.33 to 0.39 of an H100 in training Llama 3 8B (torchtitan). ZeRO-3 of
-# DeepSpeed hides neither exchanges nor copies of gradients in fp32 (traces/, h100-20b and a100-13b).
+# Fused kernels (torch.compile, Liger, Megatron's), or operation by operation: norms
+# with copies in fp32, rotations of queries and keys, residual sums, the activation; the
+# loss with logits in fp32. Shares of the peak were fitted to a job of the first kind;
+# plain PyTorch reaches 0.33 to 0.39 of an H100 in training Llama 3 8B (torchtitan).
+# ZeRO-3 of DeepSpeed hides neither exchanges nor copies of gradients in fp32 (traces/,
+# h100-20b and a100-13b).
 RUNTIMES = {
-    "fused": Runtime(ElementwiseWork(16, 6, 4, 20), ElementwiseWork(30, 18, 6, 40), PriorRange(1.0, 1.0, 1.08)),
-    "eager": Runtime(ElementwiseWork(70, 10, 14, 45), ElementwiseWork(140, 20, 18, 90), PriorRange(1.0, 1.12, 1.3)),
+    "fused": Runtime(
+        ElementwiseWork(16, 6, 4, 20),
+        ElementwiseWork(30, 18, 6, 40),
+        PriorRange(1.0, 1.0, 1.08),
+    ),
+    "eager": Runtime(
+        ElementwiseWork(70, 10, 14, 45),
+        ElementwiseWork(140, 20, 18, 90),
+        PriorRange(1.0, 1.12, 1.3),
+    ),
     "deepspeed": Runtime(
-        ElementwiseWork(40, 8, 9, 45), ElementwiseWork(80, 19, 12, 90), PriorRange(0.95, 1.06, 1.25), False, True
+        ElementwiseWork(40, 8, 9, 45),
+        ElementwiseWork(80, 19, 12, 90),
+        PriorRange(0.95, 1.06, 1.25),
+        False,
+        True,
     ),
 }
-# Bytes of a score of attention that a fused softmax moves, forward and backward, where scores are in device memory.
+# Bytes of a score of attention that a fused softmax moves, forward and backward, where
+# scores are in device memory.
 _SCORE_BYTES = 4, 6
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """Software and kernels of a job; None is not stated, so that times span the likely ones."""
+    """Software and kernels of a job; None is not stated, so that times span the likely
+    ones."""
 
     runtime: str | None = None  # One of `RUNTIMES`.
     attention: str | None = None
-    offloaded_share: float = 1.0  # The share of the gradients that is copied to the host.
+    # The share of the gradients that is copied to the host.
+    offloaded_share: float = 1.0
 
     @property
     def text(self) -> str:
         """The implementation in words."""
-        return f"runtime {self.runtime or 'fused or eager'}, attention {self.attention or 'any fused one'}"
+        return (
+            f"runtime {self.runtime or 'fused or eager'}, attention "
+            f"{self.attention or 'any fused one'}"
+        )
 
     @property
     def runtimes(self) -> list[Runtime]:
         """The runtimes that the job may have."""
-        return [one for name, one in RUNTIMES.items() if (name == self.runtime if self.runtime else one.is_likely)]
+        return [
+            one
+            for name, one in RUNTIMES.items()
+            if (name == self.runtime if self.runtime else one.is_likely)
+        ]
 
 
 NOT_STATED = Implementation()
@@ -104,29 +140,44 @@ class TransformerShape:
 
     @property
     def layer_weights(self) -> float:
-        """Weights of the products of a layer: without embeddings, of which small models have one for both ends."""
+        """Weights of the products of a layer: without embeddings, of which small models
+        have one for both ends."""
         embedding = self.vocabulary * self.hidden
-        tied = self.params - 2 * embedding < _TIED * _LAYER_WEIGHTS * self.layers * self.hidden**2
-        return max(self.params - embedding * (1 if tied else 2), 0.1 * self.params) / self.layers
+        tied = (
+            self.params - 2 * embedding
+            < _TIED * _LAYER_WEIGHTS * self.layers * self.hidden**2
+        )
+        return (
+            max(self.params - embedding * (1 if tied else 2), 0.1 * self.params)
+            / self.layers
+        )
 
     @property
     def feed_forward_width(self) -> float:
-        """The width of a gated feed-forward network with the weights that 4 h^2 of attention leave."""
+        """The width of a gated feed-forward network with the weights that 4 h^2 of
+        attention leave."""
         weights = self.layer_weights
         return max(weights - 4 * self.hidden**2, 0.5 * weights) / 3 / self.hidden
 
     def forward_flops(self, tokens: float) -> float:
-        """Return the operations of a forward, half those of a backward: 2 per weight and token, and for causal
-        attention 2 layers x hidden x sequence per token."""
+        """Return the operations of a forward, half those of a backward: 2 per weight
+        and token, and for causal attention 2 layers x hidden x sequence per token."""
         weights = self.layers * self.layer_weights + self.vocabulary * self.hidden
         return tokens * 2.0 * (weights + self.layers * self.hidden * self.sequence)
 
     def kept_bytes(self, tokens: float, checkpointing: bool) -> float:
-        """Return the bytes of activations that a forward over `tokens` tokens keeps, without the logits."""
-        return tokens * self.hidden * self.layers * (_CHECKPOINT_BYTES if checkpointing else _LAYER_BYTES)
+        """Return the bytes of activations that a forward over `tokens` tokens keeps,
+        without the logits."""
+        return (
+            tokens
+            * self.hidden
+            * self.layers
+            * (_CHECKPOINT_BYTES if checkpointing else _LAYER_BYTES)
+        )
 
     def layer_bytes(self, tokens: float) -> float:
-        """Return the bytes of activations of one layer, which checkpointing computes again in the backward."""
+        """Return the bytes of activations of one layer, which checkpointing computes
+        again in the backward."""
         return tokens * self.hidden * _LAYER_BYTES
 
     def logit_bytes(self, tokens: float) -> float:
@@ -134,29 +185,42 @@ class TransformerShape:
         return tokens * self.vocabulary * _LOGIT_BYTES
 
 
-# With less than this share of 12 h^2 a layer besides two embeddings, a model has one embedding.
+# With less than this share of 12 h^2 a layer besides two embeddings, a model has one
+# embedding.
 _TIED = 0.85
 
 
 def checkpointed_share(params: int) -> float:
-    """Return the share of a decoder's activations that remains with full checkpointing: inputs, and one layer."""
+    """Return the share of a decoder's activations that remains with full checkpointing:
+    inputs, and one layer."""
     layers = guessed_layers(params)
     return min(1.0, _CHECKPOINT_BYTES / _LAYER_BYTES + 1 / layers)
 
 
 def guessed_layers(params: int) -> int:
-    """Return the layers of a decoder of usual proportions, 128 hidden units per layer: params = 12 layers hidden^2."""
+    """Return the layers of a decoder of usual proportions, 128 hidden units per layer:
+    params = 12 layers hidden^2."""
     return max(1, round(math.cbrt(params / (_LAYER_WEIGHTS * _WIDTH_PER_LAYER**2))))
 
 
 def shape_of(
-    params: int, sequence: int, vocabulary: int, layers: int | None = None, hidden: int | None = None, heads: int = 0
+    params: int,
+    sequence: int,
+    vocabulary: int,
+    layers: int | None = None,
+    hidden: int | None = None,
+    heads: int = 0,
 ) -> TransformerShape:
-    """Return the shape of a decoder; what is not given follows from params = 12 layers hidden^2."""
+    """Return the shape of a decoder; what is not given follows from params = 12 layers
+    hidden^2."""
     if params < 1:
         raise WorkloadError("--params must be at least 1")
     if layers is None:
-        layers = guessed_layers(params) if hidden is None else max(1, round(params / (_LAYER_WEIGHTS * hidden**2)))
+        layers = (
+            guessed_layers(params)
+            if hidden is None
+            else max(1, round(params / (_LAYER_WEIGHTS * hidden**2)))
+        )
     if hidden is None:
         hidden = max(1, round(math.sqrt(params / (_LAYER_WEIGHTS * layers))))
     head_size = max(1, hidden // heads) if heads else 128 if hidden >= _WIDE else 64
@@ -164,14 +228,26 @@ def shape_of(
 
 
 def compute_span(
-    shape: TransformerShape, tokens: float, machine: Machine, precision: str, implementation: Implementation
+    shape: TransformerShape,
+    tokens: float,
+    machine: Machine,
+    precision: str,
+    implementation: Implementation,
 ) -> tuple[PriorRange, PriorRange]:
-    """Return the times of a forward and of a backward of `tokens` tokens without recomputation, s. Where the
-    implementation is not known, the ends are those of all likely ones, and the typical time is their geometric mean."""
+    """Return the times of a forward and of a backward of `tokens` tokens without
+    recomputation, s. Where the implementation is not known, the ends are those of all
+    likely ones, and the typical time is their geometric mean."""
     rates = GpuRates(machine)
-    kinds = [implementation.attention] if implementation.attention else rates.fused_attention
+    kinds = (
+        [implementation.attention]
+        if implementation.attention
+        else rates.fused_attention
+    )
     choices = list(product(implementation.runtimes, kinds))
-    forward, backward = (_Direction(shape, tokens, precision, is_backward) for is_backward in (False, True))
+    forward, backward = (
+        _Direction(shape, tokens, precision, is_backward)
+        for is_backward in (False, True)
+    )
     return _union(forward.time(rates, *choice) for choice in choices), _union(
         backward.time(rates, *choice) for choice in choices
     )
@@ -191,36 +267,69 @@ class _Direction(NamedTuple):
     is_backward: bool
 
     def time(self, rates: GpuRates, runtime: Runtime, attention: str) -> PriorRange:
-        """Return the time in s: the host runs ahead of the GPU, or the GPU waits for launches."""
+        """Return the time in s: the host runs ahead of the GPU, or the GPU waits for
+        launches."""
         shape, hidden = self.shape, self.shape.hidden
         work = runtime.backward if self.is_backward else runtime.forward
         width = shape.feed_forward_width
         bytes_per_token = hidden * work.hidden_bytes + width * work.feed_forward_bytes
         in_attention = (shape.layer_weights - 3 * hidden * width) / 4 / hidden
         layer = [
-            *(kernel for _ in range(4) for kernel in self._products(hidden, in_attention)),
+            *(
+                kernel
+                for _ in range(4)
+                for kernel in self._products(hidden, in_attention)
+            ),
             *(kernel for _ in range(3) for kernel in self._products(hidden, width)),
             *self._attention(attention),
             self._memory_work(bytes_per_token, work.launches),
         ]
         end = [
-            *self._products(hidden, shape.vocabulary, is_aligned=shape.vocabulary % 8 == 0),
+            *self._products(
+                hidden, shape.vocabulary, is_aligned=shape.vocabulary % 8 == 0
+            ),
             self._memory_work(shape.vocabulary * work.vocabulary_bytes, 4),
         ]
-        host_ns = priors.ENGINE_OPERATION_NS if self.is_backward else priors.PYTHON_OPERATION_NS
+        host_ns = (
+            priors.ENGINE_OPERATION_NS
+            if self.is_backward
+            else priors.PYTHON_OPERATION_NS
+        )
         launches = shape.layers * (work.launches + len(layer))
         gpu_ns = zip(_total(rates, layer), _total(rates, end), strict=True)
         ranges = zip(gpu_ns, host_ns, runtime.overhead, strict=True)
-        return PriorRange(*(max(shape.layers * a + b, launches * host) * over / 1e9 for (a, b), host, over in ranges))
+        return PriorRange(
+            *(
+                max(shape.layers * a + b, launches * host) * over / 1e9
+                for (a, b), host, over in ranges
+            )
+        )
 
-    def _products(self, inputs: float, outputs: float, is_aligned: bool = True) -> Iterator[KernelWork]:
-        """Yield the product of a linear layer; in the backward those of its input's and of its weights' gradients."""
+    def _products(
+        self, inputs: float, outputs: float, is_aligned: bool = True
+    ) -> Iterator[KernelWork]:
+        """Yield the product of a linear layer; in the backward those of its input's and
+        of its weights' gradients."""
         flops = 2 * self.tokens * inputs * outputs
         size = 2 * (self.tokens * inputs + inputs * outputs + self.tokens * outputs)
-        results = (self.tokens * inputs, inputs * outputs) if self.is_backward else (self.tokens * outputs,)
+        results = (
+            (self.tokens * inputs, inputs * outputs)
+            if self.is_backward
+            else (self.tokens * outputs,)
+        )
         for result in results:
-            dimensions = ProductSize(result, min(self.tokens, inputs, outputs), is_aligned)
-            yield KernelWork("mm", "compute", WorkClass.MATRIX, flops, size, self.precision, dimensions)
+            dimensions = ProductSize(
+                result, min(self.tokens, inputs, outputs), is_aligned
+            )
+            yield KernelWork(
+                "mm",
+                "compute",
+                WorkClass.MATRIX,
+                flops,
+                size,
+                self.precision,
+                dimensions,
+            )
 
     def _attention(self, kind: str) -> Iterator[KernelWork]:
         sequence, head_size = self.shape.sequence, self.shape.head_size
@@ -228,21 +337,41 @@ class _Direction(NamedTuple):
         flops = 2 * scores * head_size  # of one product of scores, all of them
         moved = 8.0 * self.tokens * self.shape.hidden * (1 + self.is_backward)
         if kind == MATH:
-            yield self._memory_work(_SCORE_BYTES[self.is_backward] * scores / self.tokens, 3)
+            yield self._memory_work(
+                _SCORE_BYTES[self.is_backward] * scores / self.tokens, 3
+            )
             dimensions = ProductSize(scores, min(head_size, sequence))
-            bmm = KernelWork("bmm", "compute", WorkClass.MATRIX, flops, moved + 2 * scores, self.precision, dimensions)
+            bmm = KernelWork(
+                "bmm",
+                "compute",
+                WorkClass.MATRIX,
+                flops,
+                moved + 2 * scores,
+                self.precision,
+                dimensions,
+            )
             yield from [bmm] * (4 if self.is_backward else 2)
             return
-        # Fused kernels leave out the half that a causal mask hides, and compute the scores again in the backward.
-        work_class = WorkClass.ATTENTION_BACKWARD if self.is_backward else WorkClass.ATTENTION
+        # Fused kernels leave out the half that a causal mask hides, and compute the
+        # scores again in the backward.
+        work_class = (
+            WorkClass.ATTENTION_BACKWARD if self.is_backward else WorkClass.ATTENTION
+        )
         flops *= (5 if self.is_backward else 2) / 2
         size = AttentionSize(sequence, head_size, kind)
-        yield KernelWork("attention", "compute", work_class, flops, moved, self.precision, size)
+        yield KernelWork(
+            "attention", "compute", work_class, flops, moved, self.precision, size
+        )
 
     def _memory_work(self, bytes_per_token: float, launches: int) -> KernelWork:
         size = self.tokens * bytes_per_token
-        return KernelWork("elementwise", "compute", WorkClass.ELEMENTWISE, 0, size, launches=launches)
+        return KernelWork(
+            "elementwise", "compute", WorkClass.ELEMENTWISE, 0, size, launches=launches
+        )
 
 
 def _total(rates: GpuRates, works: Iterable[KernelWork]) -> list[int]:
-    return [sum(times) for times in zip(*(rates.kernel_ns(work) for work in works), strict=True)]
+    return [
+        sum(times)
+        for times in zip(*(rates.kernel_ns(work) for work in works), strict=True)
+    ]

@@ -1,4 +1,5 @@
-"""The layers of a traced job: its repeated modules, by the modules of its allocations and the kernels beside them."""
+"""The layers of a traced job: its repeated modules, by the modules of its allocations
+and the kernels beside them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -7,53 +8,93 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from ebbtide.analysis.metrics.devices import capacity_bytes, free_pool, main_device, memory_timeline
+from ebbtide.analysis.metrics.devices import (
+    capacity_bytes,
+    free_pool,
+    main_device,
+    memory_timeline,
+)
 from ebbtide.analysis.metrics.holders.categories import categorized_allocations
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.recorded_free_memory import with_few_steps
 from ebbtide.analysis.timeseries.step_functions import Floats, FreeTimeline, Ints
 from ebbtide.interleave.model.layer_names import layer_names
-from ebbtide.interleave.model.workload import ActivationForm, FreeMemorySteps, Layer, Workload, with_layers
+from ebbtide.interleave.model.workload import (
+    ActivationForm,
+    FreeMemorySteps,
+    Layer,
+    Workload,
+    with_layers,
+)
 from ebbtide.phases import BACKWARD, FORWARD
 from ebbtide.profiler.trace import Trace
 
 
 def with_trace_layers(workload: Workload, trace: Trace) -> Workload:
-    """Return the workload of a trace with its layers; itself without modules of all allocations, or kernels, or with
-    ranks. Recomputation in a layer's backward is taken out of its times, and becomes that of its second form."""
+    """Return the workload of a trace with its layers; itself without modules of all
+    allocations, or kernels, or with ranks. Recomputation in a layer's backward is taken
+    out of its times, and becomes that of its second form."""
     rank = trace.ranks[0]
     device, capacity = main_device(trace, rank), capacity_bytes(trace, rank)
     numbers = steady_iterations(trace).numbers
-    if (trace.rank(rank).world_size or len(trace.ranks)) > 1 or device is None or capacity is None or not len(numbers):
+    if (
+        (trace.rank(rank).world_size or len(trace.ranks)) > 1
+        or device is None
+        or capacity is None
+        or not len(numbers)
+    ):
         return workload
     rows = categorized_allocations(trace, rank, device)
     phases = trace.phases(rank)
     phases = phases[phases["iteration"] <= numbers[-1]].sort_values("start_ns")
     if not rows["module"].notna().any() or not len(trace.kernels(rank)):
         return workload
-    layers = _TracedLayers(trace.kernels(rank), rows, phases[phases["iteration"] == numbers[-1]])
-    params = layers.sums((layers.rows["category"] == "parameter").to_numpy()) / workload.param_bytes
-    if len(params) < 2 or params.min() < 1 or params.sum() > workload.params * (1 + 1e-6):
+    layers = _TracedLayers(
+        trace.kernels(rank), rows, phases[phases["iteration"] == numbers[-1]]
+    )
+    params = (
+        layers.sums((layers.rows["category"] == "parameter").to_numpy())
+        / workload.param_bytes
+    )
+    if (
+        len(params) < 2
+        or params.min() < 1
+        or params.sum() > workload.params * (1 + 1e-6)
+    ):
         return workload
     forward_s, _ = workload.forward_s * layers.phase_shares(FORWARD)
     backward_s, again_s = workload.backward_s * layers.phase_shares(BACKWARD)
-    saved, recomputed, outputs = layers.sums(layers.is_saved), layers.sums(layers.is_recomputed), layers.output_bytes()
+    saved, recomputed, outputs = (
+        layers.sums(layers.is_saved),
+        layers.sums(layers.is_recomputed),
+        layers.output_bytes(),
+    )
     saved_outputs = layers.output_bytes(layers.is_saved)
     if saved_outputs[-1]:
         saved_outputs[:] = 0.0
-    # Outputs that only the recomputation of the next layer holds: what follows the last layer does not hold its own.
+    # Outputs that only the recomputation of the next layer holds: what follows the last
+    # layer does not hold its own.
     whole = np.maximum(saved + recomputed - saved_outputs * (recomputed > 0), saved)
     result = []
     for number, name in enumerate(layers.names):
         everything = ActivationForm("all", float(whole[number]), 0.0)
         if recomputed[number]:
-            smallest = ActivationForm("as recorded", float(saved[number]), float(again_s[number]))
+            smallest = ActivationForm(
+                "as recorded", float(saved[number]), float(again_s[number])
+            )
         else:
-            smallest = ActivationForm("input", float(min(outputs[number], saved[number])), float(forward_s[number]))
+            smallest = ActivationForm(
+                "input",
+                float(min(outputs[number], saved[number])),
+                float(forward_s[number]),
+            )
         times = float(forward_s[number]), float(backward_s[number])
         result.append(Layer(name, int(params[number]), *times, (everything, smallest)))
     # What torch's allocator keeps beyond the tensors.
-    kept = (memory_timeline(trace, rank, pool or "")[1].max(initial=0) for pool in (free_pool(trace), "requested"))
+    kept = (
+        memory_timeline(trace, rank, pool or "")[1].max(initial=0)
+        for pool in (free_pool(trace), "requested")
+    )
     slack = max(0.0, float(next(kept)) - float(next(kept)))
     free = layers.free_memory(workload, capacity - slack, phases)
     without = replace(
@@ -63,12 +104,15 @@ def with_trace_layers(workload: Workload, trace: Trace) -> Workload:
         gpu_free=tuple((at_s, max(0.0, size)) for at_s, size in free),
         gpu_slack_bytes=slack,
         missing_bytes=max(0.0, *(-size for _, size in free)),
-        # All chunks pass a layer one after another, so that its gradient is complete when they have.
+        # All chunks pass a layer one after another, so that its gradient is complete
+        # when they have.
         accumulates=False,
         gradients_held_until_step=False,
         notes=(*workload.notes, f"layers: {layers.names[0]} to {layers.names[-1]}"),
     )
-    return with_layers(without, result, int((layers.phases["phase"] == FORWARD).sum()), workload.name)
+    return with_layers(
+        without, result, int((layers.phases["phase"] == FORWARD).sum()), workload.name
+    )
 
 
 class _Phase(NamedTuple):
@@ -82,16 +126,23 @@ class _Phase(NamedTuple):
 
 
 class _TracedLayers:
-    """Allocations (`rows`) and kernels of an iteration by layer: `names` in the order of the forward; the `layer` of
-    each allocation, -1 outside; those that layers hold from the forward to the backward (`is_saved`), and that they
-    compute again in the backward and hold when that is done (`is_recomputed`)."""
+    """Allocations (`rows`) and kernels of an iteration by layer: `names` in the order
+    of the forward; the `layer` of each allocation, -1 outside; those that layers hold
+    from the forward to the backward (`is_saved`), and that they compute again in the
+    backward and hold when that is done (`is_recomputed`)."""
 
-    def __init__(self, kernels: pd.DataFrame, rows: pd.DataFrame, phases: pd.DataFrame) -> None:
+    def __init__(
+        self, kernels: pd.DataFrame, rows: pd.DataFrame, phases: pd.DataFrame
+    ) -> None:
         self.rows, self.phases, self._kernels = rows, phases, kernels
-        self._starts, self._ends = (rows[name].to_numpy(np.int64) for name in ("start_ns", "end_ns"))
+        self._starts, self._ends = (
+            rows[name].to_numpy(np.int64) for name in ("start_ns", "end_ns")
+        )
         self._bytes = rows["bytes"].to_numpy(np.int64)
         self._has_module = rows["module"].notna().to_numpy()
-        self._forward = np.any([self._starts_in(one) for one in self._parts(FORWARD)], axis=0)
+        self._forward = np.any(
+            [self._starts_in(one) for one in self._parts(FORWARD)], axis=0
+        )
         self.names, self.layer = self._layers()
         in_layer = self.layer >= 0
         category = rows["category"].astype(object).to_numpy()
@@ -108,7 +159,8 @@ class _TracedLayers:
         of_params = np.isin(category, ("parameter", "gradient"))
         self._rest = ~(in_layer & of_params) & (category != "optimizer_state")
         if self._again.any():
-            # What a forward frees that is computed again is in the memory of a layer at work.
+            # What a forward frees that is computed again is in the memory of a layer at
+            # work.
             self._rest &= ~(in_layer & self._forward & ~self.is_saved)
 
     def _parts(self, phase: str) -> Iterator[_Phase]:
@@ -119,22 +171,32 @@ class _TracedLayers:
         return (self._starts >= one.start_ns) & (self._starts < one.end_ns)
 
     def _layers(self) -> tuple[list[str], Ints]:
-        """Return the entries of the list of modules with most parameters, and the layer of each allocation."""
+        """Return the entries of the list of modules with most parameters, and the layer
+        of each allocation."""
         modules = self.rows["module"].astype(object).where(self._has_module, "")
         own = (self.rows["category"] == "parameter").to_numpy()
-        entries = layer_names(set(modules), zip(modules[own], self._bytes[own], strict=True))
+        entries = layer_names(
+            set(modules), zip(modules[own], self._bytes[own], strict=True)
+        )
         entry = modules.map(entries).to_numpy(object)  # NaN outside of layers.
-        names = [name for name in dict.fromkeys(entry[self._forward]) if isinstance(name, str)]
+        names = [
+            name
+            for name in dict.fromkeys(entry[self._forward])
+            if isinstance(name, str)
+        ]
         position = {name: number for number, name in enumerate(names)}
         return names, np.array([position.get(name, -1) for name in entry], np.int64)
 
     def sums(self, selected: Any) -> Floats:
         """Return the bytes of selected allocations by layer."""
         chosen = selected & (self.layer >= 0)
-        return np.bincount(self.layer[chosen], self._bytes[chosen], len(self.names)).astype(np.float64)
+        return np.bincount(
+            self.layer[chosen], self._bytes[chosen], len(self.names)
+        ).astype(np.float64)
 
     def output_bytes(self, selected: Any = True) -> Floats:
-        """Return the bytes of those of selected allocations that each layer's last kernels in all forwards made."""
+        """Return the bytes of those of selected allocations that each layer's last
+        kernels in all forwards made."""
         launches = np.sort(self._kernels["launch_ns"].to_numpy(np.int64))
         kernel = np.searchsorted(launches, self._starts, side="right")
         result = np.zeros(len(self.names))
@@ -146,14 +208,19 @@ class _TracedLayers:
         return result
 
     def phase_shares(self, phase: str) -> Floats:
-        """Return shares of a phase by layer, and a second row of recomputation by layer. A kernel belongs to what is
-        allocated, or in the backward released, next."""
+        """Return shares of a phase by layer, and a second row of recomputation by
+        layer. A kernel belongs to what is allocated, or in the backward released,
+        next."""
         count = len(self.names)
         spent, length = np.zeros(2 * count), 0
         for one in self._parts(phase):
             times, labels = self._events(one)
-            kernels = self._kernels[self._kernels["launch_ns"].between(one.start_ns, one.end_ns)].sort_values("end_ns")
-            ends = np.maximum.accumulate(np.append(one.gpu_start_ns, kernels["end_ns"].to_numpy(np.int64)))
+            kernels = self._kernels[
+                self._kernels["launch_ns"].between(one.start_ns, one.end_ns)
+            ].sort_values("end_ns")
+            ends = np.maximum.accumulate(
+                np.append(one.gpu_start_ns, kernels["end_ns"].to_numpy(np.int64))
+            )
             position = np.searchsorted(times, kernels["launch_ns"].to_numpy(np.int64))
             label = np.append(labels, -1)[position]
             np.add.at(spent, label[label >= 0], np.diff(ends)[label >= 0])
@@ -161,38 +228,63 @@ class _TracedLayers:
         return spent.reshape(2, count) / max(length, 1)
 
     def _events(self, one: _Phase) -> tuple[Ints, Ints]:
-        """Return times and labels: the layer, for recomputation plus the number of layers; -1 for others."""
+        """Return times and labels: the layer, for recomputation plus the number of
+        layers; -1 for others."""
         started = self._starts_in(one)
         if one.phase == FORWARD:
             times, labels = [self._starts[started]], [self.layer[started]]
         else:
             gradients = started & (self.rows["category"] == "gradient").to_numpy()
             again = started & self._again
-            ended = (self._ends >= one.start_ns) & (self._ends < one.end_ns) & self._has_module
+            ended = (
+                (self._ends >= one.start_ns)
+                & (self._ends < one.end_ns)
+                & self._has_module
+            )
             ended &= self._forward | self.is_recomputed
             times = [self._starts[gradients], self._starts[again], self._ends[ended]]
-            labels = [self.layer[gradients], self.layer[again] + len(self.names), self.layer[ended]]
+            labels = [
+                self.layer[gradients],
+                self.layer[again] + len(self.names),
+                self.layer[ended],
+            ]
         order = np.argsort(np.concatenate(times), kind="stable")
         return np.concatenate(times)[order], np.concatenate(labels)[order]
 
     def _changes(self, selected: Any) -> Ints:
-        """Return (ns, bytes) of the start and of the end of each selected allocation."""
+        """Return (ns, bytes) of the start and of the end of each selected
+        allocation."""
         starts = np.stack([self._starts[selected], self._bytes[selected]], axis=1)
-        return np.concatenate([starts, np.stack([self._ends[selected], -self._bytes[selected]], axis=1)])
+        return np.concatenate(
+            [starts, np.stack([self._ends[selected], -self._bytes[selected]], axis=1)]
+        )
 
     def _spans_of_layers(self) -> Iterator[Ints]:
-        """Yield (ns, bytes) of activations, sign reversed, those of a layer at once, as a plan counts them."""
-        for phase, selected in ((FORWARD, self.is_saved), (BACKWARD, self.is_recomputed)):
+        """Yield (ns, bytes) of activations, sign reversed, those of a layer at once, as
+        a plan counts them."""
+        for phase, selected in (
+            (FORWARD, self.is_saved),
+            (BACKWARD, self.is_recomputed),
+        ):
             for one in self._parts(phase):
                 for layer in range(len(self.names)):
                     own = selected & (self.layer == layer) & self._starts_in(one)
                     if own.any():
                         size = self._bytes[own].sum()
-                        yield np.array([(self._starts[own].min(), -size), (self._ends[own].max(), size)], np.int64)
+                        yield np.array(
+                            [
+                                (self._starts[own].min(), -size),
+                                (self._ends[own].max(), size),
+                            ],
+                            np.int64,
+                        )
 
-    def free_memory(self, workload: Workload, capacity: float, phases: pd.DataFrame) -> FreeMemorySteps:
-        """Return (s, bytes) that are free beside parameters, gradients and activations of layers, and optimizer state:
-        the least of all micro-steps. `phases` are those up to the end of the iteration."""
+    def free_memory(
+        self, workload: Workload, capacity: float, phases: pd.DataFrame
+    ) -> FreeMemorySteps:
+        """Return (s, bytes) that are free beside parameters, gradients and activations
+        of layers, and optimizer state: the least of all micro-steps. `phases` are those
+        up to the end of the iteration."""
         changes = np.concatenate([self._changes(self._rest), *self._spans_of_layers()])
         changes = changes[np.argsort(changes[:, 0], kind="stable")]
         timeline = FreeTimeline(changes[:, 0], int(capacity) - changes[:, 1].cumsum())
@@ -201,22 +293,37 @@ class _TracedLayers:
             sizes = (timeline.between(*span)[1] for span in spans if span[0] < span[1])
             return min((float(size.min()) for size in sizes), default=capacity)
 
-        starts, ends = (phases[name].to_numpy(np.int64) for name in ("start_ns", "end_ns"))
+        starts, ends = (
+            phases[name].to_numpy(np.int64) for name in ("start_ns", "end_ns")
+        )
         own = len(self.phases)
-        gaps = [*zip(ends[-own - 1 : -1], starts[-own:], strict=False)] if len(phases) > own else []
+        gaps = (
+            [*zip(ends[-own - 1 : -1], starts[-own:], strict=False)]
+            if len(phases) > own
+            else []
+        )
         steps, begin = [], workload.other_s
         if workload.other_s:
             steps.append((0.0, least(gaps)))
-        for phase, seconds in ((FORWARD, workload.forward_s), (BACKWARD, workload.backward_s)):
+        for phase, seconds in (
+            (FORWARD, workload.forward_s),
+            (BACKWARD, workload.backward_s),
+        ):
             parts = [*self._parts(phase)]
             if len(parts) == 1:
                 at_ns, free = timeline.between(parts[0].start_ns, parts[0].end_ns)
-                shares = (at_ns - parts[0].start_ns) / (parts[0].end_ns - parts[0].start_ns)
-                in_phase = with_few_steps([*zip(shares.tolist(), map(float, free), strict=True)])
+                shares = (at_ns - parts[0].start_ns) / (
+                    parts[0].end_ns - parts[0].start_ns
+                )
+                in_phase = with_few_steps(
+                    [*zip(shares.tolist(), map(float, free), strict=True)]
+                )
             else:
                 in_phase = [(0.0, least([(one.start_ns, one.end_ns) for one in parts]))]
             steps += [(begin + share * seconds, size) for share, size in in_phase]
             begin += seconds
         rows = self.phases[~self.phases["phase"].isin((FORWARD, BACKWARD))]
-        steps.append((begin, least([*zip(rows["start_ns"], rows["end_ns"], strict=True)])))
+        steps.append(
+            (begin, least([*zip(rows["start_ns"], rows["end_ns"], strict=True)]))
+        )
         return tuple(steps)

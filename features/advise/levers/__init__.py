@@ -1,1 +1,2 @@
-"""Changes of a job's own settings that need less device memory, in the words of its framework."""
+"""Changes of a job's own settings that need less device memory, in the words of its
+framework."""

@@ -1,4 +1,5 @@
-"""The settings of each framework for each change of a job, as they are documented there."""
+"""The settings of each framework for each change of a job, as they are documented
+there."""
 
 import tomllib
 from pathlib import Path
@@ -17,11 +18,16 @@ TITLES = {
 }
 # A key with this value is left out where there is one host.
 HOSTS = "{hosts}"
-KEYS: dict[str, dict[str, dict[str, Any]]] = tomllib.loads(Path(__file__).with_name("keys.toml").read_text("utf-8"))
+KEYS: dict[str, dict[str, dict[str, Any]]] = tomllib.loads(
+    Path(__file__).with_name("keys.toml").read_text("utf-8")
+)
 
 
-def settings_for(framework: str, levers: list[str], values: dict[str, int]) -> dict[str, Any]:
-    """Return the settings of a framework for some changes; `values` fill in the placeholders, by their name."""
+def settings_for(
+    framework: str, levers: list[str], values: dict[str, int]
+) -> dict[str, Any]:
+    """Return the settings of a framework for some changes; `values` fill in the
+    placeholders, by their name."""
     settings: dict[str, Any] = {}
     for lever in levers:
         settings |= _filled(KEYS[framework][lever], values)
@@ -35,14 +41,20 @@ def settings_text(settings: dict[str, Any]) -> str:
 
 def _filled(value: Any, values: dict[str, int]) -> Any:
     if isinstance(value, dict):
-        return {key: _filled(part, values) for key, part in value.items() if part != HOSTS or values["hosts"] > 1}
+        return {
+            key: _filled(part, values)
+            for key, part in value.items()
+            if part != HOSTS or values["hosts"] > 1
+        }
     return values.get(value[1:-1], value) if isinstance(value, str) else value
 
 
 def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:
     if not isinstance(value, dict):
         return [(prefix.removesuffix("."), value)]
-    return [pair for key, part in value.items() for pair in _flat(f"{prefix}{key}.", part)]
+    return [
+        pair for key, part in value.items() for pair in _flat(f"{prefix}{key}.", part)
+    ]
 
 
 def _value(value: Any) -> str:

@@ -1,4 +1,5 @@
-"""The cheapest changes of a job's settings with which it fits a machine, and what each of them does alone."""
+"""The cheapest changes of a job's settings with which it fits a machine, and what each
+of them does alone."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -22,10 +23,12 @@ _ADAPTERS = ("LoRA", "QLoRA")
 
 @dataclass(frozen=True)
 class JobChange:
-    """Changes of a job's settings, from the cheapest to the dearest, and what they do."""
+    """Changes of a job's settings, from the cheapest to the dearest, and what they
+    do."""
 
     levers: tuple[str, ...]  # Names of the changes.
-    action: dict[str, Any]  # Settings to apply: `kind` is the framework, `settings` are its keys.
+    # Settings to apply: `kind` is the framework, `settings` are its keys.
+    action: dict[str, Any]
     device_bytes: float  # Largest device memory of a rank with them.
     fits: bool
     costs: tuple[str, ...]  # What each costs beside memory, in words.
@@ -34,56 +37,86 @@ class JobChange:
     @property
     def text(self) -> str:
         """The changes in few words."""
-        return " + ".join(f"{self.ranks} ranks" if name == _RANKS else name for name in self.levers)
+        return " + ".join(
+            f"{self.ranks} ranks" if name == _RANKS else name for name in self.levers
+        )
 
 
-def cheapest_change(job: TrainingJob, machine: Machine, ranks_per_host: int | None = None) -> JobChange | None:
-    """Return the cheapest changes with which a job fits a machine; None if none helps, or its memory is not known. Sets
-    are compared by the number of GPUs, then by their dearest change, then by the next: no part of one fits."""
-    own, levers = Variant(job, job.settings), [lever for lever in _possible(job, machine) if lever.name != _RANKS]
+def cheapest_change(
+    job: TrainingJob, machine: Machine, ranks_per_host: int | None = None
+) -> JobChange | None:
+    """Return the cheapest changes with which a job fits a machine; None if none helps,
+    or its memory is not known. Sets are compared by the number of GPUs, then by their
+    dearest change, then by the next: no part of one fits."""
+    own, levers = (
+        Variant(job, job.settings),
+        [lever for lever in _possible(job, machine) if lever.name != _RANKS],
+    )
     by_ranks = [lever for lever in _possible(job, machine) if lever.name == _RANKS]
-    for ranks in [job.settings.ranks, *(one.settings.ranks for lever in by_ranks for one in lever.apply(own))]:
+    for ranks in [
+        job.settings.ranks,
+        *(one.settings.ranks for lever in by_ranks for one in lever.apply(own)),
+    ]:
         is_more = ranks > job.settings.ranks
         shared = replace(own, settings=replace(own.settings, ranks=ranks))
         for number in range(0 if is_more else 1, 1 << len(levers)):
-            chosen = [*compress(levers, (number >> bit & 1 for bit in range(len(levers))))]
+            chosen = [
+                *compress(levers, (number >> bit & 1 for bit in range(len(levers))))
+            ]
             for one in _variants(shared, chosen):
-                change = _change(job, one, chosen + by_ranks * is_more, machine, ranks_per_host)
+                change = _change(
+                    job, one, chosen + by_ranks * is_more, machine, ranks_per_host
+                )
                 if change.fits:
                     return change
     return None
 
 
-def single_changes(job: TrainingJob, machine: Machine, ranks_per_host: int | None = None) -> tuple[JobChange, ...]:
-    """Return what each change does alone, the least that fits, else the greatest; adapters also with checkpointing."""
+def single_changes(
+    job: TrainingJob, machine: Machine, ranks_per_host: int | None = None
+) -> tuple[JobChange, ...]:
+    """Return what each change does alone, the least that fits, else the greatest;
+    adapters also with checkpointing."""
     changes: list[JobChange] = []
     possible = _possible(job, machine)
 
     def least(levers: list[Lever]) -> JobChange | None:
         variants = _variants(Variant(job, job.settings), levers)
         each = [_change(job, one, levers, machine, ranks_per_host) for one in variants]
-        return next((change for change in each if change.fits), each[-1] if each else None)
+        return next(
+            (change for change in each if change.fits), each[-1] if each else None
+        )
 
     for lever in possible:
         alone = least([lever])
         changes += [alone] if alone else []
         if lever.name in _ADAPTERS and not (alone and alone.fits):
-            both = least([one for one in possible if one.name in (lever.name, _CHECKPOINTING)])
+            both = least(
+                [one for one in possible if one.name in (lever.name, _CHECKPOINTING)]
+            )
             changes += [both] if both and both.fits else []
     return tuple(changes)
 
 
 def smallest_machine(job: TrainingJob, machines: Iterable[Machine]) -> Machine | None:
-    """Return the machine with the least device memory that a job fits, offloaded if it offloads; None if none does."""
+    """Return the machine with the least device memory that a job fits, offloaded if it
+    offloads; None if none does."""
     if job.memory is None:
         return None
     one = Variant(job, job.settings, "offloaded" if job.settings.offload else "device")
-    by_memory = sorted(machines, key=lambda machine: (machine.gpu_memory_bytes or 0.0, machine.name))
-    return next((machine for machine in by_memory if needed_bytes(one, machine)[1]), None)
+    by_memory = sorted(
+        machines, key=lambda machine: (machine.gpu_memory_bytes or 0.0, machine.name)
+    )
+    return next(
+        (machine for machine in by_memory if needed_bytes(one, machine)[1]), None
+    )
 
 
-def needed_bytes(one: Variant, machine: Machine, ranks_per_host: int | None = None) -> tuple[float, bool]:
-    """Return the largest device memory of a rank, and whether it fits. Offload is of the parts that do not fit."""
+def needed_bytes(
+    one: Variant, machine: Machine, ranks_per_host: int | None = None
+) -> tuple[float, bool]:
+    """Return the largest device memory of a rank, and whether it fits. Offload is of
+    the parts that do not fit."""
     shared = share_host(machine, one.settings.ranks, ranks_per_host)
     capacity = shared.gpu_memory_bytes or 0.0
     placed = place(one.job, one.settings, shared)
@@ -92,7 +125,9 @@ def needed_bytes(one: Variant, machine: Machine, ranks_per_host: int | None = No
     share = one.job.settings.ranks / one.settings.ranks
     added = one.job.micro_steps_of(one.settings) > one.job.micro_steps
     all_gradients = workload.grad_bytes * workload.params
-    used = own_bytes(memory, one.job, one.settings, share, all_gradients if added else 0.0)
+    used = own_bytes(
+        memory, one.job, one.settings, share, all_gradients if added else 0.0
+    )
     own = max(size for _, size in used)
     state = workload.state_bytes * workload.params
     # State on the host of a machine with unified memory takes the same memory.
@@ -100,20 +135,28 @@ def needed_bytes(one: Variant, machine: Machine, ranks_per_host: int | None = No
         steps = steps_of(Policy.make("zero-offload"), workload, shared)
         return own, steps is not None and fits_memory(steps, shared)
     if not workload.gradients_held_until_step:
-        # Those of a plan without offload, which have no part in the job's own, stay until the update.
+        # Those of a plan without offload, which have no part in the job's own, stay
+        # until the update.
         streamed = all_gradients * memory.gradient_share
-        own = max(size + streamed * min(max(point - 2, 0.0), 1.0) for point, size in used)
+        own = max(
+            size + streamed * min(max(point - 2, 0.0), 1.0) for point, size in used
+        )
     if one.state == "paged":
         host = shared.host_memory_bytes
-        return own, own + workload.gpu_slack_bytes <= capacity and (host is None or state <= host)
+        return own, own + workload.gpu_slack_bytes <= capacity and (
+            host is None or state <= host
+        )
     return own + state, own + state + workload.gpu_slack_bytes <= capacity
 
 
 def _possible(job: TrainingJob, machine: Machine) -> list[Lever]:
-    """Return the changes that the job's framework has, and that are possible on a machine."""
+    """Return the changes that the job's framework has, and that are possible on a
+    machine."""
     if job.memory is None:
         return []
-    names = KEYS[_framework(job)].keys() - (_TO_THE_HOST if machine.unified_memory else set())
+    names = KEYS[_framework(job)].keys() - (
+        _TO_THE_HOST if machine.unified_memory else set()
+    )
     return [lever for lever in LEVERS if lever.name in names]
 
 
@@ -122,7 +165,8 @@ def _framework(job: TrainingJob) -> str:
 
 
 def _variants(one: Variant, levers: list[Lever]) -> Iterator[Variant]:
-    """Yield the job with all of some changes. LoRA is applied last, whose effects depend on others."""
+    """Yield the job with all of some changes. LoRA is applied last, whose effects
+    depend on others."""
     if not levers:
         yield one
         return
@@ -131,7 +175,11 @@ def _variants(one: Variant, levers: list[Lever]) -> Iterator[Variant]:
 
 
 def _change(
-    job: TrainingJob, one: Variant, levers: list[Lever], machine: Machine, ranks_per_host: int | None
+    job: TrainingJob,
+    one: Variant,
+    levers: list[Lever],
+    machine: Machine,
+    ranks_per_host: int | None,
 ) -> JobChange:
     framework = _framework(job)
     per_host = ranks_on_a_host(machine, one.settings.ranks, ranks_per_host)

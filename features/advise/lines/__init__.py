@@ -1,1 +1,2 @@
-"""The lines to paste: configurations of DeepSpeed, calls of ebbtide, and those of other systems."""
+"""The lines to paste: configurations of DeepSpeed, calls of ebbtide, and those of other
+systems."""

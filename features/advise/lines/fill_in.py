@@ -1,4 +1,5 @@
-"""Marks in lines to paste for values of a job that are not known. No line with a mark runs before it is replaced."""
+"""Marks in lines to paste for values of a job that are not known. No line with a mark
+runs before it is replaced."""
 
 from types import EllipsisType
 from typing import Any
@@ -7,8 +8,12 @@ _PREFIX = "fill in: "
 # The value by its key in a configuration or its argument.
 _VALUES = {
     "lr": "your learning rate, and betas, eps, weight_decay where you set them",
-    "max_grad_norm": "your largest norm of the gradients; leave it out without clipping",
-    "gradient_clipping": "your largest norm of the gradients; leave it out without clipping",
+    "max_grad_norm": (
+        "your largest norm of the gradients; leave it out without clipping"
+    ),
+    "gradient_clipping": (
+        "your largest norm of the gradients; leave it out without clipping"
+    ),
     "train_micro_batch_size_per_gpu": "your samples of a micro-step on a rank",
     "storage": "a folder on each drive",
     "nvme_path": "a folder on the drive",
@@ -29,7 +34,8 @@ def argument(key: str, value: Any) -> str:
 
 
 def argument_line(text: str) -> str:
-    """Return a line of a call for an argument, with the mark where its value is not known; comments stay."""
+    """Return a line of a call for an argument, with the mark where its value is not
+    known; comments stay."""
     if text.startswith("#"):
         return text
     key, _, value = text.partition("=")

@@ -1,4 +1,5 @@
-"""The lines to paste for a policy: a configuration of DeepSpeed, FSDP2 calls, and the optimizer."""
+"""The lines to paste for a policy: a configuration of DeepSpeed, FSDP2 calls, and the
+optimizer."""
 
 import json
 import math
@@ -19,7 +20,11 @@ from ebbtide.phases import BACKWARD, FORWARD, UPDATE
 
 Budget = int | dict[str, int]
 _ROUNDING = 1e-9
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_BATCH = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
 _PRECISION = ("bf16", "fp16", "data_types")
 # The policies that DeepSpeed's configuration alone selects.
 _BY_CONFIGURATION = ("zero-offload", "twin-flow", "gpu-only")
@@ -27,7 +32,8 @@ _BY_CONFIGURATION = ("zero-offload", "twin-flow", "gpu-only")
 
 @dataclass(frozen=True)
 class PasteContext:
-    """The job and the machine that lines are for; `machine_source`: its file or preset, None: it is to be measured."""
+    """The job and the machine that lines are for; `machine_source`: its file or preset,
+    None: it is to be measured."""
 
     job: RecordedJob
     machine: Machine
@@ -35,17 +41,26 @@ class PasteContext:
 
     @property
     def machine_code(self) -> str | None:
-        """An expression for the machine, with the rates for as many ranks on a host as here; None without a source."""
+        """An expression for the machine, with the rates for as many ranks on a host as
+        here; None without a source."""
         if self.machine_source is None:
             return None
         code = f"find_machine({json.dumps(self.machine_source)})"
-        return code if self.machine.box is None else f"{code}.for_ranks({self.machine.box.ranks})"
+        return (
+            code
+            if self.machine.box is None
+            else f"{code}.for_ranks({self.machine.box.ranks})"
+        )
 
 
-def enable_code(schedule: Schedule, context: PasteContext, overlap: str = "none") -> str:
-    """Return the call for a DeepSpeed job with an overlap, which stands before `deepspeed.initialize`."""
+def enable_code(
+    schedule: Schedule, context: PasteContext, overlap: str = "none"
+) -> str:
+    """Return the call for a DeepSpeed job with an overlap, which stands before
+    `deepspeed.initialize`."""
     imports, arguments = _common_arguments(schedule, context, overlap)
-    # DeepSpeed's subgroups consist of whole tensors and may be larger than its sub_group_size.
+    # DeepSpeed's subgroups consist of whole tensors and may be larger than its
+    # sub_group_size.
     largest = max(schedule.workload.subgroups)
     if largest > schedule.workload.subgroup_params:
         arguments.append("# DeepSpeed's subgroups are whole tensors: the largest one.")
@@ -55,7 +70,9 @@ def enable_code(schedule: Schedule, context: PasteContext, overlap: str = "none"
     return "\n".join([*lines, "", *_call("enable", arguments)])
 
 
-def optimizer_code(schedule: Schedule, context: PasteContext, overlap: str = "none") -> str:
+def optimizer_code(
+    schedule: Schedule, context: PasteContext, overlap: str = "none"
+) -> str:
     """Return the call with an overlap for a job without DeepSpeed; it needs `model`."""
     workload, job = schedule.workload, context.job
     imports, arguments = _common_arguments(schedule, context, overlap)
@@ -79,16 +96,21 @@ def optimizer_code(schedule: Schedule, context: PasteContext, overlap: str = "no
 
 
 def memory_budget(schedule: Schedule) -> Budget | None:
-    """Return the bytes of device memory for state with which the engine makes the plan of the schedule: for `adaptive`
-    what each phase leaves free, else what is free from the backward on, or what the plan needs if that is more. None if
-    the free memory is not known, or such a plan uses no device memory."""
+    """Return the bytes of device memory for state with which the engine makes the plan
+    of the schedule: for `adaptive` what each phase leaves free, else what is free from
+    the backward on, or what the plan needs if that is more. None if the free memory is
+    not known, or such a plan uses no device memory."""
     workload = schedule.workload
     if workload.gpu_free is None:
         return None
     begin_s = workload.compute_s - workload.backward_s
     if not Policy.of_plan(schedule.plan).is_adaptive:
         free = _min_free(workload, begin_s, math.inf)
-        return max(int(free), math.ceil(schedule.peak_device_bytes)) if schedule.peak_device_bytes else None
+        return (
+            max(int(free), math.ceil(schedule.peak_device_bytes))
+            if schedule.peak_device_bytes
+            else None
+        )
     by_phase = {
         FORWARD: int(_min_free(workload, 0.0, begin_s)),
         BACKWARD: int(_min_free(workload, begin_s, workload.compute_s)),
@@ -102,16 +124,24 @@ def _min_free(workload: Workload, begin_s: float, end_s: float) -> float:
     steps = workload.gpu_free or ()
     # A step at the end, up to rounding, is one of the next phase.
     end_s -= _ROUNDING * workload.compute_s
-    return min([value_at(steps, begin_s), *(size for at_s, size in steps if begin_s < at_s < end_s)])
+    return min(
+        [
+            value_at(steps, begin_s),
+            *(size for at_s, size in steps if begin_s < at_s < end_s),
+        ]
+    )
 
 
-def _common_arguments(schedule: Schedule, context: PasteContext, overlap: str) -> tuple[list[str], list[str]]:
+def _common_arguments(
+    schedule: Schedule, context: PasteContext, overlap: str
+) -> tuple[list[str], list[str]]:
     policy, budget = Policy.of_plan(schedule.plan), memory_budget(schedule)
     plain = policy if overlap == "none" else policy.with_options(overlap="none")
     imports, arguments = [], [f"policy={json.dumps(plain.text)}"]
     if overlap != "none":
         arguments.append(f"overlap={json.dumps(overlap)}")
-    # Plans of other policies do not depend on rates, but for how much they speculate or store.
+    # Plans of other policies do not depend on rates, but for how much they speculate or
+    # store.
     uses_rates = policy.is_adaptive or schedule.plan.speculated or schedule.plan.stored
     if uses_rates and context.machine_code is not None:
         imports.append("from ebbtide.machines.catalog import find_machine")
@@ -119,7 +149,9 @@ def _common_arguments(schedule: Schedule, context: PasteContext, overlap: str) -
     if budget is not None:
         arguments.append("# All that was free; write less if others use the card, too.")
     if isinstance(budget, dict):
-        phases = "".join(f'        "{phase}": {size:_},\n' for phase, size in budget.items())
+        phases = "".join(
+            f'        "{phase}": {size:_},\n' for phase, size in budget.items()
+        )
         arguments.append(f"memory_budget={{\n{phases}    }}")
     elif budget is not None:
         arguments.append(f"memory_budget={budget:_}")
@@ -144,15 +176,23 @@ def _optimizer_arguments(job: RecordedJob) -> list[str]:
     return [argument(key, value) for key, value in options.items()]
 
 
-def deepspeed_config(workload: Workload, job: RecordedJob, ratio: float | None, stage: int = 3) -> dict[str, Any]:
-    """Return a configuration that `deepspeed.initialize` accepts, with the settings of the job, once marks are replaced
-    (`fill_in`). `ratio`: share of the state that is offloaded to the CPU, stage 3 if below 1; None: nothing is."""
+def deepspeed_config(
+    workload: Workload, job: RecordedJob, ratio: float | None, stage: int = 3
+) -> dict[str, Any]:
+    """Return a configuration that `deepspeed.initialize` accepts, with the settings of
+    the job, once marks are replaced (`fill_in`). `ratio`: share of the state that is
+    offloaded to the CPU, stage 3 if below 1; None: nothing is."""
     offload: dict[str, Any] = {"device": "none"}
     if ratio is not None:
         offload = {"device": "cpu", "pin_memory": True, "ratio": ratio}
-    # The recorded size may exceed the parameters; another one would change the layout of checkpoints.
+    # The recorded size may exceed the parameters; another one would change the layout
+    # of checkpoints.
     configured = job.section("zero_optimization").get("sub_group_size")
-    size = int(configured) if isinstance(configured, (int, float)) and configured >= 1 else workload.subgroup_params
+    size = (
+        int(configured)
+        if isinstance(configured, (int, float)) and configured >= 1
+        else workload.subgroup_params
+    )
     zero = {"stage": stage, "offload_optimizer": offload, "sub_group_size": size}
     norm = max_grad_norm(workload, job)
     half = {"bf16": {"enabled": True}} if workload.param_bytes == 2 else {}
@@ -164,7 +204,15 @@ def deepspeed_config(workload: Workload, job: RecordedJob, ratio: float | None, 
         sizes.pop(_BATCH[0], None)
     return {
         "zero_optimization": zero,
-        **({} if norm is None else {"gradient_clipping": mark("gradient_clipping") if norm is UNKNOWN else norm}),
+        **(
+            {}
+            if norm is None
+            else {
+                "gradient_clipping": mark("gradient_clipping")
+                if norm is UNKNOWN
+                else norm
+            }
+        ),
         **(job.settings(_PRECISION) if job.config else half),
         **sizes,
         "optimizer": {"type": "AdamW", "params": {"lr": mark("lr")}},
@@ -173,14 +221,16 @@ def deepspeed_config(workload: Workload, job: RecordedJob, ratio: float | None, 
 
 
 def placeholders(workload: Workload, job: RecordedJob) -> list[str]:
-    """Return the keys of the configuration with marks: values of the job that are not known."""
+    """Return the keys of the configuration with marks: values of the job that are not
+    known."""
     keys = ["gradient_clipping"] if max_grad_norm(workload, job) is UNKNOWN else []
     keys += [] if job.settings(_BATCH[:2]) else ["train_micro_batch_size_per_gpu"]
     return keys + ([] if job.settings(("optimizer",)) else ["optimizer"])
 
 
 def max_grad_norm(workload: Workload, job: RecordedJob) -> float | EllipsisType | None:
-    """Return the maximum norm of the gradients, UNKNOWN where it is not known; None if they are not clipped."""
+    """Return the maximum norm of the gradients, UNKNOWN where it is not known; None if
+    they are not clipped."""
     if not job.is_configured:
         return UNKNOWN if workload.clipping else None
     norm = job.config.get("gradient_clipping")
@@ -193,7 +243,8 @@ _CHECKPOINTING = """from torch.distributed._composable import checkpoint
 
 for layer in model.layers:  # the list of blocks of your model
     checkpoint(layer)"""
-# With parameters in bf16, where the optimizer has fp32 masters; and with fp32 parameters.
+# With parameters in bf16, where the optimizer has fp32 masters; and with fp32
+# parameters.
 _FSDP2_HALF = """import torch
 from torch.distributed.fsdp import fully_shard
 
@@ -216,11 +267,16 @@ class PolicySetup:
 
     policy: str
     iteration_ms: float
-    deepspeed_config: dict[str, Any]  # A configuration that `deepspeed.initialize` accepts.
-    code: str | None  # Lines of Python to run before `deepspeed.initialize`; None if the configuration suffices.
-    # Lines of Python for a job without DeepSpeed; None for a policy that DeepSpeed has by itself.
+    # A configuration that `deepspeed.initialize` accepts.
+    deepspeed_config: dict[str, Any]
+    # Lines of Python to run before `deepspeed.initialize`; None if the configuration
+    # suffices.
+    code: str | None
+    # Lines of Python for a job without DeepSpeed; None for a policy that DeepSpeed has
+    # by itself.
     optimizer_code: str | None
-    # Whether state is in storage. Then the configuration of DeepSpeed does not do without `code`.
+    # Whether state is in storage. Then the configuration of DeepSpeed does not do
+    # without `code`.
     uses_storage: bool = False
 
 
@@ -228,12 +284,16 @@ class PolicySetup:
 class LinesToPaste:
     """The lines to paste for a plan."""
 
-    # Lines for the job's framework: before `deepspeed.initialize`, or that make the optimizer, with FSDP2 for ranks.
+    # Lines for the job's framework: before `deepspeed.initialize`, or that make the
+    # optimizer, with FSDP2 for ranks.
     python: str
-    deepspeed_config: dict[str, Any]  # A configuration that `deepspeed.initialize` accepts.
-    # Lines for a job of DeepSpeed, before `deepspeed.initialize`; None if the configuration suffices.
+    # A configuration that `deepspeed.initialize` accepts.
+    deepspeed_config: dict[str, Any]
+    # Lines for a job of DeepSpeed, before `deepspeed.initialize`; None if the
+    # configuration suffices.
     deepspeed_code: str | None
-    checkpointing: str | None  # Lines that switch on activation checkpointing; None without it.
+    # Lines that switch on activation checkpointing; None without it.
+    checkpointing: str | None
     fsdp2: str | None  # Lines that shard the model; None with one rank.
     optimizer: str  # Lines that make the optimizer of a job without DeepSpeed.
 
@@ -246,11 +306,26 @@ def setup_of(steps: Steps, context: PasteContext) -> PolicySetup:
     if policy.name not in _BY_CONFIGURATION or stored:
         config = deepspeed_config(workload, job, 1.0)
         call = None if job.offloads_params else enable_code(schedule, context)
-        return PolicySetup(policy.text, iteration_ms, config, call, optimizer_code(schedule, context), stored)
-    ratio = {"gpu-only": None, "zero-offload": 1.0}.get(policy.name, float(policy.value or 1.0))
+        return PolicySetup(
+            policy.text,
+            iteration_ms,
+            config,
+            call,
+            optimizer_code(schedule, context),
+            stored,
+        )
+    ratio = {"gpu-only": None, "zero-offload": 1.0}.get(
+        policy.name, float(policy.value or 1.0)
+    )
     # Only a split needs stage 3.
     stage = 3 if policy.name == "twin-flow" else job.stage or 3
-    return PolicySetup(policy.text, iteration_ms, deepspeed_config(workload, job, ratio, stage), None, None)
+    return PolicySetup(
+        policy.text,
+        iteration_ms,
+        deepspeed_config(workload, job, ratio, stage),
+        None,
+        None,
+    )
 
 
 def best_setup(choice: PolicyChoice, context: PasteContext) -> PolicySetup:
@@ -271,8 +346,14 @@ def best_setup(choice: PolicyChoice, context: PasteContext) -> PolicySetup:
     )
 
 
-def _deepspeed_code(overlap: OverlapChoice, deepspeed: OverlapChoice | None, plain: str, context: PasteContext) -> str:
-    """Return the call for a DeepSpeed job with as much overlap as DeepSpeed takes; `plain`: the call without any."""
+def _deepspeed_code(
+    overlap: OverlapChoice,
+    deepspeed: OverlapChoice | None,
+    plain: str,
+    context: PasteContext,
+) -> str:
+    """Return the call for a DeepSpeed job with as much overlap as DeepSpeed takes;
+    `plain`: the call without any."""
     if deepspeed is None:
         seconds, option, code = overlap.without_s, "none", plain
     else:
@@ -280,10 +361,15 @@ def _deepspeed_code(overlap: OverlapChoice, deepspeed: OverlapChoice | None, pla
         code = enable_code(deepspeed.steps.valid, context, option)
     if option == overlap.option:
         return code
-    return f"# DeepSpeed runs it with overlap={option}: {seconds * 1e3:,.0f} ms an iteration.\n{code}"
+    return (
+        f"# DeepSpeed runs it with overlap={option}: {seconds * 1e3:,.0f} ms an "
+        f"iteration.\n{code}"
+    )
 
 
-def lines_to_paste(choice: PolicyChoice, context: PasteContext, settings: TunableSettings) -> LinesToPaste:
+def lines_to_paste(
+    choice: PolicyChoice, context: PasteContext, settings: TunableSettings
+) -> LinesToPaste:
     """Return the lines to paste for a plan, for each framework."""
     setup, job = best_setup(choice, context), context.job
     config = dict(setup.deepspeed_config)
@@ -300,8 +386,11 @@ def lines_to_paste(choice: PolicyChoice, context: PasteContext, settings: Tunabl
         adamw = "\n".join(_call("optimizer = torch.optim.AdamW", arguments))
         optimizer = adamw if fsdp2 is not None else f"import torch\n\n{adamw}"
     checkpointing = _CHECKPOINTING if settings.checkpointing else None
-    # Without DeepSpeed where state is in storage, and its parameters are offloaded, too.
-    if job.section("zero_optimization") and (setup.code is not None or not setup.uses_storage):
+    # Without DeepSpeed where state is in storage, and its parameters are offloaded,
+    # too.
+    if job.section("zero_optimization") and (
+        setup.code is not None or not setup.uses_storage
+    ):
         parts = [checkpointing, setup.code or f"deepspeed_config = {config!r}"]
     else:
         parts = [checkpointing, fsdp2, optimizer]

@@ -1,4 +1,5 @@
-"""Other systems in a recommendation: those that beat the recommended policy, and Megatron-LM's best fraction."""
+"""Other systems in a recommendation: those that beat the recommended policy, and
+Megatron-LM's best fraction."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -31,40 +32,68 @@ class SystemSetup:
 
     policy: str
     iteration_ms: float
-    is_faster: bool  # Whether it is faster than the recommended policy, or fits where that does not.
+    # Whether it is faster than the recommended policy, or fits where that does not.
+    is_faster: bool
     exact: bool
-    note: str | None  # How the results differ where they are not exact; None where they are.
+    # How the results differ where they are not exact; None where they are.
+    note: str | None
     place: str
     lines: str
 
 
 def other_systems(
-    workload: Workload, context: PasteContext, best_s: float, present: Present = NOT_KNOWN
+    workload: Workload,
+    context: PasteContext,
+    best_s: float,
+    present: Present = NOT_KNOWN,
 ) -> tuple[SystemSetup, ...]:
-    """Return the systems that fit and beat `best_s`, and Megatron-LM's best fraction; exact and fast ones first."""
+    """Return the systems that fit and beat `best_s`, and Megatron-LM's best fraction;
+    exact and fast ones first."""
     limit_s = (1 - MIN_GAIN) * best_s
     fitting = _fitting(ADVISED_SYSTEMS, workload, context.machine)
     faster = [steps for steps in fitting if steps.rating_s < limit_s]
-    fractions = [Policy.make("megatron-hybrid", f"{fraction:g}", overlap="copies") for fraction in _FRACTIONS]
+    fractions = [
+        Policy.make("megatron-hybrid", f"{fraction:g}", overlap="copies")
+        for fraction in _FRACTIONS
+    ]
     hybrids = _fitting(fractions, workload, context.machine)
     if hybrids:
         faster.append(min(hybrids, key=lambda steps: steps.rating_s))
-    setups = [_setup(steps, context, limit_s) for steps in faster if present.is_slower_than(steps)]
-    return tuple(sorted(setups, key=lambda setup: (not setup.exact, setup.iteration_ms)))
+    setups = [
+        _setup(steps, context, limit_s)
+        for steps in faster
+        if present.is_slower_than(steps)
+    ]
+    return tuple(
+        sorted(setups, key=lambda setup: (not setup.exact, setup.iteration_ms))
+    )
 
 
-def _fitting(policies: Sequence[Policy], workload: Workload, machine: Machine) -> list[Steps]:
-    """Return the simulated steps of the policies that can plan the workload, and are known to fit."""
-    planned = [steps for policy in policies if (steps := steps_of(policy, workload, machine)) is not None]
-    on_device = [steps for steps in planned if steps.valid.fits_device(machine.gpu_memory_bytes)]
+def _fitting(
+    policies: Sequence[Policy], workload: Workload, machine: Machine
+) -> list[Steps]:
+    """Return the simulated steps of the policies that can plan the workload, and are
+    known to fit."""
+    planned = [
+        steps
+        for policy in policies
+        if (steps := steps_of(policy, workload, machine)) is not None
+    ]
+    on_device = [
+        steps for steps in planned if steps.valid.fits_device(machine.gpu_memory_bytes)
+    ]
     return [steps for steps in on_device if fits_memory(steps, machine)]
 
 
 def _setup(steps: Steps, context: PasteContext, limit_s: float) -> SystemSetup:
     policy = Policy.of_plan(steps.plan)
     if policy.name in _DEEPSPEED:
-        place = _FORKS.get(policy.name, "In the configuration of DeepSpeed, whose other keys stay")
-        lines = json.dumps(_DEEPSPEED[policy.name](steps.valid, policy, context), indent=2)
+        place = _FORKS.get(
+            policy.name, "In the configuration of DeepSpeed, whose other keys stay"
+        )
+        lines = json.dumps(
+            _DEEPSPEED[policy.name](steps.valid, policy, context), indent=2
+        )
     else:
         place, template = _LINES[policy.name]
         lines = template.format(value=policy.value)
@@ -79,17 +108,26 @@ def _setup(steps: Steps, context: PasteContext, limit_s: float) -> SystemSetup:
     )
 
 
-def _superoffload(schedule: Schedule, policy: Policy, context: PasteContext) -> dict[str, Any]:
+def _superoffload(
+    schedule: Schedule, policy: Policy, context: PasteContext
+) -> dict[str, Any]:
     count, resident = schedule.plan.subgroups, len(schedule.plan.resident)
     # DeepSpeed keeps int((1 - ratio) count) subgroups on the GPU.
     ratio = round(1 - (resident + 0.5) / count, 4) if resident else 1.0
     config = deepspeed_config(schedule.workload, context.job, ratio)
-    config["zero_optimization"]["offload_optimizer"] |= {"super_offload": True, "cpuadam_cores_perc": 0.8}
+    config["zero_optimization"]["offload_optimizer"] |= {
+        "super_offload": True,
+        "cpuadam_cores_perc": 0.8,
+    }
     return config
 
 
-def _zenflow(schedule: Schedule, policy: Policy, context: PasteContext) -> dict[str, Any]:
-    config = deepspeed_config(schedule.workload, context.job, 1.0, 1 if context.job.stage == 1 else 2)
+def _zenflow(
+    schedule: Schedule, policy: Policy, context: PasteContext
+) -> dict[str, Any]:
+    config = deepspeed_config(
+        schedule.workload, context.job, 1.0, 1 if context.job.stage == 1 else 2
+    )
     config["zero_optimization"]["zenflow"] = {
         "topk_ratio": float(policy.value or 0.0),
         "update_interval": int(policy.options["interval"]),
@@ -99,17 +137,24 @@ def _zenflow(schedule: Schedule, policy: Policy, context: PasteContext) -> dict[
     return config
 
 
-def _deepcompile(schedule: Schedule, policy: Policy, context: PasteContext) -> dict[str, Any]:
+def _deepcompile(
+    schedule: Schedule, policy: Policy, context: PasteContext
+) -> dict[str, Any]:
     config = deepspeed_config(schedule.workload, context.job, None)
     return {**config, "compile": {"deepcompile": True, "offload_opt_states": True}}
 
 
-def zero_infinity_config(schedule: Schedule, policy: Policy, context: PasteContext) -> dict[str, Any]:
+def zero_infinity_config(
+    schedule: Schedule, policy: Policy, context: PasteContext
+) -> dict[str, Any]:
     """Return the configuration of DeepSpeed for a schedule of `zero-infinity`."""
     path = next(path_of(op) for op in schedule.plan.ops if op.kind == "read")
-    # A block as large as the smallest subgroup: larger than all gradients, unless one is a subgroup of its own.
+    # A block as large as the smallest subgroup: larger than all gradients, unless one
+    # is a subgroup of its own.
     whole_subgroup = MASTER_BYTES * min(schedule.workload.subgroups)
-    block_bytes = whole_subgroup if policy.options["gradients"] == "device" else _BLOCK_BYTES
+    block_bytes = (
+        whole_subgroup if policy.options["gradients"] == "device" else _BLOCK_BYTES
+    )
     offload = {
         "device": "nvme",
         "nvme_path": context.machine.storage[path].path or mark("nvme_path"),
@@ -121,8 +166,11 @@ def zero_infinity_config(schedule: Schedule, policy: Policy, context: PasteConte
     return _storage_config(schedule, context, offload, block_bytes)
 
 
-def _mlp_offload(schedule: Schedule, policy: Policy, context: PasteContext) -> dict[str, Any]:
-    """Return the configuration of MLP-Offload's DeepSpeed, with `dist_opt_ratio` as its authors ran it."""
+def _mlp_offload(
+    schedule: Schedule, policy: Policy, context: PasteContext
+) -> dict[str, Any]:
+    """Return the configuration of MLP-Offload's DeepSpeed, with `dist_opt_ratio` as its
+    authors ran it."""
     plan, storage = schedule.plan, context.machine.storage
     in_memory = plan.subgroups - len(plan.stored) + len(plan.storage_buffers)
     offload = {
@@ -157,19 +205,29 @@ _DEEPSPEED: dict[str, Callable[[Schedule, Policy, PasteContext], dict[str, Any]]
     "mlp-offload": _mlp_offload,
 }
 # Where the lines belong of systems that change DeepSpeed.
-_FORKS = {"mlp-offload": "In the configuration of MLP-Offload's DeepSpeed (github.com/mauryaavinash95/MLP-Offload)"}
-# Where the lines belong, and the lines, by system; `{value}` is the value of the policy.
+_FORKS = {
+    "mlp-offload": (
+        "In the configuration of MLP-Offload's DeepSpeed "
+        "(github.com/mauryaavinash95/MLP-Offload)"
+    )
+}
+# Where the lines belong, and the lines, by system; `{value}` is the value of the
+# policy.
 _LINES = {
     "megatron-hybrid": (
         "Among the flags of Megatron-LM",
         "--use-distributed-optimizer\n--use-precision-aware-optimizer\n--optimizer-cpu-offload\n"
         "--optimizer-offload-fraction {value}\n--overlap-cpu-optimizer-d2h-h2d",
     ),
-    "prime-rl": ("In the configuration of prime-rl", "[trainer.model]\noptim_cpu_offload = false\nfull_offload = true"),
+    "prime-rl": (
+        "In the configuration of prime-rl",
+        "[trainer.model]\noptim_cpu_offload = false\nfull_offload = true",
+    ),
     "torchao": (
         "In the script, instead of torch.optim.AdamW",
         "from torchao.optim import CPUOffloadOptimizer\n\n"
-        "optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=True, fused=True)",
+        "optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, "
+        "offload_gradients=True, fused=True)",
     ),
     "fsdp2-offload": (
         "In the script, for each block and then the model",

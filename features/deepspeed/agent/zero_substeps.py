@@ -1,4 +1,5 @@
-"""The methods of DeepSpeed's ZeRO optimizers that are recorded as sub-steps of an update."""
+"""The methods of DeepSpeed's ZeRO optimizers that are recorded as sub-steps of an
+update."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ _REST = _Substep("rest", "host", None, None)
 
 
 class _Row:
-    def __init__(self, sequence: int, substep: _Substep, start_ns: int, mark: Any) -> None:
+    def __init__(
+        self, sequence: int, substep: _Substep, start_ns: int, mark: Any
+    ) -> None:
         self.sequence = sequence
         self.substep = substep
         self.start_ns = self.end_ns = start_ns
@@ -33,9 +36,10 @@ class _Row:
 
 
 class SubstepRecorder:
-    """Records what the open update does, from `begin` to `end`, which the thread that runs it calls. A row is recorded
-    once the next has run for a while, since that may turn out to be a part of it. Rows on a GPU get their device times
-    from marks on the job's stream, as phases do.
+    """Records what the open update does, from `begin` to `end`, which the thread that
+    runs it calls. A row is recorded once the next has run for a while, since that may
+    turn out to be a part of it. Rows on a GPU get their device times from marks on the
+    job's stream, as phases do.
 
     `updates`: how many updates of a subgroup have begun in it."""
 
@@ -47,12 +51,19 @@ class SubstepRecorder:
         self._previous: _Row | None = None
 
     def begin(self) -> None:
-        """Start with the recorder's open phase, an update; its first sub-step is `rest`."""
+        """Start with the recorder's open phase, an update; its first sub-step is
+        `rest`."""
         if self._recorder.recording:
             self.running, self.updates = True, 0
             self._row = self._begin_row(_REST, self._recorder.started_ns)
 
-    def switch(self, name: str, resource: str = "host", subgroup: int | None = None, nbytes: int | None = None) -> None:
+    def switch(
+        self,
+        name: str,
+        resource: str = "host",
+        subgroup: int | None = None,
+        nbytes: int | None = None,
+    ) -> None:
         """Begin another sub-step now. Never raises."""
         row, substep = self._row, _Substep(name, resource, subgroup, nbytes)
         if not self.running or row is None or substep == row.substep:
@@ -65,7 +76,11 @@ class SubstepRecorder:
 
     def _switch(self, row: _Row, substep: _Substep, now_ns: int) -> None:
         previous = self._previous
-        if previous is not None and row.substep.name == "rest" and now_ns - row.start_ns < _SHORT_NS:
+        if (
+            previous is not None
+            and row.substep.name == "rest"
+            and now_ns - row.start_ns < _SHORT_NS
+        ):
             previous.end_ns = now_ns
             if previous.substep == substep and previous.mark is None:
                 self._row, self._previous = previous, None
@@ -80,7 +95,8 @@ class SubstepRecorder:
         self._row = self._begin_row(substep, now_ns)
 
     def end(self) -> int | None:
-        """Record the last rows of the update, and return its end in ns; None if it was not recorded. Never raises."""
+        """Record the last rows of the update, and return its end in ns; None if it was
+        not recorded. Never raises."""
         if not self.running or self._row is None:
             return None
         now_ns = time.monotonic_ns()
@@ -111,27 +127,42 @@ class SubstepRecorder:
     def _end_row(self, row: _Row, now_ns: int) -> None:
         row.end_ns = now_ns
         if row.mark is not None:
-            self._recorder.gpu.add_span(row.sequence, row.mark, self._recorder.gpu.record_mark())
+            self._recorder.gpu.add_span(
+                row.sequence, row.mark, self._recorder.gpu.record_mark()
+            )
 
     def _put(self, row: _Row) -> None:
         device = HOST if row.mark is None else row.mark.device
         name, resource, subgroup, nbytes = row.substep
-        self._recorder.put_op(row.sequence, name, resource, row.start_ns, row.end_ns, subgroup, nbytes, device=device)
+        self._recorder.put_op(
+            row.sequence,
+            name,
+            resource,
+            row.start_ns,
+            row.end_ns,
+            subgroup,
+            nbytes,
+            device=device,
+        )
 
 
 class SubstepMethod(NamedTuple):
-    """A method that is one row of `ops`. `find_subgroup` gets the sub-steps so far and the method's arguments. `then`:
-    the sub-step that begins when it has returned; None: its own goes on in the lines that follow the call.
-    `leaves_out`: whether the method, by its arguments, does nothing that is recorded."""
+    """A method that is one row of `ops`. `find_subgroup` gets the sub-steps so far and
+    the method's arguments. `then`: the sub-step that begins when it has returned; None:
+    its own goes on in the lines that follow the call. `leaves_out`: whether the method,
+    by its arguments, does nothing that is recorded."""
 
     name: str
-    find_subgroup: Callable[[SubstepRecorder, Any], int | None] = lambda substeps, args: None
+    find_subgroup: Callable[[SubstepRecorder, Any], int | None] = (
+        lambda substeps, args: None
+    )
     find_resource: Callable[[Any, int], str] = lambda optimizer, subgroup: "host"
     then: str | None = "rest"
     leaves_out: Callable[[Any], bool] = lambda args: False
 
     def enter(self, substeps: SubstepRecorder, args: Any) -> int | None:
-        """Begin the row, and return its subgroup (None: none, or not known). Never raises."""
+        """Begin the row, and return its subgroup (None: none, or not known). Never
+        raises."""
         if self.leaves_out(args):
             return None
         subgroup, resource, nbytes = None, "host", None
@@ -139,7 +170,11 @@ class SubstepMethod(NamedTuple):
             subgroup = self.find_subgroup(substeps, args)
             if subgroup is not None:
                 resource = self.find_resource(args[0], subgroup)
-                nbytes = _upload_bytes(args[0], subgroup) if self.name == "parameters" else None
+                nbytes = (
+                    _upload_bytes(args[0], subgroup)
+                    if self.name == "parameters"
+                    else None
+                )
         except Exception:
             pass
         substeps.switch(self.name, resource, subgroup, nbytes)
@@ -154,7 +189,8 @@ class SubstepMethod(NamedTuple):
 
 
 def _is_on_cpu(args: Any) -> bool:
-    """Return whether SuperOffload's update leaves out a subgroup, whose state is on the CPU."""
+    """Return whether SuperOffload's update leaves out a subgroup, whose state is on the
+    CPU."""
     try:
         return bool(args[0].subgroup_to_device[args[1]] == "cpu")
     except Exception:
@@ -167,7 +203,8 @@ def _argument(substeps: SubstepRecorder, args: Any) -> int:
 
 
 def _owner_of_gradient(substeps: SubstepRecorder, args: Any) -> int:
-    """Return the subgroup of the gradient that stages 1 and 2 unscale: ZenFlow unscales all before any update."""
+    """Return the subgroup of the gradient that stages 1 and 2 unscale: ZenFlow unscales
+    all before any update."""
     gradient = args[1][0]
     for subgroup, master in enumerate(fp32_masters(args[0])):
         if any(gradient is buffer for buffer in getattr(master, "overlap_grad", ())):
@@ -185,7 +222,8 @@ def _gradient_resource(optimizer: Any, subgroup: int) -> str:
 
 
 def _upload_bytes(optimizer: Any, subgroup: int) -> int | None:
-    """Return the bytes of a subgroup's parameters that are copied to the device; None if its state is there."""
+    """Return the bytes of a subgroup's parameters that are copied to the device; None
+    if its state is there."""
     if _master_resource(optimizer, subgroup) != "cpu":
         return None
     return int(subgroup_sizes(optimizer)[subgroup] * optimizer.dtype.itemsize)
@@ -197,7 +235,9 @@ STAGE_3 = {
     "_prepare_sub_group": SubstepMethod("prepare", _argument),
     "unscale_and_clip_grads": SubstepMethod("unscale", _argument, _gradient_resource),
     "_optimizer_step": SubstepMethod("update", _argument, _master_resource),
-    "_reassign_or_swap_out_partitioned_parameters": SubstepMethod("parameters", _argument),
+    "_reassign_or_swap_out_partitioned_parameters": SubstepMethod(
+        "parameters", _argument
+    ),
     "_release_sub_group": SubstepMethod("release", _argument),
     "_post_step": SubstepMethod("gather"),
 }
@@ -206,19 +246,31 @@ STAGE_1_AND_2 = {
     "check_overflow": SubstepMethod("overflow check"),
     "scaled_global_norm": SubstepMethod("gradient norm"),
     # No number is passed to it, but subgroups are updated in order.
-    "free_grad_in_param_list": SubstepMethod("prepare", lambda substeps, args: substeps.updates, then=None),
-    "unscale_and_clip_grads": SubstepMethod("unscale", _owner_of_gradient, _gradient_resource),
+    "free_grad_in_param_list": SubstepMethod(
+        "prepare", lambda substeps, args: substeps.updates, then=None
+    ),
+    "unscale_and_clip_grads": SubstepMethod(
+        "unscale", _owner_of_gradient, _gradient_resource
+    ),
     # Its parameters are copied back in the lines that follow it.
-    "_optimizer_step": SubstepMethod("update", _argument, _master_resource, then="parameters"),
+    "_optimizer_step": SubstepMethod(
+        "update", _argument, _master_resource, then="parameters"
+    ),
     "reset_cpu_buffers": SubstepMethod("rest"),
     "_update_model_bit16_weights": SubstepMethod("gather"),
 }
 
 # What SuperOffload's subclass of stage 3 replaces and adds.
 SUPER_OFFLOAD = {
-    "_optimizer_step": SubstepMethod("update", _argument, _master_resource, leaves_out=_is_on_cpu),
-    "_reassign_or_swap_out_partitioned_parameters": STAGE_3["_reassign_or_swap_out_partitioned_parameters"],
+    "_optimizer_step": SubstepMethod(
+        "update", _argument, _master_resource, leaves_out=_is_on_cpu
+    ),
+    "_reassign_or_swap_out_partitioned_parameters": STAGE_3[
+        "_reassign_or_swap_out_partitioned_parameters"
+    ],
     "_wait_for_async_operations": SubstepMethod("wait"),
     # Its first argument is the parameter group.
-    "_sync_cpu_optimizer_step": SubstepMethod("wait", lambda substeps, args: int(args[2])),
+    "_sync_cpu_optimizer_step": SubstepMethod(
+        "wait", lambda substeps, args: int(args[2])
+    ),
 }

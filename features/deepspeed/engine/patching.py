@@ -1,4 +1,5 @@
-"""Patches DeepSpeed so that `deepspeed.initialize` builds InterleavedStage3, and undoes it."""
+"""Patches DeepSpeed so that `deepspeed.initialize` builds InterleavedStage3, and undoes
+it."""
 
 import functools
 import gc
@@ -8,9 +9,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal, Unpack
 
-from ebbtide.features.deepspeed.engine.supported import check_engine, check_policy, check_version
+from ebbtide.features.deepspeed.engine.supported import (
+    check_engine,
+    check_policy,
+    check_version,
+)
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.options import OptimizerOptions, SharedArguments, shows_options
+from ebbtide.interleave.engine.options import (
+    OptimizerOptions,
+    SharedArguments,
+    shows_options,
+)
 from ebbtide.interleave.model.operations import Overlap
 from ebbtide.interleave.policies import Policy
 
@@ -29,33 +38,44 @@ class EnableArguments(SharedArguments, total=False):
 
 @shows_options(EnableArguments)
 def enable(
-    policy: Policy | str = "adaptive", *, beside: bool = False, **options: Unpack[EnableArguments]
+    policy: Policy | str = "adaptive",
+    *,
+    beside: bool = False,
+    **options: Unpack[EnableArguments],
 ) -> AbstractContextManager[object]:
-    """Let `deepspeed.initialize` create engines whose optimizer follows a policy of ebbtide; call this before it.
+    """Let `deepspeed.initialize` create engines whose optimizer follows a policy of
+    ebbtide; call this before it.
 
-    The configuration stays as it is (ZeRO stage 3, offload_optimizer to the cpu); its `ratio` has no effect.
+    The configuration stays as it is (ZeRO stage 3, offload_optimizer to the cpu); its
+    `ratio` has no effect.
 
     Args:
         policy: As for InterleavedAdamW.
         beside: Allow that engines exist already; they stay as they are.
-        options: `machine`, `subgroup_params`, `memory_budget`, `device`, `threads`, `overlap`, `storage` and
-            `host_memory_budget`, as OptimizerOptions says. DeepSpeed's sub_group_size, which determines the layout of
-            checkpoints, does not change. Updates run under the next forward as far as it does not gather their
-            parameters yet: then read them outside of the model only in GatheredParameters, or after
-            `engine.optimizer.synchronize()`. For `storage` see `StateAccess.commit`.
+        options: `machine`, `subgroup_params`, `memory_budget`, `device`, `threads`,
+            `overlap`, `storage` and `host_memory_budget`, as OptimizerOptions says.
+            DeepSpeed's sub_group_size, which determines the layout of checkpoints, does
+            not change. Updates run under the next forward as far as it does not gather
+            their parameters yet: then read them outside of the model only in
+            GatheredParameters, or after `engine.optimizer.synchronize()`. For `storage`
+            see `StateAccess.commit`.
 
     Returns:
-        A context manager that calls `disable` at its end. Existing engines stay as they are.
+        A context manager that calls `disable` at its end. Existing engines stay as they
+            are.
 
     Raises:
         TypeError: For an option of another name.
-        EngineError: For a version of DeepSpeed that is not tested, for an option that is not valid, and if engines
-            exist already. `deepspeed.initialize` raises it for a configuration that is not supported.
+        EngineError: For a version of DeepSpeed that is not tested, for an option that
+            is not valid, and if engines exist already. `deepspeed.initialize` raises it
+            for a configuration that is not supported.
         PolicyError: If the policy is not valid.
     """
     inspect.signature(enable).bind(policy, beside=beside, **options)
     check_version()
-    settings = OptimizerOptions.of_arguments(Overlap(forward=True), policy=policy, gradients="streamed", **options)
+    settings = OptimizerOptions.of_arguments(
+        Overlap(forward=True), policy=policy, gradients="streamed", **options
+    )
     check_policy(settings.policy)
 
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -63,11 +83,15 @@ def enable(
     from deepspeed.runtime.zero import stage3
 
     types = (type(instance) for instance in gc.get_objects())
-    stage3_types = (kind for kind in types if issubclass(kind, stage3.DeepSpeedZeroOptimizer_Stage3))
+    stage3_types = (
+        kind for kind in types if issubclass(kind, stage3.DeepSpeedZeroOptimizer_Stage3)
+    )
     if not beside and not all(hasattr(kind, "settings") for kind in stage3_types):
         raise EngineError(
-            "there is an engine of ZeRO stage 3 already, which cannot be driven any more: call enable() before "
-            "deepspeed.initialize(), or enable(beside=True) for the engines created from now on"
+            "there is an engine of ZeRO stage 3 already, which cannot be driven any "
+            "more: call enable() before "
+            "deepspeed.initialize(), or enable(beside=True) for the engines created "
+            "from now on"
         )
     disable()
     original = DeepSpeedEngine._configure_optimizer
@@ -75,11 +99,14 @@ def enable(
     @functools.wraps(original)
     def configure_optimizer(engine: Any, *args: Any, **kwargs: Any) -> Any:
         check_engine(engine)
-        # Imported before the name is replaced: InterleavedStage3 derives from the class of this name.
+        # Imported before the name is replaced: InterleavedStage3 derives from the class
+        # of this name.
         from ebbtide.features.deepspeed.engine.stage3 import InterleavedStage3
 
         deepspeed_class = stage3.DeepSpeedZeroOptimizer_Stage3
-        stage3.DeepSpeedZeroOptimizer_Stage3 = type("InterleavedStage3", (InterleavedStage3,), {"settings": settings})
+        stage3.DeepSpeedZeroOptimizer_Stage3 = type(
+            "InterleavedStage3", (InterleavedStage3,), {"settings": settings}
+        )
         try:
             return original(engine, *args, **kwargs)
         finally:

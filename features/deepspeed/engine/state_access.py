@@ -1,4 +1,5 @@
-"""The state and the parameters of ZeRO stage 3 as DeepSpeed and the job read them. Importing it needs DeepSpeed."""
+"""The state and the parameters of ZeRO stage 3 as DeepSpeed and the job read them.
+Importing it needs DeepSpeed."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,7 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from deepspeed import comm as dist
-from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT, PARTITION_COUNT, ZERO_STAGE
+from deepspeed.checkpoint.constants import (
+    FP32_FLAT_GROUPS,
+    OPTIMIZER_STATE_DICT,
+    PARTITION_COUNT,
+    ZERO_STAGE,
+)
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
@@ -26,11 +32,13 @@ from ebbtide.interleave.engine.runtime.layout import MASTER, Subgroup
 
 
 class CpuAdamScalars:
-    """Computes the scalars of DeepSpeed's CPU Adam, so that a job trains as it did with DeepSpeed.
+    """Computes the scalars of DeepSpeed's CPU Adam, so that a job trains as it did with
+    DeepSpeed.
 
-    DeepSpeed's CPU Adam computes its scalars in fp32 (so 1 - beta2 is off by 1.3e-5). It multiplies the powers of its
-    betas up step by step, and computes them anew if the step is not the next one. As there, one object serves all
-    subgroups of an optimizer. `rule` is AdamW or Adam."""
+    DeepSpeed's CPU Adam computes its scalars in fp32 (so 1 - beta2 is off by 1.3e-5).
+    It multiplies the powers of its betas up step by step, and computes them anew if the
+    step is not the next one. As there, one object serves all subgroups of an optimizer.
+    `rule` is AdamW or Adam."""
 
     def __init__(self, rule: UpdateRule = ADAMW) -> None:
         self._rule = rule
@@ -39,27 +47,52 @@ class CpuAdamScalars:
         self._powers = (np.float32(1), np.float32(1))
 
     def scalars(self, group: Group, step: int, scale: float) -> Scalars:
-        """Return the scalars of a step, counted from 1, whose gradients are multiplied with `scale`."""
-        beta1, beta2 = betas = np.float32(group["betas"][0]), np.float32(group["betas"][1])
+        """Return the scalars of a step, counted from 1, whose gradients are multiplied
+        with `scale`."""
+        beta1, beta2 = betas = (
+            np.float32(group["betas"][0]),
+            np.float32(group["betas"][1]),
+        )
         if self._betas is None and step == 1:
             self._powers = betas
         elif betas == self._betas and step == self._step + 1:
             self._powers = self._powers[0] * beta1, self._powers[1] * beta2
         elif (betas, step) != (self._betas, self._step):
-            self._powers = np.float32(float(beta1) ** step), np.float32(float(beta2) ** step)
+            self._powers = (
+                np.float32(float(beta1) ** step),
+                np.float32(float(beta2) ** step),
+            )
         self._betas, self._step = betas, step
-        one, lr, decay = np.float32(1), np.float32(group["lr"]), np.float32(group["weight_decay"])
+        one, lr, decay = (
+            np.float32(1),
+            np.float32(group["lr"]),
+            np.float32(group["weight_decay"]),
+        )
         power1, power2 = self._powers
         if self._rule is ADAMW:
             decay = one - lr * decay
         rate, root = lr / (one - power1), np.float32(math.sqrt(one - power2))
         # In the order of the formulas of AdamW and Adam.
-        return (np.float32(scale), beta1, one - beta1, beta2, one - beta2, decay, rate, root, np.float32(group["eps"]))
+        return (
+            np.float32(scale),
+            beta1,
+            one - beta1,
+            beta2,
+            one - beta2,
+            decay,
+            rate,
+            root,
+            np.float32(group["eps"]),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes to go on with the same bits."""
         betas = None if self._betas is None else list(map(float, self._betas))
-        return {"step": self._step, "betas": betas, "powers": list(map(float, self._powers))}
+        return {
+            "step": self._step,
+            "betas": betas,
+            "powers": list(map(float, self._powers)),
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` has returned."""
@@ -77,12 +110,14 @@ def _size_of(moment: Any) -> int:
 class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """ZeRO stage 3 whose masters and moments are the state of an engine.
 
-    Without storage the state has host buffers, and DeepSpeed's masters and moments are views of them. A part of the
-    state may be on the device; reading DeepSpeed's masters moves it to the host first. With storage, masters and
-    moments have values only from when something reads them to the next backward.
+    Without storage the state has host buffers, and DeepSpeed's masters and moments are
+    views of them. A part of the state may be on the device; reading DeepSpeed's masters
+    moves it to the host first. With storage, masters and moments have values only from
+    when something reads them to the next backward.
 
-    Updates may run under the next forward. Gathers of parameters wait for those that they read. Everything else that
-    uses parameters, gradients or state calls `synchronize` first."""
+    Updates may run under the next forward. Gathers of parameters wait for those that
+    they read. Everything else that uses parameters, gradients or state calls
+    `synchronize` first."""
 
     settings: OptimizerOptions
     persistent_parameters: list[Any]
@@ -107,34 +142,46 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         return self._runner.engine
 
     def _open(self, commit: Mapping[str, Any] | None = None) -> None:
-        """Open the engine with the state of a commit; without one, with masters that are the parameters."""
+        """Open the engine with the state of a commit; without one, with masters that
+        are the parameters."""
         assert self._runner is not None
-        engine = self._runner.rebuild(self._subgroups, len(self._slices), self._views.slice_buffers, commit)
+        engine = self._runner.rebuild(
+            self._subgroups, len(self._slices), self._views.slice_buffers, commit
+        )
         self._is_open = True
         if commit is None and self._runner.backing.is_used:
             for number, value in enumerate(self._values()):
                 rows = len(self._rules[self._slices[number].group].row_names)
-                state = torch.zeros((rows, value.numel()), dtype=torch.float32, device="cpu")
+                state = torch.zeros(
+                    (rows, value.numel()), dtype=torch.float32, device="cpu"
+                )
                 state[MASTER] = value
                 engine.store.states.write(number, state)
 
     @property
     def _subgroups(self) -> list[Subgroup]:
         dtype = self.fp16_partitioned_groups_flat[0].dtype
-        return subgroup_slices.engine_subgroups(self._slices, dtype, self._grad_dtype, self._rules)
+        return subgroup_slices.engine_subgroups(
+            self._slices, dtype, self._grad_dtype, self._rules
+        )
 
     def _values(self) -> list[torch.Tensor]:
         """Return the parameters of each slice, flat."""
-        return [self.fp16_partitioned_groups_flat[part.group][part.begin : part.end] for part in self._slices]
+        return [
+            self.fp16_partitioned_groups_flat[part.group][part.begin : part.end]
+            for part in self._slices
+        ]
 
     def _start_plan(self) -> None:
-        """Start the plan, with what was changed in masters and moments since it stopped."""
+        """Start the plan, with what was changed in masters and moments since it
+        stopped."""
         self._views.write_back(self._engine.store.states)
         assert self._runner is not None
         self._runner.set_plan()
 
     def _show(self, groups: Iterable[int]) -> None:
-        """Let the masters and moments of DeepSpeed's subgroups have their values, until the plan starts again."""
+        """Let the masters and moments of DeepSpeed's subgroups have their values, until
+        the plan starts again."""
         if self._runner is None:
             return
         self._runner.check_process()
@@ -143,7 +190,8 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self._recall()
         self._views.show(self._engine.store.states, groups)
 
-    # -- as DeepSpeed reads it ----------------------------------------------------------------------------------
+    # -- as DeepSpeed reads it
+    # ----------------------------------------------------------------------------------
 
     def _create_fp32_partitions(self) -> None:
         """Create the masters; with storage, without elements."""
@@ -157,11 +205,13 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self._clear_fp32_optimizer_param_groups()
 
     def initialize_optimizer_states(self) -> None:
-        """Do nothing: gradients have no fp32 buffers on the host here, and moments are views of other memory."""
+        """Do nothing: gradients have no fp32 buffers on the host here, and moments are
+        views of other memory."""
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """The masters; reading them moves all state to the host and recalls offloaded gradients."""
+        """The masters; reading them moves all state to the host and recalls offloaded
+        gradients."""
         self._show(range(len(self._masters)))
         return self._masters
 
@@ -172,59 +222,100 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def _get_fp32_opt_state_partition(
         self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[torch.Tensor, int]:
-        """Return the master or a moment of a parameter for the functions of DeepSpeed that get and set it."""
+        """Return the master or a moment of a parameter for the functions of DeepSpeed
+        that get and set it."""
         group, begin, length = self.grad_position[self.get_param_id(param)]
         self._show([group])
         master = self._masters[group]
-        whole = master if optim_state_key is None else self.optimizer.state[master][optim_state_key]
+        whole = (
+            master
+            if optim_state_key is None
+            else self.optimizer.state[master][optim_state_key]
+        )
         return whole.narrow(0, begin, length), group
 
-    def load_state_dict(self, state_dict_list: Any, load_optimizer_states: bool = True, **kwargs: Any) -> None:
-        """Load a state dict of DeepSpeed. torch replaces the moments by new tensors; they are copied.
+    def load_state_dict(
+        self, state_dict_list: Any, load_optimizer_states: bool = True, **kwargs: Any
+    ) -> None:
+        """Load a state dict of DeepSpeed. torch replaces the moments by new tensors;
+        they are copied.
 
-        Raises EngineError if that of this rank lacks a part of the state, or is of another stage, model or number of
-        ranks; nothing is changed."""
+        Raises EngineError if that of this rank lacks a part of the state, or is of
+        another stage, model or number of ranks; nothing is changed."""
         if not kwargs.get("checkpoint_folder"):
-            self._check_saved(state_dict_list[dist.get_rank(group=self.dp_process_group)], load_optimizer_states)
+            self._check_saved(
+                state_dict_list[dist.get_rank(group=self.dp_process_group)],
+                load_optimizer_states,
+            )
         self.synchronize()
         super().load_state_dict(state_dict_list, load_optimizer_states, **kwargs)
         self._views.collect()
 
     def _check_saved(self, saved: Any, has_moments: bool) -> None:
-        """Raise EngineError unless a state dict of DeepSpeed has all masters, and all moments if some."""
-        for key, own in ((ZERO_STAGE, int(ZeroStageEnum.weights)), (PARTITION_COUNT, self.partition_count)):
+        """Raise EngineError unless a state dict of DeepSpeed has all masters, and all
+        moments if some."""
+        for key, own in (
+            (ZERO_STAGE, int(ZeroStageEnum.weights)),
+            (PARTITION_COUNT, self.partition_count),
+        ):
             if saved.get(key) != own:
                 raise EngineError(
-                    f"the checkpoint has {key} {saved.get(key)}, and this engine {own}: convert it to a universal "
-                    "checkpoint of DeepSpeed, or load it with the stage and the ranks that it was saved with"
+                    f"the checkpoint has {key} {saved.get(key)}, and this engine "
+                    f"{own}: convert it to a universal "
+                    "checkpoint of DeepSpeed, or load it with the stage and the ranks "
+                    "that it was saved with"
                 )
         sizes = [values.numel() for values in self.fp16_partitioned_groups_flat]
-        self._check_sizes("fp32 masters", [master.numel() for master in saved[FP32_FLAT_GROUPS]], sizes)
+        self._check_sizes(
+            "fp32 masters",
+            [master.numel() for master in saved[FP32_FLAT_GROUPS]],
+            sizes,
+        )
         states = saved[OPTIMIZER_STATE_DICT]["state"] if has_moments else {}
-        numbers = [number for group in saved[OPTIMIZER_STATE_DICT]["param_groups"] for number in group["params"]]
+        numbers = [
+            number
+            for group in saved[OPTIMIZER_STATE_DICT]["param_groups"]
+            for number in group["params"]
+        ]
         # Of each parameter group in turn.
         order = sorted(range(len(sizes)), key=self.sub_group_to_group_id.__getitem__)
         # DeepSpeed has no moments before its first step.
-        for name in {moment for rule in self._rules for moment in rule.moments} if states else ():
-            needed = [sizes[group] if name in self._rules[group].moments else 0 for group in order]
-            self._check_sizes(name, [_size_of(states.get(number, {}).get(name)) for number in numbers], needed)
+        for name in (
+            {moment for rule in self._rules for moment in rule.moments}
+            if states
+            else ()
+        ):
+            needed = [
+                sizes[group] if name in self._rules[group].moments else 0
+                for group in order
+            ]
+            self._check_sizes(
+                name,
+                [_size_of(states.get(number, {}).get(name)) for number in numbers],
+                needed,
+            )
 
     @staticmethod
     def _check_sizes(name: str, saved: list[int], needed: list[int]) -> None:
         if saved != needed:
             raise EngineError(
-                f"the checkpoint has {name} of {saved} elements in the subgroups of this rank, {needed} are needed: "
-                "it is of another model, or was saved without them (DeepSpeed leaves out what is on NVMe)"
+                f"the checkpoint has {name} of {saved} elements in the subgroups of "
+                f"this rank, {needed} are needed: "
+                "it is of another model, or was saved without them (DeepSpeed leaves "
+                "out what is on NVMe)"
             )
 
-    # -- commits ------------------------------------------------------------------------------------------------
+    # -- commits
+    # ----------------------------------------------------------------------------------
 
     def commit(self) -> dict[str, Any]:
-        """Make the state in storage the one to resume from, and return a small dict of this rank for `load_commit`.
+        """Make the state in storage the one to resume from, and return a small dict of
+        this rank for `load_commit`.
 
-        It includes parameters, since they are rounded masters, hyperparameters and the loss scale. It can be loaded
-        with the same storage, ranks and subgroups, until the first step after the next commit. Raises EngineError if
-        there is no storage, or too little space in it; the commit before stays."""
+        It includes parameters, since they are rounded masters, hyperparameters and the
+        loss scale. It can be loaded with the same storage, ranks and subgroups, until
+        the first step after the next commit. Raises EngineError if there is no storage,
+        or too little space in it; the commit before stays."""
         assert self._runner is not None
         self._recall()
         self._views.write_back(self._engine.store.states)
@@ -233,7 +324,8 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             "storage": self._runner.commit(**self._commit_details(steps)),
             "steps": steps,
             "param_groups": [
-                {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
+                {key: value for key, value in group.items() if key != "params"}
+                for group in self.optimizer.param_groups
             ],
             "loss_scaler": dict(self.loss_scaler.__dict__),
         }
@@ -242,26 +334,43 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         return commit
 
     def load_commit(self, commit: Mapping[str, Any]) -> None:
-        """Go on from what `commit` has returned on this rank, in this process or after a crash.
+        """Go on from what `commit` has returned on this rank, in this process or after
+        a crash.
 
-        Gradients of this step are dropped. Frozen parameters and buffers of the model are not in it. Raises EngineError
-        if it is not a commit of this model, or the storage does not have it."""
-        if missing := {"storage", "steps", "param_groups", "loss_scaler"} - commit.keys():
+        Gradients of this step are dropped. Frozen parameters and buffers of the model
+        are not in it. Raises EngineError if it is not a commit of this model, or the
+        storage does not have it."""
+        if (
+            missing := {"storage", "steps", "param_groups", "loss_scaler"}
+            - commit.keys()
+        ):
             raise EngineError(
-                f"this is not what commit() of an engine's optimizer has returned: it has no {min(missing)}"
+                "this is not what commit() of an engine's optimizer has returned: it "
+                f"has no {min(missing)}"
             )
         assert self._runner is not None
         if not self._runner.backing.is_used:
             place = commit_place(commit["storage"])
-            raise EngineError(f"{place}, and this job has no storage: call enable(..., storage=FOLDER)")
-        steps, groups = commit["steps"], commit["param_groups"]
-        if (len(steps), len(groups)) != (len(self._masters), len(self.optimizer.param_groups)):
             raise EngineError(
-                f"this is the commit of another model: it has {len(steps)} subgroups in {len(groups)} groups, this "
-                f"optimizer has {len(self._masters)} in {len(self.optimizer.param_groups)}"
+                f"{place}, and this job has no storage: call enable(..., "
+                "storage=FOLDER)"
+            )
+        steps, groups = commit["steps"], commit["param_groups"]
+        if (len(steps), len(groups)) != (
+            len(self._masters),
+            len(self.optimizer.param_groups),
+        ):
+            raise EngineError(
+                f"this is the commit of another model: it has {len(steps)} subgroups "
+                f"in {len(groups)} groups, this "
+                f"optimizer has {len(self._masters)} in "
+                f"{len(self.optimizer.param_groups)}"
             )
         if self._cpu_adam is not None and "cpu_adam" not in commit:
-            raise EngineError("this commit has no cpu_adam: load what commit() of an engine's optimizer has returned")
+            raise EngineError(
+                "this commit has no cpu_adam: load what commit() of an engine's "
+                "optimizer has returned"
+            )
         check_commit(commit["storage"], self._commit_details(steps))
         self._runner.backing.check(self._subgroups, commit["storage"])
         if self._is_open:
@@ -286,15 +395,24 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             self._cpu_adam.load_state_dict(commit["cpu_adam"])
 
     def _commit_details(self, steps: Sequence[int]) -> dict[str, Any]:
-        """Return what a commit of this rank says of itself, with the numbers of updates of DeepSpeed's subgroups."""
-        shapes = [[tuple(param.ds_shape) for param in params] for params in self.fp16_groups]
+        """Return what a commit of this rank says of itself, with the numbers of updates
+        of DeepSpeed's subgroups."""
+        shapes = [
+            [tuple(param.ds_shape) for param in params] for params in self.fp16_groups
+        ]
         ranks = dist.get_world_size(self.dp_process_group)
-        return {"params": [f"{own} over {ranks} ranks" for own in shapes], "steps": list(steps), "rank": own_rank()}
+        return {
+            "params": [f"{own} over {ranks} ranks" for own in shapes],
+            "steps": list(steps),
+            "rank": own_rank(),
+        }
 
-    # -- late updates -------------------------------------------------------------------------------------------
+    # -- late updates
+    # ----------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Wait until the last step has written all parameters; with late updates it may not have when it returned.
+        """Wait until the last step has written all parameters; with late updates it may
+        not have when it returned.
 
         Raises EngineError if an operation of the step failed."""
         if self._runner is not None:
@@ -326,14 +444,16 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         super().offload_states(*args, **kwargs)
 
     def destroy(self) -> None:
-        """Destroy DeepSpeed's part, and close the engine, after the last step has ended."""
+        """Destroy DeepSpeed's part, and close the engine, after the last step has
+        ended."""
         try:
             self.synchronize()
         finally:
             for gate in self._gates:
                 gate.remove()
             if self._runner is not None and self._runner.backing.is_used:
-                # Before, since DeepSpeed reads the masters, which would read all state into host memory.
+                # Before, since DeepSpeed reads the masters, which would read all state
+                # into host memory.
                 self._runner.close()
                 self._runner = None
             super().destroy()
@@ -342,36 +462,56 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     @property
     def _is_late(self) -> bool:
-        """Whether updates may be late: the same on all ranks, as it decides which collectives run."""
+        """Whether updates may be late: the same on all ranks, as it decides which
+        collectives run."""
         return self.settings.supported.forward
 
     def _gate_gathers(self, params: Iterable[Any]) -> None:
-        """Let gathers of parameters wait, if updates may be late: of modules, prefetches and GatheredParameters.
+        """Let gathers of parameters wait, if updates may be late: of modules,
+        prefetches and GatheredParameters.
 
-        A gather reads the parts of all parameters in its list, before autograd sees anything of it. DeepSpeed calls the
-        function of any one in the list. A gate delays it; it never leaves one out or changes the order."""
+        A gather reads the parts of all parameters in its list, before autograd sees
+        anything of it. DeepSpeed calls the function of any one in the list. A gate
+        delays it; it never leaves one out or changes the order."""
         gates = []
         for param in params if self._is_late else ():
 
-            def before_gather(param_list: Sequence[Any] | None = None, *_: Any, param: Any = param, **__: Any) -> None:
+            def before_gather(
+                param_list: Sequence[Any] | None = None,
+                *_: Any,
+                param: Any = param,
+                **__: Any,
+            ) -> None:
                 self._wait_for([param] if param_list is None else param_list)
 
             gates.append(MethodGate(param, "all_gather", before_gather))
-            gates.append(MethodGate(param, "all_gather_coalesced", lambda params, *_, **__: self._wait_for(params)))
+            gates.append(
+                MethodGate(
+                    param,
+                    "all_gather_coalesced",
+                    lambda params, *_, **__: self._wait_for(params),
+                )
+            )
         self._gates = gates
 
     def _wait_for(self, params: Sequence[Any]) -> None:
         """Wait until late operations have written this rank's parts of parameters."""
         assert self._runner is not None
         self._runner.wait_for_params(
-            [part for param in params for part in self._gradients.slices_of(self.get_param_id(param))]
+            [
+                part
+                for param in params
+                for part in self._gradients.slices_of(self.get_param_id(param))
+            ]
         )
 
     def _post_step(self, timer_names: Any) -> None:
-        """Leave small ("persistent") parameters to the modules that use them, if updates may be late.
+        """Leave small ("persistent") parameters to the modules that use them, if
+        updates may be late.
 
-        DeepSpeed gathers all of them at the end of a step, which would have to wait for all late updates. In its first
-        step and after an overflow, it gathers them by module itself."""
+        DeepSpeed gathers all of them at the end of a step, which would have to wait for
+        all late updates. In its first step and after an overflow, it gathers them by
+        module itself."""
         persistent = self.persistent_parameters
         if self._is_late:
             self.persistent_parameters = []

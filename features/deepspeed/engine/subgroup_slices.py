@@ -1,4 +1,5 @@
-"""Slices of DeepSpeed's subgroups, which the engine moves and updates, and the gradients of slices."""
+"""Slices of DeepSpeed's subgroups, which the engine moves and updates, and the
+gradients of slices."""
 
 import ctypes
 import mmap
@@ -16,7 +17,8 @@ from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 
 @dataclass(frozen=True)
 class SubgroupSlice:
-    """A run of elements of one of DeepSpeed's subgroups, by its number: what the engine updates as one, or a parameter.
+    """A run of elements of one of DeepSpeed's subgroups, by its number: what the engine
+    updates as one, or a parameter.
 
     `end` is the element after the last one."""
 
@@ -31,7 +33,8 @@ class SubgroupSlice:
 
 
 def cut_subgroups(sizes: Sequence[int], max_params: int) -> list[SubgroupSlice]:
-    """Cut DeepSpeed's subgroups of these sizes into slices of at most so many elements, in order."""
+    """Cut DeepSpeed's subgroups of these sizes into slices of at most so many elements,
+    in order."""
     return [
         SubgroupSlice(group, begin, min(size, begin + max_params))
         for group, size in enumerate(sizes)
@@ -40,31 +43,48 @@ def cut_subgroups(sizes: Sequence[int], max_params: int) -> list[SubgroupSlice]:
 
 
 def engine_subgroups(
-    slices: Sequence[SubgroupSlice], dtype: torch.dtype, grad_dtype: torch.dtype, rules: Sequence[UpdateRule]
+    slices: Sequence[SubgroupSlice],
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    rules: Sequence[UpdateRule],
 ) -> list[Subgroup]:
-    """Return the slices as subgroups of the engine: each has one flat parameter. `rules` are by DeepSpeed's subgroup;
-    of rules of whole matrices, the engine has the end."""
+    """Return the slices as subgroups of the engine: each has one flat parameter.
+    `rules` are by DeepSpeed's subgroup; of rules of whole matrices, the engine has the
+    end."""
     own = [rules[part.group].ending for part in slices]
     return [
-        Subgroup(part.params, dtype, (ParamSegment(number, 0, part.params, 0),), grad_dtype, rule=rule)
+        Subgroup(
+            part.params,
+            dtype,
+            (ParamSegment(number, 0, part.params, 0),),
+            grad_dtype,
+            rule=rule,
+        )
         for number, (part, rule) in enumerate(zip(slices, own, strict=True))
     ]
 
 
 class SliceGradients:
-    """Collects the gradients of parameters, whose extents are this rank's parts of them, into gradients of slices.
+    """Collects the gradients of parameters, whose extents are this rank's parts of
+    them, into gradients of slices.
 
-    The gradient of a slice is in a buffer on the device. The buffer exists from the first gradient of the slice that is
-    added until the gradient is taken out. Elements without a gradient are zero."""
+    The gradient of a slice is in a buffer on the device. The buffer exists from the
+    first gradient of the slice that is added until the gradient is taken out. Elements
+    without a gradient are zero."""
 
     def __init__(
-        self, slices: Sequence[SubgroupSlice], extents: Mapping[int, SubgroupSlice], dtype: torch.dtype
+        self,
+        slices: Sequence[SubgroupSlice],
+        extents: Mapping[int, SubgroupSlice],
+        dtype: torch.dtype,
     ) -> None:
         self._slices = slices
         self._extents = extents
         self._dtype = dtype
         self.params = sum(extent.params for extent in extents.values())
-        self._slices_of = {param: self._overlapping(extent) for param, extent in extents.items()}
+        self._slices_of = {
+            param: self._overlapping(extent) for param, extent in extents.items()
+        }
         self._buffers: dict[int, torch.Tensor] = {}
         self._added: set[int] = set()
         self._expected = [0] * len(slices)
@@ -78,7 +98,8 @@ class SliceGradients:
         return param in self._extents
 
     def slices_of(self, param: int) -> Sequence[int]:
-        """Return the slices that have elements of a parameter; none if this rank has none."""
+        """Return the slices that have elements of a parameter; none if this rank has
+        none."""
         return self._slices_of.get(param, ())
 
     @property
@@ -97,12 +118,15 @@ class SliceGradients:
         return param in self._added
 
     def add(self, param: int, gradient: torch.Tensor) -> list[int]:
-        """Add the gradient of a parameter, flat, and return the slices whose gradient is complete with it.
+        """Add the gradient of a parameter, flat, and return the slices whose gradient
+        is complete with it.
 
         It is shorter than the extent if that ends in padding."""
         completed = []
         for number, slice_span, param_span in self._overlaps(param, gradient.numel()):
-            self._buffer(number, gradient.device)[slice_span].copy_(gradient[param_span])
+            self._buffer(number, gradient.device)[slice_span].copy_(
+                gradient[param_span]
+            )
         if param not in self._added:
             self._added.add(param)
             for number in self._slices_of[param]:
@@ -112,7 +136,8 @@ class SliceGradients:
         return completed
 
     def param_gradient(self, param: int, device: torch.device) -> torch.Tensor:
-        """Return the gradient of a parameter, flat, in new memory; zero if it was not added."""
+        """Return the gradient of a parameter, flat, in new memory; zero if it was not
+        added."""
         extent = self._extents[param]
         gradient = torch.zeros(extent.params, dtype=self._dtype, device=device)
         for number, slice_span, param_span in self._overlaps(param, gradient.numel()):
@@ -132,22 +157,30 @@ class SliceGradients:
 
     def _buffer(self, number: int, device: torch.device) -> torch.Tensor:
         if number not in self._buffers:
-            self._buffers[number] = torch.zeros(self._slices[number].params, dtype=self._dtype, device=device)
+            self._buffers[number] = torch.zeros(
+                self._slices[number].params, dtype=self._dtype, device=device
+            )
         return self._buffers[number]
 
     def _overlapping(self, extent: SubgroupSlice) -> list[int]:
         return [
             number
             for number, part in enumerate(self._slices)
-            if part.group == extent.group and part.begin < extent.end and extent.begin < part.end
+            if part.group == extent.group
+            and part.begin < extent.end
+            and extent.begin < part.end
         ]
 
     def _overlaps(self, param: int, length: int) -> Iterator[tuple[int, slice, slice]]:
-        """Yield (number of the slice, span in it, span in the parameter) for the first elements of a parameter."""
+        """Yield (number of the slice, span in it, span in the parameter) for the first
+        elements of a parameter."""
         extent = self._extents[param]
         for number in self._slices_of[param]:
             part = self._slices[number]
-            begin, end = max(part.begin, extent.begin), min(part.end, extent.begin + length)
+            begin, end = (
+                max(part.begin, extent.begin),
+                min(part.end, extent.begin + length),
+            )
             if begin < end:
                 yield (
                     number,
@@ -157,7 +190,8 @@ class SliceGradients:
 
 
 class HeldMasters:
-    """Masters and moments that are views of host buffers, in which the engine keeps its state."""
+    """Masters and moments that are views of host buffers, in which the engine keeps its
+    state."""
 
     def __init__(
         self,
@@ -170,15 +204,23 @@ class HeldMasters:
         self._optimizer = optimizer
         self._rules = rules
         self._masters = masters
-        shapes = [(len(rule.row_names), master.numel()) for rule, master in zip(rules, masters, strict=True)]
+        shapes = [
+            (len(rule.row_names), master.numel())
+            for rule, master in zip(rules, masters, strict=True)
+        ]
         self._buffers = [device.allocate_host(shape, torch.float32) for shape in shapes]
         self.collect()
-        # Host memory for the state of each slice, where the momentum of matrices is not the engine's.
+        # Host memory for the state of each slice, where the momentum of matrices is not
+        # the engine's.
         rows = [len(rule.ending.row_names) for rule in rules]
-        self.slice_buffers = [self._buffers[of.group][: rows[of.group], of.begin : of.end] for of in slices]
+        self.slice_buffers = [
+            self._buffers[of.group][: rows[of.group], of.begin : of.end]
+            for of in slices
+        ]
 
     def show(self, states: SubgroupStates, groups: Iterable[int]) -> None:
-        """Give masters and moments their values, which the caller may change: all state moves to the host."""
+        """Give masters and moments their values, which the caller may change: all state
+        moves to the host."""
         states.move_all_to_host()
 
     def write_back(self, states: SubgroupStates) -> None:
@@ -189,13 +231,15 @@ class HeldMasters:
 
     def collect(self) -> None:
         """Take moments by which torch has replaced those that were shown."""
-        for rule, master, buffer in zip(self._rules, self._masters, self._buffers, strict=True):
+        for rule, master, buffer in zip(
+            self._rules, self._masters, self._buffers, strict=True
+        ):
             _use_host_buffer(self._optimizer, rule, master, buffer)
 
 
 class StoredMasters:
-    """Masters and moments without elements, which have host memory only from `show` to `write_back`; `sizes`: their
-    elements then."""
+    """Masters and moments without elements, which have host memory only from `show` to
+    `write_back`; `sizes`: their elements then."""
 
     # The engine has its own.
     slice_buffers = None
@@ -219,14 +263,19 @@ class StoredMasters:
             _bind(optimizer, rule, master, self._empty(0))
 
     def show(self, states: SubgroupStates, groups: Iterable[int]) -> None:
-        """Read the state of DeepSpeed's subgroups into new host memory, which the caller may change."""
+        """Read the state of DeepSpeed's subgroups into new host memory, which the
+        caller may change."""
         shown = set(groups) - self._buffers.keys()
         for group in shown:
             buffer = self._empty(self._sizes[group])
-            self._buffers[group] = _bind(self._optimizer, self._rule, self._masters[group], buffer)
+            self._buffers[group] = _bind(
+                self._optimizer, self._rule, self._masters[group], buffer
+            )
         for number, part in enumerate(self._slices):
             if part.group in shown:
-                self._buffers[part.group][:, part.begin : part.end] = states.read(number)
+                self._buffers[part.group][:, part.begin : part.end] = states.read(
+                    number
+                )
 
     def write_back(self, states: SubgroupStates) -> None:
         """Write what was changed, and release the host memory."""
@@ -251,24 +300,33 @@ class StoredMasters:
             _use_host_buffer(self._optimizer, self._rule, self._masters[group], buffer)
 
     def _empty(self, elements: int) -> torch.Tensor:
-        return torch.empty((len(self._rule.row_names), elements), dtype=torch.float32, device="cpu")
+        return torch.empty(
+            (len(self._rule.row_names), elements), dtype=torch.float32, device="cpu"
+        )
 
 
 def release_pages(zeros: torch.Tensor) -> None:
-    """Return the memory of zeros on the host, which is not pinned, to the system until something writes to it."""
+    """Return the memory of zeros on the host, which is not pinned, to the system until
+    something writes to it."""
     if zeros.device.type != "cpu":
         return
     begin, end = zeros.data_ptr(), zeros.data_ptr() + zeros.nbytes
     first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
     if end - first >= mmap.PAGESIZE:
         nbytes = (end - first) // mmap.PAGESIZE * mmap.PAGESIZE
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED
+        )
 
 
-def _use_host_buffer(optimizer: Any, rule: UpdateRule, master: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """Make a master and its moments views of a host buffer with their values, and return it. New moments are zero.
+def _use_host_buffer(
+    optimizer: Any, rule: UpdateRule, master: torch.Tensor, buffer: torch.Tensor
+) -> torch.Tensor:
+    """Make a master and its moments views of a host buffer with their values, and
+    return it. New moments are zero.
 
-    The optimizer is the one that DeepSpeed calls, and has the moments; the buffer is fp32, (rows, elements)."""
+    The optimizer is the one that DeepSpeed calls, and has the moments; the buffer is
+    fp32, (rows, elements)."""
     if master.data.data_ptr() != buffer[MASTER].data_ptr():
         buffer[MASTER].copy_(master.data)
     state = optimizer.state[master]
@@ -280,8 +338,11 @@ def _use_host_buffer(optimizer: Any, rule: UpdateRule, master: torch.Tensor, buf
     return _bind(optimizer, rule, master, buffer)
 
 
-def _bind(optimizer: Any, rule: UpdateRule, master: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """Make a master and its moments views of a host buffer, whose values they take, and return it."""
+def _bind(
+    optimizer: Any, rule: UpdateRule, master: torch.Tensor, buffer: torch.Tensor
+) -> torch.Tensor:
+    """Make a master and its moments views of a host buffer, whose values they take, and
+    return it."""
     master.data = buffer[MASTER]
     master.grad = None
     state = optimizer.state[master]

@@ -1,1 +1,2 @@
-"""Rules on jobs that DeepSpeed runs, and on what it does by itself: transfers, updates, state on storage."""
+"""Rules on jobs that DeepSpeed runs, and on what it does by itself: transfers, updates,
+state on storage."""

@@ -17,10 +17,15 @@ def _is_swapped(metrics: JobMetrics) -> bool:
 
 DEEPSPEED = Need("a DeepSpeed job", lambda metrics: setup_of(metrics) is not None)
 SUB_STEPS = Need(
-    "sub-steps of DeepSpeed, with the update in the job's own process (`ebbtide profile` records them)",
+    "sub-steps of DeepSpeed, with the update in the job's own process (`ebbtide "
+    "profile` records them)",
     lambda metrics: metrics.sub_step("update") is not None,
 )
-SWAPPED = Need("DeepSpeed's optimizer state on storage (offload_optimizer: nvme)", _is_swapped, ends_with_offload=True)
+SWAPPED = Need(
+    "DeepSpeed's optimizer state on storage (offload_optimizer: nvme)",
+    _is_swapped,
+    ends_with_offload=True,
+)
 STORAGE_WAITS = Need(
     "waits for storage (`ebbtide profile` records those of DeepSpeed)",
     lambda metrics: any(use.wait_ms is not None for use in metrics.storage),

@@ -20,7 +20,12 @@ def torch(host: JobHost) -> Iterator[Answer]:
     package = host.packages.get("torch")
     if package is None:
         python = host.job.python or "this Python"
-        yield "unknown", f"{python} has no torch" if host.packages else f"{python} cannot be asked for its packages"
+        yield (
+            "unknown",
+            f"{python} has no torch"
+            if host.packages
+            else f"{python} cannot be asked for its packages",
+        )
         return
     text = _text(package.file and package.file.with_name("version.py"))
     cuda = _CUDA.search(text)
@@ -28,7 +33,11 @@ def torch(host: JobHost) -> Iterator[Answer]:
     if cuda is None:
         build = "built for ROCm" if _HIP.search(text) else "built for the CPU"
         if host.cards and "CPU" in build:
-            yield "warning", f"torch {package.version} is {build}, and cannot use the GPU", "install a build with CUDA"
+            yield (
+                "warning",
+                f"torch {package.version} is {build}, and cannot use the GPU",
+                "install a build with CUDA",
+            )
         else:
             yield "ok", f"torch {package.version}, {build}"
         return
@@ -37,8 +46,15 @@ def torch(host: JobHost) -> Iterator[Answer]:
     if driver is None:
         yield "ok", build
     elif version[0] > driver[0]:
-        text = f"{build}, but driver {host.driver} runs CUDA {driver[0]}.{driver[1]} at most: CUDA will not start"
-        yield "warning", text, f"update the driver, or install torch for CUDA {driver[0]}"
+        text = (
+            f"{build}, but driver {host.driver} runs CUDA {driver[0]}.{driver[1]} at "
+            "most: CUDA will not start"
+        )
+        yield (
+            "warning",
+            text,
+            f"update the driver, or install torch for CUDA {driver[0]}",
+        )
     else:
         yield "ok", f"{build}; driver {host.driver} (CUDA {driver[0]}.{driver[1]})"
 
@@ -51,26 +67,47 @@ def deepspeed(host: JobHost) -> Iterator[Answer]:
         if host.packages:
             yield "ok", "not installed"
         return
-    if re.search(r"'cpu_adam': True", _text(package.file and package.file.with_name("git_version_info_installed.py"))):
+    if re.search(
+        r"'cpu_adam': True",
+        _text(package.file and package.file.with_name("git_version_info_installed.py")),
+    ):
         yield "ok", f"DeepSpeed {package.version}, CPU Adam built"
         return
-    tools = {"g++": shutil.which("g++"), "ninja": host.packages.get("ninja") or shutil.which("ninja")}
+    tools = {
+        "g++": shutil.which("g++"),
+        "ninja": host.packages.get("ninja") or shutil.which("ninja"),
+    }
     if missing := " and ".join(name for name, path in tools.items() if path is None):
-        text = f"DeepSpeed {package.version} builds its CPU Adam when a job starts, and {missing} is missing"
-        yield "warning", text, f"install {missing}; or DS_BUILD_CPU_ADAM=1 pip install deepspeed elsewhere"
+        text = (
+            f"DeepSpeed {package.version} builds its CPU Adam when a job starts, and "
+            f"{missing} is missing"
+        )
+        yield (
+            "warning",
+            text,
+            f"install {missing}; or DS_BUILD_CPU_ADAM=1 pip install deepspeed "
+            "elsewhere",
+        )
     else:
-        yield "ok", f"DeepSpeed {package.version}; CPU Adam is built when a job first uses it"
+        yield (
+            "ok",
+            f"DeepSpeed {package.version}; CPU Adam is built when a job first uses it",
+        )
 
 
 @check("libaio")
 def libaio(host: JobHost) -> Iterator[Answer]:
-    """Check for the library with which DeepSpeed offloads to NVMe; ebbtide's own storage does not need it."""
+    """Check for the library with which DeepSpeed offloads to NVMe; ebbtide's own
+    storage does not need it."""
     if host.packages.get("deepspeed") is None:
         return
     if ctypes.util.find_library("aio"):
         yield "ok", "libaio is installed"
     else:
-        text = "no libaio: DeepSpeed cannot offload to NVMe (ebbtide's storage= does not need it)"
+        text = (
+            "no libaio: DeepSpeed cannot offload to NVMe (ebbtide's storage= does not "
+            "need it)"
+        )
         yield "unknown", text, "apt-get install libaio-dev"
 
 

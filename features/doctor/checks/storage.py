@@ -8,7 +8,11 @@ from pathlib import Path
 
 from ebbtide.features.doctor.check import Answer, check
 from ebbtide.features.doctor.host import JobHost
-from ebbtide.features.storage.engine.direct_file import DirectFile, file_system, memory_file_system
+from ebbtide.features.storage.engine.direct_file import (
+    DirectFile,
+    file_system,
+    memory_file_system,
+)
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.units import bytes_text
 
@@ -17,7 +21,8 @@ _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p")
 
 @check("storage")
 def storage(host: JobHost) -> Iterator[Answer]:
-    """Check file system and direct I/O of the folder; nothing is wrong where state stays in memory."""
+    """Check file system and direct I/O of the folder; nothing is wrong where state
+    stays in memory."""
     folder, kind = host.folder, file_system(host.folder) or "unknown file system"
     space = os.statvfs(folder)
     text = f"{folder}: {kind}, {bytes_text(space.f_bavail * space.f_frsize)} free"
@@ -36,6 +41,11 @@ def storage(host: JobHost) -> Iterator[Answer]:
     elif kind in _REMOTE:
         yield "unknown", f"{text}; reached over the network", remedy
     elif not is_direct:
-        yield "unknown", f"{text}; no O_DIRECT, so reads and writes of state go through the page cache", remedy
+        yield (
+            "unknown",
+            f"{text}; no O_DIRECT, so reads and writes of state go through the page "
+            "cache",
+            remedy,
+        )
     else:
         yield "ok", f"{text}, O_DIRECT"

@@ -1,1 +1,2 @@
-"""The fake GPU: tensors, streams, functions of torch.cuda, and collectives without other ranks."""
+"""The fake GPU: tensors, streams, functions of torch.cuda, and collectives without
+other ranks."""

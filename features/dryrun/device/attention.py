@@ -1,4 +1,5 @@
-"""Kernels that CUDA chooses and a CPU build has no rule for: attention, and norms that are fused."""
+"""Kernels that CUDA chooses and a CPU build has no rule for: attention, and norms that
+are fused."""
 
 import math
 from collections import Counter
@@ -15,7 +16,8 @@ WHOLE_ON_DEVICE = frozenset({torch.ops.aten._fused_rms_norm.default})
 
 
 class AttentionChoice:
-    """Chooses kernels by the rules of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+    """Chooses kernels by the rules of
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 
     `counts`: how often each kernel was chosen: `flash`, `efficient` or `math`."""
 
@@ -41,12 +43,20 @@ class AttentionChoice:
         if kernel == "efficient":
             return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
         return _aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
         )[0]
 
 
 def register_attention(choice: AttentionChoice) -> Any:
-    """Register the operation for CUDA, and return the library, whose `_destroy` removes it."""
+    """Register the operation for CUDA, and return the library, whose `_destroy` removes
+    it."""
     library = torch.library.Library("aten", "IMPL")
     for key in ("AutogradCUDA", "CUDA"):
         library.impl("scaled_dot_product_attention", choice.attend, key)
@@ -54,7 +64,9 @@ def register_attention(choice: AttentionChoice) -> Any:
 
 
 def _kernel(query: Any, key: Any, value: Any, mask: Any, enable_gqa: bool) -> str:
-    heads_match = query.dim() == 4 and query.shape[-3] == key.shape[-3] == value.shape[-3]
+    heads_match = (
+        query.dim() == 4 and query.shape[-3] == key.shape[-3] == value.shape[-3]
+    )
     grouped = enable_gqa and query.dim() == 4 and key.shape[-3] == value.shape[-3]
     same_dtype = query.dtype == key.dtype == value.dtype
     non_empty = min(query.shape[-2], key.shape[-2]) > 0
@@ -86,39 +98,63 @@ def _is_aligned(dtype: torch.dtype, *sizes: int) -> bool:
     return all(size % alignment == 0 for size in sizes)
 
 
-def _flash(query: Any, key: Any, value: Any, dropout: float, causal: bool, scale: float | None) -> Any:
+def _flash(
+    query: Any, key: Any, value: Any, dropout: float, causal: bool, scale: float | None
+) -> Any:
     size = query.shape[-1]
     scale = scale if scale is not None else 1 / math.sqrt(size)
     padding = -size % 8
     if padding:
-        query, key, value = (torch.nn.functional.pad(tensor, (0, padding)) for tensor in (query, key, value))
-    result = _aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)[0]
+        query, key, value = (
+            torch.nn.functional.pad(tensor, (0, padding))
+            for tensor in (query, key, value)
+        )
+    result = _aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout, causal, False, scale=scale
+    )[0]
     return result[..., :size] if padding else result
 
 
-def _efficient(query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None) -> Any:
+def _efficient(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> Any:
     if mask is not None:
         mask = _bias(mask, query, key)
-    logsumexp = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    logsumexp = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (query, key, value)
+    )
     return _aten._scaled_dot_product_efficient_attention(
         query, key, value, mask, logsumexp, dropout, causal, scale=scale
     )[0]
 
 
 def _bias(mask: Any, query: Any, key: Any) -> Any:
-    """Return the mask as the kernel takes it: a float tensor, aligned in its last dimension and expanded."""
+    """Return the mask as the kernel takes it: a float tensor, aligned in its last
+    dimension and expanded."""
     if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
+            mask.logical_not(), float("-inf")
+        )
     length = mask.shape[-1]
     if length % _MASK_ALIGNMENT:
-        mask = torch.nn.functional.pad(mask, (0, -length % _MASK_ALIGNMENT))[..., :length]
+        mask = torch.nn.functional.pad(mask, (0, -length % _MASK_ALIGNMENT))[
+            ..., :length
+        ]
     return mask.expand(*query.shape[:-1], key.shape[-2])
 
 
 def register_fused_norms(library: Any) -> None:
-    """Register the operation for CUDA, in a library for `aten` whose `_destroy` removes it.
+    """Register the operation for CUDA, in a library for `aten` whose `_destroy` removes
+    it.
 
-    Autograd then keeps it whole, with its own backward, and the dry run gives its result a shape."""
+    Autograd then keeps it whole, with its own backward, and the dry run gives its
+    result a shape."""
     library.impl("_fused_rms_norm", _never_called, "CUDA")
 
 

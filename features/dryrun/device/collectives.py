@@ -19,8 +19,8 @@ from ebbtide.machines.kernels.rates import KernelWork
 from ebbtide.machines.kernels.time_priors import WorkClass
 from ebbtide.profiler.agent.patches import Patches
 
-# Parts of the names of operations on process groups, and of their functional forms, without `_` -> the collective. A
-# name counts by the first part that it has.
+# Parts of the names of operations on process groups, and of their functional forms,
+# without `_` -> the collective. A name counts by the first part that it has.
 _KINDS = {
     "allreduce": "all_reduce",
     "broadcast": "broadcast",
@@ -34,10 +34,14 @@ _KINDS = {
     "recv": "receive",
     "barrier": "barrier",
 }
-# Of a ring of n ranks, bytes that one rank sends per byte of the largest tensor (or list) that it passes.
+# Of a ring of n ranks, bytes that one rank sends per byte of the largest tensor (or
+# list) that it passes.
 _RING_SHARES: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
-    **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"), lambda n: (n - 1) / n),
+    **dict.fromkeys(
+        ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"),
+        lambda n: (n - 1) / n,
+    ),
     "barrier": lambda n: 0.0,
 }
 # The other ranks of the group do not take part.
@@ -49,7 +53,8 @@ COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_dtensor"})
 
 
 class Collectives:
-    """Runs collectives on fake tensors: nothing is sent, and the clock advances by the bytes on the wire."""
+    """Runs collectives on fake tensors: nothing is sent, and the clock advances by the
+    bytes on the wire."""
 
     def __init__(self, clock: VirtualClock, values: ShadowValues) -> None:
         self._clock, self._values = clock, values
@@ -60,29 +65,41 @@ class Collectives:
         self._pending: OrderedDict[int, Times] = OrderedDict()
 
     def install(self, patches: Patches) -> None:
-        """Give works of fake groups a future with their tensors, and let waiting take time, until `patches.undo()`."""
+        """Give works of fake groups a future with their tensors, and let waiting take
+        time, until `patches.undo()`."""
         patches.set(FakeWork, "get_future", lambda work: self._future_of(work))
         for name in ("wait", "synchronize"):
-            patches.set(FakeWork, name, lambda work, *_args, **_kwargs: self._wait(work))
+            patches.set(
+                FakeWork, name, lambda work, *_args, **_kwargs: self._wait(work)
+            )
         original = dist.all_reduce
 
-        def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        def all_reduce(
+            tensor: Any,
+            op: Any = dist.ReduceOp.SUM,
+            group: Any = None,
+            async_op: bool = False,
+        ) -> Any:
             work = original(tensor, op, group, async_op)
             own = self._values.of(tensor)
             if op == dist.ReduceOp.SUM and own is not None:
                 with torch.no_grad():
-                    own.mul_(dist.get_world_size(group))  # the other ranks are taken to have the same
+                    # the other ranks are taken to have the same
+                    own.mul_(dist.get_world_size(group))
             return work
 
         for owner in (dist, dist.distributed_c10d):
             patches.set(owner, "all_reduce", all_reduce)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of an operation of the namespace `c10d`: what it writes, and a work."""
+        """Return the result of an operation of the namespace `c10d`: what it writes,
+        and a work."""
         inputs, written = list(tensors_in(args)), list(tensors_in(args[:1]))
         self._follow_values(func, args, kwargs, written)
         asynchronous = _argument(func, args, kwargs, "async_op")
-        done = self._launch(func, args, kwargs, inputs, [], asynchronous is None or bool(asynchronous))
+        done = self._launch(
+            func, args, kwargs, inputs, [], asynchronous is None or bool(asynchronous)
+        )
         work = FakeWork()
         work.seq_id = next(self._numbers)
         self._works[work.seq_id] = done, [weakref.ref(tensor) for tensor in written]
@@ -94,7 +111,8 @@ class Collectives:
         return work.boxed() if len(results) == 1 else (args[0], work.boxed())
 
     def account(self, func: Any, args: Any, kwargs: Any, outputs: list[Any]) -> None:
-        """Account for a functional collective, which has run on fake tensors, or for waiting for its result."""
+        """Account for a functional collective, which has run on fake tensors, or for
+        waiting for its result."""
         if func is _WAIT:
             self._wait_for(self._pending.pop(outputs[0].untyped_storage()._cdata, None))
             return
@@ -109,7 +127,9 @@ class Collectives:
         """Make the current stream wait for every collective so far."""
         self._clock.wait(self._clock.record(COMMUNICATION_STREAM))
 
-    def _follow_values(self, func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
+    def _follow_values(
+        self, func: Any, args: Any, kwargs: Any, written: list[Any]
+    ) -> None:
         """Compute what the tensors hold if all ranks had the values of this one."""
         sources = list(tensors_in(args[1:])) or written
         have_values = all(self._values.of(tensor) is not None for tensor in sources)
@@ -121,21 +141,36 @@ class Collectives:
             for tensor in written:
                 if self._values.of(tensor) is None:
                     self._values.set(tensor, torch.zeros(()))
-            if self._values.compute(func, args, kwargs, [*written, *sources]) is not None:
+            if (
+                self._values.compute(func, args, kwargs, [*written, *sources])
+                is not None
+            ):
                 return
         self._values.forget(written)
 
     def _launch(
-        self, func: Any, args: Any, kwargs: Any, inputs: list[Any], outputs: list[Any], is_async: bool
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        inputs: list[Any],
+        outputs: list[Any],
+        is_async: bool,
     ) -> Times | None:
         kind = _kind_of(func._schema.name)
         if kind is None or not any(tensor.device.type == "cuda" for tensor in inputs):
             return None
         group = _group(func, args, kwargs)
         size = _wire_bytes(kind, [*args, outputs], group.size())
-        label = None if kind in _POINT_TO_POINT else f"{group.group_desc or group.group_name}, {group.size():,} ranks"
+        label = (
+            None
+            if kind in _POINT_TO_POINT
+            else f"{group.group_desc or group.group_name}, {group.size():,} ranks"
+        )
         self._clock.run_host(priors.PYTHON_OPERATION_NS)
-        work = KernelWork(kind, "communication", WorkClass.COLLECTIVE, 0, size, group=label)
+        work = KernelWork(
+            kind, "communication", WorkClass.COLLECTIVE, 0, size, group=label
+        )
         return self._clock.run_collective(work, is_async)
 
     def _wait_for(self, done: Times | None) -> None:
@@ -149,7 +184,9 @@ class Collectives:
     def _future_of(self, work: Any) -> Any:
         future: torch.futures.Future[Any] = torch.futures.Future()
         references = self._works.get(work.seq_id, (None, []))[1]
-        future.set_result([tensor for reference in references if (tensor := reference()) is not None])
+        future.set_result(
+            [tensor for reference in references if (tensor := reference()) is not None]
+        )
         return future
 
 
@@ -160,10 +197,15 @@ def _kind_of(name: str) -> str | None:
 
 
 def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """Return an argument by its name; None where the operation has none of this name."""
+    """Return an argument by its name; None where the operation has none of this
+    name."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == name:
-            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
+            return (
+                args[position]
+                if position < len(args)
+                else kwargs.get(name, argument.default_value)
+            )
     return None
 
 
@@ -178,7 +220,8 @@ def _group(func: Any, args: Any, kwargs: Any) -> Any:
 def _wire_bytes(kind: str, parts: list[Any], ranks: int) -> int:
     """Return the bytes that a rank sends or receives.
 
-    By the ring algorithms of NCCL, whose broadcast and reduce pass every byte once (bus bandwidth in
+    By the ring algorithms of NCCL, whose broadcast and reduce pass every byte once (bus
+    bandwidth in
     https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)."""
     if ranks == 1 and kind not in _POINT_TO_POINT:
         return 0
@@ -189,5 +232,7 @@ def _wire_bytes(kind: str, parts: list[Any], ranks: int) -> int:
 
 def _bytes_of(value: Any) -> int:
     if isinstance(value, list | tuple | torch.Tensor):
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in((value,)))
+        return sum(
+            tensor.numel() * tensor.element_size() for tensor in tensors_in((value,))
+        )
     return 0

@@ -1,7 +1,9 @@
-"""Makes torch's C++ side of a CPU build believe that it has CUDA devices, by objects in place of two of its own.
+"""Makes torch's C++ side of a CPU build believe that it has CUDA devices, by objects in
+place of two of its own.
 
-Autograd asks two objects about CUDA: the device guard in `c10::impl::device_guard_impl_registry`, and the hooks that
-`at::detail::getCUDAHooks()` returns. A CPU build has no guard, and hooks that raise.
+Autograd asks two objects about CUDA: the device guard in
+`c10::impl::device_guard_impl_registry`, and the hooks that `at::detail::getCUDAHooks()`
+returns. A CPU build has no guard, and hooks that raise.
 """
 
 import ctypes
@@ -11,7 +13,8 @@ from typing import Any
 
 from ebbtide.features.dryrun.errors import DryRunError
 
-# The entries of the hooks' table of virtual functions that are used, by their place in it.
+# The entries of the hooks' table of virtual functions that are used, by their place in
+# it.
 _SLOTS = {
     2: "isBuilt",
     3: "isAvailable",
@@ -38,14 +41,22 @@ class CudaStubs:
     def __init__(self, torch: Any, devices: int) -> None:
         _check_version(torch)
         library = Path(torch.__file__).parent / "lib"
-        core, cpu = ctypes.CDLL(str(library / "libc10.so")), ctypes.CDLL(str(library / "libtorch_cpu.so"))
-        self._registry = (ctypes.c_void_p * 24).in_dll(core, "_ZN3c104impl26device_guard_impl_registryE")
+        core, cpu = (
+            ctypes.CDLL(str(library / "libc10.so")),
+            ctypes.CDLL(str(library / "libtorch_cpu.so")),
+        )
+        self._registry = (ctypes.c_void_p * 24).in_dll(
+            core, "_ZN3c104impl26device_guard_impl_registryE"
+        )
         self._guard_before = self._registry[_CUDA]
         # An object: the address of its table, and zeros as its data.
-        guard = (ctypes.c_void_p * 8)(_table(dict.fromkeys(range(_GUARD_SLOTS), 0), _GUARD_SLOTS))
+        guard = (ctypes.c_void_p * 8)(
+            _table(dict.fromkeys(range(_GUARD_SLOTS), 0), _GUARD_SLOTS)
+        )
         _KEEP_ALIVE.append(guard)
         self._registry[_CUDA] = ctypes.addressof(guard)
-        # Torch replaces a guard that counts no devices by its own guard that does nothing.
+        # Torch replaces a guard that counts no devices by its own guard that does
+        # nothing.
         torch._C._ensureCUDADeviceGuardSet()
         get_hooks = cpu._ZN2at6detail12getCUDAHooksEv
         get_hooks.restype = ctypes.c_void_p
@@ -64,21 +75,38 @@ class CudaStubs:
 def _check_version(torch: Any) -> None:
     version = torch.__version__
     if torch.version.cuda or torch.version.hip:
-        raise DryRunError(f"a dry run needs a build of torch for the CPU alone, as torch 2.13.0+cpu; this is {version}")
-    headers = Path(torch.__file__).parent / "include" / "ATen" / "detail" / "AcceleratorHooksInterface.h"
+        raise DryRunError(
+            "a dry run needs a build of torch for the CPU alone, as torch 2.13.0+cpu; "
+            f"this is {version}"
+        )
+    headers = (
+        Path(torch.__file__).parent
+        / "include"
+        / "ATen"
+        / "detail"
+        / "AcceleratorHooksInterface.h"
+    )
     try:
         names = _VIRTUAL.findall(headers.read_text(encoding="utf-8"))
     except OSError:
         names = []
     # A destructor has two entries.
     layout = {slot + 1: name for slot, name in enumerate(names)}
-    if not version.startswith("2.13.") or any(layout.get(slot) != name for slot, name in _SLOTS.items()):
-        raise DryRunError(f"a dry run needs torch 2.13 (CPU build), whose layout it knows; this is {version}")
+    if not version.startswith("2.13.") or any(
+        layout.get(slot) != name for slot, name in _SLOTS.items()
+    ):
+        raise DryRunError(
+            "a dry run needs torch 2.13 (CPU build), whose layout it knows; this is "
+            f"{version}"
+        )
 
 
 def _table(values: dict[int, int], slots: int, copied: int | None = None) -> int:
-    """Return the address of a table of virtual functions that return `values`; the others are copied."""
-    table = (ctypes.c_void_p * slots)(*((ctypes.c_void_p * slots).from_address(copied) if copied else ()))
+    """Return the address of a table of virtual functions that return `values`; the
+    others are copied."""
+    table = (ctypes.c_void_p * slots)(
+        *((ctypes.c_void_p * slots).from_address(copied) if copied else ())
+    )
     for slot, value in values.items():
         function = _FUNCTION(lambda _object, _argument, value=value: value)
         _KEEP_ALIVE.append(function)

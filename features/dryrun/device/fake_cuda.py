@@ -17,7 +17,8 @@ from ebbtide.machines.machine import GpuCompute
 from ebbtide.machines.sheets import GPU_SHEETS
 from ebbtide.profiler.agent.patches import Patches
 
-# A job that asks again and again whether an event has passed waits so long between two questions.
+# A job that asks again and again whether an event has passed waits so long between two
+# questions.
 _POLL_NS = PriorRange(2_000, 2_000, 2_000)
 # Memory of the device where no capacity is stated: as an 80 GB card.
 DEFAULT_CAPACITY_BYTES = 80 * 10**9
@@ -25,14 +26,34 @@ DEFAULT_CAPACITY_BYTES = 80 * 10**9
 _DEFAULT_CAPABILITY = "9.0"
 _PROCESSORS = 132
 # Functions of `torch.cuda` by what they return.
-_RANDOM = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")
+_RANDOM = (
+    "manual_seed",
+    "manual_seed_all",
+    "seed",
+    "seed_all",
+    "set_rng_state",
+    "set_rng_state_all",
+)
 _WITHOUT_EFFECT = ("_lazy_init", "init", "set_device", "ipc_collect", *_RANDOM)
-_TRUE = ("is_available", "_is_compiled", "is_initialized", "is_bf16_supported", "is_tf32_supported")
-_ZERO = ("current_device", "_exchange_device", "_maybe_exchange_device", "utilization", "initial_seed")
+_TRUE = (
+    "is_available",
+    "_is_compiled",
+    "is_initialized",
+    "is_bf16_supported",
+    "is_tf32_supported",
+)
+_ZERO = (
+    "current_device",
+    "_exchange_device",
+    "_maybe_exchange_device",
+    "utilization",
+    "initial_seed",
+)
 
 
 def stream_functions(clock: VirtualClock) -> dict[str, Any]:
-    """Return the classes of streams and events on a clock, and the functions of `torch.cuda` that use them."""
+    """Return the classes of streams and events on a clock, and the functions of
+    `torch.cuda` that use them."""
     numbers = count(1)
 
     class FakeStream:
@@ -40,8 +61,12 @@ def stream_functions(clock: VirtualClock) -> dict[str, Any]:
 
         device_index, device_type, priority = 0, 1, 0
 
-        def __init__(self, *_args: Any, number: int | None = None, **_kwargs: Any) -> None:
-            self.stream_id = self.cuda_stream = next(numbers) if number is None else number
+        def __init__(
+            self, *_args: Any, number: int | None = None, **_kwargs: Any
+        ) -> None:
+            self.stream_id = self.cuda_stream = (
+                next(numbers) if number is None else number
+            )
             self.device = torch.device("cuda", 0)
             self._before: list[int] = []
 
@@ -98,7 +123,9 @@ def stream_functions(clock: VirtualClock) -> dict[str, Any]:
 
         def elapsed_time(self, end: FakeEvent) -> float:
             if self.times is None or end.times is None:
-                raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+                raise RuntimeError(
+                    "Both events must be recorded before calculating elapsed time."
+                )
             return (end.times[TYPICAL] - self.times[TYPICAL]) / 1e6
 
     def set_stream(stream: Any) -> None:
@@ -118,7 +145,8 @@ def stream_functions(clock: VirtualClock) -> dict[str, Any]:
 
 
 def _has_passed(clock: VirtualClock, event: Times) -> bool:
-    """Return whether the host has reached the time of an event; if not, the host spends some time."""
+    """Return whether the host has reached the time of an event; if not, the host spends
+    some time."""
     if clock.now_ns >= event[TYPICAL]:
         return True
     clock.run_host(_POLL_NS)
@@ -138,7 +166,8 @@ class HostGenerator(torch._C.Generator, metaclass=_GeneratorMeta):  # type: igno
 
 
 class DeviceGenerator(HostGenerator):
-    """A default generator of a device, whose state is that of the functions in `torch.cuda.random`."""
+    """A default generator of a device, whose state is that of the functions in
+    `torch.cuda.random`."""
 
     def get_state(self) -> Any:
         """Return a state of zeros, with the size of a CUDA generator's."""
@@ -151,12 +180,14 @@ class DeviceGenerator(HostGenerator):
 
 # Functions of `torch.cuda.cudart()` without an effect on what is counted.
 _RUNTIME = (
-    "cudaHostRegister", "cudaHostUnregister", "cudaProfilerStart", "cudaProfilerStop", "cudaDeviceSynchronize"
+    "cudaHostRegister", "cudaHostUnregister", "cudaProfilerStart", "cudaProfilerStop",
+    "cudaDeviceSynchronize"
 )  # fmt: skip
 
 
 def capability_of(name: str, gpu: GpuCompute | None = None) -> tuple[int, int]:
-    """Return the compute capability of a device, by which jobs and torch choose kernels.
+    """Return the compute capability of a device, by which jobs and torch choose
+    kernels.
 
     `gpu`: its rates; None: those of the preset, or of an H100 for other names."""
     if gpu is None and name in GPU_SHEETS:
@@ -166,7 +197,8 @@ def capability_of(name: str, gpu: GpuCompute | None = None) -> tuple[int, int]:
 
 
 def constant(value: Any) -> Any:
-    """Return a function of its own for each name, since dynamo has one rule for a function."""
+    """Return a function of its own for each name, since dynamo has one rule for a
+    function."""
     return lambda *_args, **_kwargs: value
 
 
@@ -185,10 +217,14 @@ def patch_cuda(
     cuda = torch.cuda
     major, minor = capability
     properties = SimpleNamespace(
-        name=name, major=major, minor=minor, total_memory=capacity_bytes, multi_processor_count=_PROCESSORS,
-        is_integrated=False, is_multi_gpu_board=False, max_threads_per_multi_processor=2048, warp_size=32,
-        regs_per_multiprocessor=65536, shared_memory_per_block=49152, shared_memory_per_block_optin=166912,
-        shared_memory_per_multiprocessor=167936, L2_cache_size=41943040, gcnArchName="", uuid="dry-run",
+        name=name, major=major, minor=minor, total_memory=capacity_bytes,
+        multi_processor_count=_PROCESSORS,
+        is_integrated=False, is_multi_gpu_board=False,
+        max_threads_per_multi_processor=2048, warp_size=32,
+        regs_per_multiprocessor=65536, shared_memory_per_block=49152,
+        shared_memory_per_block_optin=166912,
+        shared_memory_per_multiprocessor=167936, L2_cache_size=41943040,
+        gcnArchName="", uuid="dry-run",
     )  # fmt: skip
     allocator = memory.allocator
 
@@ -203,7 +239,10 @@ def patch_cuda(
         **stream_functions(clock),
         **{name: constant(None) for name in _WITHOUT_EFFECT},
         **{name: constant(True) for name in _TRUE},
-        **{name: constant(False) for name in ("can_device_access_peer", "is_current_stream_capturing")},
+        **{
+            name: constant(False)
+            for name in ("can_device_access_peer", "is_current_stream_capturing")
+        },
         **{name: constant(0) for name in _ZERO},
         "device_count": constant(devices),
         "get_device_name": constant(name),
@@ -211,7 +250,9 @@ def patch_cuda(
         "get_device_properties": constant(properties),
         "get_arch_list": constant([f"sm_{major}{minor}"]),
         "get_rng_state": lambda *_args, **_kwargs: torch.zeros(16, dtype=torch.uint8),
-        "get_rng_state_all": lambda *_args, **_kwargs: [torch.zeros(16, dtype=torch.uint8)],
+        "get_rng_state_all": lambda *_args, **_kwargs: [
+            torch.zeros(16, dtype=torch.uint8)
+        ],
         "default_generators": tuple(DeviceGenerator() for _ in range(devices)),
     }
     statistics: dict[str, Any] = {
@@ -223,7 +264,10 @@ def patch_cuda(
         "memory_stats_as_nested_dict": lambda *_args, **_kwargs: {},
         "memory_summary": constant("(dry run)"),
         "memory_snapshot": constant([]),
-        "mem_get_info": lambda *_args, **_kwargs: (max(0, capacity_bytes - allocator.reserved_bytes), capacity_bytes),
+        "mem_get_info": lambda *_args, **_kwargs: (
+            max(0, capacity_bytes - allocator.reserved_bytes),
+            capacity_bytes,
+        ),
         "reset_peak_memory_stats": lambda *_args, **_kwargs: memory.reset_peaks(),
         "reset_accumulated_memory_stats": constant(None),
         "empty_cache": memory.empty_cache,
@@ -240,7 +284,10 @@ def patch_cuda(
         patches.set(cuda.random, key, functions[key])
     _patch_extension(patches, devices)
     runtime = {name: constant(0) for name in _RUNTIME}  # 0 is cudaSuccess
-    runtime |= {"cudaError": SimpleNamespace(success=0), "cudaMemGetInfo": statistics["mem_get_info"]}
+    runtime |= {
+        "cudaError": SimpleNamespace(success=0),
+        "cudaMemGetInfo": statistics["mem_get_info"],
+    }
     patches.set(cuda, "_cudart", SimpleNamespace(**runtime))
 
     def record_stream(tensor: Any, stream: Any) -> None:
@@ -252,7 +299,8 @@ def patch_cuda(
 
 
 def _patch_extension(patches: Patches, devices: int) -> None:
-    """Add functions of the extension that a CPU build lacks and that Python code of torch calls."""
+    """Add functions of the extension that a CPU build lacks and that Python code of
+    torch calls."""
     for key, value in {
         "_cuda_getDeviceCount": constant(devices),
         "_cuda_getDevice": constant(0),

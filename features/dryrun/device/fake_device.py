@@ -1,4 +1,5 @@
-"""Runs each operation of the job: on fake tensors where the device takes part, for real elsewhere."""
+"""Runs each operation of the job: on fake tensors where the device takes part, for real
+elsewhere."""
 
 import sys
 import threading
@@ -18,11 +19,18 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.features.dryrun.device.attention import WHOLE_ON_DEVICE
-from ebbtide.features.dryrun.device.collectives import COLLECTIVE_NAMESPACES, Collectives
+from ebbtide.features.dryrun.device.collectives import (
+    COLLECTIVE_NAMESPACES,
+    Collectives,
+)
 from ebbtide.features.dryrun.device.known_calls import KnownCalls
 from ebbtide.features.dryrun.device.unknown_shapes import UnknownShapes
 from ebbtide.features.dryrun.errors import CannotFakeError
-from ebbtide.features.dryrun.memory.device_memory import CallStacks, DeviceMemory, FakeHostMemory
+from ebbtide.features.dryrun.memory.device_memory import (
+    CallStacks,
+    DeviceMemory,
+    FakeHostMemory,
+)
 from ebbtide.features.dryrun.memory.workspaces import KernelWorkspaces
 from ebbtide.features.dryrun.shadow_values import MAX_ELEMENTS, ShadowValues, tensors_in
 from ebbtide.features.dryrun.time.clock import OperationTimer, VirtualClock
@@ -45,7 +53,8 @@ _attention = _aten.scaled_dot_product_attention.default
 _is_pinned = _aten.is_pinned.default
 _device_of = torch.ops.prim.device.default
 _COPIES = frozenset({_aten._to_copy.default, _aten.copy_.default})
-# The sum of two gradients of a tensor, and gradients of operations that read at indices.
+# The sum of two gradients of a tensor, and gradients of operations that read at
+# indices.
 _WRITES = frozenset(
     {
         _aten.add.Tensor,
@@ -56,7 +65,8 @@ _WRITES = frozenset(
         _aten.index_add.default,
     }
 )
-# References to a storage that nothing but the operation's first argument uses: of the tensor, and of its Python object.
+# References to a storage that nothing but the operation's first argument uses: of the
+# tensor, and of its Python object.
 _OWN_REFERENCES = 2
 # References to the argument that is in no other hands than autograd's.
 _OWN_TENSOR_REFERENCES = 4
@@ -66,7 +76,11 @@ _OWN_TENSOR_REFERENCES = 4
 def _is_composite(func: Any) -> bool:
     if func in WHOLE_ON_DEVICE:
         return False
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+    return bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(
+            func.name(), "CompositeImplicitAutograd"
+        )
+    )
 
 
 class HostlessFakeMode(FakeTensorMode):  # type: ignore[misc]
@@ -78,9 +92,11 @@ class HostlessFakeMode(FakeTensorMode):  # type: ignore[misc]
 
 
 class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
-    """Decides for every operation whether it runs on fake tensors, and follows the memory of the device.
+    """Decides for every operation whether it runs on fake tensors, and follows the
+    memory of the device.
 
-    Tensors of the host with more than `MAX_ELEMENTS` elements are fake too: weights before they are moved.
+    Tensors of the host with more than `MAX_ELEMENTS` elements are fake too: weights
+    before they are moved.
 
     `modules`: names of the modules that run, the innermost last.
 
@@ -96,7 +112,9 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         host_memory: FakeHostMemory,
     ) -> None:
         super().__init__()
-        self.fake_mode = HostlessFakeMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+        self.fake_mode = HostlessFakeMode(
+            allow_fallback_kernels=False, allow_non_fake_inputs=True
+        )
         self.modules = modules
         self.fake_mode.cache_enabled = False
         self._calls = KnownCalls(self.fake_mode)
@@ -115,17 +133,25 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         return False  # a wrapper around each operation would cost time
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is _device_of:
-            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+            return (
+                args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+            )
         if func is _is_pinned:
             return args[0].is_pinned()
         kwargs = kwargs or {}
         if not self.enabled:
             return func(*args, **kwargs)
         if kwargs.get("pin_memory"):
-            result = self.__torch_dispatch__(func, types, args, {**kwargs, "pin_memory": None})
+            result = self.__torch_dispatch__(
+                func, types, args, {**kwargs, "pin_memory": None}
+            )
             return result.pin_memory() if result.device.type == "cpu" else result
         has_fakes = False
         for kind in types:
@@ -137,34 +163,46 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         on_device = device.type == "cuda"
         if on_device and (device.index or 0) >= torch.cuda.device_count():
             raise torch.AcceleratorError("CUDA error: invalid device ordinal")
-        if not has_fakes and not on_device and not self._is_large_factory(func, args, kwargs):
+        if (
+            not has_fakes
+            and not on_device
+            and not self._is_large_factory(func, args, kwargs)
+        ):
             return func(*args, **kwargs)
         if func is _attention:
             with self:
                 return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
         if _is_composite(func):
-            with self:  # DTensor calls it from below autograd, which would take it apart
+            # DTensor calls it from below autograd, which would take it apart
+            with self:
                 return func.decompose(*args, **kwargs)
         with self._lock:
             return self._run_fake(func, types, args, kwargs)
 
     @wrapper
     def wrap_thread(self, run: Callable[[Any], None], thread: Any) -> None:
-        """Wrap the method that runs a thread, so that operations in new threads are faked, too."""
+        """Wrap the method that runs a thread, so that operations in new threads are
+        faked, too."""
         # Autograd's own threads have no stacks; the setting is one of each thread.
         with self, torch.autograd.set_multithreading_enabled(False):
             run(thread)
 
     def to_fake(self, tensor: Any) -> Any:
         """Return a fake tensor like a tensor."""
-        return tensor if isinstance(tensor, FakeTensor) else self.fake_mode.from_tensor(tensor)
+        return (
+            tensor
+            if isinstance(tensor, FakeTensor)
+            else self.fake_mode.from_tensor(tensor)
+        )
 
     def follow_kernel(self, work: KernelWork, outputs: list[Any]) -> None:
         """Charge a kernel that has run beside the mode, and follow what it made."""
         self._timer.run_kernel(work)
         for tensor in outputs:
             self._memory.add(
-                tensor.untyped_storage(), self._stacks.current(), self.modules[-1] if self.modules else None
+                tensor.untyped_storage(),
+                self._stacks.current(),
+                self.modules[-1] if self.modules else None,
             )
 
     def host_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
@@ -175,7 +213,9 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         return tensor
 
     @staticmethod
-    def _is_large_factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_large_factory(
+        func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
         if func not in _FACTORIES or not args:
             return False
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
@@ -184,7 +224,9 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
             elements *= size
         return elements > MAX_ELEMENTS and dtype.is_floating_point
 
-    def _run_fake(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_fake(
+        self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if func is _aten._local_scalar_dense.default:
             return self._read_value(args[0])
         if func is _aten.equal.default:
@@ -198,11 +240,21 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         inputs = [*tensors_in(args), *tensors_in(kwargs.values())]
         key = self._calls.key(func, args, kwargs, inputs)
         call = self._calls.find(key)
-        result = self._make_fake(func, types, args, kwargs) if call is None else call.again(inputs)
+        result = (
+            self._make_fake(func, types, args, kwargs)
+            if call is None
+            else call.again(inputs)
+        )
         outputs = list(tensors_in((result,)))
         if call is None:
-            on_device = any(isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda" for tensor in outputs)
-            effects = self._timer.charge_of(func, args, kwargs, result, inputs, outputs), on_device
+            on_device = any(
+                isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
+                for tensor in outputs
+            )
+            effects = (
+                self._timer.charge_of(func, args, kwargs, result, inputs, outputs),
+                on_device,
+            )
             # Otherwise the operation gave an argument another shape.
             if key is not None and key == self._calls.key(func, args, kwargs, inputs):
                 self._calls.add(key, func, result, inputs, effects)
@@ -215,24 +267,46 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         self._follow_storages(func, args, outputs)
         if on_device:
             self._workspaces.note(func, args, kwargs, result)
-        if args and isinstance(args[0], torch.Tensor) and not isinstance(args[0], FakeTensor):
+        if (
+            args
+            and isinstance(args[0], torch.Tensor)
+            and not isinstance(args[0], FakeTensor)
+        ):
             schema = func._schema
-            if schema.is_mutable and schema.name.endswith("_") and isinstance(result, torch.Tensor):
-                return args[0]  # an operation in place on a real tensor, with fake arguments
+            if (
+                schema.is_mutable
+                and schema.name.endswith("_")
+                and isinstance(result, torch.Tensor)
+            ):
+                # an operation in place on a real tensor, with fake arguments
+                return args[0]
         return result
 
-    def _make_fake(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operation that was not called with such arguments before."""
+    def _make_fake(
+        self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the result of an operation that was not called with such arguments
+        before."""
         try:
             result = self.shapes.run(func, args, kwargs)
-            return self.fake_mode.dispatch(func, types, args, kwargs) if result is None else result
+            return (
+                self.fake_mode.dispatch(func, types, args, kwargs)
+                if result is None
+                else result
+            )
         except DataDependentOutputException as error:
-            raise CannotFakeError(f"cannot dry-run {error.func}: it depends on values") from error
+            raise CannotFakeError(
+                f"cannot dry-run {error.func}: it depends on values"
+            ) from error
         except DynamicOutputShapeException as error:
-            raise CannotFakeError(f"cannot dry-run {error.func}: the shape of its result depends on values") from error
+            raise CannotFakeError(
+                f"cannot dry-run {error.func}: the shape of its result depends on "
+                "values"
+            ) from error
         except UnsupportedOperatorException as error:
             raise CannotFakeError(
-                f"cannot dry-run {error.func}: it has no implementation for fake tensors; register one with "
+                f"cannot dry-run {error.func}: it has no implementation for fake "
+                "tensors; register one with "
                 "torch.library.register_fake"
             ) from error
 
@@ -241,21 +315,30 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
             self._clock.run_copy("d2h", tensor.element_size())
         return self.values.value_of(tensor)
 
-    def _count_copy(self, func: Any, args: Any, kwargs: Any, inputs: list[Any], outputs: list[Any]) -> bool:
-        """Return whether an operation is a copy between host and device, and count it."""
+    def _count_copy(
+        self, func: Any, args: Any, kwargs: Any, inputs: list[Any], outputs: list[Any]
+    ) -> bool:
+        """Return whether an operation is a copy between host and device, and count
+        it."""
         if func not in _COPIES:
             return False
         source = inputs[0] if func is _aten._to_copy.default else inputs[1]
         target = outputs[0]
         kinds = source.device.type, target.device.type
-        blocking = not (kwargs.get("non_blocking") or (func is _aten.copy_.default and len(args) > 2 and args[2]))
-        # Data types are converted on the host, in copies to the device into a pageable buffer.
+        blocking = not (
+            kwargs.get("non_blocking")
+            or (func is _aten.copy_.default and len(args) > 2 and args[2])
+        )
+        # Data types are converted on the host, in copies to the device into a pageable
+        # buffer.
         if kinds == ("cpu", "cuda"):
             same_dtype = source.dtype == target.dtype
             size = target.numel() * target.element_size()
             self._clock.run_copy("h2d", size, source if same_dtype else None, blocking)
         elif kinds == ("cuda", "cpu"):
-            self._clock.run_copy("d2h", target.numel() * source.element_size(), target, blocking)
+            self._clock.run_copy(
+                "d2h", target.numel() * source.element_size(), target, blocking
+            )
         return bool(kinds[0] != kinds[1])
 
     def _follow_storages(self, func: Any, args: Any, outputs: list[Any]) -> None:
@@ -267,35 +350,55 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
             storage = tensor.untyped_storage()
             if tensor.fake_device.type != "cuda":
                 self._host_memory.follow(storage)
-            elif not self._memory.has(storage) and (reused is None or not self._memory.take_over(reused, storage)):
-                self._memory.add(storage, self._stacks.current(), self.modules[-1] if self.modules else None)
+            elif not self._memory.has(storage) and (
+                reused is None or not self._memory.take_over(reused, storage)
+            ):
+                self._memory.add(
+                    storage,
+                    self._stacks.current(),
+                    self.modules[-1] if self.modules else None,
+                )
 
 
 def in_place_target(func: Any, args: Any) -> Any:
-    """Return the storage that an operation called by autograd would write in place on a device; None if there is none.
+    """Return the storage that an operation called by autograd would write in place on a
+    device; None if there is none.
 
     Autograd treats tensors of a subclass with care, and makes a new tensor."""
-    if func not in _WRITES or torch._C._current_graph_task_id() == -1 or not _called_by_autograd():
+    if (
+        func not in _WRITES
+        or torch._C._current_graph_task_id() == -1
+        or not _called_by_autograd()
+    ):
         return None
     target = args[0]
     storage = target.untyped_storage()
     # Gradients that the caller of the backward gave are its own.
     if func is _aten.add.Tensor and target._use_count() > _OWN_TENSOR_REFERENCES:
         return None
-    if torch._C._storage_Use_Count(storage._cdata) > _OWN_REFERENCES + 1 or not _is_dense(target):
+    if torch._C._storage_Use_Count(
+        storage._cdata
+    ) > _OWN_REFERENCES + 1 or not _is_dense(target):
         return None
     return storage
 
 
 def _is_dense(tensor: Any) -> bool:
-    return bool(tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes())
+    return bool(
+        tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    )
 
 
 def _called_by_autograd() -> bool:
-    """Return whether no Python code but that of the dry run lies between autograd and the operation."""
+    """Return whether no Python code but that of the dry run lies between autograd and
+    the operation."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("ebbtide.features.dryrun"):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(
+        "ebbtide.features.dryrun"
+    ):
         frame = frame.f_back
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch.utils._python_dispatch"):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(
+        "torch.utils._python_dispatch"
+    ):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"

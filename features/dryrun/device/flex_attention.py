@@ -1,10 +1,14 @@
-"""flex_attention, whose kernel is compiled for a device: its results and its work, as of a dense mask."""
+"""flex_attention, whose kernel is compiled for a device: its results and its work, as
+of a dense mask."""
 
 import math
 from collections.abc import Callable
 from typing import Any
 
-from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
+from torch._higher_order_ops.flex_attention import (
+    flex_attention,
+    flex_attention_backward,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ebbtide.features.dryrun.device.fake_device import FakeDeviceMode
@@ -18,7 +22,8 @@ _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 
 
 def register_flex_attention() -> None:
-    """Let operations on fake tensors of the device run in the mode of the dry run, for the rest of the process."""
+    """Let operations on fake tensors of the device run in the mode of the dry run, for
+    the rest of the process."""
     for operator, work_class, products in (
         (flex_attention, WorkClass.ATTENTION, _FORWARD_PRODUCTS),
         (flex_attention_backward, WorkClass.ATTENTION_BACKWARD, _BACKWARD_PRODUCTS),
@@ -29,14 +34,18 @@ def register_flex_attention() -> None:
 
 def _rule(operator: Any, work_class: WorkClass, products: int) -> Callable[..., Any]:
     def run(mode: FakeDeviceMode, *args: Any, **kwargs: Any) -> Any:
-        result = operator.python_key_table[FakeTensorMode](mode.fake_mode, *args, **kwargs)
+        result = operator.python_key_table[FakeTensorMode](
+            mode.fake_mode, *args, **kwargs
+        )
         inputs, outputs = list(tensors_in(args)), list(tensors_in(result))
         query, key = inputs[0], inputs[1]
         flops = products * 2 * math.prod(query.shape) * key.shape[-2]
         size = sum(map(tensor_bytes, (*inputs, *outputs)))
         precision = str(query.dtype).removeprefix("torch.")
         name = operator.name()
-        mode.follow_kernel(KernelWork(name, "compute", work_class, flops, size, precision), outputs)
+        mode.follow_kernel(
+            KernelWork(name, "compute", work_class, flops, size, precision), outputs
+        )
         return result
 
     return run

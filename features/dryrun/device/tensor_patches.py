@@ -1,4 +1,5 @@
-"""Replaces methods of torch.Tensor and torch.nn.Module that do not work with fake tensors."""
+"""Replaces methods of torch.Tensor and torch.nn.Module that do not work with fake
+tensors."""
 
 import copyreg
 from collections.abc import Callable
@@ -32,11 +33,14 @@ _DTYPES = {
 # No process has memory at these addresses, so that code which uses one fails at once.
 _FAKE_ADDRESSES = 1 << 60
 # Attributes that make a tensor a fake one; all others are the job's own.
-_FAKE_ATTRIBUTES = frozenset(vars(FakeTensor).get("__annotations__", ())) | {"_is_param"}
+_FAKE_ATTRIBUTES = frozenset(vars(FakeTensor).get("__annotations__", ())) | {
+    "_is_param"
+}
 
 
 class _LegacyType(type):
-    """A type that makes tensors of a data type on the device, and that such tensors are instances of."""
+    """A type that makes tensors of a data type on the device, and that such tensors are
+    instances of."""
 
     dtype: torch.dtype
 
@@ -46,13 +50,22 @@ class _LegacyType(type):
         return torch.empty(*args, dtype=cls.dtype, device="cuda")
 
     def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, torch.Tensor) and value.dtype == cls.dtype and value.device.type == "cuda"
+        return (
+            isinstance(value, torch.Tensor)
+            and value.dtype == cls.dtype
+            and value.device.type == "cuda"
+        )
 
 
 def patch_legacy_types(patches: Patches) -> None:
-    """Replace the types, and let `Tensor.type` convert to them, until `patches.undo()`."""
+    """Replace the types, and let `Tensor.type` convert to them, until
+    `patches.undo()`."""
     for name, dtype in _DTYPES.items():
-        patches.set(torch.cuda, name, _LegacyType(name, (), {"dtype": dtype, "__module__": "torch.cuda"}))
+        patches.set(
+            torch.cuda,
+            name,
+            _LegacyType(name, (), {"dtype": dtype, "__module__": "torch.cuda"}),
+        )
     convert = torch.Tensor.type
 
     def type_of(tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -66,8 +79,13 @@ def patch_legacy_types(patches: Patches) -> None:
 
 
 def become(tensor: Any, content: Any) -> None:
-    """Give a tensor the content and the class of another one; its identity and its own attributes stay."""
-    attributes = {key: value for key, value in tensor.__dict__.items() if key not in _FAKE_ATTRIBUTES}
+    """Give a tensor the content and the class of another one; its identity and its own
+    attributes stay."""
+    attributes = {
+        key: value
+        for key, value in tensor.__dict__.items()
+        if key not in _FAKE_ATTRIBUTES
+    }
     tensor.__class__, content.__class__ = content.__class__, tensor.__class__
     tensor.__dict__, content.__dict__ = content.__dict__, tensor.__dict__
     for name in copyreg._slotnames(type(tensor)):  # type: ignore[attr-defined]
@@ -79,14 +97,20 @@ def become(tensor: Any, content: Any) -> None:
 
 
 def patch_tensors(
-    patches: Patches, memory: DeviceMemory, stacks: CallStacks, modules: list[str], values: ShadowValues
+    patches: Patches,
+    memory: DeviceMemory,
+    stacks: CallStacks,
+    modules: list[str],
+    values: ShadowValues,
 ) -> None:
-    """Replace the methods until `patches.undo()`; `modules`: names of those that run, the innermost last."""
+    """Replace the methods until `patches.undo()`; `modules`: names of those that run,
+    the innermost last."""
     data = torch._C.TensorBase.data
 
     def set_data(tensor: Any, value: Any) -> None:
         if isinstance(tensor, FakeTensor) and isinstance(value, FakeTensor):
-            # Keeps a gradient of another size, as DeepSpeed has it while it releases the parameter.
+            # Keeps a gradient of another size, as DeepSpeed has it while it releases
+            # the parameter.
             data.__set__(tensor, value)
             tensor.fake_device = value.fake_device
         elif isinstance(tensor, FakeTensor) or isinstance(value, FakeTensor):
@@ -114,12 +138,16 @@ def patch_tensors(
         return original_numpy(tensor, *args, **kwargs)
 
     patches.set(torch.Tensor, "numpy", convert_to_numpy)
-    # It would read each element on its own; torch copies the tensor to the host as a whole.
-    patches.set(FakeTensor, "tolist", lambda tensor: values.array_of(tensor.cpu()).tolist())
+    # It would read each element on its own; torch copies the tensor to the host as a
+    # whole.
+    patches.set(
+        FakeTensor, "tolist", lambda tensor: values.array_of(tensor.cpu()).tolist()
+    )
     swap = torch.utils.swap_tensors
 
     def swap_tensors(one: Any, other: Any) -> None:
-        """Swap two tensors; torch refuses fake ones, to which the mode has weak references."""
+        """Swap two tensors; torch refuses fake ones, to which the mode has weak
+        references."""
         (become if isinstance(one, FakeTensor) else swap)(one, other)
 
     patches.set(torch.utils, "swap_tensors", swap_tensors)
@@ -136,11 +164,16 @@ def patch_tensors(
 
     patches.set(torch.UntypedStorage, "resize_", resize_storage)
     for owner in (torch_optimizers, _foreach_utils):
-        patches.set(owner, "_foreach_supported_types", [*owner._foreach_supported_types, FakeTensor])
+        patches.set(
+            owner,
+            "_foreach_supported_types",
+            [*owner._foreach_supported_types, FakeTensor],
+        )
 
 
 def _patch_constructors(patches: Patches, values: ShadowValues) -> None:
-    """Let tensors be made from lists of fake ones, whose values torch reads below what the mode sees."""
+    """Let tensors be made from lists of fake ones, whose values torch reads below what
+    the mode sees."""
 
     def values_in(data: Any) -> Any:
         if isinstance(data, FakeTensor):
@@ -151,20 +184,30 @@ def _patch_constructors(patches: Patches, values: ShadowValues) -> None:
         original = getattr(torch, name)
 
         def make(data: Any, *args: Any, original: Any = original, **kwargs: Any) -> Any:
-            return original(data if isinstance(data, torch.Tensor) else values_in(data), *args, **kwargs)
+            return original(
+                data if isinstance(data, torch.Tensor) else values_in(data),
+                *args,
+                **kwargs,
+            )
 
         patches.set(torch, name, make)
     # TorchScript knows functions by their address.
-    names = {id(getattr(torch, name)): f"aten::{name}" for name in ("tensor", "as_tensor")}
-    patches.set(_builtins, "_builtin_table", {**_builtins._get_builtin_table(), **names})
+    names = {
+        id(getattr(torch, name)): f"aten::{name}" for name in ("tensor", "as_tensor")
+    }
+    patches.set(
+        _builtins, "_builtin_table", {**_builtins._get_builtin_table(), **names}
+    )
 
 
 def _patch_random(patches: Patches, values: ShadowValues) -> None:
-    """Let states of generators be fake, and truncated distributions end, until `patches.undo()`."""
+    """Let states of generators be fake, and truncated distributions end, until
+    `patches.undo()`."""
 
     def accept(original: Callable[..., Any]) -> Callable[..., Any]:
         def set_state(*arguments: Any) -> Any:
-            state = values.of(arguments[-1])  # None: not known, and the generator goes on as it was
+            # None: not known, and the generator goes on as it was
+            state = values.of(arguments[-1])
             return None if state is None else original(*arguments[:-1], state)
 
         return set_state
@@ -174,23 +217,34 @@ def _patch_random(patches: Patches, values: ShadowValues) -> None:
         patches.set(owner, "set_rng_state", accept(torch.random.set_rng_state))
     truncate = torch.nn.init._no_grad_trunc_normal_
 
-    def truncated(tensor: Any, mean: float, std: float, a: float, b: float, generator: Any = None) -> Any:
+    def truncated(
+        tensor: Any, mean: float, std: float, a: float, b: float, generator: Any = None
+    ) -> Any:
         """Sample twice, where torch samples until no value is outside."""
         if type(tensor.data) in (torch.Tensor, torch.nn.Parameter):
             return truncate(tensor, mean, std, a, b, generator)
         with torch.no_grad():
             outside = (tensor.normal_(mean, std) < a) | (tensor > b)
-            return tensor.copy_(torch.where(outside, torch.empty_like(tensor).normal_(mean, std), tensor))
+            return tensor.copy_(
+                torch.where(
+                    outside, torch.empty_like(tensor).normal_(mean, std), tensor
+                )
+            )
 
     patches.set(torch.nn.init, "_no_grad_trunc_normal_", truncated)
 
 
 def _patch_addresses(patches: Patches) -> None:
-    """Give each fake storage an address of its own: jobs and libraries find shared weights by it."""
+    """Give each fake storage an address of its own: jobs and libraries find shared
+    weights by it."""
     of_storage, of_tensor = torch.UntypedStorage.data_ptr, torch.Tensor.data_ptr
 
     def storage_address(storage: Any) -> int:
-        return int(_FAKE_ADDRESSES | storage._cdata if storage.device.type == "meta" else of_storage(storage))
+        return int(
+            _FAKE_ADDRESSES | storage._cdata
+            if storage.device.type == "meta"
+            else of_storage(storage)
+        )
 
     def tensor_address(tensor: Any) -> int:
         if not isinstance(tensor, FakeTensor):
@@ -206,8 +260,13 @@ def _patch_addresses(patches: Patches) -> None:
 
 @cache
 def _fake_class(kind: Any) -> Any:
-    """Return the class of fake tensors that are instances of a subclass of tensors, such as quantized parameters."""
-    return kind if issubclass(kind, FakeTensor) else type(kind.__name__, (kind, FakeTensor), {})
+    """Return the class of fake tensors that are instances of a subclass of tensors,
+    such as quantized parameters."""
+    return (
+        kind
+        if issubclass(kind, FakeTensor)
+        else type(kind.__name__, (kind, FakeTensor), {})
+    )
 
 
 def _patch_subclasses(patches: Patches) -> None:
@@ -245,7 +304,8 @@ def _replace_content(tensor: Any, value: Any) -> None:
 
 
 def _apply(self: Any, function: Any, recurse: bool = True) -> Any:
-    """Apply a function to the parameters and buffers of a module, as `torch.nn.Module._apply` does."""
+    """Apply a function to the parameters and buffers of a module, as
+    `torch.nn.Module._apply` does."""
     if recurse:
         for child in self.children():
             child._apply(function)
@@ -258,14 +318,20 @@ def _apply(self: Any, function: Any, recurse: bool = True) -> Any:
             if applied is not parameter:
                 parameter.grad = None
                 if is_traceable_wrapper_subclass(applied):
-                    become(parameter, torch.nn.Parameter(applied, parameter.requires_grad))
+                    become(
+                        parameter, torch.nn.Parameter(applied, parameter.requires_grad)
+                    )
                 elif applied.device.type == "meta":
                     # A tensor without memory cannot be the data of another one.
-                    self._parameters[key] = torch.nn.Parameter(applied, parameter.requires_grad)
+                    self._parameters[key] = torch.nn.Parameter(
+                        applied, parameter.requires_grad
+                    )
                 else:
                     parameter.data = applied
             if gradient is not None:
-                parameter.grad = function(gradient).requires_grad_(gradient.requires_grad)
+                parameter.grad = function(gradient).requires_grad_(
+                    gradient.requires_grad
+                )
     for key, buffer in self._buffers.items():
         if buffer is not None:
             self._buffers[key] = function(buffer)

@@ -1,4 +1,5 @@
-"""Launches of Triton kernels: they need a device, so their work is counted by their arguments."""
+"""Launches of Triton kernels: they need a device, so their work is counted by their
+arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from ebbtide.profiler.agent.patches import Patches
 
 
 class TritonKernels:
-    """Takes the launch of a kernel as an operation that reads or writes each argument once.
+    """Takes the launch of a kernel as an operation that reads or writes each argument
+    once.
 
     What a kernel writes is not known, nor are its floating-point operations.
 
@@ -28,7 +30,8 @@ class TritonKernels:
         self._clock, self._values = clock, values
 
     def install(self, patches: Patches) -> None:
-        """Replace Triton's functions until `patches.undo()`, once the job imports it."""
+        """Replace Triton's functions until `patches.undo()`, once the job imports
+        it."""
 
         def patch_module(module: Any) -> None:
             for name in ("JITFunction", "Autotuner", "Heuristics"):
@@ -55,7 +58,9 @@ class TritonKernels:
         self._values.forget(tensors)
         size = sum(tensor_bytes(tensor) for tensor in tensors)
         self._clock.run_host(priors.PYTHON_OPERATION_NS)
-        self._clock.run_kernel(KernelWork(name, "compute", WorkClass.ELEMENTWISE, 0, size))
+        self._clock.run_kernel(
+            KernelWork(name, "compute", WorkClass.ELEMENTWISE, 0, size)
+        )
 
 
 def _name(kernel: Any) -> str:

@@ -24,10 +24,12 @@ _INDEX = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
 
 
 class UnknownShapes:
-    """Gives such operations the shape of known values, or else the largest one that is possible.
+    """Gives such operations the shape of known values, or else the largest one that is
+    possible.
 
-    `bounds`: results of that size, by operation. `least`: results with the smallest size, of libraries that state no
-    largest one: int8 products of bitsandbytes, which have few columns of outliers, and `bincount`."""
+    `bounds`: results of that size, by operation. `least`: results with the smallest
+    size, of libraries that state no largest one: int8 products of bitsandbytes, which
+    have few columns of outliers, and `bincount`."""
 
     def __init__(self, fake_mode: Any, values: ShadowValues) -> None:
         self.bounds: Counter[str] = Counter()
@@ -35,7 +37,8 @@ class UnknownShapes:
         self._fake_mode, self._values = fake_mode, values
 
     def install(self, patches: Patches) -> None:
-        """Answer the operations of libraries that ask for a size, until `patches.undo()`."""
+        """Answer the operations of libraries that ask for a size, until
+        `patches.undo()`."""
 
         def size(context: Any, *, min: int = 0, max: int | None = None) -> int:
             name = str(context._op)
@@ -60,8 +63,11 @@ class UnknownShapes:
         return tuple(self._fake_like(part, inputs[0]) for part in real)
 
     def without_boolean_index(self, func: Any, args: Any) -> Any:
-        """Return arguments in which boolean indices are positions: of all elements where they are not known."""
-        if func not in _INDEX or not any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
+        """Return arguments in which boolean indices are positions: of all elements
+        where they are not known."""
+        if func not in _INDEX or not any(
+            t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]
+        ):
             return args
         indices: list[Any] = []
         for index in args[1]:
@@ -79,17 +85,31 @@ class UnknownShapes:
             self.least["bincount"] += 1
             dtype = torch.int64 if args[1:2] in ((), (None,)) else torch.float64
             with self._fake_mode:
-                return torch.empty(max([1, *args[2:]]), dtype=dtype, device=source.device)
+                return torch.empty(
+                    max([1, *args[2:]]), dtype=dtype, device=source.device
+                )
         self.bounds[func._schema.name.removeprefix("aten::")] += 1
         with self._fake_mode:
             if func is _aten.nonzero.default:
-                return torch.empty((source.numel(), source.dim()), dtype=torch.int64, device=source.device)
+                return torch.empty(
+                    (source.numel(), source.dim()),
+                    dtype=torch.int64,
+                    device=source.device,
+                )
             if func is _aten.masked_select.default:
                 count = torch.broadcast_shapes(source.shape, args[1].shape).numel()
                 return torch.empty((count,), dtype=source.dtype, device=source.device)
-            shape = source.shape if func is _aten.unique_dim.default else (source.numel(),)
-            numbers = torch.empty((source.numel(),), dtype=torch.int64, device=source.device)
-            return torch.empty(shape, dtype=source.dtype, device=source.device), numbers, numbers.clone()
+            shape = (
+                source.shape if func is _aten.unique_dim.default else (source.numel(),)
+            )
+            numbers = torch.empty(
+                (source.numel(),), dtype=torch.int64, device=source.device
+            )
+            return (
+                torch.empty(shape, dtype=source.dtype, device=source.device),
+                numbers,
+                numbers.clone(),
+            )
 
     def _fake_like(self, real: Any, source: Any) -> Any:
         with self._fake_mode:
@@ -99,7 +119,12 @@ class UnknownShapes:
 
 
 def register_missing_kernels(library: Any, patches: Patches) -> None:
-    for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adagrad_", "_fused_adagrad_.tensor_lr"):
+    for name in (
+        "_fused_sgd_",
+        "_fused_sgd_.tensor_lr",
+        "_fused_adagrad_",
+        "_fused_adagrad_.tensor_lr",
+    ):
         library.impl(name, lambda *_args, **_kwargs: None, "Meta")
     for owner in ("cudnn", "miopen"):
         library.impl(f"_use_{owner}_ctc_loss", lambda *_args: False, "Meta")
@@ -114,9 +139,14 @@ def register_missing_kernels(library: Any, patches: Patches) -> None:
         library.impl(name, form, "Meta")
     ctc_loss = torch.ctc_loss
 
-    def ctc_loss_of_numbers(scores: Any, targets: Any, lengths: Any, target_lengths: Any, *args: Any) -> Any:
-        """Compute the loss with lengths as numbers, which torch reads from tensors, but not from fake ones."""
-        return ctc_loss(scores, targets, _numbers(lengths), _numbers(target_lengths), *args)
+    def ctc_loss_of_numbers(
+        scores: Any, targets: Any, lengths: Any, target_lengths: Any, *args: Any
+    ) -> Any:
+        """Compute the loss with lengths as numbers, which torch reads from tensors, but
+        not from fake ones."""
+        return ctc_loss(
+            scores, targets, _numbers(lengths), _numbers(target_lengths), *args
+        )
 
     patches.set(torch, "ctc_loss", ctc_loss_of_numbers)
 
@@ -128,14 +158,23 @@ def _channels(x: Any, number: int) -> tuple[Any, ...]:
 
 
 def _numbers(lengths: Any) -> Any:
-    return [int(length) for length in lengths.flatten()] if isinstance(lengths, torch.Tensor) else lengths
+    return (
+        [int(length) for length in lengths.flatten()]
+        if isinstance(lengths, torch.Tensor)
+        else lengths
+    )
 
 
-def ctc_loss_like(log_probs: Any, targets: Any, _lengths: Any, target_lengths: Any, *_args: Any) -> tuple[Any, Any]:
-    """Return tensors like the losses and the table of `aten::_ctc_loss`, for targets of the largest length."""
+def ctc_loss_like(
+    log_probs: Any, targets: Any, _lengths: Any, target_lengths: Any, *_args: Any
+) -> tuple[Any, Any]:
+    """Return tensors like the losses and the table of `aten::_ctc_loss`, for targets of
+    the largest length."""
     longest = targets.shape[1] if targets.dim() > 1 else max(target_lengths, default=0)
     batch = log_probs.shape[1]
-    return log_probs.new_empty(batch), log_probs.new_empty(batch, log_probs.shape[0], 2 * longest + 1)
+    return log_probs.new_empty(batch), log_probs.new_empty(
+        batch, log_probs.shape[0], 2 * longest + 1
+    )
 
 
 def _ctc_loss_backward(_grad: Any, log_probs: Any, *_args: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Replaces experiment loggers, so that a dry run writes no experiment and contacts nobody."""
+"""Replaces experiment loggers, so that a dry run writes no experiment and contacts
+nobody."""
 
 import contextlib
 import importlib.machinery
@@ -8,8 +9,21 @@ from typing import Any
 
 from ebbtide.profiler.agent.patches import Patches
 
-# Libraries that record experiments on a server or on the disk. Where one is installed, an `InertModule` is imported.
-_INERT = frozenset({"aim", "clearml", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "trackio", "tensorboardX"})
+# Libraries that record experiments on a server or on the disk. Where one is installed,
+# an `InertModule` is imported.
+_INERT = frozenset(
+    {
+        "aim",
+        "clearml",
+        "comet_ml",
+        "dvclive",
+        "mlflow",
+        "neptune",
+        "swanlab",
+        "trackio",
+        "tensorboardX",
+    }
+)
 _SWITCHES = {
     "WANDB_MODE": "disabled",
     "COMET_MODE": "disabled",
@@ -29,7 +43,8 @@ _SPECIAL_METHODS = {
 
 
 class Inert:
-    """An object that takes every call and attribute, and does nothing; as a decorator it returns the function."""
+    """An object that takes every call and attribute, and does nothing; as a decorator
+    it returns the function."""
 
     def __new__(cls, *args: Any, **_kwargs: Any) -> Any:
         return args[0] if _decorates(args) else super().__new__(cls)
@@ -75,7 +90,8 @@ class InertFinder:
     """A finder on `sys.meta_path`, and the loader, of `InertModule`s."""
 
     def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> Any:
-        """Return the spec of a logger that is installed, or of a module in it; None for other modules."""
+        """Return the spec of a logger that is installed, or of a module in it; None for
+        other modules."""
         root = name.partition(".")[0]
         if root not in _INERT or importlib.machinery.PathFinder.find_spec(root) is None:
             return None
@@ -111,7 +127,11 @@ def disable_loggers(patches: Patches) -> None:
     def restore() -> None:
         with contextlib.suppress(ValueError):  # of a job that has replaced the list
             sys.meta_path.remove(finder)
-        for name in [name for name, module in sys.modules.items() if isinstance(module, InertModule)]:
+        for name in [
+            name
+            for name, module in sys.modules.items()
+            if isinstance(module, InertModule)
+        ]:
             del sys.modules[name]
 
     patches.on_undo(restore)

@@ -17,13 +17,23 @@ from ebbtide.profiler.agent.patches import Patches
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_APPEND | os.O_CREAT
 # Functions that read at a path: their first argument is where the view says.
-_READERS = ("stat", "lstat", "access", "readlink", "chdir", "statvfs", "getxattr", "listxattr")
+_READERS = (
+    "stat",
+    "lstat",
+    "access",
+    "readlink",
+    "chdir",
+    "statvfs",
+    "getxattr",
+    "listxattr",
+)
 # Changes of attributes, which a dry run leaves out for files of the user.
 _ATTRIBUTE_CHANGES = ("utime", "chmod", "chown", "lchown", "setxattr", "removexattr")
 
 
 class ViewEntry:
-    """An entry of `os.scandir`, in a folder that the job sees otherwise than the disk."""
+    """An entry of `os.scandir`, in a folder that the job sees otherwise than the
+    disk."""
 
     def __init__(self, folder: str, name: str) -> None:
         self.name, self.path = name, os.path.join(folder, name)
@@ -74,7 +84,8 @@ class ViewEntries(Iterator[ViewEntry], AbstractContextManager["ViewEntries"]):
 
 
 def absolute(path: Any) -> str | None:
-    """Return the absolute path of an argument; None for what is no path, as a file descriptor."""
+    """Return the absolute path of an argument; None for what is no path, as a file
+    descriptor."""
     try:
         return os.path.abspath(os.fsdecode(path))
     except (TypeError, ValueError):
@@ -82,7 +93,8 @@ def absolute(path: Any) -> str | None:
 
 
 class FileFunctions:
-    """File functions that go through a view; `on_open` is called with each path that is opened for writing."""
+    """File functions that go through a view; `on_open` is called with each path that is
+    opened for writing."""
 
     def __init__(self, view: FileView, on_open: Callable[[str], None]) -> None:
         self._view, self._on_open = view, on_open
@@ -93,8 +105,14 @@ class FileFunctions:
         for owner in (builtins, io):
             patches.set(owner, "open", self.open)
         view, redirected = self._view, self._redirected
-        unlink = redirected(posix.unlink, lambda path: view.remove(path, posix.unlink, False))
-        rename = redirected(posix.replace, lambda old, new: view.rename(old, new, posix.replace), paths=2)
+        unlink = redirected(
+            posix.unlink, lambda path: view.remove(path, posix.unlink, False)
+        )
+        rename = redirected(
+            posix.replace,
+            lambda old, new: view.rename(old, new, posix.replace),
+            paths=2,
+        )
         functions: dict[str, Any] = {
             "open": self.open_descriptor,
             "listdir": self._list,
@@ -103,17 +121,28 @@ class FileFunctions:
             "unlink": unlink,
             "rename": rename,
             "replace": rename,
-            "rmdir": redirected(posix.rmdir, lambda path: view.remove(path, posix.rmdir, True)),
-            "truncate": redirected(posix.truncate, lambda path, size: posix.truncate(view.writable(path, False), size)),
+            "rmdir": redirected(
+                posix.rmdir, lambda path: view.remove(path, posix.rmdir, True)
+            ),
+            "truncate": redirected(
+                posix.truncate,
+                lambda path, size: posix.truncate(view.writable(path, False), size),
+            ),
             "link": redirected(posix.link, self._link, paths=2),
             "symlink": self._symlink,
-            "mkdir": redirected(posix.mkdir, functools.partial(self._make_at, posix.mkdir)),
-            "mkfifo": redirected(posix.mkfifo, functools.partial(self._make_at, posix.mkfifo)),
+            "mkdir": redirected(
+                posix.mkdir, functools.partial(self._make_at, posix.mkdir)
+            ),
+            "mkfifo": redirected(
+                posix.mkfifo, functools.partial(self._make_at, posix.mkfifo)
+            ),
             **{name: self._reader(getattr(posix, name)) for name in _READERS},
         }
         for name in _ATTRIBUTE_CHANGES:
             original = getattr(posix, name)
-            functions[name] = redirected(original, functools.partial(self._change_attribute, original))
+            functions[name] = redirected(
+                original, functools.partial(self._change_attribute, original)
+            )
         for name, function in functions.items():
             patches.set(os, name, function)
         # By paths, which the view knows, in place of descriptors of folders.
@@ -122,15 +151,28 @@ class FileFunctions:
     def open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         """Open a file, as the built-in function does."""
         path = None if isinstance(file, int) else absolute(file)
-        if path is None or not isinstance(mode, str) or not self._view.is_protected(path):
+        if (
+            path is None
+            or not isinstance(mode, str)
+            or not self._view.is_protected(path)
+        ):
             return self._open(file, mode, *args, **kwargs)
         with self._view.lock:
             if not any(letter in mode for letter in "wax+"):
                 location = self._view.existing(path)
-                return self._open(file if location == path else location, mode, *args, **kwargs)
-            return self._write(path, "w" in mode, "x" in mode, lambda at: self._open(at, mode, *args, **kwargs))
+                return self._open(
+                    file if location == path else location, mode, *args, **kwargs
+                )
+            return self._write(
+                path,
+                "w" in mode,
+                "x" in mode,
+                lambda at: self._open(at, mode, *args, **kwargs),
+            )
 
-    def open_descriptor(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+    def open_descriptor(
+        self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
+    ) -> int:
         """Open a file, as `os.open` does."""
         name = absolute(path)
         if name is None or dir_fd is not None or not self._view.is_protected(name):
@@ -138,12 +180,22 @@ class FileFunctions:
         with self._view.lock:
             if not flags & _WRITES:
                 return posix.open(self._view.existing(name), flags, mode)
-            empties, exclusive = bool(flags & os.O_TRUNC), bool(flags & os.O_CREAT and flags & os.O_EXCL)
-            return int(self._write(name, empties, exclusive, lambda at: posix.open(at, flags, mode)))
+            empties, exclusive = (
+                bool(flags & os.O_TRUNC),
+                bool(flags & os.O_CREAT and flags & os.O_EXCL),
+            )
+            return int(
+                self._write(
+                    name, empties, exclusive, lambda at: posix.open(at, flags, mode)
+                )
+            )
 
-    def _write(self, path: str, empties: bool, exclusive: bool, function: Callable[[str], Any]) -> Any:
+    def _write(
+        self, path: str, empties: bool, exclusive: bool, function: Callable[[str], Any]
+    ) -> Any:
         if os.path.isdir(path) or (exclusive and os.path.lexists(path)):
-            return function(self._view.existing(path))  # which raises, unless it opens a folder
+            # which raises, unless it opens a folder
+            return function(self._view.existing(path))
         self._on_open(path)
         return self._make(self._view.writable(path, empties), function)
 
@@ -155,21 +207,39 @@ class FileFunctions:
             self._view.note_made(location)
         return result
 
-    def _make_at(self, original: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> None:
+    def _make_at(
+        self, original: Callable[..., Any], path: str, *args: Any, **kwargs: Any
+    ) -> None:
         self._make(self._view.place(path), lambda at: original(at, *args, **kwargs))
 
     def _redirected(
         self, original: Callable[..., Any], function: Callable[..., Any], paths: int = 1
     ) -> Callable[..., Any]:
-        """Wrap a function that changes one or two paths: `function` gets them where one is protected."""
+        """Wrap a function that changes one or two paths: `function` gets them where one
+        is protected."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            args = (*args, *(kwargs.pop(key) for key in ("path", "src", "dst") if key in kwargs))
+            args = (
+                *args,
+                *(kwargs.pop(key) for key in ("path", "src", "dst") if key in kwargs),
+            )
             names = [absolute(path) for path in args[:paths]]
-            by_descriptor = any(value is not None for key, value in kwargs.items() if key.endswith("dir_fd"))
-            if by_descriptor or None in names or not any(self._view.is_protected(str(name)) for name in names):
+            by_descriptor = any(
+                value is not None
+                for key, value in kwargs.items()
+                if key.endswith("dir_fd")
+            )
+            if (
+                by_descriptor
+                or None in names
+                or not any(self._view.is_protected(str(name)) for name in names)
+            ):
                 return original(*args, **kwargs)
-            kwargs = {key: value for key, value in kwargs.items() if not key.endswith("dir_fd")}
+            kwargs = {
+                key: value
+                for key, value in kwargs.items()
+                if not key.endswith("dir_fd")
+            }
             with self._view.lock:
                 return function(*names, *args[paths:], **kwargs)
 
@@ -187,7 +257,9 @@ class FileFunctions:
 
         return read
 
-    def _change_attribute(self, original: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> None:
+    def _change_attribute(
+        self, original: Callable[..., Any], path: str, *args: Any, **kwargs: Any
+    ) -> None:
         location = self._view.existing(path)
         if self._view.owns(os.path.realpath(location)) or not os.path.lexists(path):
             original(location, *args, **kwargs)
@@ -202,7 +274,11 @@ class FileFunctions:
 
     def _symlink(self, source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
         path = absolute(target)
-        if path is None or kwargs.get("dir_fd") is not None or not self._view.is_protected(path):
+        if (
+            path is None
+            or kwargs.get("dir_fd") is not None
+            or not self._view.is_protected(path)
+        ):
             posix.symlink(source, target, *args, **kwargs)
             return
         with self._view.lock:
@@ -217,7 +293,11 @@ class FileFunctions:
             return posix.listdir(path)
         with self._view.lock:
             location = self._view.existing(name)
-            return self._view.names_in(name) if self._view.changes_in(name) else posix.listdir(location)
+            return (
+                self._view.names_in(name)
+                if self._view.changes_in(name)
+                else posix.listdir(location)
+            )
 
     def _scan(self, path: Any = ".") -> Any:
         name = absolute("." if path is None else path)
@@ -229,4 +309,6 @@ class FileFunctions:
                 return posix.scandir(path)
             if not os.path.isdir(name):
                 return posix.scandir(location)  # which raises
-            return ViewEntries("." if path is None else os.fspath(path), self._view.names_in(name))
+            return ViewEntries(
+                "." if path is None else os.fspath(path), self._view.names_in(name)
+            )

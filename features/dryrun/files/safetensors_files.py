@@ -1,4 +1,5 @@
-"""Safetensors files as fake tensors: their headers are read, and values of small tensors, on which a job may branch."""
+"""Safetensors files as fake tensors: their headers are read, and values of small
+tensors, on which a job may branch."""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ from ebbtide.features.dryrun.shadow_values import MAX_ELEMENTS
 from ebbtide.profiler.agent.patches import Patches
 
 _DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8,
     "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 _MAX_HEADER_BYTES = 100 << 20
@@ -25,7 +28,9 @@ _MAX_HEADER_BYTES = 100 << 20
 class FakeSafetensors:
     """A file as `safetensors.safe_open` returns it."""
 
-    def __init__(self, filename: Any, framework: str = "pt", device: Any = "cpu", **_options: Any) -> None:
+    def __init__(
+        self, filename: Any, framework: str = "pt", device: Any = "cpu", **_options: Any
+    ) -> None:
         if isinstance(filename, bytes):
             size = int.from_bytes(filename[:8], "little")
             header = filename[8 : 8 + size]
@@ -52,7 +57,9 @@ class FakeSafetensors:
 
     def offset_keys(self) -> list[str]:
         """Return the names of the tensors in the order of their data."""
-        return sorted(self._entries, key=lambda name: self._entries[name]["data_offsets"])
+        return sorted(
+            self._entries, key=lambda name: self._entries[name]["data_offsets"]
+        )
 
     def get_tensor(self, name: str) -> Any:
         return self.get_slice(name)[...]
@@ -78,7 +85,9 @@ class FakeSafetensors:
 class FakeSlice:
     """A tensor of a file, which is made when it is indexed."""
 
-    def __init__(self, entry: dict[str, Any], device: Any, read: Callable[[int, int], bytearray]) -> None:
+    def __init__(
+        self, entry: dict[str, Any], device: Any, read: Callable[[int, int], bytearray]
+    ) -> None:
         self._entry, self._device, self._read = entry, device, read
 
     def get_shape(self) -> list[int]:
@@ -90,39 +99,53 @@ class FakeSlice:
     def __getitem__(self, index: Any) -> Any:
         shape, dtype = self._entry["shape"], _DTYPES[self._entry["dtype"]]
         if 0 < prod(shape) <= MAX_ELEMENTS:
-            whole = torch.frombuffer(self._read(*self._entry["data_offsets"]), dtype=dtype).reshape(shape)
+            whole = torch.frombuffer(
+                self._read(*self._entry["data_offsets"]), dtype=dtype
+            ).reshape(shape)
         else:
             whole = torch.empty(shape, dtype=dtype, device="cpu")
         return whole[index].to(self._device)
 
 
 def header_of(tensors: dict[str, Any], metadata: dict[str, str] | None) -> bytes:
-    """Return the beginning of a safetensors file: the length of the header, and the header."""
+    """Return the beginning of a safetensors file: the length of the header, and the
+    header."""
     names = {dtype: name for name, dtype in _DTYPES.items()}
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     offset = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
         offsets = [offset, offset + size]
-        entries[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        entries[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": offsets,
+        }
         offset += size
     header = json.dumps(entries).encode()
     return len(header).to_bytes(8, "little") + header
 
 
-def patch_safetensors(patches: Patches, save_tensors: Callable[[dict[str, Any], Any, bytes], None]) -> None:
-    """Replace what reads and writes safetensors files until `patches.undo()`; nothing where it is not installed.
-    `save_tensors`: gets the tensors that would have been saved, the file or None, and the header of the file."""
+def patch_safetensors(
+    patches: Patches, save_tensors: Callable[[dict[str, Any], Any, bytes], None]
+) -> None:
+    """Replace what reads and writes safetensors files until `patches.undo()`; nothing
+    where it is not installed. `save_tensors`: gets the tensors that would have been
+    saved, the file or None, and the header of the file."""
     try:
         import safetensors
         import safetensors.torch as library
     except ImportError:
         return
 
-    def write_file(tensors: dict[str, Any], filename: Any, metadata: dict[str, str] | None = None) -> None:
+    def write_file(
+        tensors: dict[str, Any], filename: Any, metadata: dict[str, str] | None = None
+    ) -> None:
         save_tensors(tensors, filename, header_of(tensors, metadata))
 
-    def to_bytes(tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> bytes:
+    def to_bytes(
+        tensors: dict[str, Any], metadata: dict[str, str] | None = None
+    ) -> bytes:
         header = header_of(tensors, metadata)
         save_tensors(tensors, None, header)
         return header

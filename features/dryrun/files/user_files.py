@@ -1,4 +1,5 @@
-"""Keeps the files of the user as they are: what the job saves is counted, and what it loads gives fake tensors."""
+"""Keeps the files of the user as they are: what the job saves is counted, and what it
+loads gives fake tensors."""
 
 import io
 import os
@@ -22,16 +23,20 @@ from ebbtide.features.dryrun.shadow_values import MAX_ELEMENTS
 from ebbtide.profiler.agent.patches import Patches
 from ebbtide.units import bytes_text
 
-# Checkpoints up to this size are read, so that steps and random states in them have values.
+# Checkpoints up to this size are read, so that steps and random states in them have
+# values.
 _MAX_READ_BYTES = 64 << 20
 _MAX_LISTED = 8
 _MARK = b"ebbtide dry run: not a checkpoint, "
 MARK_BYTES = len(_MARK) + 8
-_CHANGING = frozenset({"cp", "dd", "ln", "mv", "rm", "rmdir", "rsync", "shred", "truncate", "unlink"})
+_CHANGING = frozenset(
+    {"cp", "dd", "ln", "mv", "rm", "rmdir", "rsync", "shred", "truncate", "unlink"}
+)
 
 
 class UserFiles:
-    """The files that the job saves, loads and removes; `opened`: those that it opened for writing, in order."""
+    """The files that the job saves, loads and removes; `opened`: those that it opened
+    for writing, in order."""
 
     def __init__(self, mode: FakeDeviceMode) -> None:
         self.opened: dict[str, None] = {}
@@ -42,7 +47,8 @@ class UserFiles:
         self._programs: dict[str, None] = {}
 
     def install(self, patches: Patches) -> None:
-        """Replace what saves, loads and changes files until `patches.undo()` and `close()`."""
+        """Replace what saves, loads and changes files until `patches.undo()` and
+        `close()`."""
         self._view = FileView()
         FileFunctions(self._view, self._note_opened).install(patches)
         leave_out_programs(patches, lambda name: self._programs.setdefault(name))
@@ -52,7 +58,10 @@ class UserFiles:
         patch_safetensors(patches, self._save_tensors)
         disable_loggers(patches)
         patch_writers(patches, self._view)
-        patches.when_imported("torch.distributed.checkpoint", lambda module: self._patch_distributed(module, patches))
+        patches.when_imported(
+            "torch.distributed.checkpoint",
+            lambda module: self._patch_distributed(module, patches),
+        )
 
     def stop_listing(self) -> None:
         """List no more files: the job is at its end."""
@@ -70,14 +79,25 @@ class UserFiles:
         if self._saved.saves:
             times = "once" if self._saved.saves == 1 else f"{self._saved.saves} times"
             size = bytes_text(self._saved.saved_bytes)
-            lines.append(f"the job saved {times}, {size} in all: nothing of it was written")
+            lines.append(
+                f"the job saved {times}, {size} in all: nothing of it was written"
+            )
         if self.opened:
-            lines.append(f"the job opened files for writing; new ones were removed again: {_listed(self.opened)}")
+            lines.append(
+                "the job opened files for writing; new ones were removed again: "
+                f"{_listed(self.opened)}"
+            )
         if self._view is not None and self._view.preserved:
             preserved = _listed(self._view.preserved)
-            lines.append(f"files that the job changed, removed or renamed are as they were: {preserved}")
+            lines.append(
+                "files that the job changed, removed or renamed are as they were: "
+                f"{preserved}"
+            )
         if self._programs:
-            lines.append(f"programs that the job called to change files were not run: {', '.join(self._programs)}")
+            lines.append(
+                "programs that the job called to change files were not run: "
+                f"{', '.join(self._programs)}"
+            )
         return lines
 
     def _note_opened(self, path: str) -> None:
@@ -89,7 +109,8 @@ class UserFiles:
         self._write(file, self._saved.keep(content))
 
     def _save_tensors(self, tensors: dict[str, Any], file: Any, header: bytes) -> None:
-        """Count tensors that would have been saved, and write their header for the job alone."""
+        """Count tensors that would have been saved, and write their header for the job
+        alone."""
         self._saved.count(tensors)
         for tensor in tensors.values():
             tensor.detach().cpu()  # as saving does
@@ -143,9 +164,12 @@ class UserFiles:
     def _patch_distributed(self, module: Any, patches: Patches) -> None:
         """Replace the functions of torch.distributed.checkpoint."""
 
-        def save(state_dict: Any, *, checkpoint_id: Any = None, **_options: Any) -> None:
+        def save(
+            state_dict: Any, *, checkpoint_id: Any = None, **_options: Any
+        ) -> None:
             content = {
-                key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in state_dict.items()
+                key: value.state_dict() if hasattr(value, "state_dict") else value
+                for key, value in state_dict.items()
             }
             if checkpoint_id is None:
                 self._save(content, io.BytesIO())
@@ -159,17 +183,25 @@ class UserFiles:
             future.set_result(None)
             return future
 
-        def load(state_dict: Any, *, checkpoint_id: Any = None, **_options: Any) -> None:
-            """Leave the tensors as they are: a checkpoint has the shapes of the state that it is loaded into."""
+        def load(
+            state_dict: Any, *, checkpoint_id: Any = None, **_options: Any
+        ) -> None:
+            """Leave the tensors as they are: a checkpoint has the shapes of the state
+            that it is loaded into."""
             if checkpoint_id is not None and not os.path.isdir(checkpoint_id):
                 raise FileNotFoundError(f"no checkpoint at {checkpoint_id}")
 
-        for name, function in (("save", save), ("async_save", save_later), ("load", load)):
+        for name, function in (
+            ("save", save),
+            ("async_save", save_later),
+            ("load", load),
+        ):
             patches.set(module, name, function)
 
 
 def _device_of(map_location: Any, saved: str | None = None) -> Any:
-    """Return the device that `torch.load` loads to; None: that of the tensor. `saved`: the device in the file."""
+    """Return the device that `torch.load` loads to; None: that of the tensor. `saved`:
+    the device in the file."""
     if isinstance(map_location, (str, torch.device)):
         return map_location
     if isinstance(map_location, dict):
@@ -178,7 +210,8 @@ def _device_of(map_location: Any, saved: str | None = None) -> Any:
 
 
 def _read_head(file: Any) -> bytes:
-    """Return the first bytes of a path or a file, whose position stays; none where they cannot be read."""
+    """Return the first bytes of a path or a file, whose position stays; none where they
+    cannot be read."""
     if isinstance(file, (str, os.PathLike)):
         if not os.path.isfile(file):
             return b""
@@ -193,14 +226,19 @@ def _read_head(file: Any) -> bytes:
 
 
 def _listed(paths: dict[str, None]) -> str:
-    """Return paths for people: without those in a folder that is listed, and the first ones only."""
-    names = [os.path.relpath(path) if is_inside(path, os.getcwd()) else path for path in outermost(paths)]
+    """Return paths for people: without those in a folder that is listed, and the first
+    ones only."""
+    names = [
+        os.path.relpath(path) if is_inside(path, os.getcwd()) else path
+        for path in outermost(paths)
+    ]
     rest = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(names[:_MAX_LISTED]) + rest
 
 
 class SavedTensor:
-    """A tensor of saved content: a copy on the host, and the device that it came from."""
+    """A tensor of saved content: a copy on the host, and the device that it came
+    from."""
 
     def __init__(self, tensor: Any) -> None:
         self.device = tensor.device
@@ -218,7 +256,8 @@ class SavedTensor:
 
 
 class SavedContents:
-    """Contents that were saved in this dry run; `saved_bytes` counts a shared storage once for each time."""
+    """Contents that were saved in this dry run; `saved_bytes` counts a shared storage
+    once for each time."""
 
     def __init__(self) -> None:
         self.saves = self.saved_bytes = 0
@@ -235,7 +274,8 @@ class SavedContents:
         self.saved_bytes += sum(sizes.values())
 
     def keep(self, content: Any) -> bytes:
-        """Count content and copy it to the host; return what a file has in its place."""
+        """Count content and copy it to the host; return what a file has in its
+        place."""
         self.count(content)
         self._contents.append(tree_map_only(torch.Tensor, SavedTensor, content))
         return _MARK + b"%07d\n" % (len(self._contents) - 1)
@@ -246,10 +286,13 @@ class SavedContents:
         for leaf in tree_iter(content):
             if isinstance(leaf, (torch.nn.Module, torch.optim.Optimizer)):
                 raise CannotFakeError(
-                    f"cannot dry-run torch.load of a {type(leaf).__name__} that was saved in this run: save its "
+                    f"cannot dry-run torch.load of a {type(leaf).__name__} that was "
+                    "saved in this run: save its "
                     "state_dict()"
                 )
-        return tree_map_only(SavedTensor, lambda tensor: tensor.restore(device), content)
+        return tree_map_only(
+            SavedTensor, lambda tensor: tensor.restore(device), content
+        )
 
 
 def leave_out_programs(patches: Patches, on_left_out: Callable[[str], None]) -> None:
@@ -277,32 +320,56 @@ def leave_out_programs(patches: Patches, on_left_out: Callable[[str], None]) -> 
 
 
 def changing_program(command: Any) -> str | None:
-    """Return the name of a program in a command, as text or words, that changes files; None if there is none."""
+    """Return the name of a program in a command, as text or words, that changes files;
+    None if there is none."""
     try:
-        words = [command] if isinstance(command, (str, bytes, os.PathLike)) else list(command)
-        names = [name for word in words for name in shlex.split(os.fsdecode(word), comments=False)]
+        words = (
+            [command]
+            if isinstance(command, (str, bytes, os.PathLike))
+            else list(command)
+        )
+        names = [
+            name
+            for word in words
+            for name in shlex.split(os.fsdecode(word), comments=False)
+        ]
     except (TypeError, ValueError):
         return None
-    return next((name for name in map(os.path.basename, names) if name in _CHANGING), None)
+    return next(
+        (name for name in map(os.path.basename, names) if name in _CHANGING), None
+    )
 
 
 def patch_writers(patches: Patches, view: FileView) -> None:
-    """Replace what writes beside Python's file functions, or in processes without them, until `patches.undo()`."""
-    for package in ("multiprocessing", "multiprocess"):  # the second one serves `datasets`
-        patches.when_imported(f"{package}.context", lambda module: fork_processes(module, patches))
+    """Replace what writes beside Python's file functions, or in processes without them,
+    until `patches.undo()`."""
+    # the second one serves `datasets`
+    for package in ("multiprocessing", "multiprocess"):
+        patches.when_imported(
+            f"{package}.context", lambda module: fork_processes(module, patches)
+        )
     tokenizers = "transformers.tokenization_utils_tokenizers"
     patches.when_imported(tokenizers, lambda module: _write_tokenizers(module, patches))
-    patches.when_imported("sqlite3", lambda module: _copy_databases(module, patches, view))
+    patches.when_imported(
+        "sqlite3", lambda module: _copy_databases(module, patches, view)
+    )
 
 
 def fork_processes(module: Any, patches: Patches) -> None:
-    """Fork processes that the job would start afresh: those would have the real files, and no device."""
+    """Fork processes that the job would start afresh: those would have the real files,
+    and no device."""
     contexts = module._concrete_contexts
     patches.set(module, "_concrete_contexts", dict.fromkeys(contexts, contexts["fork"]))
 
 
 def _write_tokenizers(module: Any, patches: Patches) -> None:
-    def save(tokenizer: Any, save_directory: Any, file_names: Any, filename_prefix: Any = None, **_options: Any) -> Any:
+    def save(
+        tokenizer: Any,
+        save_directory: Any,
+        file_names: Any,
+        filename_prefix: Any = None,
+        **_options: Any,
+    ) -> Any:
         prefix = f"{filename_prefix}-" if filename_prefix else ""
         path = os.path.join(str(save_directory), prefix + module.TOKENIZER_FILE)
         with open(path, "w", encoding="utf-8") as file:
@@ -313,11 +380,16 @@ def _write_tokenizers(module: Any, patches: Patches) -> None:
 
 
 def _copy_databases(module: Any, patches: Patches, view: FileView) -> None:
-    """Open copies of databases that exist; one that is too large to be copied can be read only."""
+    """Open copies of databases that exist; one that is too large to be copied can be
+    read only."""
     original = module.connect
 
     def connect(database: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("uri") or not isinstance(database, (str, os.PathLike)) or not os.path.isfile(database):
+        if (
+            kwargs.get("uri")
+            or not isinstance(database, (str, os.PathLike))
+            or not os.path.isfile(database)
+        ):
             return original(database, *args, **kwargs)
         path = os.path.abspath(database)
         try:

@@ -1,1 +1,2 @@
-"""Libraries and frameworks that a dry run changes: DeepSpeed, parallelism, compiled extensions."""
+"""Libraries and frameworks that a dry run changes: DeepSpeed, parallelism, compiled
+extensions."""

@@ -19,17 +19,20 @@ from ebbtide.profiler.agent.iteration_rule import UPDATE
 from ebbtide.profiler.agent.patches import Patches, wrapper
 from ebbtide.profiler.agent.phase_hooks import wrap_backward
 
-# Of a kernel of `multi_tensor_adam`: tensors of one launch (depth_to_max_tensors in csrc/adam/multi_tensor_apply.cuh).
+# Of a kernel of `multi_tensor_adam`: tensors of one launch (depth_to_max_tensors in
+# csrc/adam/multi_tensor_apply.cuh).
 _TENSORS_PER_LAUNCH = 36
-# An update on the CPU reads gradient, master and moments, and writes master and moments: 7 values of 4 B.
+# An update on the CPU reads gradient, master and moments, and writes master and
+# moments: 7 values of 4 B.
 _UPDATE_BYTES = 28
-# Host time of stage 3 before a module or after it, beside torch's operations. Measured with 0.19.8 on an AMD EPYC: for
-# both 0.35 ms in a forward, 0.28 ms in a backward.
+# Host time of stage 3 before a module or after it, beside torch's operations. Measured
+# with 0.19.8 on an AMD EPYC: for both 0.35 ms in a forward, 0.28 ms in a backward.
 _MODULE_HOOK_NS = PriorRange(100_000, 150_000, 250_000)
 
 
 class _CpuAdam:
-    """Stands in for the extension `cpu_adam`, whose updates run on the threads of the host."""
+    """Stands in for the extension `cpu_adam`, whose updates run on the threads of the
+    host."""
 
     def __init__(self, clock: VirtualClock, params_per_s: float | None) -> None:
         self._clock, self._params_per_s = clock, params_per_s
@@ -42,43 +45,65 @@ class _CpuAdam:
         return 0
 
     def adam_update(self, _number: int, _step: int, *values: Any) -> int:
-        """Update a subgroup: `values` ends with parameters, gradients and the two moments."""
+        """Update a subgroup: `values` ends with parameters, gradients and the two
+        moments."""
         elements = values[-1].numel()
         if self._params_per_s is None:
             self._clock.run_host(self._clock.rates.host_ns(_UPDATE_BYTES * elements))
         else:
             time_ns = 1e9 * elements / self._params_per_s
-            self._clock.run_host(PriorRange(*(time_ns / share for share in priors.COPY_EFFICIENCY)))
+            self._clock.run_host(
+                PriorRange(*(time_ns / share for share in priors.COPY_EFFICIENCY))
+            )
         return 0
 
     adam_rollback = adam_update
 
 
 class _FusedAdam:
-    """Stands in for the extension `fused_adam`, which updates lists of tensors in place on the device."""
+    """Stands in for the extension `fused_adam`, which updates lists of tensors in place
+    on the device."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
 
-    def multi_tensor_adam(self, _chunk: int, _flag: Any, lists: list[list[Any]], *_options: Any) -> None:
-        """Update the parameters. lists: gradients, parameters, first and second moments."""
+    def multi_tensor_adam(
+        self, _chunk: int, _flag: Any, lists: list[list[Any]], *_options: Any
+    ) -> None:
+        """Update the parameters. lists: gradients, parameters, first and second
+        moments."""
         gradients, *others = lists
         size = sum(tensor.numel() * tensor.element_size() for tensor in gradients)
-        size += 2 * sum(tensor.numel() * tensor.element_size() for tensors in others for tensor in tensors)
+        size += 2 * sum(
+            tensor.numel() * tensor.element_size()
+            for tensors in others
+            for tensor in tensors
+        )
         launches = -(-len(gradients) // _TENSORS_PER_LAUNCH)
         self._clock.run_host(priors.PYTHON_OPERATION_NS)
-        work = KernelWork("deepspeed::multi_tensor_adam", "compute", WorkClass.FOREACH, 0, size, launches=launches)
+        work = KernelWork(
+            "deepspeed::multi_tensor_adam",
+            "compute",
+            WorkClass.FOREACH,
+            0,
+            size,
+            launches=launches,
+        )
         self._clock.run_kernel(work)
 
 
-def extension(name: str, clock: VirtualClock, cpu_update_params_per_s: float | None) -> Any:
-    """Return the stand-in for an extension; `cpu_update_params_per_s` of a rank, None: by the host's memory."""
+def extension(
+    name: str, clock: VirtualClock, cpu_update_params_per_s: float | None
+) -> Any:
+    """Return the stand-in for an extension; `cpu_update_params_per_s` of a rank, None:
+    by the host's memory."""
     if name == "cpu_adam":
         return _CpuAdam(clock, cpu_update_params_per_s)
     if name == "fused_adam":
         return _FusedAdam(clock)
     raise CannotFakeError(
-        f"cannot dry-run DeepSpeed's extension {name}: only those of Adam are known; choose AdamW, and offload to "
+        f"cannot dry-run DeepSpeed's extension {name}: only those of Adam are known; "
+        "choose AdamW, and offload to "
         "the CPU in place of NVMe"
     )
 
@@ -86,11 +111,13 @@ def extension(name: str, clock: VirtualClock, cpu_update_params_per_s: float | N
 class DeepSpeedPatches:
     """Patches of DeepSpeed.
 
-    DeepSpeed's own engine runs: it chooses CUDA as its accelerator, and its collectives go to torch's fake groups.
+    DeepSpeed's own engine runs: it chooses CUDA as its accelerator, and its collectives
+    go to torch's fake groups.
 
     `machine`: the machine, for its updates on the CPU; None: not named.
 
-    `description`: the trace's `deepspeed` entry; None before the first update of an engine."""
+    `description`: the trace's `deepspeed` entry; None before the first update of an
+    engine."""
 
     def __init__(
         self,
@@ -106,28 +133,55 @@ class DeepSpeedPatches:
         replaced: dict[str, dict[str, Any]] = {
             "accelerator.real_accelerator": {"ds_accelerator": None},
             # DeepSpeed asks MPI where no launcher has set the environment.
-            "comm.comm": {"cdb": None, "mpi_discovery": lambda **_options: groups.set_environment()},
+            "comm.comm": {
+                "cdb": None,
+                "mpi_discovery": lambda **_options: groups.set_environment(),
+            },
             # Groups that were made outside of this dry run.
-            "utils.groups": dict.fromkeys(("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "mesh_device")),
+            "utils.groups": dict.fromkeys(
+                ("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "mesh_device")
+            ),
         }
         for name, values in replaced.items():
-            patches.when_imported(f"deepspeed.{name}", functools.partial(_set_all, patches, values))
-        patches.when_imported("deepspeed.ops.op_builder.builder", self._patch_extensions)
-        part, overflow, hook = self._wrap_part_of_update, _wrap_overflow_check, self._wrap_module_hook
-        optimizer = {"finalize_gradient_accumulation_boundary": part, "has_overflow": overflow}
-        backward = functools.partial(wrap_backward, tracker, torch.compiler.is_compiling)
+            patches.when_imported(
+                f"deepspeed.{name}", functools.partial(_set_all, patches, values)
+            )
+        patches.when_imported(
+            "deepspeed.ops.op_builder.builder", self._patch_extensions
+        )
+        part, overflow, hook = (
+            self._wrap_part_of_update,
+            _wrap_overflow_check,
+            self._wrap_module_hook,
+        )
+        optimizer = {
+            "finalize_gradient_accumulation_boundary": part,
+            "has_overflow": overflow,
+        }
+        backward = functools.partial(
+            wrap_backward, tracker, torch.compiler.is_compiling
+        )
         wrappers: dict[str, dict[str, dict[str, Any]]] = {
             "runtime.engine": {
                 "DeepSpeedEngine": {
                     "backward": backward,
                     "_take_model_step": self._wrap_step,
-                    # Without managed accumulation, gradients are reduced and copied when the update begins.
+                    # Without managed accumulation, gradients are reduced and copied
+                    # when the update begins.
                     "allreduce_gradients": part,
                 }
             },
-            "runtime.utils": {"CheckOverflow": {"has_overflow": overflow, "check_using_norm": overflow}},
+            "runtime.utils": {
+                "CheckOverflow": {
+                    "has_overflow": overflow,
+                    "check_using_norm": overflow,
+                }
+            },
             "runtime.zero.partitioned_param_coordinator": {
-                "PartitionedParameterCoordinator": {"fetch_sub_module": hook, "release_sub_module": hook}
+                "PartitionedParameterCoordinator": {
+                    "fetch_sub_module": hook,
+                    "release_sub_module": hook,
+                }
             },
             "runtime.zero.stage3": {"DeepSpeedZeroOptimizer_Stage3": optimizer},
             "runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": optimizer},
@@ -137,15 +191,23 @@ class DeepSpeedPatches:
 
     def _patch_extensions(self, module: Any) -> None:
         clock, rate = self._clock, self._cpu_rate
-        self._patches.set(module.OpBuilder, "load", lambda builder, **_options: extension(builder.name, clock, rate))
+        self._patches.set(
+            module.OpBuilder,
+            "load",
+            lambda builder, **_options: extension(builder.name, clock, rate),
+        )
 
     @wrapper
-    def _wrap_module_hook(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _wrap_module_hook(
+        self, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         self._clock.run_host(_MODULE_HOOK_NS)
         return original(*args, **kwargs)
 
     @wrapper
-    def _wrap_step(self, original: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def _wrap_step(
+        self, original: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
         step = self._tracker.wrap_update(lambda engine, *_: engine.optimizer, original)
         try:
             return step(engine, *args, **kwargs)
@@ -155,7 +217,9 @@ class DeepSpeedPatches:
                 self.description = describe_engine(engine, self._tracker.recomputes)
 
     @wrapper
-    def _wrap_part_of_update(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _wrap_part_of_update(
+        self, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Wrap a method that runs in an update, or by itself before one."""
         outermost = self._tracker.enter(UPDATE)
         try:
@@ -171,14 +235,19 @@ def _set_all(patches: Patches, values: dict[str, Any], module: Any) -> None:
 
 
 @wrapper
-def _wrap_overflow_check(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
+def _wrap_overflow_check(
+    original: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> bool:
     """Wrap a check for gradients that are not finite: it runs, and finds none."""
     original(*args, **kwargs)
     return False
 
 
 def _cpu_update_params_per_s(machine: Machine | None, ranks: int) -> float | None:
-    """Return what one of the ranks of a host updates on the CPU; None where it is not known."""
+    """Return what one of the ranks of a host updates on the CPU; None where it is not
+    known."""
     if machine is None:
         return None
-    return (machine if machine.box is None else machine.for_ranks(ranks)).cpu_update_params_per_s
+    return (
+        machine if machine.box is None else machine.for_ranks(ranks)
+    ).cpu_update_params_per_s

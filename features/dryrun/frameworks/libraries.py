@@ -1,4 +1,5 @@
-"""Lets libraries work in a dry run: data loaders, torch.compile, transformers, bitsandbytes, extensions and NVML."""
+"""Lets libraries work in a dry run: data loaders, torch.compile, transformers,
+bitsandbytes, extensions and NVML."""
 
 import warnings
 from collections.abc import Callable
@@ -18,29 +19,53 @@ _SENSORS = ("Temperature", "PowerUsage", "EnforcedPowerLimit", "TotalEnergyConsu
 _POOL = "float scale, SymInt pooled_height, SymInt pooled_width"
 _IMAGE = "SymInt batch_size, SymInt channels, SymInt height, SymInt width"
 _CONVOLUTION = (
-    "Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, SymInt sh, SymInt sw, SymInt ph, SymInt pw, "
+    "Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, SymInt sh, "
+    "SymInt sw, SymInt ph, SymInt pw, "
     "SymInt dh, SymInt dw, SymInt groups, SymInt offset_groups, bool use_mask"
 )
 # Operators of torchvision 0.28 by name.
 _VISION_OPERATORS = {
-    **dict.fromkeys(("nms", "qnms"), "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"),
-    "roi_align": f"(Tensor input, Tensor rois, {_POOL}, SymInt sampling_ratio, bool aligned) -> Tensor",
-    "_roi_align_backward": f"(Tensor grad, Tensor rois, {_POOL}, {_IMAGE}, SymInt ratio, bool aligned) -> Tensor",
-    **dict.fromkeys(("roi_pool", "ps_roi_pool"), f"(Tensor input, Tensor rois, {_POOL}) -> (Tensor, Tensor)"),
+    **dict.fromkeys(
+        ("nms", "qnms"), "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+    ),
+    "roi_align": (
+        f"(Tensor input, Tensor rois, {_POOL}, SymInt sampling_ratio, bool aligned) "
+        "-> Tensor"
+    ),
+    "_roi_align_backward": (
+        f"(Tensor grad, Tensor rois, {_POOL}, {_IMAGE}, SymInt ratio, bool aligned) "
+        "-> Tensor"
+    ),
+    **dict.fromkeys(
+        ("roi_pool", "ps_roi_pool"),
+        f"(Tensor input, Tensor rois, {_POOL}) -> (Tensor, Tensor)",
+    ),
     **dict.fromkeys(
         ("_roi_pool_backward", "_ps_roi_pool_backward"),
         f"(Tensor grad, Tensor rois, Tensor map, {_POOL}, {_IMAGE}) -> Tensor",
     ),
-    "ps_roi_align": f"(Tensor input, Tensor rois, {_POOL}, SymInt sampling_ratio) -> (Tensor, Tensor)",
-    "_ps_roi_align_backward": f"(Tensor grad, Tensor rois, Tensor map, {_POOL}, SymInt ratio, {_IMAGE}) -> Tensor",
+    "ps_roi_align": (
+        f"(Tensor input, Tensor rois, {_POOL}, SymInt sampling_ratio) -> (Tensor, "
+        "Tensor)"
+    ),
+    "_ps_roi_align_backward": (
+        f"(Tensor grad, Tensor rois, Tensor map, {_POOL}, SymInt ratio, {_IMAGE}) -> "
+        "Tensor"
+    ),
     "deform_conv2d": f"({_CONVOLUTION}) -> Tensor",
-    "_deform_conv2d_backward": f"(Tensor grad, {_CONVOLUTION}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "qroi_align": f"(Tensor x, Tensor r, float s, int z, float t, int y, {_POOL}, SymInt n, bool aligned) -> Tensor",
+    "_deform_conv2d_backward": (
+        f"(Tensor grad, {_CONVOLUTION}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "qroi_align": (
+        f"(Tensor x, Tensor r, float s, int z, float t, int y, {_POOL}, SymInt n, "
+        "bool aligned) -> Tensor"
+    ),
 }
 
 
 class LibraryPatches:
-    """Patches of libraries; `compiles`: whether the job has called what torch.compile returned."""
+    """Patches of libraries; `compiles`: whether the job has called what torch.compile
+    returned."""
 
     def __init__(self, patches: Patches, mode: FakeDeviceMode) -> None:
         self.compiles = False
@@ -58,7 +83,8 @@ class LibraryPatches:
         patches.set(torch, "compile", compile_eagerly)
         torch.compiler.set_stance("force_eager")
         patches.on_undo(lambda: torch.compiler.set_stance("default"))
-        warnings.filterwarnings("ignore", message="Using `torch.compile")  # about the hooks of this dry run
+        # about the hooks of this dry run
+        warnings.filterwarnings("ignore", message="Using `torch.compile")
         for name in ("range_push", "range_pop", "range_start", "range_end"):
             patches.set(torch.cuda.nvtx, name, constant(0))
         patches.when_imported(
@@ -69,7 +95,9 @@ class LibraryPatches:
         patch_extensions(patches, mode)
 
     @wrapper
-    def _note_calls(self, compiled: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _note_calls(
+        self, compiled: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         self.compiles = True
         return compiled(*args, **kwargs)
 
@@ -81,14 +109,28 @@ def _iterate_here(loader: Any) -> Any:
 
 
 def patch_extensions(patches: Patches, mode: FakeDeviceMode) -> None:
-    """Replace functions of libraries that load or need compiled code, until `patches.undo()`."""
-    patches.when_imported("torch.utils.cpp_extension", lambda module: _refuse_compilation(module, patches))
+    """Replace functions of libraries that load or need compiled code, until
+    `patches.undo()`."""
+    patches.when_imported(
+        "torch.utils.cpp_extension", lambda module: _refuse_compilation(module, patches)
+    )
     patches.when_imported("pynvml", lambda module: _answer_nvml(module, patches))
-    patches.when_imported("bitsandbytes.cextension", lambda module: _leave_out_kernels(module, patches))
-    patches.when_imported("bitsandbytes.functional", lambda module: _page_state(module, patches, mode))
-    patches.when_imported("torchvision.extension", lambda module: _define_operators(module, patches))
-    patches.when_imported("torchvision._meta_registrations", lambda _: _keep_all_boxes())
-    patches.when_imported("torchaudio._extension.utils", lambda module: _leave_out_library(module, patches))
+    patches.when_imported(
+        "bitsandbytes.cextension", lambda module: _leave_out_kernels(module, patches)
+    )
+    patches.when_imported(
+        "bitsandbytes.functional", lambda module: _page_state(module, patches, mode)
+    )
+    patches.when_imported(
+        "torchvision.extension", lambda module: _define_operators(module, patches)
+    )
+    patches.when_imported(
+        "torchvision._meta_registrations", lambda _: _keep_all_boxes()
+    )
+    patches.when_imported(
+        "torchaudio._extension.utils",
+        lambda module: _leave_out_library(module, patches),
+    )
 
 
 def _refuse_compilation(module: Any, patches: Patches) -> None:
@@ -96,19 +138,27 @@ def _refuse_compilation(module: Any, patches: Patches) -> None:
 
     def refuse(function: str, name: Any) -> None:
         raise CannotFakeError(
-            f"cannot dry-run torch.utils.cpp_extension.{function}({name!r}): a CUDA extension runs on a device only; "
-            "make the job use operations of torch for the dry run, or an extension that is registered with "
+            f"cannot dry-run torch.utils.cpp_extension.{function}({name!r}): a CUDA "
+            "extension runs on a device only; "
+            "make the job use operations of torch for the dry run, or an extension "
+            "that is registered with "
             "torch.library.register_fake"
         )
 
     def load_other(name: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         files = [sources] if isinstance(sources, str) else sources
-        if kwargs.get("with_cuda") or any(str(file).endswith(_CUDA_SOURCES) for file in files):
+        if kwargs.get("with_cuda") or any(
+            str(file).endswith(_CUDA_SOURCES) for file in files
+        ):
             refuse("load", name)
         return load(name, sources, *args, **kwargs)
 
     def load_inline_other(name: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("with_cuda") or kwargs.get("cuda_sources") or (len(args) > 1 and args[1]):
+        if (
+            kwargs.get("with_cuda")
+            or kwargs.get("cuda_sources")
+            or (len(args) > 1 and args[1])
+        ):
             refuse("load_inline", name)
         return load_inline(name, *args, **kwargs)
 
@@ -117,7 +167,8 @@ def _refuse_compilation(module: Any, patches: Patches) -> None:
 
 
 def _leave_out_kernels(module: Any, patches: Patches) -> None:
-    """Let the kernels for CUDA that a build for the CPU lacks do nothing: they fill tensors that their callers made."""
+    """Let the kernels for CUDA that a build for the CPU lacks do nothing: they fill
+    tensors that their callers made."""
 
     missing = constant(None)
     missing.restype = None  # by which Unsloth knows native functions
@@ -129,9 +180,12 @@ def _leave_out_kernels(module: Any, patches: Patches) -> None:
 
 
 def _page_state(module: Any, patches: Patches, mode: FakeDeviceMode) -> None:
-    """Keep the state of paged optimizers on the host: the driver moves pages of it to the device as there is room."""
+    """Keep the state of paged optimizers on the host: the driver moves pages of it to
+    the device as there is room."""
 
-    def paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Any:
+    def paged(
+        *shape: int, dtype: torch.dtype = torch.float32, device: Any = None
+    ) -> Any:
         state = mode.host_tensor(shape, dtype)
         state.is_paged, state.page_deviceid = True, 0
         return state
@@ -142,8 +196,8 @@ def _page_state(module: Any, patches: Patches, mode: FakeDeviceMode) -> None:
 
 
 def _define_operators(module: Any, patches: Patches) -> None:
-    """Define torchvision's operators, for fake tensors alone, where they cannot be loaded, as those of PyPI beside a
-    CPU build."""
+    """Define torchvision's operators, for fake tensors alone, where they cannot be
+    loaded, as those of PyPI beside a CPU build."""
     if not module._has_ops():
         for name, schema in _VISION_OPERATORS.items():
             torch.library.define(f"torchvision::{name}", schema)
@@ -152,11 +206,14 @@ def _define_operators(module: Any, patches: Patches) -> None:
 
 
 def _keep_all_boxes() -> None:
-    """Let `nms` keep all boxes, the most that is possible: torchvision states no number to fake tensors."""
+    """Let `nms` keep all boxes, the most that is possible: torchvision states no number
+    to fake tensors."""
     for name in ("nms", "qnms"):
         torch.library.register_fake(
             f"torchvision::{name}",
-            lambda boxes, _scores, _threshold: boxes.new_empty(len(boxes), dtype=torch.int64),
+            lambda boxes, _scores, _threshold: boxes.new_empty(
+                len(boxes), dtype=torch.int64
+            ),
             allow_override=True,
         )
 
@@ -183,7 +240,10 @@ def _answer_nvml(module: Any, patches: Patches) -> None:
 
     answers: dict[str, Any] = {
         **dict.fromkeys(("nvmlInit", "nvmlShutdown")),
-        **{f"nvmlDeviceGet{name}": 0 for name in ("HandleByIndex", "HandleByUUID", *_SENSORS)},
+        **{
+            f"nvmlDeviceGet{name}": 0
+            for name in ("HandleByIndex", "HandleByUUID", *_SENSORS)
+        },
         "nvmlDeviceGetCount": 1,
         "nvmlDeviceGetName": torch.cuda.get_device_name(),
         "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=0, memory=0),

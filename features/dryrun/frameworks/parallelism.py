@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    fp16_compress_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from ebbtide.features.dryrun.device.collectives import Collectives
@@ -20,7 +23,8 @@ _Hook = Callable[[Any, Any], Any]
 
 @dataclass
 class _Reduction:
-    """The reduction of a reducer's buckets: by a hook of the job, with its state, or an all-reduce in place."""
+    """The reduction of a reducer's buckets: by a hook of the job, with its state, or an
+    all-reduce in place."""
 
     group: Any
     collectives: Collectives
@@ -29,14 +33,19 @@ class _Reduction:
 
 
 def patch_data_parallel(patches: Patches, collectives: Collectives) -> None:
-    """Give every reducer a communication hook until `patches.undo()`: its own reduction needs real works."""
+    """Give every reducer a communication hook until `patches.undo()`: its own reduction
+    needs real works."""
     reductions: weakref.WeakKeyDictionary[Any, _Reduction] = weakref.WeakKeyDictionary()
     register = dist._register_comm_hook
 
     @wrapper
-    def wrap_init(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrap_init(
+        original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         result = original(model, *args, **kwargs)
-        reductions[model.reducer] = reduction = _Reduction(model.process_group, collectives)
+        reductions[model.reducer] = reduction = _Reduction(
+            model.process_group, collectives
+        )
         register(model.reducer, reduction, _reduce)
         return result
 
@@ -45,7 +54,11 @@ def patch_data_parallel(patches: Patches, collectives: Collectives) -> None:
 
     def register_builtin_hook(reducer: Any, kind: Any) -> None:
         compresses = kind == dist.BuiltinCommHookType.FP16_COMPRESS
-        register_hook(reducer, reductions[reducer].group, fp16_compress_hook if compresses else allreduce_hook)
+        register_hook(
+            reducer,
+            reductions[reducer].group,
+            fp16_compress_hook if compresses else allreduce_hook,
+        )
 
     patches.wrap(DistributedDataParallel, "_ddp_init_helper", wrap_init)
     # Its statistics need a timer of CUDA.
@@ -56,7 +69,9 @@ def patch_data_parallel(patches: Patches, collectives: Collectives) -> None:
 
 def _reduce(state: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
     """Reduce a bucket, and let the end of the backward wait for it."""
-    torch.autograd.Variable._execution_engine.queue_callback(state.collectives.wait_for_all)
+    torch.autograd.Variable._execution_engine.queue_callback(
+        state.collectives.wait_for_all
+    )
     if state.hook is not None:
         return state.hook(state.state, bucket)
     buffer = bucket.buffer()
@@ -67,14 +82,18 @@ def _reduce(state: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 def patch_model_parallel(patches: Patches, mode: FakeDeviceMode) -> None:
-    """Adapt DTensor and torch.distributed.pipelining, once the job has imported them, until `patches.undo()`."""
+    """Adapt DTensor and torch.distributed.pipelining, once the job has imported them,
+    until `patches.undo()`."""
     propagation = functools.partial(_patch_propagation, patches, mode)
     patches.when_imported("torch.distributed.tensor._sharding_prop", propagation)
-    patches.when_imported("torch.distributed.pipelining.stage", functools.partial(_patch_stages, patches))
+    patches.when_imported(
+        "torch.distributed.pipelining.stage", functools.partial(_patch_stages, patches)
+    )
 
 
 def _patch_propagation(patches: Patches, mode: FakeDeviceMode, module: Any) -> None:
-    """Let DTensor find the layouts of results on tensors of its own, of full size, which are not of the job."""
+    """Let DTensor find the layouts of results on tensors of its own, of full size,
+    which are not of the job."""
 
     @wrapper
     def wrap(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +108,8 @@ def _patch_propagation(patches: Patches, mode: FakeDeviceMode, module: Any) -> N
 
 
 def _patch_stages(patches: Patches, module: Any) -> None:
-    """Let stages take what others would send: gradients as this stage's outputs, inputs as a stage's outputs."""
+    """Let stages take what others would send: gradients as this stage's outputs, inputs
+    as a stage's outputs."""
     sent: list[Any] = []
 
     def send(_stage: Any, content: Any, _target: int) -> None:
@@ -98,20 +118,29 @@ def _patch_stages(patches: Patches, module: Any) -> None:
 
     def receive(stage: Any, source: int) -> Any:
         if source > stage.stage_index:
-            return module._StageBackwardMeta(backward_metas=module._derive_grad_metas(stage._stage_meta.outputs))
+            return module._StageBackwardMeta(
+                backward_metas=module._derive_grad_metas(stage._stage_meta.outputs)
+            )
         return sent[0]
 
     votes: list[Any] = []
 
     @wrapper
-    def wrap_vote(original: Callable[..., Any], stage: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrap_vote(
+        original: Callable[..., Any], stage: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         result = original(stage, *args, **kwargs)
         if stage.is_first:
             votes[:] = [result]
         return result
 
     patches.wrap(module.PipelineStage, "_warmup_forward_vote", wrap_vote)
-    # Whether shapes are stated or must be inferred: all stages agree with the first one.
-    patches.set(module.PipelineStage, "_warmup_backward_result", lambda *_stage, **_received: votes[0])
+    # Whether shapes are stated or must be inferred: all stages agree with the first
+    # one.
+    patches.set(
+        module.PipelineStage,
+        "_warmup_backward_result",
+        lambda *_stage, **_received: votes[0],
+    )
     patches.set(module.PipelineStage, "_send_meta", send)
     patches.set(module.PipelineStage, "_recv_meta", receive)

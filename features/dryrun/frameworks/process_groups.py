@@ -22,19 +22,24 @@ _ADDRESS, _PORT = "127.0.0.1", "29500"
 
 
 class ProcessGroups:
-    """Makes every process group a fake one, whose collectives return at once, until `remove`.
+    """Makes every process group a fake one, whose collectives return at once, until
+    `remove`.
 
-    Groups keep the name of the backend that the job asked for. The values that other ranks would send are this rank's
-    own, or not known. `ranks`: None where not stated, and the job has one; `ranks_per_node`: None for all of them."""
+    Groups keep the name of the backend that the job asked for. The values that other
+    ranks would send are this rank's own, or not known. `ranks`: None where not stated,
+    and the job has one; `ranks_per_node`: None for all of them."""
 
-    def __init__(self, ranks: int | None = None, ranks_per_node: int | None = None) -> None:
+    def __init__(
+        self, ranks: int | None = None, ranks_per_node: int | None = None
+    ) -> None:
         self.ranks = ranks or 1
         self.ranks_per_node = min(ranks_per_node or self.ranks, self.ranks)
         self.stated = ranks is not None
         self._initialized = False
 
     def install(self, patches: Patches) -> None:
-        """Replace functions of torch.distributed until `patches.undo()`, and set the environment as torchrun does."""
+        """Replace functions of torch.distributed until `patches.undo()`, and set the
+        environment as torchrun does."""
         self._patches = patches
         if self.stated:
             self.set_environment()
@@ -50,7 +55,8 @@ class ProcessGroups:
         patches.set(torch.multiprocessing, "spawn", _run_first)
         patches.set(dist, "_verify_params_across_processes", lambda *_args: None)
         patches.set(torch.cuda.nccl, "version", lambda: _NCCL_VERSION)
-        # A new group makes dynamo classify torch's functions again, which it cannot do while they are replaced.
+        # A new group makes dynamo classify torch's functions again, which it cannot do
+        # while they are replaced.
         patches.set(torch._dynamo.trace_rules, "clear_lru_cache", lambda: None)
 
     def state(self, ranks: int) -> None:
@@ -71,13 +77,22 @@ class ProcessGroups:
     def notes(self, peer_bytes_per_s: float | None) -> list[str]:
         """Return lines for people about the ranks."""
         if self.ranks > 1:
-            rate = f" at up to {peer_bytes_per_s / 1e9:,.0f} GB/s between GPUs" if peer_bytes_per_s else ""
+            rate = (
+                f" at up to {peer_bytes_per_s / 1e9:,.0f} GB/s between GPUs"
+                if peer_bytes_per_s
+                else ""
+            )
             return [
-                f"rank 0 of {self.ranks:,} was predicted; the others are taken to be alike, and in time. Collectives "
-                f"run as rings{rate}. NCCL's own memory is not included (typically 0.2 to 1 GB per rank)"
+                f"rank 0 of {self.ranks:,} was predicted; the others are taken to be "
+                "alike, and in time. Collectives "
+                f"run as rings{rate}. NCCL's own memory is not included (typically 0.2 "
+                "to 1 GB per rank)"
             ]
         if self._initialized and not self.stated:
-            return ["the job makes a process group, and ran as its only rank; state the number of ranks with --ranks"]
+            return [
+                "the job makes a process group, and ran as its only rank; state the "
+                "number of ranks with --ranks"
+            ]
         return []
 
     def _variables(self) -> dict[str, str]:
@@ -98,7 +113,8 @@ class ProcessGroups:
         }
 
     def _init(self, backend: str | None = None, *_args: Any, **options: Any) -> None:
-        """Make the default group, of the stated ranks whatever the job's arguments say."""
+        """Make the default group, of the stated ranks whatever the job's arguments
+        say."""
         store = dist.HashStore()
         store.set_timeout(_STORE_TIMEOUT)
         self._initialized = True
@@ -112,17 +128,28 @@ class ProcessGroups:
         )
 
     def _new_group(
-        self, size: int, rank: int, ranks: list[int], backend: Any, store: Any, *args: Any, **kwargs: Any
+        self,
+        size: int,
+        rank: int,
+        ranks: list[int],
+        backend: Any,
+        store: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Make a fake group under the name of the backend that was asked for."""
         for name in ("backend_options", "device_id"):
             if name in kwargs:
                 kwargs[name] = None
-        group, prefix_store = self._original_helper(size, rank, ranks, dist.Backend.FAKE, store, *args, **kwargs)
+        group, prefix_store = self._original_helper(
+            size, rank, ranks, dist.Backend.FAKE, store, *args, **kwargs
+        )
         world = distributed_c10d._world
         if group in world.pg_map:
             world.pg_map[group] = dist.Backend(backend), prefix_store
-            world.pg_backend_config[group] = str(distributed_c10d.BackendConfig(dist.Backend(backend)))
+            world.pg_backend_config[group] = str(
+                distributed_c10d.BackendConfig(dist.Backend(backend))
+            )
         return group, prefix_store
 
 
@@ -132,12 +159,19 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 
 def _refuse_objects(*_args: Any, **_kwargs: Any) -> None:
     raise CannotFakeError(
-        "cannot dry-run torch.distributed.recv_object_list: the object is another rank's; make it in the script itself"
+        "cannot dry-run torch.distributed.recv_object_list: the object is another "
+        "rank's; make it in the script itself"
     )
 
 
-def _run_first(function: Callable[..., Any], args: tuple[Any, ...] = (), *_options: Any, **_settings: Any) -> None:
-    """Run the first of the processes that `torch.multiprocessing.spawn` starts, in this one."""
+def _run_first(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    *_options: Any,
+    **_settings: Any,
+) -> None:
+    """Run the first of the processes that `torch.multiprocessing.spawn` starts, in this
+    one."""
     function(0, *args)
 
 
@@ -155,7 +189,8 @@ class _NcclGroup:
 
 
 def patch_ray_train(patches: Patches, groups: ProcessGroups) -> None:
-    """Let Ray Train run its function in this process, as one of the workers, until `patches.undo()`."""
+    """Let Ray Train run its function in this process, as one of the workers, until
+    `patches.undo()`."""
 
     def patch(module: Any) -> None:
         def fit(trainer: Any) -> Any:

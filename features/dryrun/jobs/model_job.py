@@ -1,4 +1,5 @@
-"""Writes the training script of a model, a method and settings, and prepares its dry run."""
+"""Writes the training script of a model, a method and settings, and prepares its dry
+run."""
 
 import json
 from functools import cache
@@ -8,7 +9,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ebbtide.errors import UserError
 from ebbtide.features.dryrun.jobs.models import find_model, write_stand_in
-from ebbtide.features.dryrun.jobs.settings import ZERO_STAGES, ModelJob, PreparedJob, require, scratch_folder
+from ebbtide.features.dryrun.jobs.settings import (
+    ZERO_STAGES,
+    ModelJob,
+    PreparedJob,
+    require,
+    scratch_folder,
+)
 from ebbtide.output_files import new_output
 
 _OPTIMIZERS = {
@@ -26,7 +33,10 @@ def prepare_model_job(job: ModelJob, script: Path, force: bool) -> PreparedJob:
     model = find_model(job.model)
     longest = model.config.get("max_position_embeddings")
     if isinstance(longest, int) and job.sequence > longest:
-        raise UserError(f"--sequence {job.sequence} is longer than the {longest:,} positions of {model.name}")
+        raise UserError(
+            f"--sequence {job.sequence} is longer than the {longest:,} positions of "
+            f"{model.name}"
+        )
     for package, is_needed in (
         ("transformers", True),
         ("accelerate", True),
@@ -36,20 +46,35 @@ def prepare_model_job(job: ModelJob, script: Path, force: bool) -> PreparedJob:
     ):
         if is_needed:
             require(package, "this job")
-    with scratch_folder() as scratch, new_output(script, force, _is_ours, "a job of a dry run") as path:
+    with (
+        scratch_folder() as scratch,
+        new_output(script, force, _is_ours, "a job of a dry run") as path,
+    ):
         folder = scratch / Path(model.name).name
         if not model.is_whole:
             write_stand_in(model, folder)
         path.write_text(render(job, model.name, script.name), encoding="utf-8")
-    lines = [f"{script}: {_summary(job)}", f"model {model.name}, configuration from {model.source}"]
-    return PreparedJob(["python", str(script), str(model.folder if model.is_whole else folder)], scratch, lines)
+    lines = [
+        f"{script}: {_summary(job)}",
+        f"model {model.name}, configuration from {model.source}",
+    ]
+    return PreparedJob(
+        ["python", str(script), str(model.folder if model.is_whole else folder)],
+        scratch,
+        lines,
+    )
 
 
 def render(job: ModelJob, model: str, file: str) -> str:
-    """Return the script of a job; `model`: a name on the hub, or the folder with the weights; `file`: its own name."""
+    """Return the script of a job; `model`: a name on the hub, or the folder with the
+    weights; `file`: its own name."""
     learning_rate = 1e-5 if job.method == "full" else 1e-4
     autocast = job.precision == "bf16-mixed"
-    dtype = "float32" if job.precision == "fp32" or (autocast and job.method == "full") else "bfloat16"
+    dtype = (
+        "float32"
+        if job.precision == "fp32" or (autocast and job.method == "full")
+        else "bfloat16"
+    )
     return _template().render(
         model=json.dumps(model),
         file=file,
@@ -72,16 +97,27 @@ def render(job: ModelJob, model: str, file: str) -> str:
 def _template() -> Template:
     loader = PackageLoader("ebbtide.features.dryrun.jobs")
     environment = Environment(
-        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        loader=loader,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
     return environment.get_template("train.py.j2")
 
 
 def _summary(job: ModelJob) -> str:
-    parts = [job.method, job.precision, job.optimizer, f"{job.batch} x {job.sequence:,} tokens a step"]
+    parts = [
+        job.method,
+        job.precision,
+        job.optimizer,
+        f"{job.batch} x {job.sequence:,} tokens a step",
+    ]
     parts += ["checkpointing"] if job.checkpointing else []
     return ", ".join([*parts, job.strategy] if job.strategy else parts)
 
 
 def _is_ours(path: Path) -> bool:
-    return path.is_file() and _MARK in path.read_text(encoding="utf-8", errors="replace")
+    return path.is_file() and _MARK in path.read_text(
+        encoding="utf-8", errors="replace"
+    )

@@ -21,7 +21,8 @@ ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 3}
 
 @dataclass(frozen=True)
 class ModelJob:
-    """A job that trains a language model. Raises UserError if the settings make no sense together."""
+    """A job that trains a language model. Raises UserError if the settings make no
+    sense together."""
 
     model: str  # A folder, a configuration file, or a name on the hub
     method: Method = "full"
@@ -30,21 +31,37 @@ class ModelJob:
     sequence: int = 2048  # Tokens of a sample
     checkpointing: bool = False  # Whether layers are recomputed in the backward
     precision: Precision = "bf16"
-    strategy: Strategy | None = None  # Sharing of the job among ranks; None: one rank has all of it
+    # Sharing of the job among ranks; None: one rank has all of it
+    strategy: Strategy | None = None
     ranks: int = 1
 
     def __post_init__(self) -> None:
         stage = ZERO_STAGES.get(self.strategy or "")
         if self.strategy in ("ddp", "fsdp") and self.ranks < 2:
-            raise UserError(f"--strategy {self.strategy} is for several ranks: state them, as in --ranks 8")
+            raise UserError(
+                f"--strategy {self.strategy} is for several ranks: state them, as in "
+                "--ranks 8"
+            )
         if self.method == "qlora" and (self.strategy == "fsdp" or stage == 3):
-            raise UserError(f"--strategy {self.strategy} shards weights, which qlora keeps whole: take ddp or zero2")
+            raise UserError(
+                f"--strategy {self.strategy} shards weights, which qlora keeps whole: "
+                "take ddp or zero2"
+            )
         if stage and self.optimizer != "adamw":
-            raise UserError(f"--strategy {self.strategy} runs DeepSpeed's AdamW: leave out --optimizer")
+            raise UserError(
+                f"--strategy {self.strategy} runs DeepSpeed's AdamW: leave out "
+                "--optimizer"
+            )
         if stage and self.precision == "bf16-mixed":
-            raise UserError("DeepSpeed keeps fp32 copies of bf16 weights by itself: take --precision bf16")
+            raise UserError(
+                "DeepSpeed keeps fp32 copies of bf16 weights by itself: take "
+                "--precision bf16"
+            )
         if self.strategy == "fsdp" and self.optimizer not in ("adamw", "sgd"):
-            raise UserError(f"--optimizer {self.optimizer} does not update sharded parameters: take adamw, or ddp")
+            raise UserError(
+                f"--optimizer {self.optimizer} does not update sharded parameters: "
+                "take adamw, or ddp"
+            )
 
 
 @dataclass(frozen=True)
@@ -52,7 +69,9 @@ class PreparedJob:
     """A job that is ready for a dry run."""
 
     command: list[str]  # The words that start it
-    scratch: Path | None = None  # A folder that only the dry run reads, to be removed at its end; None: there is none
+    # A folder that only the dry run reads, to be removed at its end; None: there is
+    # none
+    scratch: Path | None = None
     lines: list[str] = field(default_factory=list)  # For people: what runs
 
 
@@ -68,6 +87,10 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def require(package: str, subject: str) -> None:
-    """Raise UserError if a package is not installed that something, the subject, needs."""
+    """Raise UserError if a package is not installed that something, the subject,
+    needs."""
     if find_spec(package) is None:
-        raise UserError(f"{subject} needs {package}: pip install {package}, in the environment of ebbtide")
+        raise UserError(
+            f"{subject} needs {package}: pip install {package}, in the environment of "
+            "ebbtide"
+        )

@@ -1,1 +1,2 @@
-"""The memory of a dry run: the allocator's segments, what kernels take beside tensors, and the host's."""
+"""The memory of a dry run: the allocator's segments, what kernels take beside tensors,
+and the host's."""

@@ -1,4 +1,5 @@
-"""Pools of the caching allocator: the blocks of one stream and one class of sizes, and the segments they lie in.
+"""Pools of the caching allocator: the blocks of one stream and one class of sizes, and
+the segments they lie in.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp.
 """
@@ -34,9 +35,10 @@ class AllocatorSettings:
     """Settings of the allocator."""
 
     expandable: bool = False
-    max_split_bytes: int | None = None  # Blocks of this size and more are not split; None: all are.
-    # Steps between two powers of two to which sizes are rounded, by the power of two from 1 MiB on; 1 or less: sizes
-    # are not rounded so.
+    # Blocks of this size and more are not split; None: all are.
+    max_split_bytes: int | None = None
+    # Steps between two powers of two to which sizes are rounded, by the power of two
+    # from 1 MiB on; 1 or less: sizes are not rounded so.
     divisions: tuple[int, ...] = (0,) * _INTERVALS
     ignored: tuple[str, ...] = ()
 
@@ -48,11 +50,14 @@ class AllocatorSettings:
         try:
             return cls.parse(os.environ[name])
         except (ValueError, IndexError) as error:
-            raise DryRunError(f"{name} is {os.environ[name]!r}, which torch cannot read: correct it") from error
+            raise DryRunError(
+                f"{name} is {os.environ[name]!r}, which torch cannot read: correct it"
+            ) from error
 
     @classmethod
     def parse(cls, text: str) -> AllocatorSettings:
-        """Return the settings of a text as `expandable_segments:True,max_split_size_mb:64`."""
+        """Return the settings of a text as
+        `expandable_segments:True,max_split_size_mb:64`."""
         text = text.replace(" ", "")
         entries = _ENTRY.findall(text)
         if ",".join(f"{key}:{value}" for key, value in entries) != text.strip(","):
@@ -84,11 +89,14 @@ class AllocatorSettings:
 
     def divisions_of(self, size: int) -> int:
         """Return the steps to which a size is rounded."""
-        return self.divisions[min(max(size.bit_length() - _MIB.bit_length(), 0), _INTERVALS - 1)]
+        return self.divisions[
+            min(max(size.bit_length() - _MIB.bit_length(), 0), _INTERVALS - 1)
+        ]
 
 
 def _divisions(value: str) -> tuple[int, ...]:
-    """Return the steps of each interval, from a number for all or a list as `[256:1,512:2,>:8]` of sizes in MiB."""
+    """Return the steps of each interval, from a number for all or a list as
+    `[256:1,512:2,>:8]` of sizes in MiB."""
     if not value.startswith("["):
         return (int(value),) * _INTERVALS
     divisions, last = [0] * _INTERVALS, 0
@@ -118,7 +126,15 @@ class AllocatorBlock:
 
     def cut(self, size: int) -> AllocatorBlock:
         """Keep `size` bytes, and return a block of the others, which follows."""
-        rest = AllocatorBlock(self.address + size, self.size - size, self.pool, self.free, self.mapped, self, self.next)
+        rest = AllocatorBlock(
+            self.address + size,
+            self.size - size,
+            self.pool,
+            self.free,
+            self.mapped,
+            self,
+            self.next,
+        )
         if self.next is not None:
             self.next.previous = rest
         self.size, self.next = size, rest
@@ -141,9 +157,12 @@ class AddressSpace:
 class BlockPool:
     """The blocks of a pool, in segments of fixed sizes.
 
-    `segments_allocated`: how many segments, or ranges of an expandable one, were taken so far."""
+    `segments_allocated`: how many segments, or ranges of an expandable one, were taken
+    so far."""
 
-    def __init__(self, small: bool, settings: AllocatorSettings, space: AddressSpace) -> None:
+    def __init__(
+        self, small: bool, settings: AllocatorSettings, space: AddressSpace
+    ) -> None:
         self.small, self.settings, self.space = small, settings, space
         self.reserved_bytes = self.segments_allocated = 0
         self._keys: list[tuple[int, int]] = []
@@ -153,16 +172,23 @@ class BlockPool:
         """Return the bytes that a new segment for a block of `size` bytes takes."""
         if self.small:
             return SMALL_SEGMENT
-        return LARGE_SEGMENT if size < MIN_LARGE else -(-size // LARGE_ROUNDING) * LARGE_ROUNDING
+        return (
+            LARGE_SEGMENT
+            if size < MIN_LARGE
+            else -(-size // LARGE_ROUNDING) * LARGE_ROUNDING
+        )
 
     def take(self, size: int) -> AllocatorBlock | None:
-        """Return the smallest free block that fits and may be used; None if there is none."""
+        """Return the smallest free block that fits and may be used; None if there is
+        none."""
         index = self._best_fit(bisect_left(self._keys, (size, 0)))
         if index >= len(self._keys):
             return None
         block = self._block_at(index)
         limit = self.settings.max_split_bytes
-        if limit is not None and (block.size >= limit if size < limit else block.size >= size + LARGE_SEGMENT):
+        if limit is not None and (
+            block.size >= limit if size < limit else block.size >= size + LARGE_SEGMENT
+        ):
             return None
         self.discard(block)
         return block
@@ -179,15 +205,24 @@ class BlockPool:
         rest = block.size - size
         if self.small:
             return rest >= ROUNDING
-        return rest > SMALL and (self.settings.max_split_bytes is None or size < self.settings.max_split_bytes)
+        return rest > SMALL and (
+            self.settings.max_split_bytes is None
+            or size < self.settings.max_split_bytes
+        )
 
     def add(self, block: AllocatorBlock) -> None:
         """Add a free block, which becomes one with its free neighbours."""
         for other in (block.previous, block.next):
             if other is not None and other.free and other.mapped == block.mapped:
                 self.discard(other)
-                first, last = (other, block) if other is block.previous else (block, other)
-                block.address, block.previous, block.next = first.address, first.previous, last.next
+                first, last = (
+                    (other, block) if other is block.previous else (block, other)
+                )
+                block.address, block.previous, block.next = (
+                    first.address,
+                    first.previous,
+                    last.next,
+                )
                 block.size += other.size
                 if block.previous is not None:
                     block.previous.next = block
@@ -224,7 +259,9 @@ class BlockPool:
 class ExpandablePool(BlockPool):
     """The blocks of a pool in one segment that grows."""
 
-    def __init__(self, small: bool, settings: AllocatorSettings, space: AddressSpace) -> None:
+    def __init__(
+        self, small: bool, settings: AllocatorSettings, space: AddressSpace
+    ) -> None:
         super().__init__(small, settings, space)
         self._page = SMALL_SEGMENT if small else LARGE_SEGMENT
         # By address.
@@ -268,12 +305,15 @@ class ExpandablePool(BlockPool):
 
     def _best_fit(self, index: int) -> int:
         """Count a block that can expand with the size that it can have."""
-        while index + 1 < len(self._keys) and _expanded(self._block_at(index + 1)) < _expanded(self._block_at(index)):
+        while index + 1 < len(self._keys) and _expanded(
+            self._block_at(index + 1)
+        ) < _expanded(self._block_at(index)):
             index += 1
         return index
 
     def _expandable(self, size: int) -> AllocatorBlock:
-        """Return the first free block that has `size` free addresses from its start on, mapped or not."""
+        """Return the first free block that has `size` free addresses from its start on,
+        mapped or not."""
         for address in self._unmapped:
             block = self._unmapped_blocks[address]
             if block.previous is not None and block.previous.free:
@@ -286,7 +326,8 @@ class ExpandablePool(BlockPool):
         return block
 
     def _map(self, block: AllocatorBlock, size: int) -> AllocatorBlock:
-        """Map memory to the first `size` bytes of a block and return it, with its neighbours that are mapped."""
+        """Map memory to the first `size` bytes of a block and return it, with its
+        neighbours that are mapped."""
         pages = self.segment_bytes(size)
         self.discard(block)
         block.free = block.mapped = True
@@ -318,7 +359,9 @@ class ExpandablePool(BlockPool):
 
 
 def _expanded(block: AllocatorBlock) -> int:
-    return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)
+    return block.size + (
+        block.next.size if block.next is not None and not block.next.mapped else 0
+    )
 
 
 def _free_addresses(block: AllocatorBlock | None, wanted: int) -> int:

@@ -1,4 +1,5 @@
-"""The segments that torch's CUDA caching allocator would take from the device for a sequence of allocations."""
+"""The segments that torch's CUDA caching allocator would take from the device for a
+sequence of allocations."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ from ebbtide.features.dryrun.memory.allocator_pools import (
     ExpandablePool,
 )
 
-# Memory of a device that the CUDA context takes, where kernels are loaded when they first run (CUDA 11.7 and later): at
-# most 0.11 GB on an RTX 4060 and 0.15 GB on an RTX 3060, which jobs filled so far (`benchmarks/memory_estimates.py`),
-# and 0.35 GB in a process on the H100 of traces/. It grows with the multiprocessors.
+# Memory of a device that the CUDA context takes, where kernels are loaded when they
+# first run (CUDA 11.7 and later): at most 0.11 GB on an RTX 4060 and 0.15 GB on an RTX
+# 3060, which jobs filled so far (`benchmarks/memory_estimates.py`), and 0.35 GB in a
+# process on the H100 of traces/. It grows with the multiprocessors.
 _CONTEXT_BYTES, _MULTIPROCESSOR_BYTES = 60_000_000, 2_200_000
 
 
@@ -28,7 +30,8 @@ def context_bytes(multiprocessors: int) -> int:
 
 
 def device_allocator(capacity_bytes: int | None, context: int) -> CachingAllocator:
-    """Return the allocator of a GPU with the settings of the environment, beside the CUDA context."""
+    """Return the allocator of a GPU with the settings of the environment, beside the
+    CUDA context."""
     limit = None if capacity_bytes is None else capacity_bytes - context
     return CachingAllocator(AllocatorSettings.from_environment, limit)
 
@@ -37,16 +40,21 @@ class CachingAllocator:
     """Torch's allocator, by the rules of c10/cuda/CUDACachingAllocator.cpp.
 
     Args:
-        make_settings: Returns its settings; called at the first allocation, as torch reads them.
-        capacity_bytes: Memory for segments: before they need more, those without a block in use are given back. A job
-            that needs more is not stopped. None: no limit.
+        make_settings: Returns its settings; called at the first allocation, as torch
+            reads them.
+        capacity_bytes: Memory for segments: before they need more, those without a
+            block in use are given back. A job that needs more is not stopped. None: no
+            limit.
 
-    `retries`: how often segments were given back, since no memory was left; `on_shortage` is called with the bytes of a
-    request where that was not enough, and may raise an error.
+    `retries`: how often segments were given back, since no memory was left;
+    `on_shortage` is called with the bytes of a request where that was not enough, and
+    may raise an error.
     """
 
     def __init__(
-        self, make_settings: Callable[[], AllocatorSettings] = AllocatorSettings, capacity_bytes: int | None = None
+        self,
+        make_settings: Callable[[], AllocatorSettings] = AllocatorSettings,
+        capacity_bytes: int | None = None,
     ) -> None:
         self._make_settings = make_settings
         self.on_shortage: Callable[[int], None] = lambda _size: None
@@ -55,7 +63,8 @@ class CachingAllocator:
         self._space = AddressSpace()
         # (stream, whether it is that of small blocks) -> pool
         self._pools: dict[tuple[int, bool], BlockPool] = {}
-        # Blocks that were given back while another stream uses them: until when, and the block.
+        # Blocks that were given back while another stream uses them: until when, and
+        # the block.
         self._awaited: list[tuple[int, AllocatorBlock]] = []
 
     @cached_property
@@ -78,11 +87,15 @@ class CachingAllocator:
             return _next_division(size, divisions)
         return max(ROUNDING, -(-size // ROUNDING) * ROUNDING)
 
-    def allocate(self, size: int, stream: int = 0, now_ns: int = 0, always: bool = True) -> Any:
-        """Return a block for a request of `size` bytes on a stream; None if no memory is left and it is not `always`.
+    def allocate(
+        self, size: int, stream: int = 0, now_ns: int = 0, always: bool = True
+    ) -> Any:
+        """Return a block for a request of `size` bytes on a stream; None if no memory
+        is left and it is not `always`.
 
-        It is the smallest free block of that stream that fits, or a part of a new segment. At `now_ns`, blocks that
-        other streams have used until then become free."""
+        It is the smallest free block of that stream that fits, or a part of a new
+        segment. At `now_ns`, blocks that other streams have used until then become
+        free."""
         self._free_awaited(now_ns)
         size = self.round_size(size)
         pool = self._pool(stream, size <= SMALL)
@@ -99,7 +112,8 @@ class CachingAllocator:
         return block
 
     def free(self, block: AllocatorBlock, until_ns: int | None = None) -> None:
-        """Give a block back. until_ns: when other streams have used it; None: no other stream has."""
+        """Give a block back. until_ns: when other streams have used it; None: no other
+        stream has."""
         self.allocated_bytes -= block.size
         if until_ns is None:
             block.pool.add(block)
@@ -107,11 +121,13 @@ class CachingAllocator:
             self._awaited.append((until_ns, block))
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Reserve at most so many bytes, as the job asks for with a share of the device."""
+        """Reserve at most so many bytes, as the job asks for with a share of the
+        device."""
         self._capacity_bytes = min(limit_bytes, self._capacity_bytes or limit_bytes)
 
     def empty_cache(self) -> None:
-        """Give the device all memory without a block in use, after the streams have finished."""
+        """Give the device all memory without a block in use, after the streams have
+        finished."""
         for _, block in self._awaited:
             block.pool.add(block)
         self._awaited.clear()
@@ -122,10 +138,13 @@ class CachingAllocator:
         """Return lines for people: its settings, and shortage of memory."""
         notes = []
         if self.settings != AllocatorSettings():
-            notes.append(f"settings of the caching allocator: {self.settings.description}")
+            notes.append(
+                f"settings of the caching allocator: {self.settings.description}"
+            )
         if self.retries:
             notes.append(
-                f"the caching allocator had no memory left {self.retries:,} times, and gave cached segments back: on a "
+                f"the caching allocator had no memory left {self.retries:,} times, and "
+                "gave cached segments back: on a "
                 "GPU this makes the job slow"
             )
         return notes
@@ -138,7 +157,8 @@ class CachingAllocator:
         return self._pools[key]
 
     def _make_room(self, size: int) -> bool:
-        """Give segments back where memory is short, and return whether there is room then."""
+        """Give segments back where memory is short, and return whether there is room
+        then."""
         if self._fits(size):
             return True
         self.retries += 1
@@ -146,7 +166,10 @@ class CachingAllocator:
         return self._fits(size)
 
     def _fits(self, size: int) -> bool:
-        return self._capacity_bytes is None or self.reserved_bytes + size <= self._capacity_bytes
+        return (
+            self._capacity_bytes is None
+            or self.reserved_bytes + size <= self._capacity_bytes
+        )
 
     def _free_awaited(self, now_ns: int) -> None:
         if not self._awaited:

@@ -1,8 +1,10 @@
-"""Workspaces of cuDNN's convolutions, and the range of reserved memory that follows from them.
+"""Workspaces of cuDNN's convolutions, and the range of reserved memory that follows
+from them.
 
-torch takes the first algorithm of cuDNN's heuristics whose workspace it gets (aten/src/ATen/native/cudnn/Conv_v8.cpp).
-Tensor cores read channels-last tensors: cuDNN copies others (the "automatic transpose operations" of NVIDIA's guide to
-convolutional layers).
+torch takes the first algorithm of cuDNN's heuristics whose workspace it gets
+(aten/src/ATen/native/cudnn/Conv_v8.cpp). Tensor cores read channels-last tensors: cuDNN
+copies others (the "automatic transpose operations" of NVIDIA's guide to convolutional
+layers).
 """
 
 from typing import Any
@@ -20,30 +22,44 @@ _TF32_CAPABILITY = (8, 0)  # From Ampere on, tensor cores take fp32 as tf32.
 
 
 def keep_channels_last(patches: Patches) -> None:
-    """Give results of convolutions the layout that cuDNN gives them, until `patches.undo()`.
+    """Give results of convolutions the layout that cuDNN gives them, until
+    `patches.undo()`.
 
     Builds of torch for the CPU make all of them contiguous."""
     patches.set(torch._C, "_conv_determine_backend_memory_format", _layout)
 
 
 def _layout(source: Any, weight: Any, _backend: Any) -> torch.memory_format:
-    """Return the layout by the rule of `cudnn_conv_suggest_memory_format` in aten/src/ATen/native/ConvUtils.h."""
-    layouts = {suggest_memory_format(tensor) for tensor in (source, weight)} - {torch.contiguous_format}
+    """Return the layout by the rule of `cudnn_conv_suggest_memory_format` in
+    aten/src/ATen/native/ConvUtils.h."""
+    layouts = {suggest_memory_format(tensor) for tensor in (source, weight)} - {
+        torch.contiguous_format
+    }
     doubles = torch.float64 in (source.dtype, weight.dtype)
-    return layouts.pop() if layouts and torch.backends.cudnn.enabled and not doubles else torch.contiguous_format
+    return (
+        layouts.pop()
+        if layouts and torch.backends.cudnn.enabled and not doubles
+        else torch.contiguous_format
+    )
 
 
-def convolution_bytes(kind: Any, args: Any, capability: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return (typical, most) bytes of the workspaces that an operation of CONVOLUTIONS takes, in their order.
+def convolution_bytes(
+    kind: Any, args: Any, capability: tuple[int, int]
+) -> list[tuple[int, int]]:
+    """Return (typical, most) bytes of the workspaces that an operation of CONVOLUTIONS
+    takes, in their order.
 
-    Typically the gradient of the output is copied, and at most every tensor. `benchmarks/memory_estimates.py` has the
-    jobs by which this was chosen, and others that it was tried on."""
+    Typically the gradient of the output is copied, and at most every tensor.
+    `benchmarks/memory_estimates.py` has the jobs by which this was chosen, and others
+    that it was tried on."""
     backward = kind is _aten.convolution_backward
     output, source, weight = args[:3] if backward else (None, *args[:2])
     groups = args[9] if backward else args[8]
     depthwise = groups == source.shape[1] > 1 and weight.shape[1] == 1
     cudnn = torch.backends.cudnn
-    plain_fp32 = source.dtype is torch.float32 and not (cudnn.allow_tf32 and capability >= _TF32_CAPABILITY)
+    plain_fp32 = source.dtype is torch.float32 and not (
+        cudnn.allow_tf32 and capability >= _TF32_CAPABILITY
+    )
     if depthwise or plain_fp32 or not cudnn.enabled or not source.is_contiguous():
         return []  # a kernel of torch, no tensor cores, or nothing to transpose
     sizes = [tensor.numel() * tensor.element_size() for tensor in (source, weight)]
@@ -54,25 +70,39 @@ def convolution_bytes(kind: Any, args: Any, capability: tuple[int, int]) -> list
 
 
 def reserved_range(
-    blocks: list[Any], workspaces: list[Any], allocators: tuple[CachingAllocator, CachingAllocator]
+    blocks: list[Any],
+    workspaces: list[Any],
+    allocators: tuple[CachingAllocator, CachingAllocator],
 ) -> tuple[int, int]:
-    """Return the least and the largest peak of reserved memory, with no workspace and with the largest ones."""
+    """Return the least and the largest peak of reserved memory, with no workspace and
+    with the largest ones."""
     needed = [block for block in blocks if block.most is None]
     ends = [(block.end_ns, 0, block) for block in needed if block.end_ns is not None]
     starts = [(block.start_ns, 1, block) for block in [*needed, *workspaces]]
     events = sorted([*starts, *ends], key=lambda event: event[:2])
-    none, all_of_them = (_peak(events, allocator, most) for allocator, most in zip(allocators, (0, 1), strict=True))
+    none, all_of_them = (
+        _peak(events, allocator, most)
+        for allocator, most in zip(allocators, (0, 1), strict=True)
+    )
     return min(none, all_of_them), max(none, all_of_them)
 
 
-def _peak(events: list[tuple[int, int, Any]], allocator: CachingAllocator, with_workspaces: int) -> int:
+def _peak(
+    events: list[tuple[int, int, Any]],
+    allocator: CachingAllocator,
+    with_workspaces: int,
+) -> int:
     peak, live = 0, dict[int, AllocatorBlock]()
     for t_ns, begins, block in events:
         if not begins:
             allocator.free(live.pop(id(block)))
         elif block.most is None:
             live[id(block)] = allocator.allocate(block.size, block.stream, t_ns)
-        elif with_workspaces and (workspace := allocator.allocate(block.most, block.stream, t_ns, always=False)):
+        elif with_workspaces and (
+            workspace := allocator.allocate(
+                block.most, block.stream, t_ns, always=False
+            )
+        ):
             allocator.free(workspace)
         peak = max(peak, allocator.reserved_bytes)
     return peak

@@ -1,4 +1,5 @@
-"""Memory of the faked device: when each storage was allocated and released, and by whom."""
+"""Memory of the faked device: when each storage was allocated and released, and by
+whom."""
 
 import sys
 import weakref
@@ -10,7 +11,10 @@ from typing import Any
 
 import torch
 
-from ebbtide.features.dryrun.memory.allocator_pools import EXPANDABLE_BYTES, AllocatorBlock
+from ebbtide.features.dryrun.memory.allocator_pools import (
+    EXPANDABLE_BYTES,
+    AllocatorBlock,
+)
 from ebbtide.features.dryrun.memory.caching_allocator import CachingAllocator
 from ebbtide.features.dryrun.time.clock import VirtualClock
 from ebbtide.machines.kernels.time_priors import TYPICAL
@@ -18,7 +22,8 @@ from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ENGINE
 
 _MAX_FRAMES = 40
-# Names in functions that try batch sizes until memory is short: accelerate trains there, Lightning only tries.
+# Names in functions that try batch sizes until memory is short: accelerate trains
+# there, Lightning only tries.
 _SEARCH, _TRIALS = "should_reduce_batch_size", "is_oom_error"
 
 
@@ -27,8 +32,9 @@ class CallStacks:
 
     `torch`: the module `torch`; what it does inside an operation is left out.
 
-    `texts`: each stack, from the outermost frame to the innermost one, a line per frame; what autograd runs without
-    Python frames has the node of the graph instead, as in recordings."""
+    `texts`: each stack, from the outermost frame to the innermost one, a line per
+    frame; what autograd runs without Python frames has the node of the graph instead,
+    as in recordings."""
 
     def __init__(self, torch: Any) -> None:
         self.texts: list[str] = []
@@ -37,7 +43,11 @@ class CallStacks:
         self._numbers_of_texts: dict[str, int] = {}
         root = str(Path(torch.__file__).parent)
         folders = (Path(__file__).parents[3], Path(__file__).resolve().parents[3])
-        own = (str(folder / name) for folder in folders for name in ("profiler", "features"))
+        own = (
+            str(folder / name)
+            for folder in folders
+            for name in ("profiler", "features")
+        )
         self._left_out = (
             *own,
             f"{root}/utils/_",
@@ -51,17 +61,24 @@ class CallStacks:
 
     def current(self) -> int:
         """Return the number of the stack of the caller."""
-        node: Any = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+        node: Any = (
+            torch._C._current_autograd_node()
+            if torch._C._current_graph_task_id() != -1
+            else None
+        )
         frame: FrameType | None = sys._getframe(1)
         parts: list[Any] = [node and node.name()]
-        # Each read of `f_code` calls the hook of `FileGuard`, which takes ten times as long as this loop.
+        # Each read of `f_code` calls the hook of `FileGuard`, which takes ten times as
+        # long as this loop.
         while frame is not None and len(parts) < 2 * _MAX_FRAMES:
             parts += frame.f_lasti, frame.f_lineno
             frame = frame.f_back
         key = tuple(parts)
         number = self._numbers.get(key)
         if number is None:
-            number = self._numbers[key] = self._number_of(self._text(sys._getframe(1), node))
+            number = self._numbers[key] = self._number_of(
+                self._text(sys._getframe(1), node)
+            )
         return number
 
     def _number_of(self, text: str) -> int:
@@ -79,7 +96,11 @@ class CallStacks:
             if not code.co_filename.startswith(self._left_out):
                 lines.append(f"{code.co_name} ({code.co_filename}:{frame.f_lineno})")
             frame = frame.f_back
-        from_engine = node is not None and lines[:1] and lines[0].startswith("_engine_run_backward ")
+        from_engine = (
+            node is not None
+            and lines[:1]
+            and lines[0].startswith("_engine_run_backward ")
+        )
         return f"{ENGINE}\n{node.name()}" if from_engine else "\n".join(reversed(lines))
 
 
@@ -90,9 +111,12 @@ class DeviceBlock:
     Attributes:
         module: Dotted name of the module that ran, None outside of modules.
         end_ns: When it was released; None: held to the end.
-        category: `parameter`, `buffer`, `gradient`, `optimizer_state`, or `temporary` for a workspace; None: another.
-        stream, streams: That which allocated it, and others that use it, as the job said by `Tensor.record_stream`.
-        most: Of a convolution's workspace, which the job can go on without, the most bytes that it may take; else None.
+        category: `parameter`, `buffer`, `gradient`, `optimizer_state`, or `temporary`
+            for a workspace; None: another.
+        stream, streams: That which allocated it, and others that use it, as the job
+            said by `Tensor.record_stream`.
+        most: Of a convolution's workspace, which the job can go on without, the most
+            bytes that it may take; else None.
     """
 
     start_ns: int
@@ -111,13 +135,18 @@ class DeviceMemory:
     """Follows the storages of fake tensors on the device.
 
     Attributes:
-        peak_bytes, peak_allocated_bytes, peak_reserved_bytes: The largest so far, or since the job reset them.
+        peak_bytes, peak_allocated_bytes, peak_reserved_bytes: The largest so far, or
+            since the job reset them.
         most_bytes, most_reserved_bytes: The largest so far, requested and reserved.
-        blocks, convolutions: Every block so far, in the order of allocation, and workspaces of convolutions.
-        timeline: (time in ns, requested, allocated, reserved bytes) after each change.
+        blocks, convolutions: Every block so far, in the order of allocation, and
+            workspaces of convolutions.
+        timeline: (time in ns, requested, allocated, reserved bytes) after each
+            change.
     """
 
-    def __init__(self, clock: VirtualClock, allocator: CachingAllocator | None = None) -> None:
+    def __init__(
+        self, clock: VirtualClock, allocator: CachingAllocator | None = None
+    ) -> None:
         self.requested_bytes = self.peak_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.blocks: list[DeviceBlock] = []
@@ -151,7 +180,9 @@ class DeviceMemory:
     def add_temporaries(self, sizes: list[int], stack: int) -> None:
         """Add memory that a kernel takes while it runs."""
         if not self._clock.closed:
-            blocks = [DeviceBlock(0, 0, stack, None, category="temporary") for _ in sizes]
+            blocks = [
+                DeviceBlock(0, 0, stack, None, category="temporary") for _ in sizes
+            ]
             try:
                 for block, size in zip(blocks, sizes, strict=True):
                     self._allocate(block, size)
@@ -160,7 +191,8 @@ class DeviceMemory:
                     self._free(block)
 
     def add_convolution(self, sizes: list[tuple[int, int]], stack: int) -> None:
-        """Add the workspaces of a convolution, (typical, most) bytes, one after the other, as far as they are free."""
+        """Add the workspaces of a convolution, (typical, most) bytes, one after the
+        other, as far as they are free."""
         for typical, most in [] if self._clock.closed else sizes:
             block = DeviceBlock(0, 0, stack, None, category="temporary", most=most)
             self.convolutions.append(block)
@@ -168,19 +200,30 @@ class DeviceMemory:
             self._free(block)
 
     def take_over(self, old: Any, new: Any) -> bool:
-        """Let a new storage have the memory of an old one, and return whether that is followed and as large.
+        """Let a new storage have the memory of an old one, and return whether that is
+        followed and as large.
 
-        An operation in place looks like this, where fake tensors run it out of place."""
+        An operation in place looks like this, where fake tensors run it out of
+        place."""
         entry = self._live.get(old._cdata)
-        if entry is None or self._clock.closed or entry[0].size != new.nbytes() or self.has(new):
+        if (
+            entry is None
+            or self._clock.closed
+            or entry[0].size != new.nbytes()
+            or self.has(new)
+        ):
             return False
         del self._live[old._cdata]
         key = new._cdata
-        self._live[key] = entry[0], weakref.ref(new, lambda _reference: self._release(key))
+        self._live[key] = (
+            entry[0],
+            weakref.ref(new, lambda _reference: self._release(key)),
+        )
         return True
 
     def resize(self, storage: Any, stack: int, module: str | None) -> None:
-        """Account for a storage that has changed its size, as FSDP2 does to free and to allocate parameters."""
+        """Account for a storage that has changed its size, as FSDP2 does to free and to
+        allocate parameters."""
         entry = self._live.get(storage._cdata)
         if entry is None or self._clock.closed or entry[0].size == storage.nbytes():
             return
@@ -191,13 +234,15 @@ class DeviceMemory:
         self._allocate(block, storage.nbytes())
 
     def record_stream(self, storage: Any, stream: int) -> None:
-        """Note that a stream uses a storage: when it is released, its memory waits for that stream."""
+        """Note that a stream uses a storage: when it is released, its memory waits for
+        that stream."""
         entry = self._live.get(storage._cdata)
         if entry is not None and stream not in entry[0].streams:
             entry[0].streams += (stream,)
 
     def set_categories(self, holders: list[tuple[int, int, str, str | None]]) -> None:
-        """Set category and module of storages. holders: (address of the storage, bytes, category, module)."""
+        """Set category and module of storages. holders: (address of the storage, bytes,
+        category, module)."""
         for key, _, category, module in holders:
             if key in self._live:
                 block = self._live[key][0]
@@ -211,7 +256,10 @@ class DeviceMemory:
 
     def reset_peaks(self) -> None:
         """Set the peaks to what is in use now."""
-        self.peak_bytes, self.peak_allocated_bytes = self.requested_bytes, self.allocator.allocated_bytes
+        self.peak_bytes, self.peak_allocated_bytes = (
+            self.requested_bytes,
+            self.allocator.allocated_bytes,
+        )
         self.peak_reserved_bytes = self.allocator.reserved_bytes
 
     def _release(self, key: int) -> None:
@@ -221,11 +269,15 @@ class DeviceMemory:
 
     def _allocate(self, block: DeviceBlock, size: int) -> None:
         if size > EXPANDABLE_BYTES:
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size / 1e9:,.0f} GB (dry run)")
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {size / 1e9:,.0f} GB (dry run)"
+            )
         block.size = size
         block.start_ns, block.stream = self._clock.tick(), self._clock.stream
         if size:
-            block.allocated = self.allocator.allocate(size, block.stream, block.start_ns, always=block.most is None)
+            block.allocated = self.allocator.allocate(
+                size, block.stream, block.start_ns, always=block.most is None
+            )
         if block.allocated is not None:
             self.requested_bytes += size
             self.blocks.append(block)
@@ -241,7 +293,10 @@ class DeviceMemory:
             self._note_change(block.end_ns)
 
     def _note_change(self, t_ns: int) -> None:
-        allocated, reserved = self.allocator.allocated_bytes, self.allocator.reserved_bytes
+        allocated, reserved = (
+            self.allocator.allocated_bytes,
+            self.allocator.reserved_bytes,
+        )
         self.peak_bytes = max(self.peak_bytes, self.requested_bytes)
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, allocated)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, reserved)
@@ -251,7 +306,8 @@ class DeviceMemory:
 
 
 def is_trial(*names: str) -> bool:
-    """Return whether a function that is running uses one of these names, by default those of trials alone."""
+    """Return whether a function that is running uses one of these names, by default
+    those of trials alone."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not {_TRIALS, *names} & set(frame.f_code.co_names):
         frame = frame.f_back
@@ -259,27 +315,36 @@ def is_trial(*names: str) -> bool:
 
 
 def _fail_in_search(size: int) -> None:
-    """Raise the error of a device that has no memory left where the job is made for it; other jobs go on."""
+    """Raise the error of a device that has no memory left where the job is made for it;
+    other jobs go on."""
     if is_trial(_SEARCH):
-        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size / 2**20:,.2f} MiB (dry run)")
+        raise torch.OutOfMemoryError(
+            f"CUDA out of memory. Tried to allocate {size / 2**20:,.2f} MiB (dry run)"
+        )
 
 
 class FakeHostMemory:
-    """Follows the fake tensors of the host, which would be weights and optimizer state, and pinned memory.
+    """Follows the fake tensors of the host, which would be weights and optimizer state,
+    and pinned memory.
 
-    Pinned memory has the sizes of torch's allocator for it (`c10/core/CachingHostAllocator.h`): the next power of two,
-    and what is released is kept for requests of the same size.
+    Pinned memory has the sizes of torch's allocator for it
+    (`c10/core/CachingHostAllocator.h`): the next power of two, and what is released is
+    kept for requests of the same size.
 
     Attributes:
-        most_bytes, most_pinned_bytes: The largest sum of both so far, and that of pinned memory.
+        most_bytes, most_pinned_bytes: The largest sum of both so far, and that of
+            pinned memory.
         timeline: (time in ns, pageable, pinned bytes) after each change.
     """
 
     def __init__(self, clock: VirtualClock) -> None:
-        self.pageable_bytes = self.pinned_bytes = self.most_bytes = self.most_pinned_bytes = 0
+        self.pageable_bytes = self.pinned_bytes = self.most_bytes = (
+            self.most_pinned_bytes
+        ) = 0
         self.timeline: list[tuple[int, int, int]] = []
         self._clock = clock
-        # Address of a storage -> (its pageable bytes, its pinned block or 0, the reference whose callback releases it)
+        # Address of a storage -> (its pageable bytes, its pinned block or 0, the
+        # reference whose callback releases it)
         self._live: dict[int, tuple[int, int, Any]] = {}
         self._kept: Counter[int] = Counter()
 
@@ -297,7 +362,8 @@ class FakeHostMemory:
         patches.set(torch.Tensor, "is_pinned", is_pinned)
 
     def follow(self, storage: Any) -> None:
-        """Count the storage of a fake tensor of the host until it is released, if it is not yet."""
+        """Count the storage of a fake tensor of the host until it is released, if it is
+        not yet."""
         if not self._clock.closed and storage._cdata not in self._live:
             self._add(storage, storage.nbytes(), 0)
 
@@ -306,8 +372,10 @@ class FakeHostMemory:
         if not self.most_bytes:
             return []
         return [
-            f"host memory of this rank: at most {self.most_bytes / 1e9:,.2f} GB of large tensors on the host and of "
-            f"pinned memory, {self.most_pinned_bytes / 1e9:,.2f} GB of it pinned (in powers of two, as torch pins it); "
+            f"host memory of this rank: at most {self.most_bytes / 1e9:,.2f} GB of "
+            "large tensors on the host and of "
+            f"pinned memory, {self.most_pinned_bytes / 1e9:,.2f} GB of it pinned (in "
+            "powers of two, as torch pins it); "
             "Python, libraries and data come on top"
         ]
 
@@ -325,7 +393,11 @@ class FakeHostMemory:
 
     def _add(self, storage: Any, size: int, block: int) -> None:
         key = storage._cdata
-        self._live[key] = size, block, weakref.ref(storage, lambda _reference: self._release(key))
+        self._live[key] = (
+            size,
+            block,
+            weakref.ref(storage, lambda _reference: self._release(key)),
+        )
         self.pageable_bytes += size
         self._note_change()
 
@@ -338,6 +410,10 @@ class FakeHostMemory:
 
     def _note_change(self) -> None:
         if not self._clock.closed:
-            self.most_bytes = max(self.most_bytes, self.pageable_bytes + self.pinned_bytes)
+            self.most_bytes = max(
+                self.most_bytes, self.pageable_bytes + self.pinned_bytes
+            )
             self.most_pinned_bytes = max(self.most_pinned_bytes, self.pinned_bytes)
-            self.timeline.append((self._clock.tick(), self.pageable_bytes, self.pinned_bytes))
+            self.timeline.append(
+                (self._clock.tick(), self.pageable_bytes, self.pinned_bytes)
+            )

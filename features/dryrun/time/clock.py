@@ -1,4 +1,5 @@
-"""The clock of a dry run: times of the host and of the GPU's queues, under fast, typical and slow assumptions."""
+"""The clock of a dry run: times of the host and of the GPU's queues, under fast,
+typical and slow assumptions."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -11,7 +12,13 @@ from ebbtide.features.dryrun.time.kernel_work import kernel_work
 from ebbtide.machines.kernels import time_priors as priors
 from ebbtide.machines.kernels.efficiency import PRODUCT
 from ebbtide.machines.kernels.rates import GpuRates, KernelWork
-from ebbtide.machines.kernels.time_priors import CASES, MAX_QUEUED, TYPICAL, PriorRange, WorkClass
+from ebbtide.machines.kernels.time_priors import (
+    CASES,
+    MAX_QUEUED,
+    TYPICAL,
+    PriorRange,
+    WorkClass,
+)
 from ebbtide.machines.machine import Machine
 
 # Streams of the collectives of NCCL, which are not those of the job.
@@ -20,7 +27,8 @@ Times = tuple[int, ...]  # one in each of the cases
 
 
 class SimulatedTime:
-    """A host that launches work asynchronously, and a GPU that runs each stream in order."""
+    """A host that launches work asynchronously, and a GPU that runs each stream in
+    order."""
 
     def __init__(self) -> None:
         self.host_ns = 0
@@ -28,10 +36,13 @@ class SimulatedTime:
         self._engines: dict[str, int] = {}
         self._queued: deque[int] = deque(maxlen=MAX_QUEUED)
 
-    def launch(self, stream: int, latency_ns: int, duration_ns: int, engine: str | None = None) -> tuple[int, int]:
+    def launch(
+        self, stream: int, latency_ns: int, duration_ns: int, engine: str | None = None
+    ) -> tuple[int, int]:
         """Append work to a stream, and return its start and end.
 
-        `engine`: the resource that does one piece of work at a time, of all streams; None: one of the stream's own."""
+        `engine`: the resource that does one piece of work at a time, of all streams;
+        None: one of the stream's own."""
         if len(self._queued) == MAX_QUEUED:
             self.host_ns = max(self.host_ns, self._queued[0])
         start = max(self.host_ns + latency_ns, self._streams.get(stream, 0))
@@ -53,7 +64,11 @@ class SimulatedTime:
 
     def synchronize(self, stream: int | None = None) -> None:
         """Make the host wait for a stream, or for all of them."""
-        ends = self._streams.values() if stream is None else (self._streams.get(stream, 0),)
+        ends = (
+            self._streams.values()
+            if stream is None
+            else (self._streams.get(stream, 0),)
+        )
         self.host_ns = max(self.host_ns, *ends, 0)
 
 
@@ -70,7 +85,8 @@ class LaunchedKernel:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedCopy:
-    """A copy: its direction (`h2d`, `d2h`), bytes and `host_memory` (`pinned` or `pageable`), its stream and times."""
+    """A copy: its direction (`h2d`, `d2h`), bytes and `host_memory` (`pinned` or
+    `pageable`), its stream and times."""
 
     direction: str
     size: int
@@ -84,13 +100,15 @@ class LaunchedCopy:
 class VirtualClock:
     """A clock that stands still between operations.
 
-    Three simulations advance side by side, one for each of `CASES`. The trace has the typical one.
+    Three simulations advance side by side, one for each of `CASES`. The trace has the
+    typical one.
 
     Attributes:
         kernels, copies: Those so far, in order of launch.
         stream: The current stream; 0 is the default one.
         in_job: Whether a phase has begun: before, work on the host takes no time.
-        closed: Whether the job is at its end: nothing is counted from then on, here and by all that has this clock.
+        closed: Whether the job is at its end: nothing is counted from then on, here and
+            by all that has this clock.
     """
 
     def __init__(self, machine: Machine | None = None) -> None:
@@ -103,11 +121,22 @@ class VirtualClock:
         self._cases = tuple(SimulatedTime() for _ in CASES)
         self._typical = self._cases[TYPICAL]
         self._machine_name = machine.name if machine is not None else None
-        pinned = machine and {"h2d": machine.h2d_bytes_per_s, "d2h": machine.d2h_bytes_per_s}
-        pageable = machine and {"h2d": machine.h2d_pageable_bytes_per_s, "d2h": machine.d2h_pageable_bytes_per_s}
-        self._pinned = {key: (pinned and pinned[key]) or priors.PINNED_BYTES_PER_S for key in ("h2d", "d2h")}
+        pinned = machine and {
+            "h2d": machine.h2d_bytes_per_s,
+            "d2h": machine.d2h_bytes_per_s,
+        }
+        pageable = machine and {
+            "h2d": machine.h2d_pageable_bytes_per_s,
+            "d2h": machine.d2h_pageable_bytes_per_s,
+        }
+        self._pinned = {
+            key: (pinned and pinned[key]) or priors.PINNED_BYTES_PER_S
+            for key in ("h2d", "d2h")
+        }
         self._pageable = {
-            key: (pageable and pageable[key]) or priors.PAGEABLE_SHARE * self._pinned[key] for key in ("h2d", "d2h")
+            key: (pageable and pageable[key])
+            or priors.PAGEABLE_SHARE * self._pinned[key]
+            for key in ("h2d", "d2h")
         }
 
     @property
@@ -116,7 +145,8 @@ class VirtualClock:
         return self._typical.host_ns
 
     def tick(self) -> int:
-        """Advance the host by 1 ns, so that events keep their order, and return the time."""
+        """Advance the host by 1 ns, so that events keep their order, and return the
+        time."""
         for case in self._cases:
             case.host_ns += 1
         return self._typical.host_ns
@@ -132,13 +162,18 @@ class VirtualClock:
         launch_ns = self.tick()
         times = [
             case.launch(stream, round(latency), duration)
-            for case, latency, duration in zip(self._cases, priors.LAUNCH_NS, self._kernel_ns(work), strict=True)
+            for case, latency, duration in zip(
+                self._cases, priors.LAUNCH_NS, self._kernel_ns(work), strict=True
+            )
         ]
         if not self.closed:
-            self.kernels.append(LaunchedKernel(work, stream, launch_ns, *times[TYPICAL]))
+            self.kernels.append(
+                LaunchedKernel(work, stream, launch_ns, *times[TYPICAL])
+            )
 
     def run_collective(self, work: KernelWork, is_async: bool = False) -> Times:
-        """Launch a collective after the work of the current stream, and return its end in each case.
+        """Launch a collective after the work of the current stream, and return its end
+        in each case.
 
         `is_async`: whether the current stream goes on without waiting for it."""
         self.wait(self.record(), COMMUNICATION_STREAM)
@@ -148,11 +183,14 @@ class VirtualClock:
             self.wait(done)
         return done
 
-    def run_copy(self, direction: str, size: int, host_tensor: Any = None, blocking: bool = True) -> None:
+    def run_copy(
+        self, direction: str, size: int, host_tensor: Any = None, blocking: bool = True
+    ) -> None:
         """Copy `size` bytes between host and device on the current stream.
 
-        A blocking copy makes the host wait for the stream, as `Tensor.to` does. One that is not makes it wait for
-        nothing if the host's memory is pinned, else while the data pass a pinned buffer of the driver.
+        A blocking copy makes the host wait for the stream, as `Tensor.to` does. One
+        that is not makes it wait for nothing if the host's memory is pinned, else while
+        the data pass a pinned buffer of the driver.
 
         `direction`: `h2d` or `d2h`."""
         if self.closed or not size:
@@ -162,17 +200,29 @@ class VirtualClock:
         launch_ns = self.tick()
         times = []
         for number, case in enumerate(self._cases):
-            duration = round(1e9 * size / (rate * priors.COPY_EFFICIENCY[number]) + priors.COPY_NS[number])
-            times.append(case.launch(self.stream, round(priors.LAUNCH_NS[number]), duration, direction))
+            duration = round(
+                1e9 * size / (rate * priors.COPY_EFFICIENCY[number])
+                + priors.COPY_NS[number]
+            )
+            times.append(
+                case.launch(
+                    self.stream, round(priors.LAUNCH_NS[number]), duration, direction
+                )
+            )
             if blocking or (not pinned and direction == "d2h"):
                 case.synchronize(self.stream)
             elif not pinned:
                 case.host_ns += duration
         host_memory = "pinned" if pinned else "pageable"
-        self.copies.append(LaunchedCopy(direction, size, host_memory, self.stream, launch_ns, *times[TYPICAL]))
+        self.copies.append(
+            LaunchedCopy(
+                direction, size, host_memory, self.stream, launch_ns, *times[TYPICAL]
+            )
+        )
 
     def record(self, stream: int | None = None) -> Times:
-        """Return when the GPU passes an event that is recorded now on a stream, in each case; None: the current one."""
+        """Return when the GPU passes an event that is recorded now on a stream, in each
+        case; None: the current one."""
         stream = self.stream if stream is None else stream
         return tuple(case.reached_ns(stream) for case in self._cases)
 
@@ -193,16 +243,32 @@ class VirtualClock:
 
     def assumptions(self) -> dict[str, str]:
         """Return what the times rest on, in words."""
-        rates = [(key, self._pinned[key] / 1e9, self._pageable[key] / 1e9) for key in self._pinned]
-        link = ", ".join(f"{pinned:.1f} GB/s {key} ({pageable:.1f} pageable)" for key, pinned, pageable in rates)
+        rates = [
+            (key, self._pinned[key] / 1e9, self._pageable[key] / 1e9)
+            for key in self._pinned
+        ]
+        link = ", ".join(
+            f"{pinned:.1f} GB/s {key} ({pageable:.1f} pageable)"
+            for key, pinned, pageable in rates
+        )
         matrix, python = self.rates.share(PRODUCT).cases(), priors.PYTHON_OPERATION_NS
-        memory, engine = priors.MEMORY_EFFICIENCY[priors.WorkClass.ELEMENTWISE], priors.ENGINE_OPERATION_NS
+        memory, engine = (
+            priors.MEMORY_EFFICIENCY[priors.WorkClass.ELEMENTWISE],
+            priors.ENGINE_OPERATION_NS,
+        )
         return {
             "gpu": self.rates.description,
             "link": link,
-            "efficiency": f"large matrix products in half precision reach {_percents(matrix)} of the peak, "
-            f"element-wise operations {_percents(memory)} of the rate of memory (fast, typical, slow)",
-            "host": f"{_microseconds(python)} us per operation from Python, {_microseconds(engine)} us in the backward",
+            "efficiency": (
+                f"large matrix products in half precision reach {_percents(matrix)} of "
+                "the peak, "
+                f"element-wise operations {_percents(memory)} of the rate of memory "
+                "(fast, typical, slow)"
+            ),
+            "host": (
+                f"{_microseconds(python)} us per operation from Python, "
+                f"{_microseconds(engine)} us in the backward"
+            ),
         }
 
 
@@ -215,7 +281,8 @@ def _microseconds(prior: PriorRange) -> str:
 
 
 class Charge(NamedTuple):
-    """Cost of an operation: a kernel that takes `list_tensors` as lists, `host_bytes` to move, or that of a view."""
+    """Cost of an operation: a kernel that takes `list_tensors` as lists, `host_bytes`
+    to move, or that of a view."""
 
     work: KernelWork | None = None
     list_tensors: int = 0
@@ -225,21 +292,37 @@ class Charge(NamedTuple):
 class OperationTimer:
     """Charges each operation to the host, and its kernel to the current stream.
 
-    `modules`: names of the modules that run; in the backward they are recomputed by Python."""
+    `modules`: names of the modules that run; in the backward they are recomputed by
+    Python."""
 
     def __init__(self, clock: VirtualClock, modules: list[str]) -> None:
         self._clock, self._modules = clock, modules
 
     def charge_of(
-        self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
     ) -> Charge:
         """Return the charge of an operation that is no copy between host and device."""
         tensors = [*inputs, *outputs]
         if not any(tensor.device.type == "cuda" for tensor in tensors):
-            size = 0 if func.is_view else sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            size = (
+                0
+                if func.is_view
+                else sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            )
             return Charge(host_bytes=size)
         work = kernel_work(func, args, kwargs, result, inputs, outputs)
-        return Charge(work, len(inputs) if work is not None and work.work_class is WorkClass.FOREACH else 0)
+        return Charge(
+            work,
+            len(inputs)
+            if work is not None and work.work_class is WorkClass.FOREACH
+            else 0,
+        )
 
     def run(self, charge: Charge) -> None:
         """Advance by an operation."""
@@ -262,4 +345,9 @@ class OperationTimer:
         cost = priors.ENGINE_OPERATION_NS if in_engine else priors.PYTHON_OPERATION_NS
         if not list_tensors:
             return cost
-        return PriorRange(*(own + list_tensors * each for own, each in zip(cost, priors.LIST_TENSOR_NS, strict=True)))
+        return PriorRange(
+            *(
+                own + list_tensors * each
+                for own, each in zip(cost, priors.LIST_TENSOR_NS, strict=True)
+            )
+        )

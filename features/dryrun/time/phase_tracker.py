@@ -13,7 +13,12 @@ from torch.optim import optimizer as torch_optimizers
 from ebbtide.features.dryrun.time.clock import Times, VirtualClock
 from ebbtide.machines.kernels.time_priors import TYPICAL
 from ebbtide.phases import PHASES
-from ebbtide.profiler.agent.iteration_rule import BACKWARD, FORWARD, UPDATE, IterationRule
+from ebbtide.profiler.agent.iteration_rule import (
+    BACKWARD,
+    FORWARD,
+    UPDATE,
+    IterationRule,
+)
 from ebbtide.profiler.agent.patches import Patches, wrapper
 from ebbtide.profiler.agent.phase_hooks import (
     OutermostCall,
@@ -29,7 +34,8 @@ class FakePhase:
     """A phase that ran.
 
     Attributes:
-        gpu_start, gpu_end: When the device passed the same two points, in each case of the clock.
+        gpu_start, gpu_end: When the device passed the same two points, in each case of
+            the clock.
         iteration: Its iteration; None until an update ends it.
     """
 
@@ -43,7 +49,8 @@ class FakePhase:
 
 @dataclass(frozen=True)
 class FakeForward:
-    """A forward without gradients: its device times in ns, and how many phases ended before it."""
+    """A forward without gradients: its device times in ns, and how many phases ended
+    before it."""
 
     start_ns: int
     end_ns: int
@@ -51,8 +58,8 @@ class FakeForward:
 
 
 class FakeForwards:
-    """Collects the outermost forwards while grad mode is off and no phase is open, as the recorder's class does;
-    `active`: whether one runs."""
+    """Collects the outermost forwards while grad mode is off and no phase is open, as
+    the recorder's class does; `active`: whether one runs."""
 
     def __init__(self, clock: VirtualClock, phases: list[FakePhase]) -> None:
         self.active = False
@@ -63,7 +70,10 @@ class FakeForwards:
     def begin(self) -> bool:
         """Begin a forward."""
         self._clock.tick()
-        self._start_ns, self._phases_before = self._clock.record()[TYPICAL], len(self._phases)
+        self._start_ns, self._phases_before = (
+            self._clock.record()[TYPICAL],
+            len(self._phases),
+        )
         self.active = True
         return True
 
@@ -71,17 +81,28 @@ class FakeForwards:
         """End the forward. It is dropped if phases ran in it."""
         self.active = False
         if len(self._phases) == self._phases_before:
-            self.rows.append(FakeForward(self._start_ns, self._clock.record()[TYPICAL], self._phases_before))
+            self.rows.append(
+                FakeForward(
+                    self._start_ns, self._clock.record()[TYPICAL], self._phases_before
+                )
+            )
 
 
 class PhaseTracker:
-    """Detects phases by the rules of the recorder; `OutermostCall` and `wrap_backward` report to it as to `Recorder`.
+    """Detects phases by the rules of the recorder; `OutermostCall` and `wrap_backward`
+    report to it as to `Recorder`.
 
-    `on_update` is called before an outermost optimizer step, when its gradients exist, and after it; `on_iteration`
-    with the number of finished iterations, when an update has ended one. The innermost of `module_names` is the last.
+    `on_update` is called before an outermost optimizer step, when its gradients exist,
+    and after it; `on_iteration` with the number of finished iterations, when an update
+    has ended one. The innermost of `module_names` is the last.
     """
 
-    def __init__(self, clock: VirtualClock, on_update: Callable[[], None], on_iteration: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        clock: VirtualClock,
+        on_update: Callable[[], None],
+        on_iteration: Callable[[int], None],
+    ) -> None:
         self.phases: list[FakePhase] = []
         self.without_gradients = FakeForwards(clock, self.phases)
         self.rule = IterationRule()
@@ -93,7 +114,11 @@ class PhaseTracker:
         self.called: Any = None
         self.batch: dict[str, Any] = {}
         self.threads = TrainingThreads(torch)
-        self._clock, self._on_update, self._on_iteration = clock, on_update, on_iteration
+        self._clock, self._on_update, self._on_iteration = (
+            clock,
+            on_update,
+            on_iteration,
+        )
         # Code of the open phase, and its start for the host and the device.
         self._open: tuple[int, int, Times] | None = None
         self._step_depth = 0
@@ -117,16 +142,24 @@ class PhaseTracker:
         patches.set(torch.nn.Module, "_compiled_call_impl", OutermostCall(self, torch))  # type: ignore[arg-type]
         for owner in (torch.autograd, torch.autograd.graph):
             original = torch.autograd.graph._engine_run_backward
-            patches.set(owner, "_engine_run_backward", wrap_backward(self, torch.compiler.is_compiling, original))
+            patches.set(
+                owner,
+                "_engine_run_backward",
+                wrap_backward(self, torch.compiler.is_compiling, original),
+            )
         wrap_step = functools.partial(self.wrap_update, megatron_inner_optimizer)
         hook_megatron(self, torch.compiler.is_compiling, patches, wrap_step)  # type: ignore[arg-type]
-        scaler_step = self.wrap_update(lambda _scaler, optimizer, *_: optimizer, torch.amp.GradScaler.step)
+        scaler_step = self.wrap_update(
+            lambda _scaler, optimizer, *_: optimizer, torch.amp.GradScaler.step
+        )
         patches.set(torch.amp.GradScaler, "step", scaler_step)
         for handle in (
             torch_optimizers.register_optimizer_step_pre_hook(self._before_step),
             torch_optimizers.register_optimizer_step_post_hook(self._after_step),
             torch_modules.register_module_forward_pre_hook(self._enter_module),
-            torch_modules.register_module_forward_hook(self._leave_module, always_call=True),
+            torch_modules.register_module_forward_hook(
+                self._leave_module, always_call=True
+            ),
         ):
             patches.on_undo(handle.remove)
 
@@ -147,7 +180,11 @@ class PhaseTracker:
         if self._open is not None and keep:
             phase, start_ns, gpu_start = self._open
             end_ns = self._clock.tick()
-            self.phases.append(FakePhase(PHASES[phase], start_ns, end_ns, gpu_start, self._clock.record()))
+            self.phases.append(
+                FakePhase(
+                    PHASES[phase], start_ns, end_ns, gpu_start, self._clock.record()
+                )
+            )
         self._open = self.called = None
         if self._streamed:
             optimizers, self._streamed = self._streamed, []
@@ -155,7 +192,8 @@ class PhaseTracker:
             self._number_phases(self.rule.add_update(optimizers, self._backwards))
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Open an update, and return the arguments with a closure that has phases of its own."""
+        """Open an update, and return the arguments with a closure that has phases of
+        its own."""
         self.optimizers.add(optimizer)
         self._step_depth += 1
         if self._step_depth > 1 or not self.enter(UPDATE):
@@ -182,7 +220,8 @@ class PhaseTracker:
         if self._step_depth or not self.live:
             return
         if self.in_phase and self.phase == BACKWARD:
-            # Gradients are streamed: each is used, and released, while the backward goes on, which is the update, too.
+            # Gradients are streamed: each is used, and released, while the backward
+            # goes on, which is the update, too.
             self._streamed.append(optimizer)
         if self.phase != UPDATE:
             return
@@ -202,11 +241,17 @@ class PhaseTracker:
 
     @wrapper
     def wrap_update(
-        self, optimizer_of: Callable[..., Any], original: Callable[..., Any], /, *args: Any, **kwargs: Any
+        self,
+        optimizer_of: Callable[..., Any],
+        original: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Make each call of a method one update, whatever optimizers step in it.
 
-        A call of `GradScaler.step` unscales the gradients before, and DeepSpeed's optimizers contain others."""
+        A call of `GradScaler.step` unscales the gradients before, and DeepSpeed's
+        optimizers contain others."""
         optimizer = optimizer_of(*args)
         self._before_step(optimizer, (), {})
         result = original(*args, **kwargs)

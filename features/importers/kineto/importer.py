@@ -1,4 +1,5 @@
-"""Imports Chrome traces of torch.profiler (Kineto): phases, memory, copies and kernels of one rank per file."""
+"""Imports Chrome traces of torch.profiler (Kineto): phases, memory, copies and kernels
+of one rank per file."""
 
 import io
 import re
@@ -12,10 +13,20 @@ import pandas as pd
 from msgspec import UNSET
 
 from ebbtide.features.importers.importer import ImportOptions, Recognition, Stage
-from ebbtide.features.importers.kineto.phases import ANNOTATION, CALLS, OPS, DeviceTimes, Marks, find_phases
+from ebbtide.features.importers.kineto.phases import (
+    ANNOTATION,
+    CALLS,
+    OPS,
+    DeviceTimes,
+    Marks,
+    find_phases,
+)
 from ebbtide.features.importers.source import Source, SourceError
 from ebbtide.profiler.chrome_trace.events import MISSING, Event, IntTable, spans
-from ebbtide.profiler.chrome_trace.gpu_activities import DEVICE_CATEGORIES, GpuActivities
+from ebbtide.profiler.chrome_trace.gpu_activities import (
+    DEVICE_CATEGORIES,
+    GpuActivities,
+)
 from ebbtide.profiler.chrome_trace.host_calls import call_columns
 from ebbtide.profiler.chrome_trace.host_ranges import HostRanges, operators
 from ebbtide.profiler.chrome_trace.reader import ChromeTrace
@@ -24,7 +35,10 @@ from ebbtide.workers import WorkerDied, run_locally
 
 # A trace with more annotations would grow by what nobody reads one by one.
 MAX_COUNT = 200_000
-_HEAD = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\{.*"(?:traceEvents|schemaVersion)"\s*:|\[\s*\{.*"ph"\s*:)', re.DOTALL)
+_HEAD = re.compile(
+    rb'(?:\xef\xbb\xbf)?\s*(?:\{.*"(?:traceEvents|schemaVersion)"\s*:|\[\s*\{.*"ph"\s*:)',
+    re.DOTALL,
+)
 _RANK = re.compile(r"rank[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
 _MAX_COUNT = 10_000_000
 # Processes start in about a second, in which one reads ten small files.
@@ -33,10 +47,20 @@ _MIN_FILES_FOR_PROCESSES = 32
 MEMORY_CATEGORIES = frozenset({"cpu_instant_event", ""})
 _NAME = "[memory]"
 # Categories of torch.profiler's events, those that are not read included.
-_CATEGORIES = OPS | {CALLS, "Trace", "overhead", "gpu_user_annotation"} | DEVICE_CATEGORIES
-# c10::DeviceType of the CPU, and of accelerators with torch's names. HIP (ROCm) devices are `cuda` in torch.
+_CATEGORIES = (
+    OPS | {CALLS, "Trace", "overhead", "gpu_user_annotation"} | DEVICE_CATEGORIES
+)
+# c10::DeviceType of the CPU, and of accelerators with torch's names. HIP (ROCm) devices
+# are `cuda` in torch.
 _CPU = 0
-_ACCELERATORS = {1: "cuda", 6: "cuda", 12: "xpu", 13: "mps", 19: "mtia", 20: "privateuseone"}
+_ACCELERATORS = {
+    1: "cuda",
+    6: "cuda",
+    12: "xpu",
+    13: "mps",
+    19: "mtia",
+    20: "privateuseone",
+}
 
 
 class KinetoImporter:
@@ -49,8 +73,14 @@ class KinetoImporter:
     def matches(self, source: Source) -> bool:
         return _HEAD.match(source.head) is not None
 
-    def import_into(self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions) -> list[Source]:
-        if options.jobs > 1 and len(sources) >= _MIN_FILES_FOR_PROCESSES and not builder.ranks:
+    def import_into(
+        self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions
+    ) -> list[Source]:
+        if (
+            options.jobs > 1
+            and len(sources) >= _MIN_FILES_FOR_PROCESSES
+            and not builder.ranks
+        ):
             _read_in_processes(builder, sources, options.jobs)
             return []
         for number, source in enumerate(sources):
@@ -58,9 +88,14 @@ class KinetoImporter:
         return []
 
 
-def _read_in_processes(builder: TraceBuilder, sources: Sequence[Source], jobs: int) -> None:
-    """Add the contents of traces to a builder without ranks, as `read_trace` does one by one."""
-    tasks = {str(number): (source.path, number) for number, source in enumerate(sources)}
+def _read_in_processes(
+    builder: TraceBuilder, sources: Sequence[Source], jobs: int
+) -> None:
+    """Add the contents of traces to a builder without ranks, as `read_trace` does one
+    by one."""
+    tasks = {
+        str(number): (source.path, number) for number, source in enumerate(sources)
+    }
     outcomes = dict(run_locally(_read_alone, tasks, jobs))
     for source, outcome in zip(sources, map(outcomes.__getitem__, tasks), strict=True):
         if isinstance(outcome, WorkerDied):
@@ -79,28 +114,43 @@ def _read_alone(file: tuple[Path, int]) -> TraceBuilder:
     return builder
 
 
-def _refuse_second_file(builder: TraceBuilder, source: Source, rank: int, meta: dict[str, Any]) -> None:
-    """Raise SourceError if another file is of the same rank, or of the same process, whose file states no rank."""
+def _refuse_second_file(
+    builder: TraceBuilder, source: Source, rank: int, meta: dict[str, Any]
+) -> None:
+    """Raise SourceError if another file is of the same rank, or of the same process,
+    whose file states no rank."""
     host, pid = meta.get("host"), meta.get("pid")
     is_anonymous = "world_size" not in meta and None not in (host, pid)
     for number, entry in builder.ranks.items():
         if (other := entry.meta.get("imported_from")) is None:
             continue
         if number == rank:
-            raise SourceError(f"{other} and {source} are both of rank {rank}: import one file per rank")
-        if is_anonymous and (host, pid) == (entry.meta.get("host"), entry.meta.get("pid")):
-            raise SourceError(f"{other} and {source} are both of process {pid} on {host}: import one file per process")
+            raise SourceError(
+                f"{other} and {source} are both of rank {rank}: import one file per "
+                "rank"
+            )
+        if is_anonymous and (host, pid) == (
+            entry.meta.get("host"),
+            entry.meta.get("pid"),
+        ):
+            raise SourceError(
+                f"{other} and {source} are both of process {pid} on {host}: import one "
+                "file per process"
+            )
 
 
 def read_trace(source: Source, builder: TraceBuilder, number: int) -> None:
-    """Add the contents of a trace to its rank: `number` if neither the file nor its name states one."""
+    """Add the contents of a trace to its rank: `number` if neither the file nor its
+    name states one."""
     contents = _Contents(source)
     trace = contents.trace
     entry = _rank_entry(source, builder, number, contents)
     notes = []
     if trace.stop_reason:
         reason = trace.stop_reason.replace(str(source), "it", 1)
-        notes.append(f"{reason} after {trace.count} events: the events before that are imported")
+        notes.append(
+            f"{reason} after {trace.count} events: the events before that are imported"
+        )
     if trace.skipped:
         notes.append(f"{trace.skipped} events could not be read and are left out")
     _add_phases(entry, contents, notes)
@@ -129,7 +179,10 @@ class _Contents:
         if not self.trace.count:
             raise SourceError(f"{source} has no events")
         if not self._is_torch and not self.trace.stop_reason:
-            raise SourceError(f"{source} has no events of torch.profiler: another tool wrote this Chrome trace")
+            raise SourceError(
+                f"{source} has no events of torch.profiler: another tool wrote this "
+                "Chrome trace"
+            )
 
     def _add(self, batch: list[Event]) -> None:
         by_category: defaultdict[str, list[Event]] = defaultdict(list)
@@ -137,7 +190,9 @@ class _Contents:
             if event.ts is not UNSET:
                 by_category[event.cat].append(event)
         for category, events in by_category.items():
-            self._is_torch |= category in _CATEGORIES or any(event.name == _NAME for event in events)
+            self._is_torch |= category in _CATEGORIES or any(
+                event.name == _NAME for event in events
+            )
             if category in OPS:
                 self.pid = events[0].pid if _is_count(events[0].pid) else self.pid
                 self.marks.add_ops(events)
@@ -150,16 +205,28 @@ class _Contents:
                 self.memory.add(events)
 
 
-def _rank_entry(source: Source, builder: TraceBuilder, number: int, contents: _Contents) -> RankBuilder:
-    """Return the builder of the rank that the file states, else the rank in its name, else `number`."""
+def _rank_entry(
+    source: Source, builder: TraceBuilder, number: int, contents: _Contents
+) -> RankBuilder:
+    """Return the builder of the rank that the file states, else the rank in its name,
+    else `number`."""
     info = contents.trace.meta.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
     in_name = _RANK.search(source.path.name)
-    rank: int = info["rank"] if _is_count(info.get("rank")) else int(in_name.group(1)) if in_name else number
+    rank: int = (
+        info["rank"]
+        if _is_count(info.get("rank"))
+        else int(in_name.group(1))
+        if in_name
+        else number
+    )
     meta: dict[str, Any] = {"imported_from": source.path.name, "pid": contents.pid}
     if _is_count(info.get("world_size")):
         meta["world_size"] = info["world_size"]
-    for key, value in (("backend", info.get("backend")), ("host", contents.trace.meta.get("host_name"))):
+    for key, value in (
+        ("backend", info.get("backend")),
+        ("host", contents.trace.meta.get("host_name")),
+    ):
         if isinstance(value, str):
             meta[key] = value
     _refuse_second_file(builder, source, rank, meta)
@@ -169,19 +236,30 @@ def _rank_entry(source: Source, builder: TraceBuilder, number: int, contents: _C
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_COUNT
+    return (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and 0 <= value < _MAX_COUNT
+    )
 
 
 def _add_phases(entry: RankBuilder, contents: _Contents, notes: list[str]) -> None:
     # Marks that a file lacks may be in the part that is cut off.
     marked = find_phases(contents.marks, [] if contents.trace.stop_reason else notes)
     device_times = DeviceTimes(contents.device.work)
-    times, step_ends = device_times.times(marked.phases), device_times.ends(marked.steps)
+    times, step_ends = (
+        device_times.times(marked.phases),
+        device_times.ends(marked.steps),
+    )
     if contents.trace.stop_reason:
-        # Kineto writes the events of the GPU last: those that are there may be a part of what a phase launched.
+        # Kineto writes the events of the GPU last: those that are there may be a part
+        # of what a phase launched.
         times[:] = step_ends[:] = pd.NA
         if len(marked.phases):
-            notes.append("the GPU's events are at the end, which is cut off: phases have the host's times")
+            notes.append(
+                "the GPU's events are at the end, which is cut off: phases have the "
+                "host's times"
+            )
     if not entry.frame("phases").empty:
         notes.append("its phases are left out: another file has phases of this rank")
         return
@@ -193,22 +271,37 @@ def _add_memory(entry: RankBuilder, contents: _Contents, notes: list[str]) -> li
     changes = contents.memory.changes()
     if changes.empty:
         notes.append("it has no memory events (profile_memory=True records them)")
-    entry.extend("memory", **changes.assign(t_ns=changes["t_ns"] + contents.trace.base_ns))
+    entry.extend(
+        "memory", **changes.assign(t_ns=changes["t_ns"] + contents.trace.base_ns)
+    )
     return [str(device) for device in changes["device"].unique()]
 
 
-def _add_devices(entry: RankBuilder, contents: _Contents, allocating: list[str]) -> None:
-    """Add the devices of the rank: those that ran anything, then those that only allocated; the CPU only where it alone
-    did. Without any sign of a device nothing is known of where the job ran: activities are recorded on request."""
+def _add_devices(
+    entry: RankBuilder, contents: _Contents, allocating: list[str]
+) -> None:
+    """Add the devices of the rank: those that ran anything, then those that only
+    allocated; the CPU only where it alone did. Without any sign of a device nothing is
+    known of where the job ran: activities are recorded on request."""
     used = [f"cuda:{number}" for number in contents.device.busiest()]
-    used += [device for device in allocating if device not in used and (device != "cpu" or not used)]
+    used += [
+        device
+        for device in allocating
+        if device not in used and (device != "cpu" or not used)
+    ]
     if contents.trace.stop_reason and used == ["cpu"]:
         used = []
     properties = contents.trace.meta.get("deviceProperties")
-    properties = [card for card in properties if isinstance(card, dict)] if isinstance(properties, list) else []
+    properties = (
+        [card for card in properties if isinstance(card, dict)]
+        if isinstance(properties, list)
+        else []
+    )
     cards = {f"cuda:{card.get('id')}": card for card in properties}
     own = [_device_entry(name, cards.get(name, {})) for name in used]
-    others = [device for device in entry.meta["devices"] if device["device"] not in used]
+    others = [
+        device for device in entry.meta["devices"] if device["device"] not in used
+    ]
     entry.meta["devices"] = own + others
 
 
@@ -219,21 +312,31 @@ def _device_entry(name: str, card: dict[str, Any]) -> dict[str, Any]:
         "device": name,
         "kind": name.partition(":")[0],
         "name": model if isinstance(model, str) else None,
-        "capacity_bytes": capacity if type(capacity) is int and 0 < capacity < 1 << 63 else None,
+        "capacity_bytes": capacity
+        if type(capacity) is int and 0 < capacity < 1 << 63
+        else None,
     }
 
 
-def _add_device_activity(entry: RankBuilder, contents: _Contents, notes: list[str]) -> None:
+def _add_device_activity(
+    entry: RankBuilder, contents: _Contents, notes: list[str]
+) -> None:
     device, base_ns = contents.device, contents.trace.base_ns
     copies = device.transfers(base_ns)
     entry.extend("transfers", **copies)
     if device.duplicates:
-        notes.append(f"GPU activities that are in it twice are counted once: {device.duplicates}")
+        notes.append(
+            f"GPU activities that are in it twice are counted once: {device.duplicates}"
+        )
     if contents.trace.stop_reason:
-        notes.append("copies are at its end, which is cut off: how much was copied is not known")
+        notes.append(
+            "copies are at its end, which is cut off: how much was copied is not known"
+        )
         return
     if device.work.empty:
-        notes.append("it has no GPU events, so no copies (ProfilerActivity.CUDA records them)")
+        notes.append(
+            "it has no GPU events, so no copies (ProfilerActivity.CUDA records them)"
+        )
         return
     entry.meta["transfers_recorded"] = True
     ranges = contents.ranges
@@ -247,9 +350,15 @@ def _add_device_activity(entry: RankBuilder, contents: _Contents, notes: list[st
 def _add_annotations(entry: RankBuilder, contents: _Contents, notes: list[str]) -> None:
     rows = contents.ranges.rows(ANNOTATION)
     if len(rows) > MAX_COUNT:
-        notes.append(f"its {len(rows):,} annotations are left out: a trace keeps up to {MAX_COUNT:,}")
+        notes.append(
+            f"its {len(rows):,} annotations are left out: a trace keeps up to "
+            f"{MAX_COUNT:,}"
+        )
         return
-    entry.extend("annotations", **call_columns(rows, contents.ranges.names, contents.trace.base_ns))
+    entry.extend(
+        "annotations",
+        **call_columns(rows, contents.ranges.names, contents.trace.base_ns),
+    )
 
 
 class AllocatorMemory:
@@ -260,22 +369,41 @@ class AllocatorMemory:
 
     def add(self, events: list[Event]) -> None:
         """Add the memory events among events of the MEMORY_CATEGORIES."""
-        events = [event for event in events if event.name == _NAME and event.args.allocated != MISSING]
+        events = [
+            event
+            for event in events
+            if event.name == _NAME and event.args.allocated != MISSING
+        ]
         if events:
-            rows = [(e.args.device_type, e.args.device_id, e.args.allocated, e.args.reserved) for e in events]
+            rows = [
+                (
+                    e.args.device_type,
+                    e.args.device_id,
+                    e.args.allocated,
+                    e.args.reserved,
+                )
+                for e in events
+            ]
             self._rows.add(spans(events)[0], *np.array(rows, np.int64).T)
 
     def changes(self) -> pd.DataFrame:
-        """Return t_ns, device, pool and bytes of each change of a pool: of accelerators, or else of the CPU."""
+        """Return t_ns, device, pool and bytes of each change of a pool: of
+        accelerators, or else of the CPU."""
         rows = self._rows.table().sort_values("t_ns", kind="stable")
         if rows.empty:
             return pd.DataFrame(columns=["t_ns", "device", "pool", "bytes"])
         accelerated = rows[rows["type"].isin(list(_ACCELERATORS))]
         if len(accelerated):
-            names = accelerated["type"].map(_ACCELERATORS) + ":" + accelerated["device"].clip(lower=0).astype(str)
+            names = (
+                accelerated["type"].map(_ACCELERATORS)
+                + ":"
+                + accelerated["device"].clip(lower=0).astype(str)
+            )
             rows, pools = accelerated.assign(device=names), ["allocated", "reserved"]
         else:
             rows, pools = rows[rows["type"] == _CPU].assign(device="cpu"), ["allocated"]
-        sizes = rows.melt(["t_ns", "device"], pools, var_name="pool", value_name="bytes")
+        sizes = rows.melt(
+            ["t_ns", "device"], pools, var_name="pool", value_name="bytes"
+        )
         previous = sizes.groupby(["device", "pool"])["bytes"].shift()
         return sizes[sizes["bytes"].ne(previous) & sizes["bytes"].ne(MISSING)]

@@ -26,13 +26,15 @@ OPS = frozenset({"cpu_op", "Operator", ANNOTATION})
 CALLS = "python_function"
 _MODULE = "nn.Module: "
 _PROFILER_STEP = re.compile(r"ProfilerStep#[0-9]{1,18}")
-# Separators of the words of an annotation: "## forward ##", "DistributedDataParallel.forward". The names
-# "FSDP::pre_forward" and "alltoall_bwd_single" are only parts of a phase, so `_` separates no words.
+# Separators of the words of an annotation: "## forward ##",
+# "DistributedDataParallel.forward". The names "FSDP::pre_forward" and
+# "alltoall_bwd_single" are only parts of a phase, so `_` separates no words.
 _SEPARATORS = re.compile(r"[\s.:/#|+()\[\]-]+")
 
 
 class MarkKind(IntEnum):
-    """Meaning of an annotation or op. The first three are the phases, in the order of `ebbtide.phases.PHASES`."""
+    """Meaning of an annotation or op. The first three are the phases, in the order of
+    `ebbtide.phases.PHASES`."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -76,8 +78,9 @@ class Marks:
 
     @property
     def evaluated(self) -> pd.DataFrame:
-        """Functions that the autograd engine evaluates, by the number of the op (MISSING: a gradient is accumulated).
-        Versions of torch before 1.10 record only the nodes that these run."""
+        """Functions that the autograd engine evaluates, by the number of the op
+        (MISSING: a gradient is accumulated). Versions of torch before 1.10 record only
+        the nodes that these run."""
         functions = self._functions.table()
         return functions if len(functions) else self._nodes.table()
 
@@ -87,15 +90,24 @@ class Marks:
         self.has_ops |= any(event.cat != ANNOTATION for event in events[:1])
         for event in events:
             kind = _kind(event.name)
-            if kind == MarkKind.NODE and event.name[0] != "t" and event.args.forward_thread <= 0:
+            if (
+                kind == MarkKind.NODE
+                and event.name[0] != "t"
+                and event.args.forward_thread <= 0
+            ):
                 kind = MarkKind.OP  # an op of the forward that is called so
             if kind != MarkKind.OP or event.args.sequence >= 0:
                 by_kind[kind].append(event)
         for kind, marks in by_kind.items():
             if kind == MarkKind.PROFILER_STEP:
-                self.steps.add(*spans(marks), [int(event.name.partition("#")[2]) for event in marks])
+                self.steps.add(
+                    *spans(marks),
+                    [int(event.name.partition("#")[2]) for event in marks],
+                )
             elif kind == MarkKind.OPTIMIZER_STEP:
-                self.updates.add(*spans(marks), [self._optimizer(event.name) for event in marks])
+                self.updates.add(
+                    *spans(marks), [self._optimizer(event.name) for event in marks]
+                )
             elif kind in (MarkKind.EVALUATED, MarkKind.NODE):
                 table = self._functions if kind == MarkKind.EVALUATED else self._nodes
                 table.add(*spans(marks), [event.args.sequence for event in marks])
@@ -105,7 +117,8 @@ class Marks:
                 self.words.add(*spans(marks), [int(kind)] * len(marks))
 
     def add_calls(self, events: list[Event]) -> None:
-        """Add the calls of modules among Python functions, which are recorded with stacks."""
+        """Add the calls of modules among Python functions, which are recorded with
+        stacks."""
         calls = [event for event in events if event.name.startswith(_MODULE)]
         if calls:
             self.calls.add(*spans(calls))
@@ -124,21 +137,29 @@ def _kind(name: str) -> MarkKind:
     if _PROFILER_STEP.fullmatch(name):
         return MarkKind.PROFILER_STEP
     words = _SEPARATORS.split(name.lower())
-    matching = [kind for kind, pattern in _WORDS.items() if any(map(pattern.fullmatch, words))]
+    matching = [
+        kind for kind, pattern in _WORDS.items() if any(map(pattern.fullmatch, words))
+    ]
     return matching[0] if len(matching) == 1 else MarkKind.OP
 
 
 def interval_index(
-    times: pd.Series[int] | IntArray, starts: pd.Series[int] | IntArray, ends: pd.Series[int] | IntArray
+    times: pd.Series[int] | IntArray,
+    starts: pd.Series[int] | IntArray,
+    ends: pd.Series[int] | IntArray,
 ) -> IntArray:
-    """Return the index of the interval that contains each time, or -1. Intervals are in order, and half open."""
+    """Return the index of the interval that contains each time, or -1. Intervals are in
+    order, and half open."""
     index = np.searchsorted(starts, times, side="right") - 1
     return np.where(times < np.append(ends, np.iinfo(np.int64).min)[index], index, -1)
 
 
 def outermost(spans: pd.DataFrame) -> pd.DataFrame:
-    """Return the intervals that are not inside another one, in order; one that begins in another begins at its end."""
-    spans = spans.sort_values(["start", "end"], ascending=[True, False], ignore_index=True)
+    """Return the intervals that are not inside another one, in order; one that begins
+    in another begins at its end."""
+    spans = spans.sort_values(
+        ["start", "end"], ascending=[True, False], ignore_index=True
+    )
     previous_end = spans["end"].cummax().shift(fill_value=np.iinfo(np.int64).min)
     spans = spans.assign(start=np.maximum(spans["start"], previous_end))
     return spans[spans["end"] > previous_end].reset_index(drop=True)
@@ -154,13 +175,15 @@ class _Launched(NamedTuple):
     intervals: IntArray  # The number of the interval.
 
     def latest(self, selected: npt.NDArray[np.bool_], count: int) -> IntArray:
-        """Return the last end of selected work of each of `count` intervals; the least integer where there is none."""
+        """Return the last end of selected work of each of `count` intervals; the least
+        integer where there is none."""
         latest = np.full(count, _LEAST)
         np.maximum.at(latest, self.intervals[selected], self.ends[selected])
         return latest
 
     def on_main(self) -> npt.NDArray[np.bool_]:
-        """Return which work is on the main stream, or of an interval that did not use the main stream."""
+        """Return which work is on the main stream, or of an interval that did not use
+        the main stream."""
         counts = np.bincount(self.streams[self.streams >= 0])
         on_main = np.append(counts == counts.max(initial=-1), False)[self.streams]
         return on_main | ~np.isin(self.intervals, self.intervals[on_main])
@@ -175,17 +198,27 @@ class DeviceTimes:
     def __init__(self, work: pd.DataFrame) -> None:
         work = work[work["launched"].notna()]
         self._launches = work["launched"].to_numpy(np.int64)
-        self._starts, self._ends = (work[name].to_numpy(np.int64) for name in ("start", "end"))
-        self._streams = work.groupby(["device", "stream"], observed=True).ngroup().to_numpy(np.int64)
+        self._starts, self._ends = (
+            work[name].to_numpy(np.int64) for name in ("start", "end")
+        )
+        self._streams = (
+            work.groupby(["device", "stream"], observed=True)
+            .ngroup()
+            .to_numpy(np.int64)
+        )
         self._is_collective = (work["kind"] == COMMUNICATION).to_numpy(bool)
 
     def times(self, phases: pd.DataFrame) -> pd.DataFrame:
-        """Compute when the device ran each phase (start_ns, end_ns, in order and disjoint): gpu_start_ns and
-        gpu_end_ns, from the first start to the last end of the work launched in it; missing for a phase that launched
-        nothing. Only work on the main stream, with the most launches, counts, if the phase used it: that stream waits
-        for what the next phase needs, while copies on others extend into other phases. Collectives that run before the
-        next phase count, too."""
-        launched, count = self._launched_in(phases["start_ns"], phases["end_ns"]), len(phases)
+        """Compute when the device ran each phase (start_ns, end_ns, in order and
+        disjoint): gpu_start_ns and gpu_end_ns, from the first start to the last end of
+        the work launched in it; missing for a phase that launched nothing. Only work on
+        the main stream, with the most launches, counts, if the phase used it: that
+        stream waits for what the next phase needs, while copies on others extend into
+        other phases. Collectives that run before the next phase count, too."""
+        launched, count = (
+            self._launched_in(phases["start_ns"], phases["end_ns"]),
+            len(phases),
+        )
         on_main = launched.on_main()
         starts, ends = np.full(count, _MOST), launched.latest(on_main, count)
         np.minimum.at(starts, launched.intervals[on_main], launched.starts[on_main])
@@ -194,22 +227,40 @@ class DeviceTimes:
         latest_ends = np.maximum.accumulate(ends[used])
         starts[used] = np.maximum(starts[used], np.append(_LEAST, latest_ends)[:-1])
         collectives = launched.latest(launched.is_collective, count)[used]
-        ends[used] = np.maximum(latest_ends, np.minimum(collectives, np.append(starts[used][1:], _MOST)))
+        ends[used] = np.maximum(
+            latest_ends, np.minimum(collectives, np.append(starts[used][1:], _MOST))
+        )
         columns = {"gpu_start_ns": starts, "gpu_end_ns": ends}
-        return pd.DataFrame({name: pd.arrays.IntegerArray(times, ~used) for name, times in columns.items()})
+        return pd.DataFrame(
+            {
+                name: pd.arrays.IntegerArray(times, ~used)
+                for name, times in columns.items()
+            }
+        )
 
     def ends(self, steps: pd.DataFrame) -> pd.Series[int]:
-        """Compute when the device finished each step (start, end, in order and disjoint): the last end of its work on
-        the main stream; of the last step, on any. Missing for a step that launched nothing."""
+        """Compute when the device finished each step (start, end, in order and
+        disjoint): the last end of its work on the main stream; of the last step, on
+        any. Missing for a step that launched nothing."""
         launched, count = self._launched_in(steps["start"], steps["end"]), len(steps)
-        ends = launched.latest(launched.on_main() | (launched.intervals == count - 1), count)
-        return pd.Series(pd.arrays.IntegerArray(np.maximum.accumulate(ends), ends == _LEAST))
+        ends = launched.latest(
+            launched.on_main() | (launched.intervals == count - 1), count
+        )
+        return pd.Series(
+            pd.arrays.IntegerArray(np.maximum.accumulate(ends), ends == _LEAST)
+        )
 
     def _launched_in(self, starts: pd.Series[int], ends: pd.Series[int]) -> _Launched:
-        intervals = interval_index(self._launches, starts.to_numpy(np.int64), ends.to_numpy(np.int64))
+        intervals = interval_index(
+            self._launches, starts.to_numpy(np.int64), ends.to_numpy(np.int64)
+        )
         own = intervals >= 0
         return _Launched(
-            self._starts[own], self._ends[own], self._streams[own], self._is_collective[own], intervals[own]
+            self._starts[own],
+            self._ends[own],
+            self._streams[own],
+            self._is_collective[own],
+            intervals[own],
         )
 
 
@@ -220,54 +271,80 @@ _PHASE_NAMES = np.array(PHASES)
 class FoundPhases:
     """Phases and iterations of one rank. Times are ns after the trace's base."""
 
-    phases: pd.DataFrame  # The columns of the table `phases` except the device times, in order and without overlap.
-    # Columns number, start and end of the ProfilerStep annotations that are iterations; empty if iterations are counted
-    # by updates. Without any phase they are all of these annotations.
+    # The columns of the table `phases` except the device times, in order and without
+    # overlap.
+    phases: pd.DataFrame
+    # Columns number, start and end of the ProfilerStep annotations that are iterations;
+    # empty if iterations are counted by updates. Without any phase they are all of
+    # these annotations.
     steps: pd.DataFrame
 
-    def add_to(self, entry: RankBuilder, times: pd.DataFrame, step_ends: pd.Series[int], base_ns: int) -> None:
-        """Add them to a rank. `times`, `step_ends`: times of the device as `DeviceTimes` has them."""
+    def add_to(
+        self,
+        entry: RankBuilder,
+        times: pd.DataFrame,
+        step_ends: pd.Series[int],
+        base_ns: int,
+    ) -> None:
+        """Add them to a rank. `times`, `step_ends`: times of the device as
+        `DeviceTimes` has them."""
         table, steps = self.phases.join(times), self.steps
         table[["start_ns", "end_ns", *times]] += base_ns
         entry.extend("phases", **table)
         if len(steps):
-            entry.meta["first_iteration_start_ns"] = int(steps["start"].iloc[0]) + base_ns
-            marks = {"start_ns": steps["start"], "end_ns": steps["end"], "gpu_end_ns": step_ends}
+            entry.meta["first_iteration_start_ns"] = (
+                int(steps["start"].iloc[0]) + base_ns
+            )
+            marks = {
+                "start_ns": steps["start"],
+                "end_ns": steps["end"],
+                "gpu_end_ns": step_ends,
+            }
             marks = {column: values + base_ns for column, values in marks.items()}
             entry.extend("iteration_marks", iteration=steps["number"], **marks)
 
 
 def find_phases(marks: Marks, notes: list[str]) -> FoundPhases:
-    """Derive the phases from marks. Forward and backward are the outermost annotations that name them. Without these,
-    forward is the outermost calls of modules in training, if recorded, or else from the first to the last op that is
-    differentiated later; backward from the first to the last function that the autograd engine evaluates. A mark that
-    begins inside a phase belongs to it. `notes` receives a line for each kind of mark that is missing, with the call
-    that adds it."""
+    """Derive the phases from marks. Forward and backward are the outermost annotations
+    that name them. Without these, forward is the outermost calls of modules in
+    training, if recorded, or else from the first to the last op that is differentiated
+    later; backward from the first to the last function that the autograd engine
+    evaluates. A mark that begins inside a phase belongs to it. `notes` receives a line
+    for each kind of mark that is missing, with the call that adds it."""
     spans = outermost(_marked_spans(marks))
     steps = marks.steps.table().sort_values("start", ignore_index=True)
     spans["step"] = interval_index(spans["start"], steps["start"], steps["end"])
     same = spans[["phase", "part_of", "step"]].to_numpy(np.int64)
     begins = np.append(True, (same[1:] != same[:-1]).any(axis=1))[: len(same)]
     if not spans["phase"].eq(MarkKind.BACKWARD).any():
-        begins[:] = True  # There was a backward between two updates, although the trace does not show it.
+        # There was a backward between two updates, although the trace does not show it.
+        begins[:] = True
     first = np.flatnonzero(begins)
     last = np.append(first[1:], len(spans))[: len(first)] - 1
-    phases = spans.iloc[first].reset_index(drop=True).rename(columns={"start": "start_ns", "part_of": "optimizer"})
+    phases = (
+        spans.iloc[first]
+        .reset_index(drop=True)
+        .rename(columns={"start": "start_ns", "part_of": "optimizer"})
+    )
     phases["end_ns"] = spans["end"].to_numpy(np.int64)[last]
     iterations = steps.iloc[:0] if len(phases) else steps
     if _steps_are_iterations(phases):
-        phases["iteration"] = pd.array([*steps["number"], None], dtype="Int64")[phases["step"]]
+        phases["iteration"] = pd.array([*steps["number"], None], dtype="Int64")[
+            phases["step"]
+        ]
         iterations = steps[steps.index.isin(phases["step"])].reset_index(drop=True)
     else:
         phases["iteration"] = _iterations_by_updates(phases)
         if phases["iteration"].notna().any():
             notes.append(
-                "iterations are counted by optimizer steps: to mark them, give torch.profiler a schedule= and call "
+                "iterations are counted by optimizer steps: to mark them, give "
+                "torch.profiler a schedule= and call "
                 "prof.step() once per iteration"
             )
         elif len(phases):
             notes.append(
-                "it does not mark iterations: give torch.profiler a schedule= and call prof.step() once per iteration"
+                "it does not mark iterations: give torch.profiler a schedule= and call "
+                "prof.step() once per iteration"
             )
     notes += _missing_marks(phases["phase"], marks.has_ops)
     phases["phase"] = _PHASE_NAMES[phases["phase"].to_numpy(np.int64)]
@@ -276,23 +353,36 @@ def find_phases(marks: Marks, notes: list[str]) -> FoundPhases:
 
 
 def _marked_spans(marks: Marks) -> pd.DataFrame:
-    """Return start, end, phase (a MarkKind) and part_of of all spans of phases, in any order; adjacent ones of a phase
-    with the same part_of are one phase."""
+    """Return start, end, phase (a MarkKind) and part_of of all spans of phases, in any
+    order; adjacent ones of a phase with the same part_of are one phase."""
     words = marks.words.table()
     annotated = {
         kind: _separate(words[words["phase"] == kind], kind)
         for kind in (MarkKind.FORWARD, MarkKind.BACKWARD, MarkKind.UPDATE)
     }
     engine = outermost(marks.evaluated).assign(phase=int(MarkKind.BACKWARD), part_of=0)
-    trained = _differentiated_ops(marks, engine).assign(phase=int(MarkKind.FORWARD), part_of=0)
+    trained = _differentiated_ops(marks, engine).assign(
+        phase=int(MarkKind.FORWARD), part_of=0
+    )
     calls = _separate(marks.calls.table(), MarkKind.FORWARD)
-    steps = marks.updates.table().assign(phase=int(MarkKind.UPDATE)).rename(columns={"optimizer": "part_of"})
+    steps = (
+        marks.updates.table()
+        .assign(phase=int(MarkKind.UPDATE))
+        .rename(columns={"optimizer": "part_of"})
+    )
     spans = [
-        _first_with_rows(_in_training(annotated[MarkKind.FORWARD], trained), _in_training(calls, trained), trained),
+        _first_with_rows(
+            _in_training(annotated[MarkKind.FORWARD], trained),
+            _in_training(calls, trained),
+            trained,
+        ),
         _first_with_rows(annotated[MarkKind.BACKWARD], engine),
         _first_with_rows(steps, annotated[MarkKind.UPDATE].assign(part_of=0)),
     ]
-    return pd.concat([table[["start", "end", "phase", "part_of"]] for table in spans], ignore_index=True)
+    return pd.concat(
+        [table[["start", "end", "phase", "part_of"]] for table in spans],
+        ignore_index=True,
+    )
 
 
 def _first_with_rows(*tables: pd.DataFrame) -> pd.DataFrame:
@@ -305,7 +395,8 @@ def _separate(spans: pd.DataFrame, kind: MarkKind) -> pd.DataFrame:
 
 
 def _differentiated_ops(marks: Marks, engine: pd.DataFrame) -> pd.DataFrame:
-    """Return the ops that the engine evaluates later, without those that the engine itself runs to recompute."""
+    """Return the ops that the engine evaluates later, without those that the engine
+    itself runs to recompute."""
     ops = marks.ops.table()
     if ops.empty:
         return ops
@@ -313,33 +404,44 @@ def _differentiated_ops(marks: Marks, engine: pd.DataFrame) -> pd.DataFrame:
     evaluated = marks.evaluated.groupby("sequence", as_index=False)["start"].max()
     ops = ops.merge(evaluated, on="sequence", suffixes=("", "_of_engine"))
     ops = ops[ops["start"] < ops["start_of_engine"]]
-    # An op has the number of the next op to be differentiated. The last op with a number is that op.
+    # An op has the number of the next op to be differentiated. The last op with a
+    # number is that op.
     return ops.sort_values("start").drop_duplicates("sequence", keep="last")
 
 
 def _in_training(forward: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:
-    """Return the forwards without evaluations: those with ops that are differentiated later; all if none is."""
+    """Return the forwards without evaluations: those with ops that are differentiated
+    later; all if none is."""
     starts = np.sort(trained["start"])
-    trains = np.searchsorted(starts, forward["end"]) > np.searchsorted(starts, forward["start"])
+    trains = np.searchsorted(starts, forward["end"]) > np.searchsorted(
+        starts, forward["start"]
+    )
     return forward[trains] if len(trained) else forward
 
 
 def _steps_are_iterations(phases: pd.DataFrame) -> bool:
-    """Return whether ProfilerStep annotations mark iterations. If most have no update, they mark micro-steps."""
+    """Return whether ProfilerStep annotations mark iterations. If most have no update,
+    they mark micro-steps."""
     inside = phases[phases["step"] >= 0]
     updated, differentiated = (
-        inside.loc[inside["phase"] == kind, "step"].nunique() for kind in (MarkKind.UPDATE, MarkKind.BACKWARD)
+        inside.loc[inside["phase"] == kind, "step"].nunique()
+        for kind in (MarkKind.UPDATE, MarkKind.BACKWARD)
     )
     return len(inside) > 0 and (updated == 0 or 2 * updated > differentiated)
 
 
 class _Optimizer:
-    """An optimizer of the job, as an object for the iteration rule, which keeps weak references."""
+    """An optimizer of the job, as an object for the iteration rule, which keeps weak
+    references."""
 
 
 def _iterations_by_updates(phases: pd.DataFrame) -> pd.api.extensions.ExtensionArray:
-    """Number the iteration of each phase by the trace's rule, as far as names distinguish optimizers."""
-    rule, optimizers = IterationRule(), {number: _Optimizer() for number in phases["optimizer"]}
+    """Number the iteration of each phase by the trace's rule, as far as names
+    distinguish optimizers."""
+    rule, optimizers = (
+        IterationRule(),
+        {number: _Optimizer() for number in phases["optimizer"]},
+    )
     backwards = phases["phase"].eq(MarkKind.BACKWARD)
     if not backwards.any():
         backwards = phases["phase"].eq(MarkKind.UPDATE)
@@ -349,7 +451,9 @@ def _iterations_by_updates(phases: pd.DataFrame) -> pd.api.extensions.ExtensionA
         iteration = rule.add_update([optimizers[row.optimizer]], begun[row.Index])
         if iteration is not None:
             last_rows[iteration] = row.Index
-    return pd.array([*last_rows, None], dtype="Int64")[np.searchsorted([*last_rows.values()], phases.index)]
+    return pd.array([*last_rows, None], dtype="Int64")[
+        np.searchsorted([*last_rows.values()], phases.index)
+    ]
 
 
 def _missing_marks(kinds: pd.Series, has_ops: bool) -> list[str]:
@@ -359,8 +463,20 @@ def _missing_marks(kinds: pd.Series, has_ops: bool) -> list[str]:
         names = 'record_function("forward"), ("backward") and ("optimizer")'
         return [f"it does not mark phases: {record}mark phases with {names}"]
     lines = []
-    for name in _PHASE_NAMES[[kind for kind in (MarkKind.FORWARD, MarkKind.BACKWARD) if not kinds.eq(kind).any()]]:
-        lines.append(f'it has no {name}: if the job has one, mark it with record_function("{name}")')
+    for name in _PHASE_NAMES[
+        [
+            kind
+            for kind in (MarkKind.FORWARD, MarkKind.BACKWARD)
+            if not kinds.eq(kind).any()
+        ]
+    ]:
+        lines.append(
+            f"it has no {name}: if the job has one, mark it with "
+            f'record_function("{name}")'
+        )
     if not kinds.eq(MarkKind.UPDATE).any():
-        lines.append('it has no step of a torch optimizer: mark the update with record_function("optimizer")')
+        lines.append(
+            "it has no step of a torch optimizer: mark the update with "
+            'record_function("optimizer")'
+        )
     return lines

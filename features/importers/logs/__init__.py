@@ -1,1 +1,2 @@
-"""Logs of training jobs that several importers read: lines and their clock, settings of the job, reports of memory."""
+"""Logs of training jobs that several importers read: lines and their clock, settings of
+the job, reports of memory."""

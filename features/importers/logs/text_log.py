@@ -1,4 +1,5 @@
-"""Reads the lines of a training log with their times, and the time zone of its clock."""
+"""Reads the lines of a training log with their times, and the time zone of its
+clock."""
 
 import datetime
 import re
@@ -16,9 +17,11 @@ _MAX_LINE_CHARS = 1 << 16
 _COLOR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _TIME = r"(20\d\d)-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)"
 _FRACTION = r"[.,](\d{3,9})"
-# Launchers put the host's name before the time, and ranks may break into each other's lines: it may be anywhere.
+# Launchers put the host's name before the time, and ranks may break into each other's
+# lines: it may be anywhere.
 _STAMP = re.compile(rf"\[{_TIME}(?:{_FRACTION})?\]")
-# The time that `ts`, docker and similar tools put before every line. Since 0.18 most lines of DeepSpeed have no time.
+# The time that `ts`, docker and similar tools put before every line. Since 0.18 most
+# lines of DeepSpeed have no time.
 _LEAD = re.compile(rf"{_TIME}{_FRACTION}(?:(Z)|([+-]\d\d):?([0-5]\d))?[ \t]")
 _EPOCH = datetime.datetime(1970, 1, 1)
 # Unix nanoseconds inside a line that also has the log's time: some jobs print both.
@@ -33,8 +36,10 @@ class LogLine:
     """One line of a log."""
 
     text: str
-    t_ns: int | None  # Its time as if the log's clock were UTC; None if the line has no time
-    unix_ns: int | None = None  # Its Unix time; None if the line does not state a time zone
+    # Its time as if the log's clock were UTC; None if the line has no time
+    t_ns: int | None
+    # Its Unix time; None if the line does not state a time zone
+    unix_ns: int | None = None
 
 
 def read_lines(source: Source) -> Iterator[LogLine]:
@@ -46,20 +51,26 @@ def read_lines(source: Source) -> Iterator[LogLine]:
 
 def first_log_lines(source: Source) -> Iterator[str]:
     """Return the texts of the first lines; none of a file that is not text."""
-    return iter(()) if b"\0" in source.head else (line.text for line in islice(read_lines(source), _MAX_SEARCHED_LINES))
+    return (
+        iter(())
+        if b"\0" in source.head
+        else (line.text for line in islice(read_lines(source), _MAX_SEARCHED_LINES))
+    )
 
 
 def only_log(sources: Sequence[Source], name: str) -> Source:
     """Return the one log of an import. Raises SourceError for several."""
     if len(sources) > 1:
         raise SourceError(
-            f"two {name} logs cannot make one trace: import each of them alone, then `ebbtide import` the traces"
+            f"two {name} logs cannot make one trace: import each of them alone, then "
+            "`ebbtide import` the traces"
         )
     return sources[0]
 
 
 def feed_lines(source: Source, *readers: Callable[[LogLine], None]) -> int | None:
-    """Pass each line to all readers, and return the log's offset from UTC in ns, by the first line that has one."""
+    """Pass each line to all readers, and return the log's offset from UTC in ns, by the
+    first line that has one."""
     zone = None
     for line in read_lines(source):
         for read in readers:
@@ -75,9 +86,19 @@ def _parse_line(text: str) -> LogLine:
         return LogLine(text, None if stamp is None else _stamp_ns(stamp))
     t_ns = _stamp_ns(lead)
     utc, hours, minutes = lead.groups()[7:]
-    quarters = 0 if utc else None if hours is None else int(hours) * 4 + int(hours[0] + minutes) // 15
+    quarters = (
+        0
+        if utc
+        else None
+        if hours is None
+        else int(hours) * 4 + int(hours[0] + minutes) // 15
+    )
     text = text[lead.end() :]
-    return LogLine(text, t_ns, None if t_ns is None or quarters is None else t_ns - quarters * _QUARTER_NS)
+    return LogLine(
+        text,
+        t_ns,
+        None if t_ns is None or quarters is None else t_ns - quarters * _QUARTER_NS,
+    )
 
 
 def _stamp_ns(match: re.Match[str]) -> int | None:
@@ -90,17 +111,23 @@ def _stamp_ns(match: re.Match[str]) -> int | None:
 
 
 def zone_ns(line: LogLine) -> int | None:
-    """Return the offset of the log's clock from UTC in ns; None for a line that does not have both times."""
+    """Return the offset of the log's clock from UTC in ns; None for a line that does
+    not have both times."""
     match = _UNIX.search(line.text) if "<<<" in line.text else None
     unix_ns = int(match.group(1)) if match else line.unix_ns
     if unix_ns is None or line.t_ns is None:
         return None
     quarters = round((line.t_ns - unix_ns) / _QUARTER_NS)
-    return quarters * _QUARTER_NS if _MIN_QUARTERS <= quarters <= _MAX_QUARTERS else None
+    return (
+        quarters * _QUARTER_NS if _MIN_QUARTERS <= quarters <= _MAX_QUARTERS else None
+    )
 
 
 def clock_offset_ns(builder: TraceBuilder, zone: int | None) -> int:
-    """Return how far the log's clock is ahead of UTC: the stated `zone`; 0, with a note, for None."""
+    """Return how far the log's clock is ahead of UTC: the stated `zone`; 0, with a
+    note, for None."""
     if zone is None:
-        builder.note("the log has local times without a time zone: they are read as UTC")
+        builder.note(
+            "the log has local times without a time zone: they are read as UTC"
+        )
     return zone or 0

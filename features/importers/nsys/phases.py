@@ -9,31 +9,54 @@ from enum import Enum
 import numpy as np
 import pandas as pd
 
-from ebbtide.features.importers.kineto.phases import FoundPhases, MarkKind, Marks, find_phases, outermost
+from ebbtide.features.importers.kineto.phases import (
+    FoundPhases,
+    MarkKind,
+    Marks,
+    find_phases,
+    outermost,
+)
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 
-# "forward_step", "DistributedDataParallel.forward", "ForwardPass", "step12" and "## backward ##" have the words
-# forward, step; distributed, data, parallel, forward; forward, pass; step, 12; backward.
+# "forward_step", "DistributedDataParallel.forward", "ForwardPass", "step12" and "##
+# backward ##" have the words forward, step; distributed, data, parallel, forward;
+# forward, pass; step, 12; backward.
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 # Ranges of libraries, by the name of their domain or function.
-_LIBRARY = re.compile(r"(nccl|rccl|cudnn|cublas|cufft|cusparse|cusolver|cccl|thrust|cub|nvshmem|tsl)", re.IGNORECASE)
+_LIBRARY = re.compile(
+    r"(nccl|rccl|cudnn|cublas|cufft|cusparse|cusolver|cccl|thrust|cub|nvshmem|tsl)",
+    re.IGNORECASE,
+)
 _FORWARD, _BACKWARD = {"forward", "fwd"}, {"backward", "bwd"}
 _OPTIMIZER, _UPDATE = {"optimizer", "optim"}, {"step", "update"}
 _ITERATION = {"iteration", "iter", "batch", "minibatch"}
-# "train_step" and "ProfilerStep#12" are iterations, "optimizer_step" and "step" are updates.
-_WHOLE_STEP = {"train", "training", "trainer", "profiler", "global", "pretrain", "finetune"}
+# "train_step" and "ProfilerStep#12" are iterations, "optimizer_step" and "step" are
+# updates.
+_WHOLE_STEP = {
+    "train",
+    "training",
+    "trainer",
+    "profiler",
+    "global",
+    "pretrain",
+    "finetune",
+}
 _NUMBERED_STEP = re.compile(r"step[\s#:=_-]*[0-9]", re.IGNORECASE)
-# Evaluation belongs to no phase, and neither do hooks around a phase, or what is done beside an update.
+# Evaluation belongs to no phase, and neither do hooks around a phase, or what is done
+# beside an update.
 _OTHER = {
-    "eval", "evaluate", "evaluation", "validate", "validation", "val", "test", "testing", "predict", "inference",
-    "pre", "post", "hook", "prefetch", "scheduler", "lr", "epoch", "metrics", "logging", "progress",
+    "eval", "evaluate", "evaluation", "validate", "validation", "val", "test",
+    "testing", "predict", "inference",
+    "pre", "post", "hook", "prefetch", "scheduler", "lr", "epoch", "metrics",
+    "logging", "progress",
 }  # fmt: skip
 _GRADIENTS = {"grad", "grads", "gradients"}
 _NUMBER = re.compile(r"[0-9]{1,15}")
 
 
 class RangeMeaning(Enum):
-    """Meaning of a range for the phases. The values are those of `ebbtide import --phase NAME=MEANING`."""
+    """Meaning of a range for the phases. The values are those of `ebbtide import
+    --phase NAME=MEANING`."""
 
     FORWARD = FORWARD
     BACKWARD = BACKWARD
@@ -43,15 +66,21 @@ class RangeMeaning(Enum):
 
 
 class RangeNames:
-    """Determines the meaning of ranges by name; those `stated` by the user come first, with `*` for any text."""
+    """Determines the meaning of ranges by name; those `stated` by the user come first,
+    with `*` for any text."""
 
     def __init__(self, stated: Mapping[str, str]) -> None:
-        patterns = [re.compile(".*".join(map(re.escape, name.split("*")))) for name in stated]
-        self._stated = [*zip(stated, patterns, map(RangeMeaning, stated.values()), strict=True)]
+        patterns = [
+            re.compile(".*".join(map(re.escape, name.split("*")))) for name in stated
+        ]
+        self._stated = [
+            *zip(stated, patterns, map(RangeMeaning, stated.values()), strict=True)
+        ]
         self.unused = set(stated)
 
     def meaning(self, name: str) -> RangeMeaning:
-        """Return the meaning of a range. Where forward or backward run inside it, `may_surround` may correct it."""
+        """Return the meaning of a range. Where forward or backward run inside it,
+        `may_surround` may correct it."""
         own_name = name.rpartition(":")[2]
         for stated, pattern, meaning in self._stated:
             if pattern.fullmatch(name) or pattern.fullmatch(own_name):
@@ -60,7 +89,8 @@ class RangeNames:
         return _meaning(name)
 
     def may_surround(self, name: str) -> bool:
-        """Return whether a range is a whole iteration if forward or backward run inside it: `step`, `train_step`."""
+        """Return whether a range is a whole iteration if forward or backward run inside
+        it: `step`, `train_step`."""
         if any(pattern.fullmatch(name) for _, pattern, _ in self._stated):
             return False
         return not _words(name) & _OPTIMIZER
@@ -72,7 +102,11 @@ def _words(name: str) -> set[str]:
 
 def _meaning(name: str) -> RangeMeaning:
     words = _words(name)
-    if _LIBRARY.match(name) or words & _OTHER or ("zero" in words and words & _GRADIENTS):
+    if (
+        _LIBRARY.match(name)
+        or words & _OTHER
+        or ("zero" in words and words & _GRADIENTS)
+    ):
         return RangeMeaning.OTHER
     forward, backward = bool(words & _FORWARD), bool(words & _BACKWARD)
     if forward and backward:
@@ -81,7 +115,9 @@ def _meaning(name: str) -> RangeMeaning:
         return RangeMeaning.FORWARD if forward else RangeMeaning.BACKWARD
     if words & _OPTIMIZER:
         return RangeMeaning.UPDATE
-    if words & _ITERATION or ("step" in words and (words & _WHOLE_STEP or _NUMBERED_STEP.search(name))):
+    if words & _ITERATION or (
+        "step" in words and (words & _WHOLE_STEP or _NUMBERED_STEP.search(name))
+    ):
         return RangeMeaning.ITERATION
     return RangeMeaning.UPDATE if words & _UPDATE else RangeMeaning.OTHER
 
@@ -94,25 +130,42 @@ _MARK_KINDS = {
 
 
 def phases_of(ranges: pd.DataFrame, texts: list[str], names: RangeNames) -> FoundPhases:
-    """Derive phases and iterations from ranges, the outermost that names a phase; `texts` of the column `name`."""
+    """Derive phases and iterations from ranges, the outermost that names a phase;
+    `texts` of the column `name`."""
     used = np.unique(ranges["name"]).tolist()
-    meanings = pd.Series({number: names.meaning(texts[number]) for number in used}, dtype=object)
+    meanings = pd.Series(
+        {number: names.meaning(texts[number]) for number in used}, dtype=object
+    )
     # Numbers in names count iterations: "step 12" and "step 13" are ranges of one name.
     kinds = {number: _NUMBER.sub("#", texts[number]) for number in used}
-    ranges = ranges.assign(meaning=ranges["name"].map(meanings), kind=ranges["name"].map(kinds))
+    ranges = ranges.assign(
+        meaning=ranges["name"].map(meanings), kind=ranges["name"].map(kinds)
+    )
     ranges = ranges[ranges["meaning"] != RangeMeaning.OTHER]
-    inner = ranges[ranges["meaning"].isin((RangeMeaning.FORWARD, RangeMeaning.BACKWARD))]
+    inner = ranges[
+        ranges["meaning"].isin((RangeMeaning.FORWARD, RangeMeaning.BACKWARD))
+    ]
     surrounding = _with_starts_inside(ranges, inner)
-    stated = ranges["name"].map({number: not names.may_surround(texts[number]) for number in used}).astype(bool)
-    open_meaning = ranges["meaning"].isin((RangeMeaning.UPDATE, RangeMeaning.ITERATION)) & ~stated
+    stated = (
+        ranges["name"]
+        .map({number: not names.may_surround(texts[number]) for number in used})
+        .astype(bool)
+    )
+    open_meaning = (
+        ranges["meaning"].isin((RangeMeaning.UPDATE, RangeMeaning.ITERATION)) & ~stated
+    )
     around = ranges["kind"].isin(ranges.loc[surrounding, "kind"])
     ranges.loc[open_meaning & around, "meaning"] = RangeMeaning.ITERATION
-    ranges.loc[open_meaning & ~around & (ranges["meaning"] == RangeMeaning.ITERATION), "meaning"] = RangeMeaning.OTHER
+    ranges.loc[
+        open_meaning & ~around & (ranges["meaning"] == RangeMeaning.ITERATION),
+        "meaning",
+    ] = RangeMeaning.OTHER
     return find_phases(_marks(ranges, texts), [])
 
 
 def _with_starts_inside(ranges: pd.DataFrame, inner: pd.DataFrame) -> pd.Series[bool]:
-    """Return which ranges have others that begin inside them and end with them at the latest."""
+    """Return which ranges have others that begin inside them and end with them at the
+    latest."""
     starts = np.sort(inner["start"].to_numpy(np.int64))
     first = np.searchsorted(starts, ranges["start"], side="left")
     inside = np.searchsorted(starts, ranges["end"], side="left") > first
@@ -123,19 +176,32 @@ def _marks(ranges: pd.DataFrame, texts: list[str]) -> Marks:
     marks = Marks()
     for meaning in (RangeMeaning.FORWARD, RangeMeaning.BACKWARD):
         rows = ranges[ranges["meaning"] == meaning]
-        marks.words.add(rows["start"], rows["end"], np.full(len(rows), int(_MARK_KINDS[meaning])))
+        marks.words.add(
+            rows["start"], rows["end"], np.full(len(rows), int(_MARK_KINDS[meaning]))
+        )
     updates = ranges[ranges["meaning"] == RangeMeaning.UPDATE]
-    marks.updates.add(updates["start"], updates["end"], pd.factorize(updates["kind"])[0])
-    iterations = _iterations(ranges[ranges["meaning"] == RangeMeaning.ITERATION], updates)
-    marks.steps.add(iterations["start"], iterations["end"], _numbers([texts[name] for name in iterations["name"]]))
+    marks.updates.add(
+        updates["start"], updates["end"], pd.factorize(updates["kind"])[0]
+    )
+    iterations = _iterations(
+        ranges[ranges["meaning"] == RangeMeaning.ITERATION], updates
+    )
+    marks.steps.add(
+        iterations["start"],
+        iterations["end"],
+        _numbers([texts[name] for name in iterations["name"]]),
+    )
     return marks
 
 
 def _iterations(candidates: pd.DataFrame, updates: pd.DataFrame) -> pd.DataFrame:
-    """Return the ranges that mark iterations: those of the name with the most ranges. Where there are updates, most
-    ranges of the name must have one inside: others mark micro-steps."""
+    """Return the ranges that mark iterations: those of the name with the most ranges.
+    Where there are updates, most ranges of the name must have one inside: others mark
+    micro-steps."""
     has_update = _with_starts_inside(candidates, updates)
-    groups = candidates.assign(updated=has_update).groupby("kind", sort=False)["updated"]
+    groups = candidates.assign(updated=has_update).groupby("kind", sort=False)[
+        "updated"
+    ]
     counts = groups.agg(["size", "sum"])
     if len(updates):
         counts = counts[2 * counts["sum"] > counts["size"]]
@@ -145,7 +211,12 @@ def _iterations(candidates: pd.DataFrame, updates: pd.DataFrame) -> pd.DataFrame
 
 
 def _numbers(names: list[str]) -> list[int]:
-    """Return the last number in each name, or, where these do not ascend, the position."""
-    last = [int(numbers[-1]) if (numbers := _NUMBER.findall(name)) else -1 for name in names]
-    ascending = all(before < after for before, after in zip([-1, *last], last, strict=False))
+    """Return the last number in each name, or, where these do not ascend, the
+    position."""
+    last = [
+        int(numbers[-1]) if (numbers := _NUMBER.findall(name)) else -1 for name in names
+    ]
+    ascending = all(
+        before < after for before, after in zip([-1, *last], last, strict=False)
+    )
     return last if ascending else [*range(len(names))]

@@ -5,11 +5,16 @@ import re
 import pandas as pd
 
 from ebbtide.features.importers.nvml_monitor.columns import read_time
-from ebbtide.features.importers.nvml_monitor.table import MonitorTable, Tool, ends_with_line_end, is_cut
+from ebbtide.features.importers.nvml_monitor.table import (
+    MonitorTable,
+    Tool,
+    ends_with_line_end,
+    is_cut,
+)
 from ebbtide.features.importers.source import Source, SourceError
 
-# Short name of a field in the header (`dcgmi dmon -l`), name and unit of the column here. Source: dcgm_fields.h.
-# TX is data that the GPU sends, so device to host.
+# Short name of a field in the header (`dcgmi dmon -l`), name and unit of the column
+# here. Source: dcgm_fields.h. TX is data that the GPU sends, so device to host.
 _FIELDS = {
     "FBUSD": ("memory.used", "mib"),
     "FBFRE": ("memory.free", "mib"),
@@ -37,7 +42,8 @@ _TOOL = Tool(
     time_hint="pipe dcgmi dmon through ts '%Y-%m-%dT%H:%M:%.S'",
     link_hint="dcgmi dmon -e 1009,1010 records them",
 )
-# Values at or above these mean "not supported" and the like (DCGM_INT32_BLANK, DCGM_FP64_BLANK, DCGM_INT64_BLANK).
+# Values at or above these mean "not supported" and the like (DCGM_INT32_BLANK,
+# DCGM_FP64_BLANK, DCGM_INT64_BLANK).
 _INT32_BLANKS = range(0x7FFFFFF0, 0x80000000)
 _FP64_BLANK = 2.0**47
 # A header and a row, after at most a time that another tool has put before it.
@@ -51,7 +57,9 @@ def is_blank(value: str) -> bool:
         number = float(value)
     except ValueError:
         return True
-    return not number < _FP64_BLANK or (number.is_integer() and int(number) in _INT32_BLANKS)
+    return not number < _FP64_BLANK or (
+        number.is_integer() and int(number) in _INT32_BLANKS
+    )
 
 
 def looks_like_dcgmi(source: Source) -> bool:
@@ -61,7 +69,8 @@ def looks_like_dcgmi(source: Source) -> bool:
 
 
 def read_dcgmi(source: Source) -> MonitorTable:
-    """Read output of `dcgmi dmon -e ...`. Raise SourceError if it has no figure of a GPU."""
+    """Read output of `dcgmi dmon -e ...`. Raise SourceError if it has no figure of a
+    GPU."""
     samples: list[dict[str, str | None]] = []
     has_mig = was_cut = False
     fields: list[str] = []
@@ -81,9 +90,19 @@ def read_dcgmi(source: Source) -> MonitorTable:
             elif len(values) >= len(fields):
                 written.append(values[-1])
                 named = zip(fields, values, strict=False)
-                figures = {_FIELDS[name.upper()][0]: value for name, value in named if name.upper() in _FIELDS}
-                figures = {column: value for column, value in figures.items() if not is_blank(value)}
-                samples.append({"index": index, "timestamp": read_time(prefix), **figures})
+                figures = {
+                    _FIELDS[name.upper()][0]: value
+                    for name, value in named
+                    if name.upper() in _FIELDS
+                }
+                figures = {
+                    column: value
+                    for column, value in figures.items()
+                    if not is_blank(value)
+                }
+                samples.append(
+                    {"index": index, "timestamp": read_time(prefix), **figures}
+                )
     if not ends_with_line_end(source):
         whole = row is not None and len(row.group(4).split()) >= len(fields)
         was_cut = not whole or is_cut(written[-1], written[:-1])
@@ -98,9 +117,14 @@ def _table(source: Source, rows: pd.DataFrame, notes: list[str]) -> MonitorTable
     rows = rows.dropna(axis="columns", how="all")
     figures = [name for name in rows if name in units]
     if not figures:
-        raise SourceError(f"{source} has no figure of a GPU: record fields such as 252, the used memory")
+        raise SourceError(
+            f"{source} has no figure of a GPU: record fields such as 252, the used "
+            "memory"
+        )
     rows = rows.dropna(subset=figures, how="all").reset_index(drop=True)
     names = [str(name) for name in rows]
     rows.columns = pd.RangeIndex(len(names))
     rows[len(names)] = None
-    return MonitorTable(names, [units.get(name, "") for name in names], rows, _TOOL, notes)
+    return MonitorTable(
+        names, [units.get(name, "") for name in names], rows, _TOOL, notes
+    )

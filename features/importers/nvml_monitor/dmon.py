@@ -6,7 +6,13 @@ import re
 
 import pandas as pd
 
-from ebbtide.features.importers.nvml_monitor.table import MonitorTable, Tool, first_lines, mark_cut_row, read_rows
+from ebbtide.features.importers.nvml_monitor.table import (
+    MonitorTable,
+    Tool,
+    first_lines,
+    mark_cut_row,
+    read_rows,
+)
 from ebbtide.features.importers.source import Source, SourceError
 
 _HEADER = re.compile(r"#\s*(?:date|time|gpu)\b", re.IGNORECASE)
@@ -14,7 +20,8 @@ _HEADER = re.compile(r"#\s*(?:date|time|gpu)\b", re.IGNORECASE)
 _UNITS = {"fb": "mb", "rxpci": "mb/s", "txpci": "mb/s"}
 # Names that mean something else in the files of other tools.
 _NAMES = {"sm": "utilization.gpu", "mem": "utilization.memory"}
-# Averages between two readings of the GPU performance monitor (dmon --gpm-metrics=20,21).
+# Averages between two readings of the GPU performance monitor (dmon
+# --gpm-metrics=20,21).
 _GPM = Tool(link_source="gpm", link_window_ns=None)
 # Names of the time column, which every CSV must have.
 TIME = ("timestamp", "time", "datetime", "date_time", "_timestamp")
@@ -30,11 +37,18 @@ def looks_like_dmon(source: Source) -> bool:
 
 
 def read_dmon(source: Source) -> MonitorTable:
-    """Read output of `nvidia-smi dmon`, with values between spaces, commas (`--format csv`) or semicolons. Lines with
-    `#` are headers, names above units, and recur every few rows."""
-    headers = [line.lstrip("# ").lower() for line in first_lines(source) if line.startswith("#")]
+    """Read output of `nvidia-smi dmon`, with values between spaces, commas (`--format
+    csv`) or semicolons. Lines with `#` are headers, names above units, and recur every
+    few rows."""
+    headers = [
+        line.lstrip("# ").lower()
+        for line in first_lines(source)
+        if line.startswith("#")
+    ]
     separator = next((mark for mark in ",;" if mark in headers[0]), None)
-    names, *below = ([field.strip() for field in line.split(separator)] for line in headers[:2])
+    names, *below = (
+        [field.strip() for field in line.split(separator)] for line in headers[:2]
+    )
     has_units = below and len(below[0]) == len(names) and below[0] != names
     units = below[0] if has_units else [_UNITS.get(name, "") for name in names]
     rows = read_rows(source, len(names), sep=separator or r"\s+", comment="#")
@@ -49,23 +63,36 @@ def read_dmon(source: Source) -> MonitorTable:
 
 
 def header_names(source: Source) -> list[set[str]]:
-    """Return the names in each of the first lines, read as a header. A line that begins with a time is a row of a file
-    without a header. It gets the names that the header would have."""
-    return [{*TIME, "memory.used"} if _BARE.match(line) else _names(line) for line in first_lines(source)]
+    """Return the names in each of the first lines, read as a header. A line that begins
+    with a time is a row of a file without a header. It gets the names that the header
+    would have."""
+    return [
+        {*TIME, "memory.used"} if _BARE.match(line) else _names(line)
+        for line in first_lines(source)
+    ]
 
 
 def read_query(source: Source) -> MonitorTable:
-    """Read a CSV file. Raise SourceError if it has no header with a time, or no rows."""
+    """Read a CSV file. Raise SourceError if it has no header with a time, or no
+    rows."""
     lines = first_lines(source)
     header = next((n for n, line in enumerate(lines) if _names(line) & set(TIME)), None)
     if header is None:
-        raise SourceError(f"{source} has no header with a timestamp: record it with --format=csv, not csv,noheader")
+        raise SourceError(
+            f"{source} has no header with a timestamp: record it with --format=csv, "
+            "not csv,noheader"
+        )
     separator = _separator(lines[header])
     fields = [_name_and_unit(field) for field in lines[header].split(separator)]
-    rows = read_rows(source, len(fields), sep=separator, skiprows=header + 1, skipinitialspace=True)
+    rows = read_rows(
+        source, len(fields), sep=separator, skiprows=header + 1, skipinitialspace=True
+    )
     # A file that was appended to has its header again.
     time_column = next(n for n, (name, _) in enumerate(fields) if name in TIME)
-    rows = rows.loc[rows[time_column].fillna("").str.strip(' "').str.lower() != fields[time_column][0]].copy()
+    rows = rows.loc[
+        rows[time_column].fillna("").str.strip(' "').str.lower()
+        != fields[time_column][0]
+    ].copy()
     mark_cut_row(source, rows, len(fields))
     # Each value has its unit, unless nounits was given: then the header has it.
     units = [unit or _unit_of(rows[column]) for column, (_, unit) in enumerate(fields)]
@@ -73,7 +100,8 @@ def read_query(source: Source) -> MonitorTable:
 
 
 def _separator(header: str) -> str:
-    """Return what is between the fields of a header: spreadsheets of many countries write semicolons."""
+    """Return what is between the fields of a header: spreadsheets of many countries
+    write semicolons."""
     return max(",;", key=header.count)
 
 
@@ -88,5 +116,8 @@ def _name_and_unit(field: str) -> tuple[str, str]:
 
 
 def _unit_of(values: pd.Series[str]) -> str:
-    matches = (_UNIT.fullmatch(value.strip(' "')) for value in values.head(_MAX_UNIT_ROWS).dropna())
+    matches = (
+        _UNIT.fullmatch(value.strip(' "'))
+        for value in values.head(_MAX_UNIT_ROWS).dropna()
+    )
     return next((match.group(1).lower() for match in matches if match), "")

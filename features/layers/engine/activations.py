@@ -10,7 +10,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from ebbtide.features.layers.engine.layer_pass import LayerPass
 from ebbtide.features.layers.engine.measurement import PassMeasurement
 from ebbtide.features.layers.engine.memory import LayerMemoryCount
-from ebbtide.features.layers.engine.model_layers import LayerForward, storages_of, tensors_in
+from ebbtide.features.layers.engine.model_layers import (
+    LayerForward,
+    storages_of,
+    tensors_in,
+)
 from ebbtide.features.layers.engine.orders import LayerOrders
 from ebbtide.features.layers.engine.recomputation import Recomputation, RecomputedLayers
 from ebbtide.features.layers.engine.transfers import StorageTransfers
@@ -19,7 +23,8 @@ _MAY_RECOMPUTE = ("auto", "recompute", "recompute-offload")
 
 
 class Activations(RecomputedLayers):
-    """The activations of a model's layers; `option`: the choice for all of them, or `auto`."""
+    """The activations of a model's layers; `option`: the choice for all of them, or
+    `auto`."""
 
     def __init__(self, model: torch.nn.Module, option: str, on_difference: str) -> None:
         super().__init__(on_difference)
@@ -38,18 +43,30 @@ class Activations(RecomputedLayers):
         measurement: PassMeasurement | None,
         is_first: bool,
     ) -> None:
-        """Begin a pass with its orders; `is_first`: no pass of its kind was measured, and caches may fill."""
+        """Begin a pass with its orders; `is_first`: no pass of its kind was measured,
+        and caches may fill."""
         self._pass = None
         if orders.keeps_all:
-            # It waits for no copy later: one of a pass that has no backward would hold its memory.
+            # It waits for no copy later: one of a pass that has no backward would hold
+            # its memory.
             transfers.wait("d2h", lambda _: True)
             return
-        is_trial = measurement is not None and not is_first and self.option in _MAY_RECOMPUTE
+        is_trial = (
+            measurement is not None and not is_first and self.option in _MAY_RECOMPUTE
+        )
         own = storages_of(self._model)
-        self._pass = LayerPass(transfers, orders, order, end, own, measurement, is_trial)
+        self._pass = LayerPass(
+            transfers, orders, order, end, own, measurement, is_trial
+        )
         self._passes.add(self._pass)
 
-    def run(self, layer: LayerForward, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self,
+        layer: LayerForward,
+        number: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Compute a layer's forward as the orders of the pass say."""
         one = self._pass
         if one is None:
@@ -73,9 +90,11 @@ class Activations(RecomputedLayers):
 
 
 class KeptClaim:
-    """The memory that all layers keep in a pass: claimed until the backward of the first one, or the end of its graph.
+    """The memory that all layers keep in a pass: claimed until the backward of the
+    first one, or the end of its graph.
 
-    Hooks of the first layer's saved tensors would know more, and would cost more than 1 % of a short step."""
+    Hooks of the first layer's saved tensors would know more, and would cost more than 1
+    % of a short step."""
 
     def __init__(self, memory: LayerMemoryCount, nbytes: int) -> None:
         self._memory = memory

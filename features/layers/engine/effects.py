@@ -1,13 +1,17 @@
-"""Sees what a layer's forward changes beside its outputs, so that computing it again would change the job.
+"""Sees what a layer's forward changes beside its outputs, so that computing it again
+would change the job.
 
-Before and after a forward the same places are read: buffers, parameters and inputs (versions of tensors); attributes
-of the layer's modules, of their classes, and of objects that these or the inputs refer to; items of lists, dicts and
-sets; variables of functions that are in them, by closure, default or global name; NumPy arrays; generators of torch,
-NumPy and `random`, and both global ones; iterators. Setting an attribute to an equal number or text is no change.
+Before and after a forward the same places are read: buffers, parameters and inputs
+(versions of tensors); attributes of the layer's modules, of their classes, and of
+objects that these or the inputs refer to; items of lists, dicts and sets; variables of
+functions that are in them, by closure, default or global name; NumPy arrays; generators
+of torch, NumPy and `random`, and both global ones; iterators. Setting an attribute to
+an equal number or text is no change.
 
-What cannot be seen: state in native code and in files, in variables of installed packages, in objects of the standard
-library, torch and NumPy (but for what is listed above), and in functions that no module, object or function in reach
-names. If results depend on that, the comparison in the backward sees it.
+What cannot be seen: state in native code and in files, in variables of installed
+packages, in objects of the standard library, torch and NumPy (but for what is listed
+above), and in functions that no module, object or function in reach names. If results
+depend on that, the comparison in the backward sees it.
 """
 
 import contextlib
@@ -28,10 +32,27 @@ import numpy as np
 import torch
 
 _Contents = Callable[[], Sequence[Any]]
-_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
+_PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+)
 # Objects of these have no attributes that matter.
-_OPAQUE = {*sys.stdlib_module_names, "torch", "numpy", "ebbtide", "triton"} - {"__main__"}
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OPAQUE = {*sys.stdlib_module_names, "torch", "numpy", "ebbtide", "triton"} - {
+    "__main__"
+}
+_LIBRARIES = tuple(
+    {
+        sysconfig.get_path(name)
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    }
+)
 _CACHED = type(functools.cache(int))
 
 
@@ -50,10 +71,13 @@ class Watch:
     """Places that can be reached from some objects, and the states of what has one.
 
     Attributes:
-        holds_others: Whether it may hold tensors that are no parameters or buffers, when the job has released them.
+        holds_others: Whether it may hold tensors that are no parameters or buffers,
+            when the job has released them.
     """
 
-    def __init__(self, name: str, roots: Iterable[Any], outer: "Watch | None" = None) -> None:
+    def __init__(
+        self, name: str, roots: Iterable[Any], outer: "Watch | None" = None
+    ) -> None:
         """Look for places. `outer`: a watch whose places are left out."""
         self._seen: dict[Any, Any] = {}
         self._outer = {} if outer is None else outer._seen
@@ -73,10 +97,15 @@ class Watch:
 
     def is_current(self) -> bool:
         """Return whether the places are still those that can be reached."""
-        return not self._dead and all([*map(id, place.contents())] == place.ids for place in self._places)
+        return not self._dead and all(
+            [*map(id, place.contents())] == place.ids for place in self._places
+        )
 
     def begin(self) -> None:
-        self._before = [tensor._version for tensor in self.tensors()], [read() for _, read in self._states]
+        self._before = (
+            [tensor._version for tensor in self.tensors()],
+            [read() for _, read in self._states],
+        )
 
     def change(self) -> str:
         """Return what has changed since `begin`; an empty text if nothing has."""
@@ -121,43 +150,69 @@ class Watch:
         self._seen[id(value)] = value
         if isinstance(value, _PLAIN):
             return
-        visit = next((visit for kinds, visit in _VISITS if isinstance(value, kinds)), Watch._visit_object)
+        visit = next(
+            (visit for kinds, visit in _VISITS if isinstance(value, kinds)),
+            Watch._visit_object,
+        )
         visit(self, name, value)
 
     def _visit_tensor(self, name: str, tensor: torch.Tensor) -> None:
         # Not held: it may be a graph's.
         self._seen[id(tensor)] = None
-        self.holds_others |= not isinstance(tensor, torch.nn.Parameter) and id(tensor) not in self._buffers
+        self.holds_others |= (
+            not isinstance(tensor, torch.nn.Parameter)
+            and id(tensor) not in self._buffers
+        )
         if not tensor.is_inference():
             self._tensors.append((name, weakref.ref(tensor, self._dead.append)))
 
     def _visit_module(self, name: str, module: torch.nn.Module) -> None:
         name = type(module).__name__
-        self._places.append(_Place(f"an attribute of {name}", lambda: [*vars(module).values()]))
+        self._places.append(
+            _Place(f"an attribute of {name}", lambda: [*vars(module).values()])
+        )
         self._buffers |= {*map(id, module._buffers.values())}
         # Most dicts of hooks are empty.
-        filled = {key: one for key, one in vars(module).items() if not key.endswith("_hooks") or one}
+        filled = {
+            key: one
+            for key, one in vars(module).items()
+            if not key.endswith("_hooks") or one
+        }
         self._pending += [(f"{name}.{key}", one) for key, one in filled.items()]
         self._pending.append((name, type(module)))
 
     def _add_attributes(self, name: str, attributes: Any) -> None:
         """Watch a dict whose keys are names."""
-        self._places.append(_Place(f"an attribute of {name}", lambda: [*attributes, *attributes.values()]))
+        self._places.append(
+            _Place(
+                f"an attribute of {name}", lambda: [*attributes, *attributes.values()]
+            )
+        )
         self._pending += [(f"{name}.{key}", value) for key, value in attributes.items()]
 
     def _visit_class(self, name: str, kind: type) -> None:
         if _is_library(kind.__module__):
             return
         attributes = vars(kind)
-        self._places.append(_Place(f"an attribute of the class {kind.__name__}", lambda: [*attributes.values()]))
-        self._pending += [(f"{kind.__name__}.{key}", value) for key, value in attributes.items()]
+        self._places.append(
+            _Place(
+                f"an attribute of the class {kind.__name__}",
+                lambda: [*attributes.values()],
+            )
+        )
+        self._pending += [
+            (f"{kind.__name__}.{key}", value) for key, value in attributes.items()
+        ]
         self._pending += [(name, base) for base in kind.__bases__]
 
     def _visit_function(self, name: str, function: types.FunctionType) -> None:
         if _is_library(function.__module__ or ""):
             return
         name = f"a variable of {function.__qualname__}"
-        self._pending += [(name, function.__defaults__), (name, function.__kwdefaults__)]
+        self._pending += [
+            (name, function.__defaults__),
+            (name, function.__kwdefaults__),
+        ]
         self._pending += [(name, cell) for cell in function.__closure__ or ()]
         names = [*dict.fromkeys(_names(function.__code__))]
         self._visit_globals(function.__globals__, names)
@@ -168,9 +223,18 @@ class Watch:
         own = [name for name in names if (*key, name) not in self._seen]
         self._seen |= {(*key, name): variables for name in own}
         data = [
-            name for name in own if not isinstance(variables.get(name), (type, types.FunctionType, types.ModuleType))
+            name
+            for name in own
+            if not isinstance(
+                variables.get(name), (type, types.FunctionType, types.ModuleType)
+            )
         ]
-        self._places.append(_Place(f"one of the variables {', '.join(data)}", lambda: [variables.get(n) for n in data]))
+        self._places.append(
+            _Place(
+                f"one of the variables {', '.join(data)}",
+                lambda: [variables.get(n) for n in data],
+            )
+        )
         for name in own:
             value = variables.get(name)
             if not isinstance(value, types.ModuleType):
@@ -209,14 +273,21 @@ class Watch:
         if hasattr(value, "__next__"):
             self._add_state(name, lambda: _iterator_state(value))
         if _is_opaque(kind.__module__):
-            original = getattr(value, "original", None) if kind.__module__.startswith("ebbtide") else None
+            original = (
+                getattr(value, "original", None)
+                if kind.__module__.startswith("ebbtide")
+                else None
+            )
             self._pending.append((name, original))
             return
         if isinstance(attributes := getattr(value, "__dict__", None), dict):
             self._add_attributes(kind.__name__, attributes)
         slots = [slot for base in kind.__mro__ for slot in _slots(base)]
         if slots:
-            self._add(f"an attribute of {kind.__name__}", lambda: [getattr(value, slot, None) for slot in slots])
+            self._add(
+                f"an attribute of {kind.__name__}",
+                lambda: [getattr(value, slot, None) for slot in slots],
+            )
         self._pending.append((name, kind))
 
 
@@ -246,7 +317,8 @@ def _slots(kind: type) -> Sequence[str]:
 
 @functools.cache
 def _is_library(module_name: str) -> bool:
-    """Return whether a module is of Python, of an installed package or of ebbtide, which is not looked into."""
+    """Return whether a module is of Python, of an installed package or of ebbtide,
+    which is not looked into."""
     file = getattr(sys.modules.get(module_name), "__file__", None) or ""
     return _is_opaque(module_name) or file.startswith(_LIBRARIES)
 
@@ -265,7 +337,9 @@ def _array_state(array: np.ndarray[Any, Any]) -> bytes:
 
 def _numpy_state(generator: Any) -> Any:
     # State of a RandomState, of a Generator, or of a BitGenerator.
-    bits = getattr(generator, "_bit_generator", None) or getattr(generator, "bit_generator", generator)
+    bits = getattr(generator, "_bit_generator", None) or getattr(
+        generator, "bit_generator", generator
+    )
     return repr(pickle.dumps(bits.state))
 
 
@@ -295,7 +369,10 @@ _VISITS: list[tuple[Any, Callable[[Watch, str, Any], None]]] = [
     (types.BuiltinFunctionType, Watch._visit_builtin),
     (type, Watch._visit_class),
     (types.CellType, Watch._visit_cell),
-    ((staticmethod, classmethod, property, functools.partial, _CACHED), Watch._visit_wrapper),
+    (
+        (staticmethod, classmethod, property, functools.partial, _CACHED),
+        Watch._visit_wrapper,
+    ),
     ((tuple, frozenset), Watch._visit_tuple),
     (dict, Watch._visit_dict),
     ((list, set, deque), Watch._visit_list),
@@ -303,5 +380,8 @@ _VISITS: list[tuple[Any, Callable[[Watch, str, Any], None]]] = [
     (random.Random, _visit_state(random.Random.getstate)),
     (bytearray, _visit_state(bytes)),
     (np.ndarray, _visit_state(_array_state)),
-    ((np.random.Generator, np.random.RandomState, np.random.BitGenerator), _visit_state(_numpy_state)),
+    (
+        (np.random.Generator, np.random.RandomState, np.random.BitGenerator),
+        _visit_state(_numpy_state),
+    ),
 ]

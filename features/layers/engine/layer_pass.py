@@ -1,4 +1,5 @@
-"""One pass: a forward through the layers and its backwards, in which orders move the activations."""
+"""One pass: a forward through the layers and its backwards, in which orders move the
+activations."""
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,9 +21,9 @@ from ebbtide.interleave.engine.forks import fork_lock
 class LayerPass:
     """The activations of one pass.
 
-    The forward calls `begin_layer`, `save` and `end_layer`; the backward calls `load` for each saved tensor, by which
-    it is seen in which layer it is. Saved tensors hold this object, and it holds them weakly: what autograd releases is
-    released."""
+    The forward calls `begin_layer`, `save` and `end_layer`; the backward calls `load`
+    for each saved tensor, by which it is seen in which layer it is. Saved tensors hold
+    this object, and it holds them weakly: what autograd releases is released."""
 
     def __init__(
         self,
@@ -34,7 +35,8 @@ class LayerPass:
         measurement: PassMeasurement | None,
         is_trial: bool = False,
     ) -> None:
-        """Initialize; `is_trial`: layers are computed again before what they have saved comes back."""
+        """Initialize; `is_trial`: layers are computed again before what they have saved
+        comes back."""
         self.orders = orders
         self.is_trial = is_trial
         self._transfers = transfers
@@ -44,9 +46,12 @@ class LayerPass:
         self._own = own
         # The same of the layer that computes now, which may have gathered them.
         self.own_of_layer: Collection[int] = ()
-        self._storages: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        self._storages: weakref.WeakValueDictionary[int, SavedStorage] = (
+            weakref.WeakValueDictionary()
+        )
         self._of_layer: dict[int, weakref.WeakSet[SavedStorage]] = {}
-        # Saved outputs of the last layer: they count for the next one, whose backward needs them first.
+        # Saved outputs of the last layer: they count for the next one, whose backward
+        # needs them first.
         self._outputs: weakref.WeakSet[SavedStorage] = weakref.WeakSet()
         self._saved = 0
         self.last_layer = -1
@@ -83,7 +88,9 @@ class LayerPass:
         saved = self._find(storage)
         if saved is None:
             self._count(storage, layer)
-            saved = self._storages[storage._cdata] = SavedStorage(storage, (layer, self._saved))
+            saved = self._storages[storage._cdata] = SavedStorage(
+                storage, (layer, self._saved)
+            )
         self._assign(saved, layer)
         if saved.stays:
             saved.hold()
@@ -102,7 +109,8 @@ class LayerPass:
         return tensor
 
     def _moved_storage(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
-        """Return the storage of a tensor on the device; None of parameters, and of what is more than its bytes."""
+        """Return the storage of a tensor on the device; None of parameters, and of what
+        is more than its bytes."""
         if tensor.device != self._torch_device or not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
@@ -136,41 +144,70 @@ class LayerPass:
         try:
             self._transfers.count(storage)
         except DeviceMemoryError as error:
-            raise DeviceMemoryError(f"layer {self._layers[layer].name}: {error}") from error
+            raise DeviceMemoryError(
+                f"layer {self._layers[layer].name}: {error}"
+            ) from error
 
     def evict(self, is_last: bool) -> bool:
-        """Offload what layers keep that do not compute, where plans have counted too little. Return whether there is
-        any. `is_last`: no other forward has begun since."""
-        layer = self.last_layer if self._backward_of is None and is_last else self._backward_of
-        others = chain.from_iterable(storages for other, storages in self._of_layer.items() if other != layer)
-        kept = [one for one in others if one.stays and one not in self._outputs and one.first not in self.orders.left]
+        """Offload what layers keep that do not compute, where plans have counted too
+        little. Return whether there is any. `is_last`: no other forward has begun
+        since."""
+        layer = (
+            self.last_layer
+            if self._backward_of is None and is_last
+            else self._backward_of
+        )
+        others = chain.from_iterable(
+            storages for other, storages in self._of_layer.items() if other != layer
+        )
+        kept = [
+            one
+            for one in others
+            if one.stays
+            and one not in self._outputs
+            and one.first not in self.orders.left
+        ]
         for one in kept:
             one.stays = False
         self._transfers.down([one for one in kept if one.host is None])
         return bool(kept)
 
     def _assign(self, storage: SavedStorage, layer: int) -> None:
-        """Let a storage be one of a later layer, which uses it before the ones that have saved it."""
-        if storage.layer != layer and (former := self._of_layer.get(storage.layer)) is not None:
+        """Let a storage be one of a later layer, which uses it before the ones that
+        have saved it."""
+        if (
+            storage.layer != layer
+            and (former := self._of_layer.get(storage.layer)) is not None
+        ):
             former.discard(storage)
         storage.layer = layer
-        storage.stays = not self.orders.is_copied(layer) or storage.first in self.orders.left
+        storage.stays = (
+            not self.orders.is_copied(layer) or storage.first in self.orders.left
+        )
         self._of_layer[layer].add(storage)
 
     def end_layer(self, layer: int, outputs: Sequence[torch.Tensor]) -> None:
         self._forward_of = None
         if self.measurement is not None:
             self.measurement.end()
-            self.measurement.look(one for other in range(layer) for one in self._of_layer.get(other, ()))
+            self.measurement.look(
+                one for other in range(layer) for one in self._of_layer.get(other, ())
+            )
         for tensor in outputs:
-            if is_plain(tensor) and (storage := self._find(tensor.untyped_storage())) is not None:
+            if (
+                is_plain(tensor)
+                and (storage := self._find(tensor.untyped_storage())) is not None
+            ):
                 self._outputs.add(storage)
         if self.orders.is_copied(layer):
             own = self._of_layer[layer].difference(self._outputs)
-            self._transfers.down([one for one in own if one.host is None and not one.stays])
+            self._transfers.down(
+                [one for one in own if one.host is None and not one.stays]
+            )
 
     def load(self, saved: PackedTensor) -> torch.Tensor:
-        """Return a saved tensor for the backward. Raises EngineError if the job has modified it."""
+        """Return a saved tensor for the backward. Raises EngineError if the job has
+        modified it."""
         with self._lock:
             saved.check(self._layers[saved.layer].name)
             if saved.layer not in (self._backward_of, self._forward_of):
@@ -184,7 +221,8 @@ class LayerPass:
             return tensor
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that was computed again, for whatever stream of the job uses it."""
+        """Return a tensor that was computed again, for whatever stream of the job uses
+        it."""
         self._transfers.device.share(tensor)
         return tensor
 
@@ -203,11 +241,15 @@ class LayerPass:
         if not self.is_trial:
             self._bring_back(self._of_layer.get(layer, ()), layer)
         for later, other in self.orders.returned:
-            if other < layer <= later - 1 and not self._transfers.prefetch(self._of_layer.get(other, ())):
+            if other < layer <= later - 1 and not self._transfers.prefetch(
+                self._of_layer.get(other, ())
+            ):
                 break
 
     def _bring_back(self, storages: Collection[SavedStorage], layer: int) -> None:
-        self._transfers.bring_back(storages, f"backward of layer {self._layers[layer].name}")
+        self._transfers.bring_back(
+            storages, f"backward of layer {self._layers[layer].name}"
+        )
 
     def _release_after(self, layer: int) -> None:
         """Release on the device what layers have used whose backward has ended."""

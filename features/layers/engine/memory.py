@@ -1,4 +1,5 @@
-"""Memory of activations and weights: counted on the device until torch frees it, and used again on the host."""
+"""Memory of activations and weights: counted on the device until torch frees it, and
+used again on the host."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,14 +21,17 @@ class _Counted(weakref.ref):  # type: ignore[type-arg]
     nbytes: int
 
     # In `__new__`, so that no reference is without them when the storage is freed.
-    def __new__(cls, storage: torch.UntypedStorage, callback: Callable[["_Counted"], None]) -> "_Counted":
+    def __new__(
+        cls, storage: torch.UntypedStorage, callback: Callable[["_Counted"], None]
+    ) -> "_Counted":
         counted: _Counted = super().__new__(cls, storage, callback)
         counted.key, counted.nbytes = storage._cdata, storage.nbytes()
         return counted
 
 
 class LayerMemoryCount:
-    """Counts the device memory of what layers hold, against a limit, which may be None, and on the device itself."""
+    """Counts the device memory of what layers hold, against a limit, which may be None,
+    and on the device itself."""
 
     def __init__(self, device: Device, limit_bytes: float | None) -> None:
         self._device = device
@@ -38,12 +42,18 @@ class LayerMemoryCount:
         self._lock = fork_lock()
 
     def claim(self, nbytes: int) -> None:
-        """Count bytes before they are used. Raises DeviceMemoryError if there are too few."""
+        """Count bytes before they are used. Raises DeviceMemoryError if there are too
+        few."""
         with self._lock:
-            if self.limit_bytes is not None and self.used_bytes + nbytes > self.limit_bytes:
+            if (
+                self.limit_bytes is not None
+                and self.used_bytes + nbytes > self.limit_bytes
+            ):
                 raise DeviceMemoryError(
-                    f"layers need {bytes_text(nbytes)} of device memory beside {bytes_text(self.used_bytes)} for what "
-                    f"moves, and their memory_budget is {bytes_text(self.limit_bytes)}: raise it, use smaller batches, "
+                    f"layers need {bytes_text(nbytes)} of device memory beside "
+                    f"{bytes_text(self.used_bytes)} for what "
+                    "moves, and their memory_budget is "
+                    f"{bytes_text(self.limit_bytes)}: raise it, use smaller batches, "
                     "or let custom autograd functions use save_for_backward"
                 )
             self._device.claim(nbytes)
@@ -72,11 +82,14 @@ class LayerMemoryCount:
 
 
 class HostCopy:
-    """Pinned host memory (uint8) with copies of storages, and the marks of its last uses.
+    """Pinned host memory (uint8) with copies of storages, and the marks of its last
+    uses.
 
     The arena has the memory again when the last of these storages is gone."""
 
-    def __init__(self, arena: "HostArena", memory: torch.Tensor, marks: Sequence[Mark]) -> None:
+    def __init__(
+        self, arena: "HostArena", memory: torch.Tensor, marks: Sequence[Mark]
+    ) -> None:
         self.memory = memory
         self.marks = marks
         self._arena = arena
@@ -94,8 +107,9 @@ class _LentBytes(np.ndarray):
 class HostArena:
     """Hands out pinned host memory and keeps what comes back, since pinning is slow.
 
-    Blocks are at most `slack` times as large as what is asked for. Where sizes vary, those too small for it are
-    released first; with a slack of 1 there are few sizes, which come again."""
+    Blocks are at most `slack` times as large as what is asked for. Where sizes vary,
+    those too small for it are released first; with a slack of 1 there are few sizes,
+    which come again."""
 
     def __init__(self, device: Device, slack: int = 2) -> None:
         self._device = device
@@ -108,9 +122,15 @@ class HostArena:
         with self._lock:
             # A collection may give blocks back at any line: they come to the end.
             sizes = [memory.nbytes for memory, _ in self._free]
-            fitting = [index for index, size in enumerate(sizes) if nbytes <= size <= self._slack * nbytes]
+            fitting = [
+                index
+                for index, size in enumerate(sizes)
+                if nbytes <= size <= self._slack * nbytes
+            ]
             if fitting:
-                return HostCopy(self, *self._free.pop(min(fitting, key=sizes.__getitem__)))
+                return HostCopy(
+                    self, *self._free.pop(min(fitting, key=sizes.__getitem__))
+                )
             if self._slack > 1:
                 self.release(nbytes)
             memory = self._device.allocate_host((nbytes,), torch.uint8)
@@ -118,14 +138,16 @@ class HostArena:
             return HostCopy(self, memory, ())
 
     def lend(self, like: torch.Tensor) -> tuple[torch.Tensor, HostCopy]:
-        """Return a contiguous tensor of the same shape and dtype, and its block, which comes back when the tensor's
-        storage is freed."""
+        """Return a contiguous tensor of the same shape and dtype, and its block, which
+        comes back when the tensor's storage is freed."""
         block = self.take(like.nbytes)
         lent = block.memory[: like.nbytes].numpy().view(_LentBytes)
         lent.block = block
         tensor = torch.empty(0, dtype=like.dtype)
         # No view: writes to the block are none to the tensor.
-        return tensor.set_(torch.from_numpy(lent).untyped_storage(), 0, like.shape), block
+        return tensor.set_(
+            torch.from_numpy(lent).untyped_storage(), 0, like.shape
+        ), block
 
     def give(self, memory: torch.Tensor, marks: Sequence[Mark]) -> None:
         with self._lock:

@@ -17,10 +17,12 @@ NOT_RUN = 2**62
 
 
 class LayerForward:
-    """Stands in for the forward of a layer, in this module alone: copies and pickles of it have their own again.
+    """Stands in for the forward of a layer, in this module alone: copies and pickles of
+    it have their own again.
 
     Attributes:
-        number: The layer's number in the order of the forward; NOT_RUN before its first one.
+        number: The layer's number in the order of the forward; NOT_RUN before its first
+            one.
         is_idle: Whether there is nothing to do but its own forward.
     """
 
@@ -37,7 +39,11 @@ class LayerForward:
         setattr(module, self._attribute, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.original(*args, **kwargs) if self.is_idle else self._run_eagerly(args, kwargs)
+        return (
+            self.original(*args, **kwargs)
+            if self.is_idle
+            else self._run_eagerly(args, kwargs)
+        )
 
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute the layer's own forward with its weights on the device."""
@@ -53,8 +59,10 @@ class LayerForward:
             if has_hooks or not str(error).startswith("torch.func"):
                 raise
             raise EngineError(
-                f"layer {self.name}: torch.func refuses the hooks by which its weights and activations move: let the "
-                "layer use torch.autograd.grad instead, or close what move_layers returned"
+                f"layer {self.name}: torch.func refuses the hooks by which its weights "
+                "and activations move: let the "
+                "layer use torch.autograd.grad instead, or close what move_layers "
+                "returned"
             ) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -75,12 +83,14 @@ def _same(value: Any) -> Any:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether a module was compiled in place. Recorders replace the attribute of the class."""
+    """Return whether a module was compiled in place. Recorders replace the attribute of
+    the class."""
     return vars(module).get("_compiled_call_impl") is not None
 
 
 def layer_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the layers of a model by name. Raises EngineError if it has no list of layers."""
+    """Return the layers of a model by name. Raises EngineError if it has no list of
+    layers."""
     sizes = (
         (name, param.numel() * param.element_size())
         for name, module in model.named_modules()
@@ -90,7 +100,8 @@ def layer_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     names = [*dict.fromkeys(layer_names(modules, sizes).values())]
     if len(names) < 2:
         raise EngineError(
-            f"{type(model).__name__} has no list of layers with parameters: its layers must be in a ModuleList or a "
+            f"{type(model).__name__} has no list of layers with parameters: its layers "
+            "must be in a ModuleList or a "
             "Sequential"
         )
     return {name: modules[name] for name in names}
@@ -98,7 +109,9 @@ def layer_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 def forward_of(module: torch.nn.Module) -> LayerForward | None:
     """Return what stands in for a module's forward; None if nothing does."""
-    return next((one for one in vars(module).values() if isinstance(one, LayerForward)), None)
+    return next(
+        (one for one in vars(module).values() if isinstance(one, LayerForward)), None
+    )
 
 
 def is_within_backward() -> bool:
@@ -113,7 +126,11 @@ def other_hooks() -> Any:
 def storages_of(module: torch.nn.Module) -> set[int]:
     """Return the keys of the storages of parameters and buffers."""
     tensors = chain(module.parameters(), module.buffers())
-    return {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor.data) is torch.Tensor}
+    return {
+        tensor.untyped_storage()._cdata
+        for tensor in tensors
+        if type(tensor.data) is torch.Tensor
+    }
 
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:

@@ -1,8 +1,10 @@
 """Operations whose results torch does not guarantee to be the same in each call.
 
-The table is the part of the lists of `torch.use_deterministic_algorithms` (documentation of torch 2.13) that concerns
-forwards: torch exposes no list, and its alerts need a global setting that changes results. Operations that torch itself
-marks (`torch.Tag.nondeterministic_bitwise`) count, too. With `use_deterministic_algorithms(True)` none does."""
+The table is the part of the lists of `torch.use_deterministic_algorithms`
+(documentation of torch 2.13) that concerns forwards: torch exposes no list, and its
+alerts need a global setting that changes results. Operations that torch itself marks
+(`torch.Tag.nondeterministic_bitwise`) count, too. With
+`use_deterministic_algorithms(True)` none does."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,7 +45,8 @@ _MARK = getattr(torch.Tag, "nondeterministic_bitwise", None)
 
 
 class OperationWatch(TorchDispatchMode):  # type: ignore[misc]
-    """Sees operations that are not deterministic, and puts back the states of generators that are given to operations.
+    """Sees operations that are not deterministic, and puts back the states of
+    generators that are given to operations.
 
     Attributes:
         name: The first of these operations; empty without one.
@@ -61,7 +64,11 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[misc]
         return True
 
     def __torch_dispatch__(
-        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        function: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         for leaf in (*args, *kwargs.values()):
@@ -70,7 +77,11 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[misc]
         if not self.name and not torch.are_deterministic_algorithms_enabled():
             name = function.name().partition("::")[2].partition(".")[0]
             on_cpu = _NONDETERMINISTIC.get(name)
-            if _MARK in function.tags or on_cpu or (on_cpu is False and _is_on_gpu(args)):
+            if (
+                _MARK in function.tags
+                or on_cpu
+                or (on_cpu is False and _is_on_gpu(args))
+            ):
                 self.name = name
         return function(*args, **kwargs)
 

@@ -1,14 +1,17 @@
-"""Forwards of layers that are computed again in the backward, which compares all that it uses.
+"""Forwards of layers that are computed again in the backward, which compares all that
+it uses.
 
-A layer's forward saves tensors. They are held until it ends: if it has changed anything beside its outputs
-(effects.py), they stay, and it is not computed again. Else they are released, and their fingerprints remain. Computing
-the forward again saves the same tensors, whose fingerprints are compared before autograd has the first of them.
-Gradients depend on nothing else, so that equal fingerprints are equal gradients; outputs would not show a difference
-that a factor of 0 hides, or rounding, and computing them takes longer, since recomputation ends with the last saved
-tensor.
+A layer's forward saves tensors. They are held until it ends: if it has changed anything
+beside its outputs (effects.py), they stay, and it is not computed again. Else they are
+released, and their fingerprints remain. Computing the forward again saves the same
+tensors, whose fingerprints are compared before autograd has the first of them.
+Gradients depend on nothing else, so that equal fingerprints are equal gradients;
+outputs would not show a difference that a factor of 0 hides, or rounding, and computing
+them takes longer, since recomputation ends with the last saved tensor.
 
-In measured passes the saved tensors stay as well, and the gradients are computed from them: a trial shows whether
-recomputation gives the same bits, by operations that torch calls deterministic, and changes nothing of the job."""
+In measured passes the saved tensors stay as well, and the gradients are computed from
+them: a trial shows whether recomputation gives the same bits, by operations that torch
+calls deterministic, and changes nothing of the job."""
 
 import logging
 import random
@@ -26,7 +29,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ebbtide.features.layers.engine.effects import Watch, global_states
 from ebbtide.features.layers.engine.layer_pass import LayerPass
-from ebbtide.features.layers.engine.model_layers import LayerForward, is_compiled, other_hooks, storages_of
+from ebbtide.features.layers.engine.model_layers import (
+    LayerForward,
+    is_compiled,
+    other_hooks,
+    storages_of,
+)
 from ebbtide.features.layers.engine.nondeterminism import OperationWatch
 from ebbtide.features.layers.engine.saved_tensors import PackedTensor
 from ebbtide.interleave.engine.devices.device import Mark
@@ -36,8 +44,8 @@ from ebbtide.interleave.engine.numerics.tensor_fingerprint import fingerprint_te
 log = logging.getLogger("ebbtide")
 
 ON_DIFFERENCE = ("error", "warn")
-# Type and shape of a saved tensor, and its fingerprint; None for inputs, parameters and buffers, whose versions count.
-# Without a type its bits cannot be read.
+# Type and shape of a saved tensor, and its fingerprint; None for inputs, parameters and
+# buffers, whose versions count. Without a type its bits cannot be read.
 _Print = tuple[torch.dtype | None, Any, torch.Tensor | None]
 
 
@@ -46,12 +54,16 @@ class RecomputedLayers:
 
     Attributes:
         reasons: By layer that is not computed again.
-        tried: Layers that were, in a trial, with the marks of the start and the end of each fingerprint.
+        tried: Layers that were, in a trial, with the marks of the start and the end of
+            each fingerprint.
     """
 
     def __init__(self, on_difference: str) -> None:
         if on_difference not in ON_DIFFERENCE:
-            raise EngineError(f"on_difference={on_difference!r}: choose from {', '.join(ON_DIFFERENCE)}")
+            raise EngineError(
+                f"on_difference={on_difference!r}: choose from "
+                f"{', '.join(ON_DIFFERENCE)}"
+            )
         self.on_difference = on_difference
         self.reasons: dict[LayerForward, str] = {}
         self.tried: dict[LayerForward, list[Mark]] = {}
@@ -62,7 +74,12 @@ class RecomputedLayers:
         watch = self._watches.get(layer)
         if watch is None or not watch.is_current():
             hooks = torch.nn.modules.module
-            roots = [layer.module, layer.original, hooks._global_forward_hooks, hooks._global_forward_pre_hooks]
+            roots = [
+                layer.module,
+                layer.original,
+                hooks._global_forward_hooks,
+                hooks._global_forward_pre_hooks,
+            ]
             watch = Watch("its module", roots)
             self._watches.pop(layer, None)
             if not watch.holds_others:
@@ -76,7 +93,11 @@ class RecomputedLayers:
 
     def comparisons(self) -> dict[int, list[Mark]]:
         """Return the layers that can be computed again, with the marks of `tried`."""
-        return {layer.number: marks for layer, marks in self.tried.items() if layer not in self.reasons}
+        return {
+            layer.number: marks
+            for layer, marks in self.tried.items()
+            if layer not in self.reasons
+        }
 
     def refused(self) -> frozenset[int]:
         return frozenset(layer.number for layer in self.reasons)
@@ -96,7 +117,12 @@ class Recomputation:
     """One forward of a layer, and what is computed again in its backward."""
 
     def __init__(
-        self, owner: RecomputedLayers, one: LayerPass, layer: LayerForward, number: int, is_trial: bool
+        self,
+        owner: RecomputedLayers,
+        one: LayerPass,
+        layer: LayerForward,
+        number: int,
+        is_trial: bool,
     ) -> None:
         self._owner = owner
         self._one = one
@@ -107,12 +133,15 @@ class Recomputation:
         self._saved: list[_SavedTensor] = []
         self._tried: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()
         self._params = [(param, param._version) for param in layer.module.parameters()]
-        self._buffers = {buffer.untyped_storage()._cdata for buffer in layer.module.buffers()}
+        self._buffers = {
+            buffer.untyped_storage()._cdata for buffer in layer.module.buffers()
+        }
         self._expected: list[_Print] = []
         self._again: list[_Print] | None = None
         # Where the streams of the layer were after each of these.
         self._ends: list[Mark] = []
-        # Those of the storages of this forward, by place; they are held, since others could have the same place.
+        # Those of the storages of this forward, by place; they are held, since others
+        # could have the same place.
         self._prints: dict[Any, tuple[torch.Tensor, _Print]] = {}
         self._marks: list[Mark] = []
         self._inputs: set[int] = set()
@@ -123,7 +152,10 @@ class Recomputation:
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
         places = {key: place for place, key in enumerate(tensors)}
         # Tensors that torch holds for the recomputation, by place, and everything else.
-        self._leaves = [(places.get(id(leaf)), None if id(leaf) in places else leaf) for leaf in leaves]
+        self._leaves = [
+            (places.get(id(leaf)), None if id(leaf) in places else leaf)
+            for leaf in leaves
+        ]
         self._call: Any = args, kwargs
         watch = self._owner.watch(self._layer)
         watches = [watch, Watch("an input", [*args, *kwargs.values()], watch)]
@@ -132,7 +164,9 @@ class Recomputation:
         states = global_states()
         try:
             with saved_tensors_hooks(self._one.save, self._one.load):
-                output = checkpoint(self._compute, *tensors.values(), use_reentrant=False)
+                output = checkpoint(
+                    self._compute, *tensors.values(), use_reentrant=False
+                )
             self._end_forward(self._effect(watches, states))
         finally:
             # torch's hooks refer to this.
@@ -142,7 +176,8 @@ class Recomputation:
         return output
 
     def _effect(self, watches: Sequence[Watch], states: Sequence[Any]) -> str:
-        """Return why a forward cannot be computed again; an empty text if nothing is known against it."""
+        """Return why a forward cannot be computed again; an empty text if nothing is
+        known against it."""
         if global_states() != states:
             return "its forward draws from the generator of random or NumPy"
         changes = [change for watch in watches if (change := watch.change())]
@@ -167,7 +202,11 @@ class Recomputation:
                 saved.packed = None
 
     def _compute(self, *inputs: torch.Tensor) -> Any:
-        self._inputs = {tensor.untyped_storage()._cdata for tensor in inputs if type(tensor) is torch.Tensor}
+        self._inputs = {
+            tensor.untyped_storage()._cdata
+            for tensor in inputs
+            if type(tensor) is torch.Tensor
+        }
         if self._call is not None:
             (args, kwargs), self._call = self._call, None
             self._hooks = other_hooks()
@@ -176,16 +215,20 @@ class Recomputation:
         self._again = []
         if any(param._version != version for param, version in self._params):
             raise EngineError(
-                f"layer {self._layer.name}: a parameter was modified in place between its forward and its backward, "
+                f"layer {self._layer.name}: a parameter was modified in place between "
+                "its forward and its backward, "
                 "which computes it again. No gradient was computed from it"
             )
         # A sharded layer has gathered its parameters again.
         self._one.own_of_layer = storages_of(self._layer.module)
         save, load = other_hooks()
         args, kwargs = tree_unflatten(
-            [leaf if place is None else inputs[place] for place, leaf in self._leaves], self._spec
+            [leaf if place is None else inputs[place] for place, leaf in self._leaves],
+            self._spec,
         )
-        with saved_tensors_hooks(lambda tensor: save(self._compared(self._one.counted(tensor))), load):
+        with saved_tensors_hooks(
+            lambda tensor: save(self._compared(self._one.counted(tensor))), load
+        ):
             return self._layer.compute(args, kwargs)
 
     def _save(self, tensor: torch.Tensor) -> _SavedTensor:
@@ -202,14 +245,29 @@ class Recomputation:
         return tensor
 
     def _print(self, tensor: torch.Tensor) -> _Print:
-        """Return the type, the shape and the fingerprint of a tensor that the forward saves."""
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        """Return the type, the shape and the fingerprint of a tensor that the forward
+        saves."""
+        if (
+            type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+            or tensor.layout != torch.strided
+        ):
             return self._print_new(tensor)
         key = tensor.untyped_storage()._cdata
         if key in self._inputs or self._one.is_own(key):
             # Writes to parameters and inputs are errors before, as autograd's are.
-            return tensor.dtype, (tensor.shape, key in self._buffers and tensor._version), None
-        place = key, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version
+            return (
+                tensor.dtype,
+                (tensor.shape, key in self._buffers and tensor._version),
+                None,
+            )
+        place = (
+            key,
+            tensor.dtype,
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor._version,
+        )
         if place not in self._prints:
             self._prints[place] = tensor.detach(), self._print_new(tensor)
         _, result = self._prints[place]
@@ -221,10 +279,15 @@ class Recomputation:
         with torch.no_grad():
             fingerprint = fingerprint_tensor(tensor)
         marks.append(self._one.record())
-        return (None if fingerprint is None else tensor.dtype), tensor.shape, fingerprint
+        return (
+            (None if fingerprint is None else tensor.dtype),
+            tensor.shape,
+            fingerprint,
+        )
 
     def _load(self, saved: _SavedTensor) -> torch.Tensor:
-        """Return a tensor for the backward. Raises EngineError where recomputation differs."""
+        """Return a tensor for the backward. Raises EngineError where recomputation
+        differs."""
         if self._hooks is not None and saved.packed is not None:
             # A backward within the forward.
             return self._one.load(saved.packed)
@@ -243,14 +306,20 @@ class Recomputation:
         except Exception as error:
             if self._again is None:
                 raise
-            raise self._error(f"ends in {type(error).__name__}: {_first_line(error)}") from error
+            raise self._error(
+                f"ends in {type(error).__name__}: {_first_line(error)}"
+            ) from error
         finally:
             self._prints.clear()
         if self._again is not None and not self._is_same():
             difference = self._error("gives other values than its forward")
             if self._owner.on_difference == "error":
                 raise difference
-            log.warning("ebbtide: layer %s: computing it again gives other values, which are used", self._layer.name)
+            log.warning(
+                "ebbtide: layer %s: computing it again gives other values, which are "
+                "used",
+                self._layer.name,
+            )
         return self._one.share(tensor)
 
     def _forget(self) -> None:
@@ -261,14 +330,17 @@ class Recomputation:
     def _error(self, difference: str) -> EngineError:
         self._owner.refuse(self._layer, f"computing it again {difference}")
         return EngineError(
-            f"layer {self._layer.name}: computing it again {difference}. No gradient was computed from it: use "
+            f"layer {self._layer.name}: computing it again {difference}. No gradient "
+            "was computed from it: use "
             'activations="offload"'
         )
 
     def _is_same(self) -> bool:
-        """Return whether recomputation has saved the same bits; waits for the device."""
+        """Return whether recomputation has saved the same bits; waits for the
+        device."""
         assert self._again is not None
-        # Computing a layer again ends with what it saves last, before it lets its own streams meet.
+        # Computing a layer again ends with what it saves last, before it lets its own
+        # streams meet.
         self._one.wait(self._ends)
         self._ends.clear()
         pairs: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -279,11 +351,18 @@ class Recomputation:
                 return False
             if one is not None and other is not None:
                 pairs.setdefault(one.device, []).append((one, other))
-        return all(torch.equal(*map(torch.stack, zip(*some, strict=True))) for some in pairs.values())
+        return all(
+            torch.equal(*map(torch.stack, zip(*some, strict=True)))
+            for some in pairs.values()
+        )
 
     def _try(self, saved: _SavedTensor) -> None:
-        """Compute the layer again, and compare. What it draws from generators is put back."""
-        operations, states = OperationWatch(), (random.getstate(), np.random.get_state())
+        """Compute the layer again, and compare. What it draws from generators is put
+        back."""
+        operations, states = (
+            OperationWatch(),
+            (random.getstate(), np.random.get_state()),
+        )
         self._forget()
         reason = ""
         try:
@@ -293,7 +372,10 @@ class Recomputation:
             if not self._is_same():
                 reason = "computing it again gives other values"
         except Exception as error:
-            reason = f"computing it again ends in {type(error).__name__}: {_first_line(error)}"
+            reason = (
+                f"computing it again ends in {type(error).__name__}: "
+                f"{_first_line(error)}"
+            )
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])

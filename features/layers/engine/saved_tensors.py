@@ -1,4 +1,5 @@
-"""Tensors that autograd saves, as references to storages that may be on the host, with a check for later edits."""
+"""Tensors that autograd saves, as references to storages that may be on the host, with
+a check for later edits."""
 
 import torch
 
@@ -7,7 +8,8 @@ from ebbtide.interleave.engine.errors import EngineError
 
 
 class TensorVersion:
-    """The version of a tensor, which writes in place raise. It does not keep the tensor's memory."""
+    """The version of a tensor, which writes in place raise. It does not keep the
+    tensor's memory."""
 
     __slots__ = ("_counter", "number")
 
@@ -23,13 +25,17 @@ class TensorVersion:
 
 
 class PackedTensor:
-    """A tensor in a storage that a layer has saved; without a storage the tensor is kept as it is.
+    """A tensor in a storage that a layer has saved; without a storage the tensor is
+    kept as it is.
 
-    Autograd does not compare versions of tensors that it saves through hooks, so this does."""
+    Autograd does not compare versions of tensors that it saves through hooks, so this
+    does."""
 
     __slots__ = ("_dtype", "_geometry", "_kept", "_version", "layer", "storage")
 
-    def __init__(self, tensor: torch.Tensor, storage: SavedStorage | None, layer: int) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, storage: SavedStorage | None, layer: int
+    ) -> None:
         self.storage = storage
         self.layer = layer
         self._version = TensorVersion(tensor)
@@ -44,9 +50,13 @@ class PackedTensor:
             _, size, _ = self._geometry
             node = torch._C._current_autograd_node()
             raise EngineError(
-                f"layer {layer_name}: a saved tensor ({str(self._dtype).removeprefix('torch.')} of shape "
-                f"{tuple(size)}), which {'recomputation' if node is None else node.name()} needs, was modified in "
-                "place after it was saved. No gradient was computed from it: use the operation that is not in place"
+                f"layer {layer_name}: a saved tensor "
+                f"({str(self._dtype).removeprefix('torch.')} of shape "
+                f"{tuple(size)}), which "
+                f"{'recomputation' if node is None else node.name()} needs, was "
+                "modified in "
+                "place after it was saved. No gradient was computed from it: use the "
+                "operation that is not in place"
             )
 
     def get(self) -> torch.Tensor:
@@ -56,11 +66,14 @@ class PackedTensor:
             return self._kept
         storage = self.storage.hold()
         assert storage is not None
-        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._geometry)
+        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(
+            storage, *self._geometry
+        )
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is its storage, size and strides, so that a copy of its bytes is a copy of it."""
+    """Return whether a tensor is its storage, size and strides, so that a copy of its
+    bytes is a copy of it."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout == torch.strided

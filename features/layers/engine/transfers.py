@@ -1,4 +1,5 @@
-"""Storages of activations, on the device, on the host or on both, and their copies over the link."""
+"""Storages of activations, on the device, on the host or on both, and their copies over
+the link."""
 
 import gc
 import threading
@@ -24,15 +25,20 @@ T = TypeVar("T")
 
 
 class SavedStorage:
-    """A storage that layers have saved for the backward. All tensors in it share this object.
+    """A storage that layers have saved for the backward. All tensors in it share this
+    object.
 
     Attributes:
-        first: The layer that has saved it first, and the number of the saved tensor there.
-        layer: The last layer that has saved it, which is the first one whose backward uses it.
+        first: The layer that has saved it first, and the number of the saved tensor
+            there.
+        layer: The last layer that has saved it, which is the first one whose backward
+            uses it.
         stays: Whether that layer keeps it on the device.
-        keeper: The first layer that keeps what it has saved, of those that have saved this.
+        keeper: The first layer that keeps what it has saved, of those that have saved
+            this.
         host: Its copy; None before there is one.
-        arrival: The end of the copy that has brought it back; None while it is where the job has put it.
+        arrival: The end of the copy that has brought it back; None while it is where
+            the job has put it.
     """
 
     def __init__(self, storage: torch.UntypedStorage, first: tuple[int, int]) -> None:
@@ -52,7 +58,8 @@ class SavedStorage:
         self._alive: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
 
     def hold(self) -> torch.UntypedStorage | None:
-        """Return the storage on the device, and hold it; None if it was freed. Others may have kept it alive."""
+        """Return the storage on the device, and hold it; None if it was freed. Others
+        may have kept it alive."""
         if self._storage is None:
             self._storage = self._alive()
         return self._storage
@@ -66,18 +73,21 @@ class SavedStorage:
         return self._storage is None and self._alive() is not None
 
     def release(self) -> None:
-        """Hold the storage on the device no longer, if there is a copy and no layer keeps it."""
+        """Hold the storage on the device no longer, if there is a copy and no layer
+        keeps it."""
         if self.host is not None and not self.stays:
             self._storage = None
 
     def forget(self) -> None:
-        """Hold the storage on the device no longer, and do not use it if others do: its values may be old."""
+        """Hold the storage on the device no longer, and do not use it if others do: its
+        values may be old."""
         self._storage = None
         self._alive = lambda: None
 
 
 class Flight(NamedTuple):
-    """Copies that have been issued, with what they read or write, until the job has waited for them."""
+    """Copies that have been issued, with what they read or write, until the job has
+    waited for them."""
 
     direction: Direction
     start: Mark
@@ -89,18 +99,23 @@ class Flight(NamedTuple):
 
 
 class StorageTransfers:
-    """Copies storages to the host and back on the streams of a device, within the memory of activations.
+    """Copies storages to the host and back on the streams of a device, within the
+    memory of activations.
 
-    Memory that a copy uses is not freed before the job's stream has waited for the copy: so it may be allocated again
-    in the order of that stream.
+    Memory that a copy uses is not freed before the job's stream has waited for the
+    copy: so it may be allocated again in the order of that stream.
 
     Attributes:
-        measures: Whether the times of copies are kept, for `rates`, and those of the job's waiting for them.
+        measures: Whether the times of copies are kept, for `rates`, and those of the
+            job's waiting for them.
         waits: The starts and ends of that.
-        evict: Issues copies to the host where the plan has not counted all memory. Returns whether there are any.
+        evict: Issues copies to the host where the plan has not counted all memory.
+            Returns whether there are any.
     """
 
-    def __init__(self, device: Device, memory: LayerMemoryCount, arena: HostArena) -> None:
+    def __init__(
+        self, device: Device, memory: LayerMemoryCount, arena: HostArena
+    ) -> None:
         self.device = device
         self.memory = memory
         self.arena = arena
@@ -109,34 +124,46 @@ class StorageTransfers:
         self.evict: Callable[[], bool] = bool
         self._flights: list[Flight] = []
         self._ended: list[Flight] = []
-        self._moved: dict[Direction, tuple[int, float]] = {"h2d": (0, 0.0), "d2h": (0, 0.0)}
+        self._moved: dict[Direction, tuple[int, float]] = {
+            "h2d": (0, 0.0),
+            "d2h": (0, 0.0),
+        }
 
     def count(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage that is on the device, until it is freed. Raises DeviceMemoryError."""
+        """Count a storage that is on the device, until it is freed. Raises
+        DeviceMemoryError."""
         if not self.memory.is_counted(storage):
             self._claim(storage.nbytes())
             self.memory.count(storage)
 
     def _claim(self, nbytes: int, is_needed: bool = True) -> None:
-        """Claim device memory, and wait for copies to the host that free some, where there is too little."""
+        """Claim device memory, and wait for copies to the host that free some, where
+        there is too little."""
         self._take(lambda: self.memory.claim(nbytes), is_needed)
 
     def _take(self, take: Callable[[], T], is_needed: bool) -> T:
-        """Take device memory, and wait for copies to the host that free some, where there is too little."""
+        """Take device memory, and wait for copies to the host that free some, where
+        there is too little."""
         while True:
             try:
                 return take()
             except DeviceMemoryError:
                 # Compute does not wait for what is copied ahead.
                 down = next(
-                    (one for one in self._flights if one.direction == "d2h" and (is_needed or one.end.is_passed)), None
+                    (
+                        one
+                        for one in self._flights
+                        if one.direction == "d2h" and (is_needed or one.end.is_passed)
+                    ),
+                    None,
                 )
                 if down is None:
                     if not is_needed:
                         raise
                     if self.evict():
                         continue
-                    # Cycles of references, as imports and errors leave them, may hold tensors.
+                    # Cycles of references, as imports and errors leave them, may hold
+                    # tensors.
                     gc.collect()
                     return take()
                 self.land(down)
@@ -145,21 +172,28 @@ class StorageTransfers:
 
     def down(self, storages: Sequence[SavedStorage]) -> None:
         """Issue copies to the host, after what the job has issued so far."""
-        sources = [(one, bytes_of(storage)) for one in storages if (storage := one.hold()) is not None]
+        sources = [
+            (one, bytes_of(storage))
+            for one in storages
+            if (storage := one.hold()) is not None
+        ]
         if not sources:
             return
         sizes = [-(-source.nbytes // _ALIGNMENT) * _ALIGNMENT for _, source in sources]
         copy = self.arena.take(sum(sizes))
         parts = copy.memory[: sum(sizes)].split(sizes)
-        pairs = [(source, whole[: source.nbytes]) for (_, source), whole in zip(sources, parts, strict=True)]
+        pairs = [
+            (source, whole[: source.nbytes])
+            for (_, source), whole in zip(sources, parts, strict=True)
+        ]
         self.issue("d2h", pairs, [copy], [one for one, _ in sources])
         # A copy that was not issued is none.
         for (one, _), (_, host) in zip(sources, pairs, strict=True):
             one.host_copy, one.host = copy, host
 
     def bring_back(self, storages: Collection[SavedStorage], where: str) -> None:
-        """Bring storages back to the device, and let the job wait for them. Raises DeviceMemoryError, which names where
-        they are needed."""
+        """Bring storages back to the device, and let the job wait for them. Raises
+        DeviceMemoryError, which names where they are needed."""
         try:
             self._up(storages, is_needed=True)
         except DeviceMemoryError as error:
@@ -167,9 +201,11 @@ class StorageTransfers:
         self.wait_for("h2d", storages)
 
     def prefetch(self, storages: Collection[SavedStorage]) -> bool:
-        """Issue copies back to the device of what will be needed. Return whether there is memory for it now.
+        """Issue copies back to the device of what will be needed. Return whether there
+        is memory for it now.
 
-        It collects no garbage, which may take longer than a layer: without memory they come back when needed."""
+        It collects no garbage, which may take longer than a layer: without memory they
+        come back when needed."""
         try:
             self._up(storages, is_needed=False)
         except NO_MEMORY:
@@ -177,7 +213,9 @@ class StorageTransfers:
         return True
 
     def _up(self, storages: Collection[SavedStorage], is_needed: bool) -> None:
-        missing = [one for one in storages if one.hold() is None and one.host is not None]
+        missing = [
+            one for one in storages if one.hold() is None and one.host is not None
+        ]
         if not missing:
             return
         uncounted_bytes = sum(one.nbytes for one in missing)
@@ -186,7 +224,9 @@ class StorageTransfers:
             pairs = []
             for one in missing:
                 assert one.host is not None
-                target = self._take(partial(self.device.allocate_bytes, one.nbytes), is_needed)
+                target = self._take(
+                    partial(self.device.allocate_bytes, one.nbytes), is_needed
+                )
                 self.memory.count(target.untyped_storage())
                 uncounted_bytes -= one.nbytes
                 pairs.append((one.host, target))
@@ -203,7 +243,8 @@ class StorageTransfers:
             raise
 
     def use(self, saved: SavedStorage, tensor: torch.Tensor) -> None:
-        """Let the job's current stream use a tensor in a storage that another one may have waited for."""
+        """Let the job's current stream use a tensor in a storage that another one may
+        have waited for."""
         if saved.arrival is not None:
             self.device.wait("job", [saved.arrival])
             self.device.share(tensor)
@@ -215,10 +256,14 @@ class StorageTransfers:
         copies: Collection[HostCopy] = (),
         storages: Sequence[SavedStorage] = (),
     ) -> Flight:
-        """Issue copies of each (source, target), after what the job has issued and what used their host blocks."""
+        """Issue copies of each (source, target), after what the job has issued and what
+        used their host blocks."""
         device = self.device
         marks = chain.from_iterable(copy.marks for copy in copies)
-        nbytes, memory = sum(source.nbytes for source, _ in pairs), [tensor for pair in pairs for tensor in pair]
+        nbytes, memory = (
+            sum(source.nbytes for source, _ in pairs),
+            [tensor for pair in pairs for tensor in pair],
+        )
         try:
             device.wait(direction, [device.record("job"), *dict.fromkeys(marks)])
             start = device.record(direction)
@@ -226,7 +271,9 @@ class StorageTransfers:
             end = device.record(direction)
             for copy in copies:
                 copy.marks = [end]
-            flight = Flight(direction, start, end, nbytes, storages, memory, threading.get_ident())
+            flight = Flight(
+                direction, start, end, nbytes, storages, memory, threading.get_ident()
+            )
             self._flights.append(flight)
             return flight
         except BaseException:
@@ -234,21 +281,31 @@ class StorageTransfers:
             device.record(direction).synchronize()
             raise
 
-    def copy_now(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> None:
+    def copy_now(
+        self, direction: Direction, source: torch.Tensor, target: torch.Tensor
+    ) -> None:
         """Copy a tensor, and return when that is done."""
         flight = self.issue(direction, [(source, target)])
         self.synchronize(flight)
         self.land(flight)
 
     def synchronize(self, flight: Flight) -> None:
-        """Return when a copy is done. Compute waits where the thread that has issued the copy does."""
-        start = self.device.record("job") if self.measures and flight.thread == threading.get_ident() else None
+        """Return when a copy is done. Compute waits where the thread that has issued
+        the copy does."""
+        start = (
+            self.device.record("job")
+            if self.measures and flight.thread == threading.get_ident()
+            else None
+        )
         flight.end.synchronize()
         if start is not None:
             self.waits += [start, self.device.record("job")]
 
-    def wait(self, direction: Direction, is_awaited: Callable[[SavedStorage], bool]) -> None:
-        """Let the job wait for all copies in a direction of storages that a function selects."""
+    def wait(
+        self, direction: Direction, is_awaited: Callable[[SavedStorage], bool]
+    ) -> None:
+        """Let the job wait for all copies in a direction of storages that a function
+        selects."""
         for flight in [one for one in self._flights if one.direction == direction]:
             if any(map(is_awaited, flight.storages)):
                 self.land(flight)
@@ -259,7 +316,8 @@ class StorageTransfers:
         self.wait(direction, lambda one: id(one) in wanted)
 
     def finish(self, direction: Direction) -> None:
-        """Return when all copies in a direction are done, also those that only the job's stream waits for."""
+        """Return when all copies in a direction are done, also those that only the
+        job's stream waits for."""
         self.device.record(direction).synchronize()
 
     def release_passed(self) -> None:
@@ -269,7 +327,8 @@ class StorageTransfers:
                 self.land(flight)
 
     def land(self, flight: Flight) -> None:
-        """Let the job wait for a copy. What was copied to the host is then released on the device."""
+        """Let the job wait for a copy. What was copied to the host is then released on
+        the device."""
         start = self.device.record("job") if self.measures else None
         self.device.wait("job", [flight.end])
         self._flights = [other for other in self._flights if other is not flight]
@@ -283,14 +342,18 @@ class StorageTransfers:
             self._ended.append(flight._replace(storages=(), memory=()))
 
     def rates(self) -> dict[Direction, float | None]:
-        """Return the measured rates of the copies so far, in bytes per second; None where there were none."""
+        """Return the measured rates of the copies so far, in bytes per second; None
+        where there were none."""
         for flight in self._ended:
             flight.end.synchronize()
             nbytes, seconds = self._moved[flight.direction]
             seconds += flight.end.time_s - flight.start.time_s
             self._moved[flight.direction] = nbytes + flight.nbytes, seconds
         self._ended.clear()
-        return {name: nbytes / seconds if seconds > 0 else None for name, (nbytes, seconds) in self._moved.items()}
+        return {
+            name: nbytes / seconds if seconds > 0 else None
+            for name, (nbytes, seconds) in self._moved.items()
+        }
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Weights of a model's layers that are in host memory, and on the device while the layer computes."""
+"""Weights of a model's layers that are in host memory, and on the device while the
+layer computes."""
 
 import gc
 import logging
@@ -15,16 +16,31 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ebbtide.features.layers.engine.measurement import PassMeasurement
 from ebbtide.features.layers.engine.memory import HostArena
-from ebbtide.features.layers.engine.model_layers import LayerForward, is_within_backward, other_hooks, tensors_in
+from ebbtide.features.layers.engine.model_layers import (
+    LayerForward,
+    is_within_backward,
+    other_hooks,
+    tensors_in,
+)
 from ebbtide.features.layers.engine.orders import ONE_AT_A_TIME, LayerOrders
-from ebbtide.features.layers.engine.saved_tensors import PackedTensor, TensorVersion, is_plain
-from ebbtide.features.layers.engine.transfers import Flight, SavedStorage, StorageTransfers, bytes_of
+from ebbtide.features.layers.engine.saved_tensors import (
+    PackedTensor,
+    TensorVersion,
+    is_plain,
+)
+from ebbtide.features.layers.engine.transfers import (
+    Flight,
+    SavedStorage,
+    StorageTransfers,
+    bytes_of,
+)
 from ebbtide.features.layers.layer_choice import spread, streamed_count
 from ebbtide.interleave.engine.errors import EngineError
 
 log = logging.getLogger("ebbtide")
 
-# The number of nodes that autograd runs before all others that are ready, as the accumulation of a gradient.
+# The number of nodes that autograd runs before all others that are ready, as the
+# accumulation of a gradient.
 _FIRST = 2**64 - 1
 
 # Types of buffers that are weights.
@@ -32,7 +48,8 @@ _QUANTIZED = (torch.uint8, torch.int8, torch.int32)
 
 
 class _DeviceWeight(torch.Tensor):  # type: ignore[misc]
-    """A parameter on the device as its layer sees it. Writes through `data` have no version, so taking it is noted."""
+    """A parameter on the device as its layer sees it. Writes through `data` have no
+    version, so taking it is noted."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     # An instance of Parameter, as the layer's code and torch's compiler expect.
@@ -70,17 +87,25 @@ class _Copy(NamedTuple):
 class _Weight:
     """A parameter on the host, and its storage on the device while that is there."""
 
-    def __init__(self, layer: LayerForward, name: str, param: torch.nn.Parameter, owner: "StreamedWeights") -> None:
+    def __init__(
+        self,
+        layer: LayerForward,
+        name: str,
+        param: torch.nn.Parameter,
+        owner: "StreamedWeights",
+    ) -> None:
         self.layer = layer
         self.name = name
         self.param = param
         self._owner = owner
         # The last arrival of graphs whose backward has not ended, without its memory.
         self.last: torch.Tensor | None = None
-        # What the layer sees where autocast's cache is to keep its cast, and its values while they are not there.
+        # What the layer sees where autocast's cache is to keep its cast, and its values
+        # while they are not there.
         self._leaf: _DeviceWeight | None = None
         self._absent = torch.empty(0)
-        # Numbers of references to it that are ours; the node that accumulates its gradient has one, and is held.
+        # Numbers of references to it that are ours; the node that accumulates its
+        # gradient has one, and is held.
         self._own_references = 0, 0
         self._accumulation: Any = None
         # Of the forwards of this pass, and those before that the layer has kept.
@@ -93,7 +118,8 @@ class _Weight:
         self.forget()
 
     def forget(self) -> None:
-        """Release the device's copy, which the optimizer may be about to make an old one."""
+        """Release the device's copy, which the optimizer may be about to make an old
+        one."""
         self.storage.host = bytes_of(self.param.detach().untyped_storage())
         self.storage.forget()
         self._empty_leaf()
@@ -105,11 +131,13 @@ class _Weight:
             _set_data(self._leaf, self._absent)
 
     def _references(self) -> tuple[int, int]:
-        """Return the numbers of references in Python and in C++ to what the layer sees."""
+        """Return the numbers of references in Python and in C++ to what the layer
+        sees."""
         return sys.getrefcount(self._leaf), getattr(self._leaf, "_use_count", int)()
 
     def check_copies(self) -> None:
-        """Raise EngineError if the layer has kept a copy whose values are no longer those of the parameter."""
+        """Raise EngineError if the layer has kept a copy whose values are no longer
+        those of the parameter."""
         if not self._has_old_copy():
             return
         # Cycles of references may hold one.
@@ -117,31 +145,45 @@ class _Weight:
         self._empty_leaf()
         if self._has_old_copy():
             raise EngineError(
-                f"layer {self.layer.name}: {self.name} has changed, and a tensor that shares its memory on the device "
-                "was kept since before and has old values: read the parameter again in each forward, or delete the "
+                f"layer {self.layer.name}: {self.name} has changed, and a tensor that "
+                "shares its memory on the device "
+                "was kept since before and has old values: read the parameter again in "
+                "each forward, or delete the "
                 "tensor before the next one"
             )
 
     def _has_old_copy(self) -> bool:
         version = self.param._version
-        return any(one.param_version != version and one.storage() is not None for one in self.copies)
+        return any(
+            one.param_version != version and one.storage() is not None
+            for one in self.copies
+        )
 
     @property
     def is_old(self) -> bool:
-        """Whether the parameter was written since its copy to the device, or has other memory."""
+        """Whether the parameter was written since its copy to the device, or has other
+        memory."""
         host = self.storage.host
-        return host is None or self.version != self.param._version or host.data_ptr() != _start_of(self.param)
+        return (
+            host is None
+            or self.version != self.param._version
+            or host.data_ptr() != _start_of(self.param)
+        )
 
     def is_of(self, params: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether a layer has the parameter: the job may have replaced it, moved it or changed its dtype."""
-        is_here = self.param.device.type == "cpu" and self.param.untyped_storage().nbytes() == self.storage.nbytes
+        """Return whether a layer has the parameter: the job may have replaced it, moved
+        it or changed its dtype."""
+        is_here = (
+            self.param.device.type == "cpu"
+            and self.param.untyped_storage().nbytes() == self.storage.nbytes
+        )
         return is_here and params.get(self.name) is self.param
 
     def arrive(self, has_grad: bool) -> _DeviceWeight:
         """Return the parameter on the device for a forward.
 
-        Gradients are added in the order of the plain job: to those of a later forward, and as reducers of several ranks
-        get them."""
+        Gradients are added in the order of the plain job: to those of a later forward,
+        and as reducers of several ranks get them."""
         tensor: _DeviceWeight = self.on_device()
         if not self.param.requires_grad:
             return tensor
@@ -165,7 +207,8 @@ class _Weight:
         return tensor
 
     def _as_leaf(self, tensor: _DeviceWeight) -> _DeviceWeight:
-        """Return the values as the leaf that stands for the parameter: autocast keeps casts of leaves alone."""
+        """Return the values as the leaf that stands for the parameter: autocast keeps
+        casts of leaves alone."""
         if self._leaf is None:
             # Of the same shape, so that a gradient fits.
             self._absent = tensor.new_full((), float("nan")).expand(tensor.shape)
@@ -193,20 +236,32 @@ class _Weight:
         param = self.param
         tensor = torch.empty(0, dtype=param.dtype, device=storage.device)
         tensor.set_(storage, param.storage_offset(), param.size(), param.stride())
-        device_weight: _DeviceWeight = torch.Tensor._make_subclass(_DeviceWeight, tensor)
+        device_weight: _DeviceWeight = torch.Tensor._make_subclass(
+            _DeviceWeight, tensor
+        )
         return device_weight
 
 
 def _adapters_in(module: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """Return the adapters of a frozen layer: its trained parameters, if they are fewer bytes than the frozen ones."""
+    """Return the adapters of a frozen layer: its trained parameters, if they are fewer
+    bytes than the frozen ones."""
     trained = {param for param in module.parameters() if param.requires_grad}
     trained_bytes = sum(param.nbytes for param in trained)
-    return trained if 2 * trained_bytes < sum(param.nbytes for param in module.parameters()) else set()
+    return (
+        trained
+        if 2 * trained_bytes < sum(param.nbytes for param in module.parameters())
+        else set()
+    )
 
 
 def _quantized_buffers(module: torch.nn.Module) -> list[str]:
-    """Return the names of buffers that are matrices of integers, as weights of GPTQ and AWQ are."""
-    return [name for name, buffer in module.named_buffers() if buffer.dim() == 2 and buffer.dtype in _QUANTIZED]
+    """Return the names of buffers that are matrices of integers, as weights of GPTQ and
+    AWQ are."""
+    return [
+        name
+        for name, buffer in module.named_buffers()
+        if buffer.dim() == 2 and buffer.dtype in _QUANTIZED
+    ]
 
 
 def _nothing() -> None:
@@ -219,7 +274,9 @@ def _start_of(param: torch.Tensor) -> int:
 
 
 def _caches_casts(device_type: str) -> bool:
-    return bool(torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled())
+    return bool(
+        torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled()
+    )
 
 
 class _Use:
@@ -268,7 +325,8 @@ class _Landing:
 class _Landed(torch.autograd.Function):  # type: ignore[misc]
     """The parameter itself; its gradient has arrived before anything reads it.
 
-    On a GPU this waits in the thread that accumulates gradients on the host, not in that of the backward."""
+    On a GPU this waits in the thread that accumulates gradients on the host, not in
+    that of the backward."""
 
     @staticmethod
     def forward(ctx: Any, param: torch.Tensor, landing: _Landing) -> torch.Tensor:
@@ -277,7 +335,9 @@ class _Landed(torch.autograd.Function):  # type: ignore[misc]
         return param.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+    def backward(
+        ctx: Any, gradient: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, None]:
         landing = ctx.landing
         if landing.flight is not None:
             landing.transfers.synchronize(landing.flight)
@@ -286,11 +346,16 @@ class _Landed(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Arrival(torch.autograd.Function):  # type: ignore[misc]
-    """The parameter on the device; its gradient goes to the host as it comes, or to the arrival before."""
+    """The parameter on the device; its gradient goes to the host as it comes, or to the
+    arrival before."""
 
     @staticmethod
     def forward(
-        ctx: Any, source: torch.Tensor, tensor: torch.Tensor, owner: "StreamedWeights", landing: _Landing | None
+        ctx: Any,
+        source: torch.Tensor,
+        tensor: torch.Tensor,
+        owner: "StreamedWeights",
+        landing: _Landing | None,
     ) -> torch.Tensor:
         ctx.owner, ctx.landing = owner, landing
         ctx.set_materialize_grads(False)
@@ -298,7 +363,9 @@ class _Arrival(torch.autograd.Function):  # type: ignore[misc]
         return torch.Tensor._make_subclass(_DeviceWeight, tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+    def backward(
+        ctx: Any, gradient: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, None, None, None]:
         ctx.owner.begin_backward()
         if ctx.landing is not None and gradient is not None:
             gradient = _Departure.apply(gradient, ctx.owner, ctx.landing)
@@ -306,7 +373,8 @@ class _Arrival(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Former(torch.autograd.Function):  # type: ignore[misc]
-    """An arrival for the next one, whose gradient it takes. It is no view, which would hold the memory."""
+    """An arrival for the next one, whose gradient it takes. It is no view, which would
+    hold the memory."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -319,10 +387,13 @@ class _Former(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Departure(torch.autograd.Function):  # type: ignore[misc]
-    """A gradient on the host, whose copy is issued; its own gradient, of a second backward, goes to the device."""
+    """A gradient on the host, whose copy is issued; its own gradient, of a second
+    backward, goes to the device."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, owner: "StreamedWeights", landing: _Landing) -> torch.Tensor:
+    def forward(
+        ctx: Any, gradient: torch.Tensor, owner: "StreamedWeights", landing: _Landing
+    ) -> torch.Tensor:
         ctx.transfers, ctx.device = owner.transfers, gradient.device
         host, landing.flight = owner.send(gradient)
         return host
@@ -336,14 +407,16 @@ class _Departure(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _SavedWeight(NamedTuple):
-    """A tensor in the device's copy of a weight, which comes again for the backward, and the forward that saved it."""
+    """A tensor in the device's copy of a weight, which comes again for the backward,
+    and the forward that saved it."""
 
     tensor: PackedTensor
     use: _Use
 
 
 class _Departed(NamedTuple):
-    """A gradient of a layer whose copy was issued; with a weight, its parameter gets the gradient from here."""
+    """A gradient of a layer whose copy was issued; with a weight, its parameter gets
+    the gradient from here."""
 
     layer: int
     flight: Flight
@@ -356,8 +429,9 @@ class StreamedWeights:
 
     Attributes:
         moved: Layers of which some do.
-        kept: Names of parameters and buffers of chosen layers that stay on the device: shared parameters, adapters of
-            frozen layers, those that are no plain tensors, and quantized weights in buffers.
+        kept: Names of parameters and buffers of chosen layers that stay on the device:
+            shared parameters, adapters of frozen layers, those that are no plain
+            tensors, and quantized weights in buffers.
     """
 
     def __init__(
@@ -376,7 +450,8 @@ class StreamedWeights:
         self._origin = next(self._layers[0].module.parameters(), torch.empty(0)).device
         self.transfers = open_device(self._origin)
         self._torch_device = self.transfers.device.torch_device
-        # By number: the layers that are streamed, and how many of these are before each.
+        # By number: the layers that are streamed, and how many of these are before
+        # each.
         self._streamed: list[int] = []
         self._before: list[int] = [0]
         self._last_moved = -1
@@ -391,7 +466,8 @@ class StreamedWeights:
         self._there: set[LayerForward] = set()
         # Forwards whose writes are not in the parameters yet.
         self._uses: dict[LayerForward, list[_Use]] = {}
-        # Pinned memory of gradients, as long as the job has them, and those on the way there.
+        # Pinned memory of gradients, as long as the job has them, and those on the way
+        # there.
         self._gradients = HostArena(self.transfers.device, slack=1)
         self._departed: list[_Departed] = []
         # A wait for copies keeps the thread of a GPU's backward from issuing work.
@@ -402,13 +478,22 @@ class StreamedWeights:
         self.kept: list[str] = []
         # Layers that are to move, and the weights of those that do.
         self._chosen: Collection[LayerForward] = ()
-        self._weights: dict[LayerForward, list[_Weight]] = {layer: [] for layer in layers}
+        self._weights: dict[LayerForward, list[_Weight]] = {
+            layer: [] for layer in layers
+        }
 
     def choose(self, option: str) -> None:
-        """Stream the weights of as many layers as an option says, and bring other streamed weights back."""
+        """Stream the weights of as many layers as an option says, and bring other
+        streamed weights back."""
         count = streamed_count(option)
-        is_chosen = spread(len(self._layers) if count is None else count, len(self._layers))
-        self._chosen = {layer for layer, chosen in zip(self._layers, is_chosen, strict=True) if chosen}
+        is_chosen = spread(
+            len(self._layers) if count is None else count, len(self._layers)
+        )
+        self._chosen = {
+            layer
+            for layer, chosen in zip(self._layers, is_chosen, strict=True)
+            if chosen
+        }
         self.orders = ONE_AT_A_TIME
         for layer in self._layers:
             if layer not in self._chosen:
@@ -423,21 +508,34 @@ class StreamedWeights:
 
     def _check_devices(self) -> None:
         """Raise EngineError if layers have parameters on several devices."""
-        params = chain.from_iterable(layer.module.parameters() for layer in self._layers)
+        params = chain.from_iterable(
+            layer.module.parameters() for layer in self._layers
+        )
         devices = {str(param.device) for param in params}
         if len(devices) > 1:
             raise EngineError(
-                f"weights of layers stream to one device, and they are on {', '.join(sorted(devices))}: load the model "
+                "weights of layers stream to one device, and they are on "
+                f"{', '.join(sorted(devices))}: load the model "
                 "without device_map, or with one device"
             )
 
     def take_changed(self) -> bool:
-        """Move the chosen layers' weights to the host, unless they are there. Return whether any were moved."""
+        """Move the chosen layers' weights to the host, unless they are there. Return
+        whether any were moved."""
         if all(map(self._is_current, self._chosen)):
             return False
         modules = self._model.modules()
-        uses = Counter(param for module in modules for param in module._parameters.values() if param is not None)
-        scripted = [module for module in self._model.modules() if not isinstance(module._parameters, dict)]
+        uses = Counter(
+            param
+            for module in modules
+            for param in module._parameters.values()
+            if param is not None
+        )
+        scripted = [
+            module
+            for module in self._model.modules()
+            if not isinstance(module._parameters, dict)
+        ]
         # Scripted code has places of its own for its parameters.
         stays = {param for module in scripted for param in module.parameters()}
         stays |= {param for param, count in uses.items() if count > 1}
@@ -446,19 +544,30 @@ class StreamedWeights:
             if layer in self._chosen:
                 self._take_layer(layer, stays)
         if self.kept:
-            log.info("ebbtide: weights that stay on the device: %s", ", ".join(self.kept))
+            log.info(
+                "ebbtide: weights that stay on the device: %s", ", ".join(self.kept)
+            )
         return True
 
-    def _take_layer(self, layer: LayerForward, stays: Collection[torch.nn.Parameter]) -> None:
-        """Move the weights of a layer to the host, but for some, for its adapters, and for what is no plain tensor."""
+    def _take_layer(
+        self, layer: LayerForward, stays: Collection[torch.nn.Parameter]
+    ) -> None:
+        """Move the weights of a layer to the host, but for some, for its adapters, and
+        for what is no plain tensor."""
         params, weights = dict(layer.module.named_parameters()), self._weights[layer]
         own = {one.name: one for one in weights if one.is_of(params)}
         weights.clear()
-        self.kept += [f"{layer.name}.{name}" for name in _quantized_buffers(layer.module)]
+        self.kept += [
+            f"{layer.name}.{name}" for name in _quantized_buffers(layer.module)
+        ]
         adapters = _adapters_in(layer.module)
         for name, param in params.items():
             # A late parameter has its own class again after this.
-            is_plain_param = is_plain(param.data) and type(param) is torch.nn.Parameter and param.is_contiguous()
+            is_plain_param = (
+                is_plain(param.data)
+                and type(param) is torch.nn.Parameter
+                and param.is_contiguous()
+            )
             if param in stays or param in adapters or not is_plain_param:
                 self.kept.append(f"{layer.name}.{name}")
                 if param.device != self._torch_device:
@@ -473,11 +582,18 @@ class StreamedWeights:
         return [one.storage for one in chain.from_iterable(self._weights.values())]
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Return the bytes of the weights of each layer, in the order of the forward, and of their gradients."""
+        """Return the bytes of the weights of each layer, in the order of the forward,
+        and of their gradients."""
         sizes = []
         for layer in self._order:
-            trained = (one.storage.nbytes for one in self._weights[layer] if one.param.requires_grad)
-            sizes.append((sum(one.storage.nbytes for one in self._weights[layer]), sum(trained)))
+            trained = (
+                one.storage.nbytes
+                for one in self._weights[layer]
+                if one.param.requires_grad
+            )
+            sizes.append(
+                (sum(one.storage.nbytes for one in self._weights[layer]), sum(trained))
+            )
         return sizes
 
     def follow(
@@ -486,12 +602,14 @@ class StreamedWeights:
         measurement: PassMeasurement | None,
         end: Callable[[PassMeasurement | None], None] | None,
     ) -> None:
-        """Take the orders of a pass that begins now; `end`: called when its backward has ended."""
+        """Take the orders of a pass that begins now; `end`: called when its backward
+        has ended."""
         self.orders, self._measurement, self._end = orders, measurement, end
         self._number_streamed()
 
     def close(self) -> None:
-        """Put the weights back where they were, and release the host memory of gradients."""
+        """Put the weights back where they were, and release the host memory of
+        gradients."""
         for layer in self._layers:
             self._restore(layer)
         self._gradients.release()
@@ -502,9 +620,15 @@ class StreamedWeights:
             weight.param.data = weight.param.data.to(self._origin)
         self._weights[layer] = []
 
-    def run(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Compute a layer's forward with its weights on the device."""
-        weights, in_backward, has_grad = self._weights[layer], is_within_backward(), torch.is_grad_enabled()
+        weights, in_backward, has_grad = (
+            self._weights[layer],
+            is_within_backward(),
+            torch.is_grad_enabled(),
+        )
         number = layer.number
         if number >= len(self._before) - 1:
             self._number_streamed()
@@ -522,14 +646,17 @@ class StreamedWeights:
         finally:
             self._take_writes(layer, has_ended)
         if not in_backward:
-            self._expect_backward(layer, has_grad and any(one.requires_grad for one in tensors_in(output)))
+            self._expect_backward(
+                layer, has_grad and any(one.requires_grad for one in tensors_in(output))
+            )
         if number == self._last_moved and not in_backward:
             # The job may write the parameters next.
             self.transfers.finish("h2d")
         return output
 
     def _expect_backward(self, layer: LayerForward, is_differentiated: bool) -> None:
-        """Note whether a backward follows a layer's forward; frozen layers before all others have none."""
+        """Note whether a backward follows a layer's forward; frozen layers before all
+        others have none."""
         if is_differentiated:
             self._differentiated.add(layer.number)
             return
@@ -540,7 +667,8 @@ class StreamedWeights:
 
     @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     def begin_pass(self) -> bool:
-        """Release what a pass before has left. Return whether weights of layers have changed and were moved."""
+        """Release what a pass before has left. Return whether weights of layers have
+        changed and were moved."""
         # After an error or an interrupt.
         for layer in [*self._uses]:
             self._take_writes(layer)
@@ -555,11 +683,16 @@ class StreamedWeights:
         if has_changed:
             self.orders = ONE_AT_A_TIME
             self._number_streamed()
-        is_replica = torch.is_grad_enabled() and DistributedDataParallel._active_ddp_module is not None
+        is_replica = (
+            torch.is_grad_enabled()
+            and DistributedDataParallel._active_ddp_module is not None
+        )
         if is_replica and self._torch_device.type != "cpu":
             raise EngineError(
-                "DistributedDataParallel reduces gradients on the device, which those of streamed weights leave: use "
-                "fully_shard, or all_reduce the gradients of the model itself in a gloo group before each step"
+                "DistributedDataParallel reduces gradients on the device, which those "
+                "of streamed weights leave: use "
+                "fully_shard, or all_reduce the gradients of the model itself in a "
+                "gloo group before each step"
             )
         return has_changed
 
@@ -567,13 +700,22 @@ class StreamedWeights:
         named, weights = dict(layer.module.named_parameters()), self._weights[layer]
         kept = [name for name in self.kept if name.startswith(f"{layer.name}.")]
         count = len(named) + len(_quantized_buffers(layer.module))
-        return count == len(weights) + len(kept) and all(one.is_of(named) for one in weights)
+        return count == len(weights) + len(kept) and all(
+            one.is_of(named) for one in weights
+        )
 
     def _number_streamed(self) -> None:
         is_moved = [self.moves(layer) for layer in self._order]
-        is_streamed = [moved and self.orders.is_streamed(number) for number, moved in enumerate(is_moved)]
-        self._last_moved = max((number for number, moved in enumerate(is_moved) if moved), default=-1)
-        self._streamed = [number for number, streamed in enumerate(is_streamed) if streamed]
+        is_streamed = [
+            moved and self.orders.is_streamed(number)
+            for number, moved in enumerate(is_moved)
+        ]
+        self._last_moved = max(
+            (number for number, moved in enumerate(is_moved) if moved), default=-1
+        )
+        self._streamed = [
+            number for number, streamed in enumerate(is_streamed) if streamed
+        ]
         self._before = [*accumulate(is_streamed, initial=0)]
 
     def begin_backward(self) -> None:
@@ -583,12 +725,17 @@ class StreamedWeights:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def send(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Flight]:
-        """Issue the copy of a gradient to the host. Return it there, without its values yet, and the copy."""
+        """Issue the copy of a gradient to the host. Return it there, without its values
+        yet, and the copy."""
         if gradient.is_sparse:
             indices, _ = self.send(gradient._indices())
             values, flight = self.send(gradient._values())
             host = torch.sparse_coo_tensor(
-                indices, values, gradient.shape, check_invariants=False, is_coalesced=gradient.is_coalesced()
+                indices,
+                values,
+                gradient.shape,
+                check_invariants=False,
+                is_coalesced=gradient.is_coalesced(),
             )
             return host, flight
         source = gradient.detach().resolve_conj().resolve_neg().contiguous()
@@ -600,21 +747,27 @@ class StreamedWeights:
         return host, flight
 
     def deliver(self, weight: _Weight, gradient: torch.Tensor) -> None:
-        """Bring the gradient of a leaf to the parameter, when its copy has ended. Autograd has no path between them."""
+        """Bring the gradient of a leaf to the parameter, when its copy has ended.
+        Autograd has no path between them."""
         if gradient.requires_grad:
             raise EngineError(
-                f"layer {weight.layer.name}: a backward with create_graph=True under autocast needs "
-                "torch.autocast(..., cache_enabled=False) around a model with streamed weights"
+                f"layer {weight.layer.name}: a backward with create_graph=True under "
+                "autocast needs "
+                "torch.autocast(..., cache_enabled=False) around a model with streamed "
+                "weights"
             )
         self.begin_backward()
         landing = _Landing(self.transfers)
         landing.gradient, landing.flight = self.send(gradient)
-        self._departed[-1] = _Departed(self._backward_of, landing.flight, weight, landing)
+        self._departed[-1] = _Departed(
+            self._backward_of, landing.flight, weight, landing
+        )
         if not self.delivers_later:
             self._land(lambda _: True)
 
     def _land(self, is_passed: Callable[[int], bool]) -> None:
-        """Let the job wait for gradients of layers that a function selects, so that their memory is used again."""
+        """Let the job wait for gradients of layers that a function selects, so that
+        their memory is used again."""
         for departed in [one for one in self._departed if is_passed(one.layer)]:
             self._departed = [one for one in self._departed if one is not departed]
             if departed.weight is not None:
@@ -625,11 +778,13 @@ class StreamedWeights:
             self.transfers.land(departed.flight)
 
     def load(self, saved: _SavedWeight, layer: LayerForward) -> torch.Tensor:
-        """Return a weight for the backward. Raises EngineError if it was updated since the forward."""
+        """Return a weight for the backward. Raises EngineError if it was updated since
+        the forward."""
         number = layer.number
         if saved.use.weight not in self._weights[layer]:
             raise EngineError(
-                f"layer {layer.name}: its weights were closed or moved anew between its forward and its backward"
+                f"layer {layer.name}: its weights were closed or moved anew between "
+                "its forward and its backward"
             )
         saved.tensor.check(layer.name)
         saved.use.param.check(layer.name)
@@ -650,22 +805,32 @@ class StreamedWeights:
 
     @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     def _fetch(self, layer: LayerForward, number: int, is_backward: bool) -> None:
-        """Bring the weights of a layer to the device, and issue the copies of those that are needed next.
+        """Bring the weights of a layer to the device, and issue the copies of those
+        that are needed next.
 
-        Streamed layers beyond the slots are released first. Resident ones are copied before a streamed one behind
-        them, so that copies are issued in the order of need."""
+        Streamed layers beyond the slots are released first. Resident ones are copied
+        before a streamed one behind them, so that copies are issued in the order of
+        need."""
         self._fetched = layer
         streamed, slots = self._streamed, self.orders.weight_slots
         if is_backward:
             position = self._before[number + 1]
             end = max(position, min(slots, len(streamed)))
             window = streamed[max(0, end - slots) : end]
-            ahead = [one for one in reversed(window) if one < number and one in self._differentiated]
+            ahead = [
+                one
+                for one in reversed(window)
+                if one < number and one in self._differentiated
+            ]
         else:
             position = self._before[number]
             start = max(0, min(position, len(streamed) - slots))
             window = streamed[start : start + slots]
-            behind = streamed[position + slots] if position + slots < len(streamed) else len(self._order)
+            behind = (
+                streamed[position + slots]
+                if position + slots < len(streamed)
+                else len(self._order)
+            )
             ahead = [*range(number + 1, behind)]
         passed = set(streamed) - {number, *window}
         self._release([one for one in self._there if one.number in passed])
@@ -677,20 +842,23 @@ class StreamedWeights:
         self._there.add(layer)
         self.transfers.bring_back(storages, where)
         for one in ahead:
-            # Old values are released first, which takes the layer from those that are there.
+            # Old values are released first, which takes the layer from those that are
+            # there.
             storages = self._storages(self._order[one])
             self._there.add(self._order[one])
             if not self.transfers.prefetch(storages):
                 break
 
     def evict(self) -> bool:
-        """Release the weights of layers that do not compute. Return whether there are any."""
+        """Release the weights of layers that do not compute. Return whether there are
+        any."""
         others = self._there.difference([self._fetched, *self._uses])
         self._release(others)
         return bool(others)
 
     def _storages(self, layer: LayerForward) -> list[SavedStorage]:
-        """Return the storages of a layer's weights, without old values on the device."""
+        """Return the storages of a layer's weights, without old values on the
+        device."""
         weights = self._weights[layer]
         for weight in weights:
             weight.check_copies()
@@ -702,7 +870,9 @@ class StreamedWeights:
     def _release(self, layers: Collection[LayerForward]) -> None:
         """Release the weights of layers on the device."""
         for layer in [*layers]:
-            self.transfers.wait_for("h2d", [weight.storage for weight in self._weights[layer]])
+            self.transfers.wait_for(
+                "h2d", [weight.storage for weight in self._weights[layer]]
+            )
             for weight in self._weights[layer]:
                 weight.forget()
             self._there.discard(layer)
@@ -733,27 +903,43 @@ class StreamedWeights:
             weight, tensor = use.weight, use.tensor
             values, own = _data(tensor), weight.on_device()
             writes = tensor._version - use.written
-            if (writes or tensor.is_data_taken) and is_within_backward() and self._recomputes(layer):
+            if (
+                (writes or tensor.is_data_taken)
+                and is_within_backward()
+                and self._recomputes(layer)
+            ):
                 raise EngineError(
-                    f"layer {layer.name}: its forward writes {weight.name}, or takes its `data`, so it must not be "
-                    "computed again: use offload_activations(..., activations='offload')"
+                    f"layer {layer.name}: its forward writes {weight.name}, or takes "
+                    "its `data`, so it must not be "
+                    "computed again: use offload_activations(..., "
+                    "activations='offload')"
                 )
             if values.data_ptr() != own.data_ptr():
                 if (values.shape, values.dtype) != (own.shape, own.dtype):
                     raise EngineError(
-                        f"layer {layer.name}: its forward has given {weight.name} another shape or dtype through "
+                        f"layer {layer.name}: its forward has given {weight.name} "
+                        "another shape or dtype through "
                         "`data`: assign it outside of the forward"
                     )
                 own.copy_(values)
                 _set_data(tensor, own)
             if writes or tensor.is_data_taken:
                 assert weight.storage.host is not None
-                self.transfers.copy_now("d2h", bytes_of(own.untyped_storage()), weight.storage.host)
-                torch._C._autograd._unsafe_set_version_counter((weight.param,), (weight.param._version + writes,))
+                self.transfers.copy_now(
+                    "d2h", bytes_of(own.untyped_storage()), weight.storage.host
+                )
+                torch._C._autograd._unsafe_set_version_counter(
+                    (weight.param,), (weight.param._version + writes,)
+                )
                 weight.version = weight.param._version
-                use.written, use.param = tensor._version, PackedTensor(weight.param, weight.storage, 0)
+                use.written, use.param = (
+                    tensor._version,
+                    PackedTensor(weight.param, weight.storage, 0),
+                )
             storage = weakref.ref(own.untyped_storage()) if has_ended else _nothing
-            weight.copies.append(_Copy(storage, weight.param._version, TensorVersion(tensor)))
+            weight.copies.append(
+                _Copy(storage, weight.param._version, TensorVersion(tensor))
+            )
         for use in self._uses.pop(layer, []):
             # Saved tensors refer to it, and would hold the memory.
             del use.tensor
@@ -762,31 +948,49 @@ class StreamedWeights:
         return layer.number in self.orders.recomputed
 
     def _check_writes(self) -> None:
-        """Raise EngineError if a weight was written on the device after the forward of its layer."""
+        """Raise EngineError if a weight was written on the device after the forward of
+        its layer."""
         for weight in chain.from_iterable(self._weights.values()):
             copies = weight.copies
             weight.copies = [one for one in copies if one.storage() is not None]
             if any(one.version.is_changed for one in copies):
                 raise EngineError(
-                    f"layer {weight.layer.name}: {weight.name} was written after the layer's forward through a tensor "
-                    "that this has kept, and the write is lost: write to the parameter itself"
+                    f"layer {weight.layer.name}: {weight.name} was written after the "
+                    "layer's forward through a tensor "
+                    "that this has kept, and the write is lost: write to the parameter "
+                    "itself"
                 )
 
 
 class _WeightHooks:
-    """Hooks of a layer's forward: weights are not saved, and all else as the hooks around it do."""
+    """Hooks of a layer's forward: weights are not saved, and all else as the hooks
+    around it do."""
 
-    def __init__(self, owner: StreamedWeights, layer: LayerForward, uses: Sequence[_Use], outer: Any) -> None:
+    def __init__(
+        self,
+        owner: StreamedWeights,
+        layer: LayerForward,
+        uses: Sequence[_Use],
+        outer: Any,
+    ) -> None:
         self._owner = owner
         self._layer = layer
         self._outer = outer
         self._uses = {_data(use.tensor).untyped_storage()._cdata: use for use in uses}
 
     def save(self, tensor: torch.Tensor) -> Any:
-        use = self._uses.get(tensor.untyped_storage()._cdata) if is_plain(tensor.detach()) else None
+        use = (
+            self._uses.get(tensor.untyped_storage()._cdata)
+            if is_plain(tensor.detach())
+            else None
+        )
         if use is not None:
             return _SavedWeight(PackedTensor(tensor, use.weight.storage, 0), use)
-        return PackedTensor(tensor, None, 0) if self._outer is None else self._outer[0](tensor)
+        return (
+            PackedTensor(tensor, None, 0)
+            if self._outer is None
+            else self._outer[0](tensor)
+        )
 
     def load(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, _SavedWeight):

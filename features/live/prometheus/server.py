@@ -42,48 +42,79 @@ _GPU = {
 class Family(NamedTuple):
     """One metric."""
 
-    kind: Kind  # Its type. A summary has the median over the last iterations as its quantile 0.5.
+    # Its type. A summary has the median over the last iterations as its quantile 0.5.
+    kind: Kind
     text: str  # Its description.
     labels: tuple[str, ...]  # Names of its labels.
 
 
-# Type -> what the names of its samples have after the name of the metric, in the order of the values of a `_Sample`.
+# Type -> what the names of its samples have after the name of the metric, in the order
+# of the values of a `_Sample`.
 SUFFIXES: dict[Kind, tuple[str, ...]] = {
     "counter": ("_total",),
     "gauge": ("",),
     "info": ("_info",),
     "summary": ("_sum", "_count", ""),
 }
-# Every label has a bounded number of values: ranks of the job (MAX_RANKS of them), each with one device,
+# Every label has a bounded number of values: ranks of the job (MAX_RANKS of them), each
+# with one device,
 # four phases, MEMORY_POOLS, two directions. An info has one series.
 FAMILIES = {
     "ebbtide_recording": Family("info", "The recording.", ("trace", "host", "version")),
-    "ebbtide_ranks": Family("gauge", "Ranks that have begun to record on this host.", ()),
-    "ebbtide_rank_recording": Family("gauge", "1 while the rank records, 0 when it is silent or has ended.", _RANK),
-    "ebbtide_iterations": Family("counter", "Finished iterations since the recording began.", _RANK),
-    "ebbtide_iteration_seconds": Family("summary", "Time of finished iterations.", _RANK),
-    "ebbtide_phase_seconds": Family(
-        "summary", "Time of a phase in finished iterations: forward, backward, update, or other.", (*_RANK, "phase")
+    "ebbtide_ranks": Family(
+        "gauge", "Ranks that have begun to record on this host.", ()
     ),
-    "ebbtide_memory_bytes": Family("gauge", "Newest value of a memory pool.", (*_DEVICE, "pool")),
+    "ebbtide_rank_recording": Family(
+        "gauge", "1 while the rank records, 0 when it is silent or has ended.", _RANK
+    ),
+    "ebbtide_iterations": Family(
+        "counter", "Finished iterations since the recording began.", _RANK
+    ),
+    "ebbtide_iteration_seconds": Family(
+        "summary", "Time of finished iterations.", _RANK
+    ),
+    "ebbtide_phase_seconds": Family(
+        "summary",
+        "Time of a phase in finished iterations: forward, backward, update, or other.",
+        (*_RANK, "phase"),
+    ),
+    "ebbtide_memory_bytes": Family(
+        "gauge", "Newest value of a memory pool.", (*_DEVICE, "pool")
+    ),
     "ebbtide_memory_capacity_bytes": Family("gauge", "Memory of the device.", _DEVICE),
     "ebbtide_free_bytes": Family("gauge", "Free memory of the device now.", _DEVICE),
-    "ebbtide_phase_peak_bytes": Family("gauge", "Peak in a phase, median over the last iterations.", _PHASE),
-    "ebbtide_phase_free_bytes": Family("gauge", "Least free memory in a phase, median as of the peaks.", _PHASE),
-    "ebbtide_link_bytes": Family("counter", "Bytes moved over the link: h2d, d2h.", (*_DEVICE, "direction")),
-    "ebbtide_link_peak_bytes_per_second": Family("gauge", "Peak of the link in one direction.", _DEVICE),
-    "ebbtide_gpu_utilization_ratio": Family("gauge", "Share of time in which a kernel ran (NVML).", _DEVICE),
+    "ebbtide_phase_peak_bytes": Family(
+        "gauge", "Peak in a phase, median over the last iterations.", _PHASE
+    ),
+    "ebbtide_phase_free_bytes": Family(
+        "gauge", "Least free memory in a phase, median as of the peaks.", _PHASE
+    ),
+    "ebbtide_link_bytes": Family(
+        "counter", "Bytes moved over the link: h2d, d2h.", (*_DEVICE, "direction")
+    ),
+    "ebbtide_link_peak_bytes_per_second": Family(
+        "gauge", "Peak of the link in one direction.", _DEVICE
+    ),
+    "ebbtide_gpu_utilization_ratio": Family(
+        "gauge", "Share of time in which a kernel ran (NVML).", _DEVICE
+    ),
     "ebbtide_gpu_power_watts": Family("gauge", "Power of the GPU.", _DEVICE),
-    "ebbtide_gpu_temperature_celsius": Family("gauge", "Temperature of the GPU.", _DEVICE),
-    "ebbtide_gpu_sm_clock_hertz": Family("gauge", "Clock of the GPU's processors.", _DEVICE),
+    "ebbtide_gpu_temperature_celsius": Family(
+        "gauge", "Temperature of the GPU.", _DEVICE
+    ),
+    "ebbtide_gpu_sm_clock_hertz": Family(
+        "gauge", "Clock of the GPU's processors.", _DEVICE
+    ),
 }
 
-# Name of a family, values of its labels, and its values, by `SUFFIXES`; those that are None are not known.
+# Name of a family, values of its labels, and its values, by `SUFFIXES`; those that are
+# None are not known.
 _Sample = tuple[str, tuple[str, ...], *tuple[float | None, ...]]
 
 
 class LiveTraceCollector(Collector):
-    """The metrics of a trace that is being recorded, or of a finished one. Every scrape reads what is new."""
+    """The metrics of a trace that is being recorded, or of a finished one. Every scrape
+    reads what is new."""
 
     def __init__(self, path: Path) -> None:
         self._live = LiveTrace(path)
@@ -91,25 +122,38 @@ class LiveTraceCollector(Collector):
         self._lock = threading.Lock()
 
     def describe(self) -> Iterable[core.Metric]:
-        """Return all metrics without values, so that a scrape can ask for some of them (`?name[]=...`)."""
-        return [core.Metric(name, family.text, family.kind) for name, family in FAMILIES.items()]
+        """Return all metrics without values, so that a scrape can ask for some of them
+        (`?name[]=...`)."""
+        return [
+            core.Metric(name, family.text, family.kind)
+            for name, family in FAMILIES.items()
+        ]
 
     def collect(self) -> Iterator[core.Metric]:
-        """Yield the metrics that have values. A trace that cannot be read has only its name."""
+        """Yield the metrics that have values. A trace that cannot be read has only its
+        name."""
         with self._lock:
             samples = list(self._samples())
         metrics = {metric.name: metric for metric in self.describe()}
         for name, labels, *values in samples:
             family = FAMILIES[name]
             for suffix, value in zip(SUFFIXES[family.kind], values, strict=True):
-                quantile = {"quantile": "0.5"} if family.kind == "summary" and not suffix else {}
+                quantile = (
+                    {"quantile": "0.5"}
+                    if family.kind == "summary" and not suffix
+                    else {}
+                )
                 if value is not None:
                     named = dict(zip(family.labels, labels, strict=True))
                     metrics[name].add_sample(name + suffix, named | quantile, value)
         yield from (metric for metric in metrics.values() if metric.samples)
 
     def _samples(self) -> Iterator[_Sample]:
-        yield "ebbtide_recording", (self._live.path.name, socket.gethostname(), ebbtide.__version__), 1
+        yield (
+            "ebbtide_recording",
+            (self._live.path.name, socket.gethostname(), ebbtide.__version__),
+            1,
+        )
         try:
             deadline_s = time.monotonic() + _READ_S
             self._live.poll()
@@ -132,7 +176,13 @@ class LiveTraceCollector(Collector):
             seconds = totals.iteration_s, totals.iterations, median_s.get("iteration")
             yield "ebbtide_iteration_seconds", own, *seconds
         for phase, total_s in totals.phase_s.items():
-            yield "ebbtide_phase_seconds", (*own, phase), total_s, totals.phase_iterations[phase], median_s.get(phase)
+            yield (
+                "ebbtide_phase_seconds",
+                (*own, phase),
+                total_s,
+                totals.phase_iterations[phase],
+                median_s.get(phase),
+            )
         yield from self._memory(rank, device, figures.memory)
         for direction, moved in totals.link_bytes.items():
             yield "ebbtide_link_bytes", (*device, direction), moved
@@ -142,10 +192,14 @@ class LiveTraceCollector(Collector):
             if column in figures.gpu:
                 yield name, device, figures.gpu[column] * factor
 
-    def _memory(self, rank: int, device: tuple[str, str], memory: LiveMemory | None) -> Iterator[_Sample]:
+    def _memory(
+        self, rank: int, device: tuple[str, str], memory: LiveMemory | None
+    ) -> Iterator[_Sample]:
         trace = self._live.trace
         if trace is not None:
-            for pool in sorted(set(MEMORY_POOLS) & set(trace.labels(rank, "memory", "pool"))):
+            for pool in sorted(
+                set(MEMORY_POOLS) & set(trace.labels(rank, "memory", "pool"))
+            ):
                 sizes = memory_timeline(trace, rank, pool)[1]
                 if len(sizes):
                     yield "ebbtide_memory_bytes", (*device, pool), int(sizes[-1])
@@ -153,8 +207,16 @@ class LiveTraceCollector(Collector):
             yield "ebbtide_memory_capacity_bytes", device, memory.capacity_bytes
             yield "ebbtide_free_bytes", device, memory.free_bytes
             for phase in ITERATION_PARTS:
-                yield "ebbtide_phase_peak_bytes", (*device, phase), memory.peak_bytes.get(phase)
-                yield "ebbtide_phase_free_bytes", (*device, phase), memory.min_free_bytes.get(phase)
+                yield (
+                    "ebbtide_phase_peak_bytes",
+                    (*device, phase),
+                    memory.peak_bytes.get(phase),
+                )
+                yield (
+                    "ebbtide_phase_free_bytes",
+                    (*device, phase),
+                    memory.min_free_bytes.get(phase),
+                )
 
 
 _LOCALHOST = "127.0.0.1"
@@ -168,16 +230,28 @@ class Address(NamedTuple):
     port: int
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return (
+            f"[{self.host}]:{self.port}"
+            if ":" in self.host
+            else f"{self.host}:{self.port}"
+        )
 
 
 def parse_address(text: str) -> Address:
-    """Parse `9400`, `HOST:9400` or `[::1]:9400`; without a host it is 127.0.0.1. Raises ValueError for others."""
+    """Parse `9400`, `HOST:9400` or `[::1]:9400`; without a host it is 127.0.0.1. Raises
+    ValueError for others."""
     host, _, port = text.strip().rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     number = int(port) if port.isascii() and port.isdigit() else -1
-    if not 0 <= number <= _MAX_PORT or (":" in bare and bare == host) or (":" in text and not bare):
-        raise ValueError(f"{text!r} is not a port (0 to {_MAX_PORT}) or HOST:PORT, like 9400 or 0.0.0.0:9400")
+    if (
+        not 0 <= number <= _MAX_PORT
+        or (":" in bare and bare == host)
+        or (":" in text and not bare)
+    ):
+        raise ValueError(
+            f"{text!r} is not a port (0 to {_MAX_PORT}) or HOST:PORT, like 9400 or "
+            "0.0.0.0:9400"
+        )
     return Address(bare or _LOCALHOST, number)
 
 
@@ -190,7 +264,9 @@ class _Server(ThreadingHTTPServer):
     """Listens from its creation on, and answers each request in a thread."""
 
     def __init__(self, address: Address) -> None:
-        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][
+            0
+        ]
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -203,13 +279,15 @@ class _Server(ThreadingHTTPServer):
 
 
 def serve_metrics(text: str) -> MetricsServer:
-    """Listen on `9400` or `HOST:9400`. Raises ValueError for anything else, UserError if it cannot."""
+    """Listen on `9400` or `HOST:9400`. Raises ValueError for anything else, UserError
+    if it cannot."""
     return MetricsServer(parse_address(text))
 
 
 class MetricsServer:
-    """Serves the metrics of one trace from threads of this process. It listens from its creation on, else raises
-    UserError, and answers from `start` on, which a fork between the two may call."""
+    """Serves the metrics of one trace from threads of this process. It listens from its
+    creation on, else raises UserError, and answers from `start` on, which a fork
+    between the two may call."""
 
     def __init__(self, address: Address) -> None:
         try:
@@ -217,7 +295,8 @@ class MetricsServer:
         except OSError as error:
             reason = error.strerror or str(error)
             raise UserError(
-                f"cannot serve metrics on {address}: {reason}; choose another address, or port 0 for a free one"
+                f"cannot serve metrics on {address}: {reason}; choose another address, "
+                "or port 0 for a free one"
             ) from None
         self._thread: threading.Thread | None = None
         self.url = f"http://{Address(address.host, self._server.server_port)}/metrics"
@@ -229,12 +308,16 @@ class MetricsServer:
     def start(self, trace: Path) -> None:
         """Serve the metrics of a trace, which need not exist yet."""
         self._thread = threading.Thread(
-            target=self._serve, args=(trace.absolute(),), name="ebbtide metrics", daemon=True
+            target=self._serve,
+            args=(trace.absolute(),),
+            name="ebbtide metrics",
+            daemon=True,
         )
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when the server has been closed. A signal such as that of Ctrl-C raises its exception here."""
+        """Return when the server has been closed. A signal such as that of Ctrl-C
+        raises its exception here."""
         if self._thread is not None:
             self._thread.join()
 

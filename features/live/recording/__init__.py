@@ -1,1 +1,2 @@
-"""Follows a recording while it is written: reads what its spools have gained, and keeps the last iterations."""
+"""Follows a recording while it is written: reads what its spools have gained, and keeps
+the last iterations."""

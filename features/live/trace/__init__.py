@@ -1,6 +1,21 @@
-"""Figures of a recording while it runs, and of a finished trace through the same interface."""
+"""Figures of a recording while it runs, and of a finished trace through the same
+interface."""
 
 from ebbtide.features.live.trace.live_trace import LiveTrace, State
-from ebbtide.features.live.trace.rank_figures import LiveLink, LiveMemory, LiveRank, RankState, RankTotals
+from ebbtide.features.live.trace.rank_figures import (
+    LiveLink,
+    LiveMemory,
+    LiveRank,
+    RankState,
+    RankTotals,
+)
 
-__all__ = ["LiveLink", "LiveMemory", "LiveRank", "LiveTrace", "RankState", "RankTotals", "State"]
+__all__ = [
+    "LiveLink",
+    "LiveMemory",
+    "LiveRank",
+    "LiveTrace",
+    "RankState",
+    "RankTotals",
+    "State",
+]

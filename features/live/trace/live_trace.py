@@ -1,4 +1,5 @@
-"""Follows a trace while it is recorded, until it is finished; opens a finished one in the same way."""
+"""Follows a trace while it is recorded, until it is finished; opens a finished one in
+the same way."""
 
 import socket
 import time
@@ -28,32 +29,40 @@ from ebbtide.profiler.trace.files import META, read_meta
 from ebbtide.profiler.trace.metadata import parse_meta
 from ebbtide.profiler.trace.schema import SORT
 
-# waiting: nothing was recorded yet. recording: a process records. silent: none has recorded anything for long.
-# finishing: all processes have ended, and the trace is being written. cut off: they have, and nobody finishes it.
-# complete: the trace is finished. gone: the trace was removed, since nothing was recorded.
-State = Literal["waiting", "recording", "silent", "finishing", "cut off", "complete", "gone"]
+# waiting: nothing was recorded yet. recording: a process records. silent: none has
+# recorded anything for long. finishing: all processes have ended, and the trace is
+# being written. cut off: they have, and nobody finishes it. complete: the trace is
+# finished. gone: the trace was removed, since nothing was recorded.
+State = Literal[
+    "waiting", "recording", "silent", "finishing", "cut off", "complete", "gone"
+]
 
-# A process that runs is silent if it has recorded nothing for so long, and for so many of its longest iterations.
+# A process that runs is silent if it has recorded nothing for so long, and for so many
+# of its longest iterations.
 _SILENT_S = 10.0
 _SILENT_ITERATIONS = 5.0
-# Samples of the link have a window, and those of the GPU's state hold, for so long at most.
+# Samples of the link have a window, and those of the GPU's state hold, for so long at
+# most.
 _MARGIN_NS = 1_000_000_000
 _SAMPLED = ("link", "gpu")
 
 
 class LiveTrace:
-    """The last iterations of a trace, whether it is being recorded or is finished. Each `poll` reads what a recording
-    has gained; memory is bounded by the number of iterations. Nothing is locked or written, and the job is not touched.
-    When the recording has been finished, the tables are read instead."""
+    """The last iterations of a trace, whether it is being recorded or is finished. Each
+    `poll` reads what a recording has gained; memory is bounded by the number of
+    iterations. Nothing is locked or written, and the job is not touched. When the
+    recording has been finished, the tables are read instead."""
 
     def __init__(self, path: str | Path, iterations: int = 50) -> None:
         self.path = Path(path)  # The trace.
         self.state: State = "waiting"  # See `State`.
-        # The last iterations, and one before them as warm-up; None until a process has begun to record.
+        # The last iterations, and one before them as warm-up; None until a process has
+        # begun to record.
         self.trace: Trace | None = None
         self._iterations = iterations
         self._tail: RecordingTail | None = None
-        self.finished: Trace | None = None  # The whole trace; None until it is finished.
+        # The whole trace; None until it is finished.
+        self.finished: Trace | None = None
         # Modification time and inode of meta.json, and when its recording began.
         self._stamp: tuple[int, int] | None = None
         self._started_ns: Any = None
@@ -61,7 +70,8 @@ class LiveTrace:
 
     @property
     def behind(self) -> bool:
-        """Whether a long recording has not been read to its end yet: figures are those of an earlier time."""
+        """Whether a long recording has not been read to its end yet: figures are those
+        of an earlier time."""
         return self._tail is not None and self._tail.behind
 
     @property
@@ -70,36 +80,46 @@ class LiveTrace:
         return self.trace.ranks if self.trace is not None else []
 
     def poll(self) -> bool:
-        """Read what was recorded since the last call; return whether anything has changed. Raises TraceError where the
-        path is no trace, is damaged, or has a newer schema."""
+        """Read what was recorded since the last call; return whether anything has
+        changed. Raises TraceError where the path is no trace, is damaged, or has a
+        newer schema."""
         before = self.state
         if self._meta_changed():
             self._open()
         if self._tail is not None:
-            # The tables may be there while the spools still are, but not the other way round.
+            # The tables may be there while the spools still are, but not the other way
+            # round.
             changed = self._tail.poll()
             if changed or self.trace is None:
                 window = self._tail.trace()
-                self.trace = None if window is None else last_iterations(window, self._iterations)
+                self.trace = (
+                    None
+                    if window is None
+                    else last_iterations(window, self._iterations)
+                )
             self._totals.clear()
             self.state = self._recording_state(self._tail)
             return changed or self.state != before
         return self.state != before
 
     def rank(self, rank: int) -> LiveRank:
-        """Measure one rank. Raises TraceError for a rank that has not begun to record."""
+        """Measure one rank. Raises TraceError for a rank that has not begun to
+        record."""
         if self.trace is None:
             raise TraceError(f"{self.path}: nothing was recorded yet")
         return rank_figures(self.trace, rank, self._rank_state(rank))
 
     def totals(self, rank: int) -> RankTotals:
-        """Return the sums of a rank so far, which never decrease. Raises TraceError for one that has not begun."""
+        """Return the sums of a rank so far, which never decrease. Raises TraceError for
+        one that has not begun."""
         if rank not in self.ranks:
             raise TraceError(f"{self.path} has no rank {rank}")
         if rank not in self._totals:
             if self._tail is not None:
                 moved = self._tail.link_bytes(rank) or {}
-                self._totals[rank] = rank_totals(self._tail.counts(rank), {d: moved.get(d) for d in DIRECTIONS})
+                self._totals[rank] = rank_totals(
+                    self._tail.counts(rank), {d: moved.get(d) for d in DIRECTIONS}
+                )
             elif self.finished is not None:
                 self._totals[rank] = totals_of_trace(self.finished, rank)
         return self._totals[rank]
@@ -108,22 +128,31 @@ class LiveTrace:
         try:
             status = (self.path / META).stat()
         except FileNotFoundError:
-            if self._stamp is None and (not self.path.exists() or self._is_new_recording()):
+            if self._stamp is None and (
+                not self.path.exists() or self._is_new_recording()
+            ):
                 return False
             if self._stamp is None:
-                raise TraceError(f"{self.path} is not a trace: it has no readable {META}") from None
+                raise TraceError(
+                    f"{self.path} is not a trace: it has no readable {META}"
+                ) from None
             self.state, self._tail, self._stamp = "gone", None, None
             return False
         except OSError as error:
-            raise TraceError(f"{self.path} is not a trace: {error.strerror or error}") from None
+            raise TraceError(
+                f"{self.path} is not a trace: {error.strerror or error}"
+            ) from None
         stamp = status.st_mtime_ns, status.st_ino
         changed, self._stamp = stamp != self._stamp, stamp
         return changed
 
     def _is_new_recording(self) -> bool:
-        """Return whether a folder without meta.json may be that of a recording that begins this moment."""
+        """Return whether a folder without meta.json may be that of a recording that
+        begins this moment."""
         try:
-            return self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= {"spool", f"{META}.new"}
+            return self.path.is_dir() and {
+                entry.name for entry in self.path.iterdir()
+            } <= {"spool", f"{META}.new"}
         except OSError:
             return False
 
@@ -144,7 +173,9 @@ class LiveTrace:
         self.state = "complete"
 
     def _recording_state(self, tail: RecordingTail) -> State:
-        if self.trace is None and not any(process.last_record_ns for process in tail.processes.values()):
+        if self.trace is None and not any(
+            process.last_record_ns for process in tail.processes.values()
+        ):
             return "waiting" if self._collector_may_run(tail) else "cut off"
         states = {self._rank_state(rank) for rank in self.ranks}
         for state in ("recording", "silent"):
@@ -168,7 +199,11 @@ class LiveTrace:
         if self.trace is not None:
             times = intervals(self.trace, rank, device_times=False)
             longest_s = float((times.ends - times.starts).max(initial=0)) / 1e9
-        return "silent" if silence_s > max(_SILENT_S, longest_s * _SILENT_ITERATIONS) else "recording"
+        return (
+            "silent"
+            if silence_s > max(_SILENT_S, longest_s * _SILENT_ITERATIONS)
+            else "recording"
+        )
 
     def _collector_may_run(self, tail: RecordingTail) -> bool:
         return not self._on_this_host(tail) or collector_runs(self.path)
@@ -179,24 +214,45 @@ class LiveTrace:
 
 
 def last_iterations(trace: Trace, count: int) -> Trace:
-    """Return the last iterations of a trace, and one before them as warm-up, since its start is known by the host's
-    clock alone; the same trace where it has not so many, or none."""
-    spans = {rank: intervals(trace, rank, device_times=False).spans for rank in trace.ranks}
-    newest = max((int(rows["iteration"].max()) for rows in spans.values() if len(rows)), default=-1)
+    """Return the last iterations of a trace, and one before them as warm-up, since its
+    start is known by the host's clock alone; the same trace where it has not so many,
+    or none."""
+    spans = {
+        rank: intervals(trace, rank, device_times=False).spans for rank in trace.ranks
+    }
+    newest = max(
+        (int(rows["iteration"].max()) for rows in spans.values() if len(rows)),
+        default=-1,
+    )
     first = newest - count
-    oldest = min((int(rows["iteration"].min()) for rows in spans.values() if len(rows)), default=first)
+    oldest = min(
+        (int(rows["iteration"].min()) for rows in spans.values() if len(rows)),
+        default=first,
+    )
     if oldest >= first:
         return trace
     # A rank that has not got so far begins where its last iteration ended.
     starts = {rank: _start_ns(rows, first) for rank, rows in spans.items()}
     entries = [
-        {**entry, "first_iteration_start_ns": start_ns} if (start_ns := starts[entry["rank"]]) is not None else entry
+        {**entry, "first_iteration_start_ns": start_ns}
+        if (start_ns := starts[entry["rank"]]) is not None
+        else entry
         for entry in trace.raw_meta["ranks"]
     ]
     _, warmup = steady_iterations(trace)
-    dropped = len({int(i) for rows in spans.values() for i in rows["iteration"] if i < first})
-    meta = {**trace.raw_meta, "ranks": entries, "warmup_iterations": max(1, warmup - dropped)}
-    return Trace(trace.path, meta, lambda rank, table: _cut(trace.table(rank, table), table, first, starts[rank]))
+    dropped = len(
+        {int(i) for rows in spans.values() for i in rows["iteration"] if i < first}
+    )
+    meta = {
+        **trace.raw_meta,
+        "ranks": entries,
+        "warmup_iterations": max(1, warmup - dropped),
+    }
+    return Trace(
+        trace.path,
+        meta,
+        lambda rank, table: _cut(trace.table(rank, table), table, first, starts[rank]),
+    )
 
 
 def _start_ns(spans: pd.DataFrame, first: int) -> int | None:
@@ -206,14 +262,23 @@ def _start_ns(spans: pd.DataFrame, first: int) -> int | None:
     return int(spans["end_ns"].iloc[-1]) if len(spans) else None
 
 
-def _cut(rows: pd.DataFrame, table: str, first: int, start_ns: int | None) -> pd.DataFrame:
-    """Return the rows of a table that belong to the iterations from `first` on, or to times from `start_ns` on."""
+def _cut(
+    rows: pd.DataFrame, table: str, first: int, start_ns: int | None
+) -> pd.DataFrame:
+    """Return the rows of a table that belong to the iterations from `first` on, or to
+    times from `start_ns` on."""
     if start_ns is None or rows.empty:
         return rows
     if table in ("phases", "ops", "iteration_marks"):
-        later = rows["iteration"].ge(first) | (rows["iteration"].isna() & (rows[SORT[table]] >= start_ns))
+        later = rows["iteration"].ge(first) | (
+            rows["iteration"].isna() & (rows[SORT[table]] >= start_ns)
+        )
         later = later.fillna(False).astype(bool)
-        return select_rows(rows, later) if table == "ops" else rows[later].reset_index(drop=True)
+        return (
+            select_rows(rows, later)
+            if table == "ops"
+            else rows[later].reset_index(drop=True)
+        )
     if table == "memory":
         return _memory_from(rows, start_ns)
     if table in _SAMPLED:
@@ -223,7 +288,8 @@ def _cut(rows: pd.DataFrame, table: str, first: int, start_ns: int | None) -> pd
 
 
 def _memory_from(rows: pd.DataFrame, start_ns: int) -> pd.DataFrame:
-    """Return the samples of memory from a time on, with the last one of each pool before it."""
+    """Return the samples of memory from a time on, with the last one of each pool
+    before it."""
     begin = int(np.searchsorted(rows["t_ns"].to_numpy(), start_ns))
     last = ~rows.iloc[:begin].duplicated(["device", "pool"], keep="last")
     return pd.concat([rows.iloc[:begin][last], rows.iloc[begin:]], ignore_index=True)

@@ -1,4 +1,5 @@
-"""The terminal app: panels of one rank, kept up to date by a thread that reads snapshots."""
+"""The terminal app: panels of one rank, kept up to date by a thread that reads
+snapshots."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,8 +16,18 @@ from textual.widgets import Footer
 
 from ebbtide.errors import UserError
 from ebbtide.features.live.view import panels
-from ebbtide.features.live.view.screens import ViewPage, findings_text, help_text, log_text
-from ebbtide.features.live.view.snapshot import MAX_ITERATIONS, RecordingSnapshot, SelectedRank, SnapshotReader
+from ebbtide.features.live.view.screens import (
+    ViewPage,
+    findings_text,
+    help_text,
+    log_text,
+)
+from ebbtide.features.live.view.snapshot import (
+    MAX_ITERATIONS,
+    RecordingSnapshot,
+    SelectedRank,
+    SnapshotReader,
+)
 from ebbtide.profiler.recording.launch import BackgroundJob
 
 ZOOMS = (1, 2, 5, 10, 20, 50, MAX_ITERATIONS)
@@ -25,9 +36,15 @@ _Draw = Callable[[SelectedRank, int, int], Text]
 
 
 class Panel(Widget):
-    """A part of the screen that is drawn from the newest snapshot; it has `count_rows` where its height is `auto`."""
+    """A part of the screen that is drawn from the newest snapshot; it has `count_rows`
+    where its height is `auto`."""
 
-    def __init__(self, draw: Callable[[int, int], Text], panel_id: str, count_rows: Callable[[], int] = int) -> None:
+    def __init__(
+        self,
+        draw: Callable[[int, int], Text],
+        panel_id: str,
+        count_rows: Callable[[], int] = int,
+    ) -> None:
         super().__init__(id=panel_id)
         self._draw = draw
         self._count_rows = count_rows
@@ -40,7 +57,8 @@ class Panel(Widget):
 
 
 class LiveView(App[str]):
-    """The view of one recording, which ends with its job if it has one. Its result is an error to print, or None."""
+    """The view of one recording, which ends with its job if it has one. Its result is
+    an error to print, or None."""
 
     TITLE = "ebbtide watch"
     ENABLE_COMMAND_PALETTE = False
@@ -90,7 +108,12 @@ class LiveView(App[str]):
         Binding("ctrl+c", "interrupt", show=False, priority=True),
     ]
 
-    def __init__(self, reader: SnapshotReader, snapshot: RecordingSnapshot, job: BackgroundJob | None = None) -> None:
+    def __init__(
+        self,
+        reader: SnapshotReader,
+        snapshot: RecordingSnapshot,
+        job: BackgroundJob | None = None,
+    ) -> None:
         super().__init__()
         self.animation_level = "none"
         self.snapshot = snapshot
@@ -104,7 +127,10 @@ class LiveView(App[str]):
         self._ends = False
 
     def compose(self) -> ComposeResult:
-        yield Panel(lambda w, h: panels.draw_header(self.snapshot, self._view, self.paused, w), "header")
+        yield Panel(
+            lambda w, h: panels.draw_header(self.snapshot, self._view, self.paused, w),
+            "header",
+        )
         yield Panel(lambda w, h: panels.draw_waiting(self.snapshot, w, h), "waiting")
         with Container(id="body"):
             with Vertical(id="left"):
@@ -113,12 +139,22 @@ class LiveView(App[str]):
                 yield self._panel(panels.draw_link, "link")
             with Vertical(id="right"):
                 yield self._panel(panels.draw_windows, "windows")
-                yield self._panel(panels.draw_ranks, "ranks", lambda: len(self.snapshot.ranks) + 1)
-                yield Panel(lambda w, h: panels.draw_findings(self.snapshot, w, h), "findings")
+                yield self._panel(
+                    panels.draw_ranks, "ranks", lambda: len(self.snapshot.ranks) + 1
+                )
+                yield Panel(
+                    lambda w, h: panels.draw_findings(self.snapshot, w, h), "findings"
+                )
         yield Footer(compact=True)
 
-    def _panel(self, draw: _Draw, panel_id: str, count_rows: Callable[[], int] = int) -> Panel:
-        return Panel(lambda w, h: Text() if self._view is None else draw(self._view, w, h), panel_id, count_rows)
+    def _panel(
+        self, draw: _Draw, panel_id: str, count_rows: Callable[[], int] = int
+    ) -> Panel:
+        return Panel(
+            lambda w, h: Text() if self._view is None else draw(self._view, w, h),
+            panel_id,
+            count_rows,
+        )
 
     def on_mount(self) -> None:
         self._show()
@@ -129,7 +165,8 @@ class LiveView(App[str]):
         self._wake.set()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Show keys of the output only where the view runs the job, and of ranks where there are several."""
+        """Show keys of the output only where the view runs the job, and of ranks where
+        there are several."""
         if len(self.screen_stack) > 1:
             # A page lies over the view.
             return action in _PAGE_ACTIONS
@@ -172,9 +209,13 @@ class LiveView(App[str]):
         self._view = view = None
         if self.snapshot.trace is not None and figures:
             chosen = figures.get(self._rank, self.snapshot.ranks[0])
-            self._view = view = SelectedRank(self.snapshot, chosen, self.snapshot.trace, self.iterations)
+            self._view = view = SelectedRank(
+                self.snapshot, chosen, self.snapshot.trace, self.iterations
+            )
         self.set_class(view is None, "-empty")
-        self.set_class(view is not None and not (view.figures.link or view.figures.gpu), "-plain")
+        self.set_class(
+            view is not None and not (view.figures.link or view.figures.gpu), "-plain"
+        )
         for panel in self.query(Panel):
             panel.refresh(layout=panel.id == "ranks")
 
@@ -189,7 +230,9 @@ class LiveView(App[str]):
             self._wake.set()
 
     def action_zoom(self, step: int) -> None:
-        self.iterations = ZOOMS[min(max(ZOOMS.index(self.iterations) + step, 0), len(ZOOMS) - 1)]
+        self.iterations = ZOOMS[
+            min(max(ZOOMS.index(self.iterations) + step, 0), len(ZOOMS) - 1)
+        ]
         self._show()
 
     def action_pause(self) -> None:

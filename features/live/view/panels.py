@@ -1,4 +1,5 @@
-"""The panels of the view: charts of phases, memory and link by letters and blocks; text on windows, ranks, findings."""
+"""The panels of the view: charts of phases, memory and link by letters and blocks; text
+on windows, ranks, findings."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,11 @@ from ebbtide.analysis.tables.windows import recurring_table
 from ebbtide.analysis.timeline.styles import COLORS
 from ebbtide.analysis.timeseries.step_functions import Floats, peak_between
 from ebbtide.features.live.trace import LiveRank, series
-from ebbtide.features.live.view.snapshot import RecordingSnapshot, SeenFinding, SelectedRank
+from ebbtide.features.live.view.snapshot import (
+    RecordingSnapshot,
+    SeenFinding,
+    SelectedRank,
+)
 from ebbtide.foreign_text import masked
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.units import bytes_text, ms_text, rate_text
@@ -30,7 +35,8 @@ DIM = "dim"
 
 
 def phase_style(phase: str) -> str:
-    """Return the style of a letter of a phase: dark on the colour that the phase has in plots."""
+    """Return the style of a letter of a phase: dark on the colour that the phase has in
+    plots."""
     foreground = "#d3d9de" if phase == "other" else "#101418"
     return f"{foreground} on {COLORS[phase].dark}"
 
@@ -45,17 +51,23 @@ def legend() -> Text:
 
 
 def level_rows(shares: Iterable[float], height: int) -> list[str]:
-    """Draw columns of blocks from 0 to 1 (NaN: empty; above 0 at least the lowest block), as rows from the top."""
+    """Draw columns of blocks from 0 to 1 (NaN: empty; above 0 at least the lowest
+    block), as rows from the top."""
     steps = (len(_LEVELS) - 1) * height
-    levels = [0 if math.isnan(share) else min(steps, math.ceil(share * steps - 1e-9)) for share in shares]
+    levels = [
+        0 if math.isnan(share) else min(steps, math.ceil(share * steps - 1e-9))
+        for share in shares
+    ]
     full = len(_LEVELS) - 1
     return [
-        "".join(_LEVELS[min(full, max(0, level - row * full))] for level in levels) for row in reversed(range(height))
+        "".join(_LEVELS[min(full, max(0, level - row * full))] for level in levels)
+        for row in reversed(range(height))
     ]
 
 
 def lines(rows: Sequence[Text], width: int, height: int) -> Text:
-    """Join rows to a text of at most a width and a height; what does not fit is cut off."""
+    """Join rows to a text of at most a width and a height; what does not fit is cut
+    off."""
     kept = list(rows)[: max(height, 0)]
     for row in kept:
         row.plain = masked(row.plain)
@@ -83,24 +95,42 @@ _STATES = {
 
 
 def draw_phases(view: SelectedRank, width: int, height: int) -> Text:
-    """Draw the newest iterations, a row each and the newest first, in the scale of the longest."""
+    """Draw the newest iterations, a row each and the newest first, in the scale of the
+    longest."""
     times = intervals(view.trace, view.figures.rank)
-    spans = times.spans[["iteration", "start_ns", "end_ns"]].tail(min(view.iterations, max(height - 1, 1)))
+    spans = times.spans[["iteration", "start_ns", "end_ns"]].tail(
+        min(view.iterations, max(height - 1, 1))
+    )
     if spans.empty:
-        return lines([title("Phases"), Text(no_iterations(view.trace), DIM)], width, height)
+        return lines(
+            [title("Phases"), Text(no_iterations(view.trace), DIM)], width, height
+        )
     medians = view.figures.median_ms
     details = "  ".join(
-        f"{LETTERS[part]} {part} {ms_text(medians[part]).removesuffix(' ms')}" for part in LETTERS if part in medians
+        f"{LETTERS[part]} {part} {ms_text(medians[part]).removesuffix(' ms')}"
+        for part in LETTERS
+        if part in medians
     )
     of_medians = " (medians)" if len(details) + 20 <= width else ""
     lengths_ns = (spans["end_ns"] - spans["start_ns"]).tolist()
-    labels = [f"{number} {ms_text(ns / 1e6):>9} " for number, ns in zip(spans["iteration"], lengths_ns, strict=True)]
+    labels = [
+        f"{number} {ms_text(ns / 1e6):>9} "
+        for number, ns in zip(spans["iteration"], lengths_ns, strict=True)
+    ]
     label_width = max(map(len, labels))
     scale = max(width - label_width, 0) / max(*lengths_ns, 1)
     rows = []
-    for label, start_ns, length_ns in zip(labels, spans["start_ns"].tolist(), lengths_ns, strict=True):
-        edges = series.column_edges(start_ns, start_ns + length_ns, round(length_ns * scale))
-        rows.append(Text(label.rjust(label_width)).append_text(_letters(series.phase_columns(times, edges))))
+    for label, start_ns, length_ns in zip(
+        labels, spans["start_ns"].tolist(), lengths_ns, strict=True
+    ):
+        edges = series.column_edges(
+            start_ns, start_ns + length_ns, round(length_ns * scale)
+        )
+        rows.append(
+            Text(label.rjust(label_width)).append_text(
+                _letters(series.phase_columns(times, edges))
+            )
+        )
     rows.append(title("Phases", f"{details} ms{of_medians}" if details else ""))
     return lines(rows[::-1], width, height)
 
@@ -109,18 +139,26 @@ def _letters(phases: Iterable[str | None]) -> Text:
     """Draw a letter per column on the colour of its phase."""
     text = Text()
     for phase, run in groupby(phases):
-        text.append((LETTERS[phase] if phase else " ") * len(list(run)), phase_style(phase) if phase else "")
+        text.append(
+            (LETTERS[phase] if phase else " ") * len(list(run)),
+            phase_style(phase) if phase else "",
+        )
     return text
 
 
 def draw_memory(view: SelectedRank, width: int, height: int) -> Text:
-    """Draw memory over time, the capacity at the top, and below it the phases by letters."""
+    """Draw memory over time, the capacity at the top, and below it the phases by
+    letters."""
     memory = view.figures.memory
     if memory is None or view.range_ns is None:
         return lines([title("Memory"), Text(NO_MEMORY, DIM)], width, height)
     columns = max(width - _LABEL, 1)
     edges = series.column_edges(*view.range_ns, columns)
-    sizes = peak_between(*memory_timeline(view.trace, view.figures.rank, memory.pool), edges[:-1], edges[1:])
+    sizes = peak_between(
+        *memory_timeline(view.trace, view.figures.rank, memory.pool),
+        edges[:-1],
+        edges[1:],
+    )
     peak = float(np.nanmax(sizes)) if np.isfinite(sizes).any() else 1.0
     capacity = memory.capacity_bytes
     at_capacity = capacity is not None and peak >= _MIN_SHARE_OF_CAPACITY * capacity
@@ -138,19 +176,24 @@ def draw_memory(view: SelectedRank, width: int, height: int) -> Text:
     for label, row in zip(labels, chart, strict=True):
         rows.append(Text(f"{label:>{_LABEL - 1}} ").append(row, COLORS[color].dark))
     times = intervals(view.trace, view.figures.rank, device_times=False)
-    phases = Text(f"{'phase':>{_LABEL - 1}} ").append_text(_letters(series.phase_columns(times, edges)))
+    phases = Text(f"{'phase':>{_LABEL - 1}} ").append_text(
+        _letters(series.phase_columns(times, edges))
+    )
     return lines([*rows, phases], width, height)
 
 
 def draw_link(view: SelectedRank, width: int, height: int) -> Text:
-    """Draw the rate of the link per direction as a share of its peak, and the utilization of the GPU."""
+    """Draw the rate of the link per direction as a share of its peak, and the
+    utilization of the GPU."""
     rank, figures = view.figures.rank, view.figures
     if view.range_ns is None or not (figures.link or figures.gpu):
         return lines([title("Link", no_link(view.trace, [rank]))], width, height)
     edges = series.column_edges(*view.range_ns, max(width - _LABEL, 1))
     charts: list[tuple[str, str, Floats]] = []
     for direction in DIRECTIONS:
-        if (moved := traffic(view.trace, rank, direction)) is not None and direction in figures.link:
+        if (
+            moved := traffic(view.trace, rank, direction)
+        ) is not None and direction in figures.link:
             link = figures.link[direction]
             rates = moved.bytes(edges[:-1], edges[1:]) / (np.diff(edges) / 1e9)
             # The peak of the link, else the largest of the rates.
@@ -161,44 +204,84 @@ def draw_link(view: SelectedRank, width: int, height: int) -> Text:
     if "utilization_percent" in figures.gpu:
         used = series.gpu_columns(view.trace, rank, "utilization_percent", edges)
         power = f"{figures.gpu['power_w']:.0f} W" if "power_w" in figures.gpu else ""
-        charts.append((f"GPU {power:>11} {figures.gpu['utilization_percent']:>4.0f} %", "compute", used / 100))
-    peak = next((link.peak_bytes_per_s for link in figures.link.values() if link.peak_bytes_per_s), None)
-    details = f"full height is the peak of {rate_text(peak)} per direction" if peak else "peak not known"
-    rows = [title("Link and GPU" if "utilization_percent" in figures.gpu else "Link", details)]
+        charts.append(
+            (
+                f"GPU {power:>11} {figures.gpu['utilization_percent']:>4.0f} %",
+                "compute",
+                used / 100,
+            )
+        )
+    peak = next(
+        (
+            link.peak_bytes_per_s
+            for link in figures.link.values()
+            if link.peak_bytes_per_s
+        ),
+        None,
+    )
+    details = (
+        f"full height is the peak of {rate_text(peak)} per direction"
+        if peak
+        else "peak not known"
+    )
+    rows = [
+        title(
+            "Link and GPU" if "utilization_percent" in figures.gpu else "Link", details
+        )
+    ]
     of_each = max(1, (height - 1) // max(len(charts), 1))
     for label, color, shares in charts:
         # A row stays free between charts that have several.
-        chart = [" " * len(shares)] * (of_each > 1) + level_rows(shares, max(of_each - 1, 1))
+        chart = [" " * len(shares)] * (of_each > 1) + level_rows(
+            shares, max(of_each - 1, 1)
+        )
         for number, row in enumerate(chart):
             text = label if number == len(chart) - 1 else ""
             rows.append(Text(f"{text:<{_LABEL}}").append(row, COLORS[color].dark))
     return lines(rows, width, height)
 
 
-def draw_header(snapshot: RecordingSnapshot, view: SelectedRank | None, paused: bool, width: int) -> Text:
+def draw_header(
+    snapshot: RecordingSnapshot, view: SelectedRank | None, paused: bool, width: int
+) -> Text:
     """Draw the trace, its state, and the selected rank."""
-    row = Text.assemble((snapshot.path.name, "bold"), "  ", ("paused" if paused else snapshot.state, "reverse"))
+    row = Text.assemble(
+        (snapshot.path.name, "bold"),
+        "  ",
+        ("paused" if paused else snapshot.state, "reverse"),
+    )
     if snapshot.behind:
         row.append("  reading what was recorded so far ...")
     if view is not None:
         figures = view.figures
-        row.append(f"  rank {figures.rank} of {len(snapshot.ranks)} on {figures.device}")
+        row.append(
+            f"  rank {figures.rank} of {len(snapshot.ranks)} on {figures.device}"
+        )
         if figures.iteration is not None:
-            row.append(f"  iteration {figures.iteration:,}  median {ms_text(figures.median_ms.get('iteration'))}")
+            row.append(
+                f"  iteration {figures.iteration:,}  median "
+                f"{ms_text(figures.median_ms.get('iteration'))}"
+            )
     if snapshot.state in _STATES:
         row.append(f"  {_STATES[snapshot.state]}", DIM)
     return lines([row], width, 1)
 
 
 def draw_windows(view: SelectedRank, width: int, height: int) -> Text:
-    """Draw the windows of free memory that recur in every iteration, the longest first."""
+    """Draw the windows of free memory that recur in every iteration, the longest
+    first."""
     windows = view.snapshot.windows
     if windows is None:
         return lines([title("Windows", "looking ...")], width, height)
     if windows.missing:
         return lines([title("Windows", windows.missing[0])], width, height)
     table = recurring_table(windows, [view.figures.rank])
-    table = replace(table, all_rows=sorted(table.all_rows, key=lambda window: window.start_ms - window.end_ms))
+    table = replace(
+        table,
+        all_rows=sorted(
+            table.all_rows, key=lambda window: window.start_ms - window.end_ms
+        ),
+    )
     if not table:
         rows = [Text("none", DIM)]
     elif height > 2:
@@ -210,9 +293,13 @@ def draw_windows(view: SelectedRank, width: int, height: int) -> Text:
 
 
 def first_row(table: Table) -> Text:
-    """Return the first row of a table as one line, each figure with its label and unit."""
+    """Return the first row of a table as one line, each figure with its label and
+    unit."""
     figures = {True: "{0.label} {1.text} {0.unit}", False: "{1.text}"}
-    parts = [figures[column.is_number].format(column, column.cells[0]) for column in table.columns]
+    parts = [
+        figures[column.is_number].format(column, column.cells[0])
+        for column in table.columns
+    ]
     return Text("  ".join(parts))
 
 
@@ -220,7 +307,10 @@ def draw_ranks(view: SelectedRank, width: int, height: int) -> Text:
     """Draw a row per rank, those around the selected one where not all have room."""
     ranks = view.snapshot.ranks
     on_cpu = ran_on_cpu(view.trace)
-    header = f"{'rank':>5} {'device':<6} {'state':<9} {'iteration':>9} {'last':>9} {'update':>9} {'free':>9}"
+    header = (
+        f"{'rank':>5} {'device':<6} {'state':<9} {'iteration':>9} {'last':>9} "
+        f"{'update':>9} {'free':>9}"
+    )
     header += "" if on_cpu else f" {'h2d':>5} {'d2h':>5} {'GPU':>5}"
     selected = ranks.index(view.figures)
     shown = max(height - 1, 1)
@@ -228,22 +318,38 @@ def draw_ranks(view: SelectedRank, width: int, height: int) -> Text:
     rows = [Text(header, TITLE)]
     for figures in ranks[first : first + shown]:
         is_selected = figures is view.figures and len(ranks) > 1
-        rows.append(Text((">" if is_selected else " ") + _rank_row(figures, on_cpu), TITLE if is_selected else ""))
+        rows.append(
+            Text(
+                (">" if is_selected else " ") + _rank_row(figures, on_cpu),
+                TITLE if is_selected else "",
+            )
+        )
     return lines(rows, width, height)
 
 
 def _rank_row(figures: LiveRank, on_cpu: bool) -> str:
     free = None if figures.memory is None else figures.memory.free_bytes
     iteration = "-" if figures.iteration is None else f"{figures.iteration:,}"
-    row = f"{figures.rank:>4} {figures.device or '-':<6} {figures.state:<9} {iteration:>9}"
-    row += f" {ms_text(figures.last_ms.get('iteration')):>9} {ms_text(figures.last_ms.get('update')):>9}"
+    row = (
+        f"{figures.rank:>4} {figures.device or '-':<6} {figures.state:<9} "
+        f"{iteration:>9}"
+    )
+    row += (
+        f" {ms_text(figures.last_ms.get('iteration')):>9} "
+        f"{ms_text(figures.last_ms.get('update')):>9}"
+    )
     row += f" {bytes_text(free):>9}"
     if on_cpu:
         return row
-    shares = [link.share if (link := figures.link.get(direction)) else None for direction in DIRECTIONS]
+    shares = [
+        link.share if (link := figures.link.get(direction)) else None
+        for direction in DIRECTIONS
+    ]
     used = figures.gpu.get("utilization_percent")
     percents = [None if share is None else 100 * share for share in shares] + [used]
-    return row + "".join(f" {'-' if percent is None else f'{percent:.0f} %':>5}" for percent in percents)
+    return row + "".join(
+        f" {'-' if percent is None else f'{percent:.0f} %':>5}" for percent in percents
+    )
 
 
 def draw_findings(snapshot: RecordingSnapshot, width: int, height: int) -> Text:
@@ -252,13 +358,19 @@ def draw_findings(snapshot: RecordingSnapshot, width: int, height: int) -> Text:
     if findings is None:
         return lines([title("Findings", "looking ...")], width, height)
     of = "of the trace" if snapshot.state == "complete" else "of the last iterations"
-    rows = [title(f"Findings {of}: {len(findings)}", "f: all of them with evidence" if findings else "")]
+    rows = [
+        title(
+            f"Findings {of}: {len(findings)}",
+            "f: all of them with evidence" if findings else "",
+        )
+    ]
     rows += [Text(finding_line(seen)) for seen in findings]
     return lines(rows, width, height)
 
 
 def finding_line(seen: SeenFinding) -> str:
-    """Return a finding as one line: its potential gain, its title, and since when it is true."""
+    """Return a finding as one line: its potential gain, its title, and since when it is
+    true."""
     gain = seen.finding.potential_gain_ms
     since = "" if seen.since is None else f" (since iteration {seen.since:,})"
     return f"{'-' if gain is None else ms_text(gain):>10}  {seen.finding.title}{since}"

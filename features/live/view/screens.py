@@ -46,9 +46,12 @@ Keys      n p, right left   next rank, previous rank
 
 
 class ViewPage(Screen[None]):
-    """A page that scrolls over the view; `from_end`: it begins at its end, and is kept up to date."""
+    """A page that scrolls over the view; `from_end`: it begins at its end, and is kept
+    up to date."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "app.pop_screen", "back")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q", "app.pop_screen", "back")
+    ]
 
     def __init__(self, draw: Callable[[], Text], from_end: bool = False) -> None:
         super().__init__()
@@ -81,7 +84,11 @@ def help_text() -> Text:
 def findings_text(snapshot: RecordingSnapshot) -> Text:
     """Return the findings of a snapshot, with evidence and advice."""
     if not snapshot.findings:
-        return Text("No rule has found anything yet." if snapshot.findings is None else "No rule found anything.")
+        return Text(
+            "No rule has found anything yet."
+            if snapshot.findings is None
+            else "No rule found anything."
+        )
     text = Text()
     for number, seen in enumerate(snapshot.findings, 1):
         text.append(f"{number}. {finding_line(seen).strip()}\n", "bold")
@@ -89,7 +96,8 @@ def findings_text(snapshot: RecordingSnapshot) -> Text:
             text.append(f"   - {evidence}\n")
         text.append(f"   {seen.finding.advice}\n\n")
     return text.append(
-        "The time before a title is the most that an iteration would gain. Gains overlap; do not add them."
+        "The time before a title is the most that an iteration would gain. Gains "
+        "overlap; do not add them."
     )
 
 

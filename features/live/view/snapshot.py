@@ -1,4 +1,5 @@
-"""Reads what the view shows: one snapshot of a recording after the other, and the end of the output of its job."""
+"""Reads what the view shows: one snapshot of a recording after the other, and the end
+of the output of its job."""
 
 import os
 import time
@@ -19,7 +20,8 @@ from ebbtide.profiler.trace.files import META, read_meta
 MAX_ITERATIONS = 100
 # Least free memory of the windows that are shown; the default of `ebbtide windows`.
 MIN_WINDOW_BYTES = 2**30
-# The view, and looks for findings, take at most one part in so many of the time of one core.
+# The view, and looks for findings, take at most one part in so many of the time of one
+# core.
 _LOOK_SHARE = 50
 _FINDINGS_SHARE = 100
 _MIN_PERIOD_S = 1.0
@@ -30,7 +32,8 @@ _TAIL_BYTES = 20_000
 
 @dataclass(frozen=True)
 class SeenFinding:
-    """A finding, and the newest iteration when it was first true; None of a trace that was finished by then."""
+    """A finding, and the newest iteration when it was first true; None of a trace that
+    was finished by then."""
 
     finding: Finding
     since: int | None
@@ -45,9 +48,11 @@ class RecordingSnapshot:
     behind: bool = False  # Whether it has not been read to its end yet.
     trace: Trace | None = None  # Its last iterations; None while nothing was recorded.
     ranks: tuple[LiveRank, ...] = ()  # Figures of each rank.
-    # What is true of the last iterations (of all, if the trace is finished); None before the first look.
+    # What is true of the last iterations (of all, if the trace is finished); None
+    # before the first look.
     findings: tuple[SeenFinding, ...] | None = None
-    windows: Windows | None = None  # Windows of the rank that was selected; None before the first look.
+    # Windows of the rank that was selected; None before the first look.
+    windows: Windows | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,8 @@ class SelectedRank:
 
 
 class SnapshotReader:
-    """Reads snapshots; and findings and windows as often as is cheap, but not for the first snapshot."""
+    """Reads snapshots; and findings and windows as often as is cheap, but not for the
+    first snapshot."""
 
     def __init__(self, live: LiveTrace) -> None:
         self.period_s = 0.0
@@ -82,7 +88,8 @@ class SnapshotReader:
         self._looked_at: tuple[State, int] | None = None
 
     def read(self, rank: int) -> RecordingSnapshot | None:
-        """Return a new snapshot; None if nothing has changed. Raises TraceError where the trace cannot be read."""
+        """Return a new snapshot; None if nothing has changed. Raises TraceError where
+        the trace cannot be read."""
         # What the screen has taken since the last snapshot counts, too.
         drawn_s = time.process_time() - self._read_until_s
         looked = self.period_s > 0 and self._look(rank)
@@ -91,31 +98,55 @@ class SnapshotReader:
         if changed:
             self._ranks = tuple(self._live.rank(number) for number in self._live.ranks)
         self._read_until_s = time.process_time()
-        self.period_s = max(_MIN_PERIOD_S, _LOOK_SHARE * (self._read_until_s - begun_s + drawn_s))
+        self.period_s = max(
+            _MIN_PERIOD_S, _LOOK_SHARE * (self._read_until_s - begun_s + drawn_s)
+        )
         if not changed and not looked:
             return None
         live = self._live
         return RecordingSnapshot(
-            live.path, live.state, live.behind, live.trace, self._ranks, self._findings, self._windows
+            live.path,
+            live.state,
+            live.behind,
+            live.trace,
+            self._ranks,
+            self._findings,
+            self._windows,
         )
 
     def _look(self, rank: int) -> bool:
         """Look for findings and windows if it is time; return whether it was."""
         trace = self._live.finished or self._live.trace
-        is_due = self._live.state == "recording" and time.monotonic() >= self._next_findings_s
+        is_due = (
+            self._live.state == "recording"
+            and time.monotonic() >= self._next_findings_s
+        )
         if trace is None or not (is_due or self._looked_at != (self._live.state, rank)):
             return False
         begun_s = time.thread_time()
-        iterations = [figures.iteration for figures in self._ranks if figures.iteration is not None]
-        newest = None if self._live.finished is not None else max(iterations, default=None)
+        iterations = [
+            figures.iteration
+            for figures in self._ranks
+            if figures.iteration is not None
+        ]
+        newest = (
+            None if self._live.finished is not None else max(iterations, default=None)
+        )
         if is_due or self._looked_at is None or self._looked_at[0] != self._live.state:
             findings = find(trace).findings
-            self._seen = {finding.rule: self._seen.get(finding.rule, newest) for finding in findings}
-            self._findings = tuple(SeenFinding(finding, self._seen[finding.rule]) for finding in findings)
+            self._seen = {
+                finding.rule: self._seen.get(finding.rule, newest)
+                for finding in findings
+            }
+            self._findings = tuple(
+                SeenFinding(finding, self._seen[finding.rule]) for finding in findings
+            )
         shown = [rank] if rank in trace.ranks else trace.ranks[:1]
         self._windows = find_windows(self._live.trace or trace, MIN_WINDOW_BYTES, shown)
         self._looked_at = self._live.state, rank
-        pause_s = max(_MIN_FINDINGS_PERIOD_S, _FINDINGS_SHARE * (time.thread_time() - begun_s))
+        pause_s = max(
+            _MIN_FINDINGS_PERIOD_S, _FINDINGS_SHARE * (time.thread_time() - begun_s)
+        )
         self._next_findings_s = time.monotonic() + pause_s
         return True
 
@@ -133,7 +164,8 @@ def tail(log: Path) -> str:
 
 
 def newest_recording(folder: Path) -> Path:
-    """Return the trace of a folder whose recording runs and began last. Raises UserError where none runs."""
+    """Return the trace of a folder whose recording runs and began last. Raises
+    UserError where none runs."""
     began: list[tuple[int, Path]] = []
     for path in sorted(folder.glob(f"*/{META}")):
         try:
@@ -144,6 +176,7 @@ def newest_recording(folder: Path) -> Path:
             began.append((int(meta.get("started_wall_ns") or 0), path.parent))
     if not began:
         raise UserError(
-            "no recording runs in this folder: name a trace (ebbtide watch RUN.ebb), or begin one (ebbtide profile)"
+            "no recording runs in this folder: name a trace (ebbtide watch RUN.ebb), "
+            "or begin one (ebbtide profile)"
         )
     return max(began)[1]

@@ -1,4 +1,5 @@
-"""A file that is read and written without the page cache, in large blocks by several threads; its file system."""
+"""A file that is read and written without the page cache, in large blocks by several
+threads; its file system."""
 
 import errno
 import fcntl
@@ -7,7 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.forks import Rest, WorkQueue, follow_forks, fork_generation
+from ebbtide.interleave.engine.forks import (
+    Rest,
+    WorkQueue,
+    follow_forks,
+    fork_generation,
+)
 from ebbtide.units import bytes_text
 
 # Offsets, lengths and addresses of direct I/O are multiples of this.
@@ -31,11 +37,15 @@ class NoSpace(EngineError):
 
 
 class DirectFile:
-    """A file that one process reads and writes, with O_DIRECT if the file system has it; created if it does not exist.
-    Offsets are multiples of PAGE, and memory is whole pages. Methods raise EngineError if it is in use or ends early,
-    or the disk is full. With `is_read_only` it must exist, and may be in use by this process with `is_shared`."""
+    """A file that one process reads and writes, with O_DIRECT if the file system has
+    it; created if it does not exist. Offsets are multiples of PAGE, and memory is whole
+    pages. Methods raise EngineError if it is in use or ends early, or the disk is full.
+    With `is_read_only` it must exist, and may be in use by this process with
+    `is_shared`."""
 
-    def __init__(self, path: Path, is_read_only: bool = False, is_shared: bool = False) -> None:
+    def __init__(
+        self, path: Path, is_read_only: bool = False, is_shared: bool = False
+    ) -> None:
         self.path = path
         self._flags = os.O_RDONLY if is_read_only else os.O_RDWR | os.O_CREAT
         # Whether the page cache is left out.
@@ -46,11 +56,14 @@ class DirectFile:
             raise EngineError(f"{path} cannot be opened: {error.strerror}") from None
         lock = fcntl.LOCK_SH if is_read_only else fcntl.LOCK_EX
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN if is_shared else lock | fcntl.LOCK_NB)
+            fcntl.flock(
+                self._descriptor, fcntl.LOCK_UN if is_shared else lock | fcntl.LOCK_NB
+            )
         except OSError:
             os.close(self._descriptor)
             raise EngineError(
-                f"{path} is in use by another optimizer, of this process or another: name another folder for each"
+                f"{path} is in use by another optimizer, of this process or another: "
+                "name another folder for each"
             ) from None
         # In bytes, when it was opened.
         self.size = os.fstat(self._descriptor).st_size
@@ -60,14 +73,16 @@ class DirectFile:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process has opened the file, and not one that it was forked from."""
+        """Whether this process has opened the file, and not one that it was forked
+        from."""
         return self._generation == fork_generation()
 
     @property
     def _file(self) -> int:
         if not self.is_own:
             raise EngineError(
-                f"{self.path} belongs to the process that this one was forked from: use the optimizer there"
+                f"{self.path} belongs to the process that this one was forked from: "
+                "use the optimizer there"
             )
         return self._descriptor
 
@@ -88,14 +103,17 @@ class DirectFile:
         self._move("written", os.pwritev, offset, memory)
 
     def allocate(self, offset: int, nbytes: int) -> None:
-        """Reserve space, so that no write fails later for lack of it. The size of the file is as before if it fails."""
+        """Reserve space, so that no write fails later for lack of it. The size of the
+        file is as before if it fails."""
         size = os.fstat(self._file).st_size
         try:
             os.posix_fallocate(self._file, offset, nbytes)
         except OSError as error:
             os.ftruncate(self._file, size)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise EngineError(f"{self.path} cannot be extended: {error.strerror}") from None
+                raise EngineError(
+                    f"{self.path} cannot be extended: {error.strerror}"
+                ) from None
             raise self.lacks_space(nbytes) from None
 
     @property
@@ -107,7 +125,8 @@ class DirectFile:
     def lacks_space(self, nbytes: int) -> "NoSpace":
         """Return the error for a file that needs so many bytes more than there are."""
         return NoSpace(
-            f"{self.path} needs {bytes_text(nbytes)} more, and {bytes_text(self.free_bytes)} are free: free space, "
+            f"{self.path} needs {bytes_text(nbytes)} more, and "
+            f"{bytes_text(self.free_bytes)} are free: free space, "
             "name another folder, or give state more host memory (host_memory_budget)"
         )
 
@@ -119,10 +138,13 @@ class DirectFile:
         try:
             os.fdatasync(self._file)
         except OSError as error:
-            raise EngineError(f"{self.path} cannot be written to its drive: {error.strerror}") from None
+            raise EngineError(
+                f"{self.path} cannot be written to its drive: {error.strerror}"
+            ) from None
 
     def drop_cache(self, offset: int, nbytes: int) -> None:
-        """Drop a part from the page cache, so that the next read comes from the drive."""
+        """Drop a part from the page cache, so that the next read comes from the
+        drive."""
         os.posix_fadvise(self._file, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
@@ -141,14 +163,24 @@ class DirectFile:
         self.is_direct = False
         return os.open(self.path, flags, 0o600)
 
-    def _move(self, verb: str, move: Callable[..., int], offset: int, memory: memoryview) -> None:
-        """Move blocks in both threads, and return when all have moved, even if one cannot."""
+    def _move(
+        self, verb: str, move: Callable[..., int], offset: int, memory: memoryview
+    ) -> None:
+        """Move blocks in both threads, and return when all have moved, even if one
+        cannot."""
         # As many blocks of the same size for each thread, so that they end together.
         rounds = -(-len(memory) // (THREADS * BLOCK_BYTES))
-        block_bytes = max(_MIN_BLOCK_BYTES, aligned(-(-len(memory) // (THREADS * rounds))))
-        blocks = [(start, min(start + block_bytes, len(memory))) for start in range(0, len(memory), block_bytes)]
+        block_bytes = max(
+            _MIN_BLOCK_BYTES, aligned(-(-len(memory) // (THREADS * rounds)))
+        )
+        blocks = [
+            (start, min(start + block_bytes, len(memory)))
+            for start in range(0, len(memory), block_bytes)
+        ]
         tasks = [
-            self._pool.submit(self._move_blocks, verb, move, offset, memory, blocks[number::THREADS])
+            self._pool.submit(
+                self._move_blocks, verb, move, offset, memory, blocks[number::THREADS]
+            )
             for number in range(min(THREADS, len(blocks)))
         ]
         errors = [error for task in tasks if (error := task.exception()) is not None]
@@ -156,28 +188,39 @@ class DirectFile:
             raise errors[0]
 
     def _move_blocks(
-        self, verb: str, move: Callable[..., int], offset: int, memory: memoryview, blocks: Sequence[tuple[int, int]]
+        self,
+        verb: str,
+        move: Callable[..., int],
+        offset: int,
+        memory: memoryview,
+        blocks: Sequence[tuple[int, int]],
     ) -> None:
         for start, end in blocks:
             while start < end:
                 try:
                     moved = move(self._file, [memory[start:end]], offset + start)
                 except OSError as error:
-                    raise EngineError(f"{self.path} cannot be {verb}: {error.strerror}") from None
+                    raise EngineError(
+                        f"{self.path} cannot be {verb}: {error.strerror}"
+                    ) from None
                 if not moved:
-                    raise EngineError(f"{self.path} ends early: it was cut short after it was opened")
+                    raise EngineError(
+                        f"{self.path} ends early: it was cut short after it was opened"
+                    )
                 # The rest of a short read or write starts at a whole page again.
                 start += moved if moved == end - start else moved // PAGE * PAGE
 
 
 def memory_file_system(folder: Path) -> str | None:
-    """Return the type of the file system of a folder if its files are in host memory, as in "tmpfs"; else None."""
+    """Return the type of the file system of a folder if its files are in host memory,
+    as in "tmpfs"; else None."""
     kind = file_system(folder)
     return kind if kind in _IN_MEMORY else None
 
 
 def file_system(folder: Path) -> str | None:
-    """Return the type of the file system of a folder, as in "ext4" or "tmpfs"; None if it is not known."""
+    """Return the type of the file system of a folder, as in "ext4" or "tmpfs"; None if
+    it is not known."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:

@@ -1,4 +1,5 @@
-"""Measures how fast a folder's file system reads and writes state, without the page cache."""
+"""Measures how fast a folder's file system reads and writes state, without the page
+cache."""
 
 import mmap
 import os
@@ -25,10 +26,12 @@ _Move = Callable[[int], None]
 
 
 class StorageFiles:
-    """Two files without a name, one to read and one to write, so that nothing is left behind however the process ends.
+    """Two files without a name, one to read and one to write, so that nothing is left
+    behind however the process ends.
 
-    `max_bytes` is the size of each, where the free space for this one of the ranks allows it. Raises EngineError if the
-    folder cannot be written, or has too little free space."""
+    `max_bytes` is the size of each, where the free space for this one of the ranks
+    allows it. Raises EngineError if the folder cannot be written, or has too little
+    free space."""
 
     def __init__(self, folder: Path, max_bytes: int, ranks: int) -> None:
         if not folder.is_dir():
@@ -41,7 +44,8 @@ class StorageFiles:
         if not self._piece_bytes:
             needed_bytes = 2 * PAGE / _MOST_OF_FREE_SPACE
             raise EngineError(
-                f"{folder} has {bytes_text(self.free_bytes)} free, too little to measure: free "
+                f"{folder} has {bytes_text(self.free_bytes)} free, too little to "
+                "measure: free "
                 f"{bytes_text(needed_bytes)}, or name another folder"
             )
         self._pieces = file_bytes // self._piece_bytes
@@ -52,7 +56,9 @@ class StorageFiles:
         self._memory = memoryview(pages)
         try:
             for number in range(2):
-                self._files.append(DirectFile(folder / f".ebbtide-storage-{os.getpid()}-{number}"))
+                self._files.append(
+                    DirectFile(folder / f".ebbtide-storage-{os.getpid()}-{number}")
+                )
                 self._files[-1].path.unlink()
         except BaseException:
             self.close()
@@ -72,7 +78,8 @@ class StorageFiles:
             file.close()
 
     def fill(self, limit_s: float = float("inf")) -> None:
-        """Write both files once, since first writes are slower; they become smaller if that takes too long."""
+        """Write both files once, since first writes are slower; they become smaller if
+        that takes too long."""
         end_s = time.perf_counter() + limit_s
         for number in range(self._pieces):
             for file in self._files:
@@ -83,11 +90,19 @@ class StorageFiles:
         for file in self._files:
             file.synchronize()
 
-    def rates(self, window_s: float = 0.0, wait: Callable[[], None] = lambda: None) -> tuple[list[float], ...]:
-        """Return the bytes/s of reads, of writes and of both at once, in rounds that share a window for each kind.
+    def rates(
+        self, window_s: float = 0.0, wait: Callable[[], None] = lambda: None
+    ) -> tuple[list[float], ...]:
+        """Return the bytes/s of reads, of writes and of both at once, in rounds that
+        share a window for each kind.
 
-        They take turns, since a drive that others use changes its speed by the second; `wait` is called before each."""
-        kinds: tuple[list[_Move], ...] = ([self._read], [self._write], [self._read, self._write])
+        They take turns, since a drive that others use changes its speed by the second;
+        `wait` is called before each."""
+        kinds: tuple[list[_Move], ...] = (
+            [self._read],
+            [self._write],
+            [self._read, self._write],
+        )
         rates: tuple[list[float], ...] = ([], [], [])
         for _ in range(_ROUNDS):
             for moves, own in zip(kinds, rates, strict=True):

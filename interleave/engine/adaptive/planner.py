@@ -1,4 +1,5 @@
-"""Makes plans from the rates and phases that the steps of a job show, and decides when a new plan is due."""
+"""Makes plans from the rates and phases that the steps of a job show, and decides when
+a new plan is due."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -7,11 +8,19 @@ from typing import Any
 
 import torch
 
-from ebbtide.interleave.engine.adaptive.rates import WEIGHT, correct_rates, planning_rates
+from ebbtide.interleave.engine.adaptive.rates import (
+    WEIGHT,
+    correct_rates,
+    planning_rates,
+)
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.options import Budget
 from ebbtide.interleave.engine.runtime.arena import plan_bytes, worst_case
-from ebbtide.interleave.engine.runtime.layout import Subgroup, most_frequent, state_elements
+from ebbtide.interleave.engine.runtime.layout import (
+    Subgroup,
+    most_frequent,
+    state_elements,
+)
 from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule, needed_host_bytes
@@ -22,13 +31,15 @@ from ebbtide.phases import BACKWARD, FORWARD, UPDATE
 from ebbtide.state_bytes import STATE_BYTES
 from ebbtide.units import bytes_text
 
-# The change of the share of clipped steps that calls for a new plan, and the weight of the last step in it.
+# The change of the share of clipped steps that calls for a new plan, and the weight of
+# the last step in it.
 _CLIP_DRIFT, _CLIP_WEIGHT = 0.15, 0.05
 # Minimum number of steps between two plans: the first and the largest value.
 _PATIENCE, _MAX_PATIENCE = 3, 96
 
 
-# A new plan is due if rates, phases or memory differ by more than this share from those of the last plan.
+# A new plan is due if rates, phases or memory differ by more than this share from those
+# of the last plan.
 _DRIFT = 0.15
 # If they differ by more than this share, the patience below does not count.
 _LEAP = 0.5
@@ -39,8 +50,9 @@ _WARM_UP_STEPS = 2
 
 
 class Planner:
-    """Makes plans for a running job, with supported overlaps alone; new ones only for policies that depend on rates.
-    `machine` has the first rates, then those corrected by the steps so far."""
+    """Makes plans for a running job, with supported overlaps alone; new ones only for
+    policies that depend on rates. `machine` has the first rates, then those corrected
+    by the steps so far."""
 
     def __init__(
         self,
@@ -80,40 +92,54 @@ class Planner:
         # The number of steps before the last plan.
         self._planned_step = 0
         self._patience = _PATIENCE
-        # The time of the last plan, on the clock of time.perf_counter, and how long planning took.
+        # The time of the last plan, on the clock of time.perf_counter, and how long
+        # planning took.
         self._planned_s = 0.0
         self._planning_s = 0.0
 
     def plan(self, budget: Budget | None) -> Plan:
-        """Make a plan from the rates and phases measured so far. Raises as `make_plan`, and EngineError if it needs
-        more device memory than the budget for state (None: no limit)."""
+        """Make a plan from the rates and phases measured so far. Raises as `make_plan`,
+        and EngineError if it needs more device memory than the budget for state (None:
+        no limit)."""
         begin_s = self._planned_s = time.perf_counter()
         # Also where there is no plan, so that the next one waits.
         self._planned_step = self._steps
         plan, needed_bytes = self._plan_and_bytes(budget)
-        # `adaptive` fits phases by its own rates: with the slow link of the worst case it would use no window.
+        # `adaptive` fits phases by its own rates: with the slow link of the worst case
+        # it would use no window.
         limit = max_budget(budget) if self.policy.is_adaptive else min_budget(budget)
         for smaller in self._smaller_budgets(budget, limit, needed_bytes):
             if limit is None or needed_bytes <= limit:
                 break
             plan, needed_bytes = self._plan_and_bytes(smaller)
-            self.workload = replace(self.workload, gpu_free=_free_memory(budget, self.workload))
+            self.workload = replace(
+                self.workload, gpu_free=_free_memory(budget, self.workload)
+            )
         self._planned = (self.workload, self.machine, budget)
         if limit is not None and needed_bytes > limit:
             raise EngineError(
-                f"policy {self.policy} needs {bytes_text(needed_bytes)} of device memory, more than "
-                f"the budget of {budget} bytes: choose smaller subgroups, a policy that needs less, or `adaptive`"
+                f"policy {self.policy} needs {bytes_text(needed_bytes)} of device "
+                "memory, more than "
+                f"the budget of {budget} bytes: choose smaller subgroups, a policy "
+                "that needs less, or `adaptive`"
             )
         self.needed_bytes = needed_bytes
-        # Rates that only fluctuate give the same plan again: then wait longer before the next one.
+        # Rates that only fluctuate give the same plan again: then wait longer before
+        # the next one.
         counts = plan.counts()
-        self._patience = min(2 * self._patience, _MAX_PATIENCE) if counts == self._counts else _PATIENCE
+        self._patience = (
+            min(2 * self._patience, _MAX_PATIENCE)
+            if counts == self._counts
+            else _PATIENCE
+        )
         self._counts = counts
         self._planned_s = time.perf_counter()
         self._planning_s = self._planned_s - begin_s
         return plan
 
-    def _smaller_budgets(self, budget: Budget | None, limit: float | None, needed_bytes: float) -> list[float]:
+    def _smaller_budgets(
+        self, budget: Budget | None, limit: float | None, needed_bytes: float
+    ) -> list[float]:
         """Return what to plan with if a plan needs more than its budget."""
         if isinstance(budget, Mapping):
             return [float(min(budget.values()))]
@@ -124,33 +150,45 @@ class Planner:
 
     def _plan_and_bytes(self, budget: Budget | None) -> tuple[Plan, float]:
         """Return a plan, and the device memory that it may use, in bytes."""
-        self.workload = replace(self.workload, gpu_free=_free_memory(budget, self.workload))
+        self.workload = replace(
+            self.workload, gpu_free=_free_memory(budget, self.workload)
+        )
         # A rank that has only empty shards has nothing to choose.
         policy = self.policy if self.workload.params else Policy.make("zero-offload")
         plan = policy.plan(self.workload, self.machine)
-        available, needed = self.machine.host_memory_bytes, needed_host_bytes(plan, self.workload)
+        available, needed = (
+            self.machine.host_memory_bytes,
+            needed_host_bytes(plan, self.workload),
+        )
         if self.machine.storage and available is not None and needed > available:
             raise EngineError(
-                f"policy {self.policy} needs {bytes_text(needed)} of host memory besides storage, "
-                f"more than host_memory_budget, {bytes_text(available)}: choose smaller subgroups, or more memory"
+                f"policy {self.policy} needs {bytes_text(needed)} of host memory "
+                "besides storage, "
+                f"more than host_memory_budget, {bytes_text(available)}: choose "
+                "smaller subgroups, or more memory"
             )
         if any(op.kind == "cast" and op.resource == "gpu" for op in plan.ops):
             raise EngineError(
-                f"policy {self.policy}: the update here writes half-precision parameters, so that none are converted "
+                f"policy {self.policy}: the update here writes half-precision "
+                "parameters, so that none are converted "
                 "on the GPU: choose params=pipelined or params=blocking"
             )
         if plan.speculated and not self._supported.backward:
             raise EngineError(
-                f"policy {self.policy}: updates inside the backward are not supported here: choose overlap=none or "
+                f"policy {self.policy}: updates inside the backward are not supported "
+                "here: choose overlap=none or "
                 "overlap=forward"
             )
         if plan.has_late_updates and not self._supported.forward:
             raise EngineError(
-                f"policy {self.policy}: updates under the next forward need the module whose forward waits for them: "
+                f"policy {self.policy}: updates under the next forward need the module "
+                "whose forward waits for them: "
                 "InterleavedAdamW(..., overlap='forward', model=model)"
             )
         schedule = worst_case(plan, self.workload)
-        return plan, max(schedule.peak_device_bytes, plan_bytes(schedule, self._subgroups))
+        return plan, max(
+            schedule.peak_device_bytes, plan_bytes(schedule, self._subgroups)
+        )
 
     def observe(self, schedule: Schedule) -> None:
         """Update phases and rates from the measured schedule of a step."""
@@ -167,22 +205,37 @@ class Planner:
         self.machine = correct_rates(self.machine, schedule)
 
     def observe_clipping(self, is_active: bool) -> None:
-        """Update the share of steps in which clipping changes updates, or that are skipped."""
+        """Update the share of steps in which clipping changes updates, or that are
+        skipped."""
         share = self.workload.clip_active_share
-        self.workload = replace(self.workload, clip_active_share=share + _CLIP_WEIGHT * (is_active - share))
+        self.workload = replace(
+            self.workload, clip_active_share=share + _CLIP_WEIGHT * (is_active - share)
+        )
 
     def replan_reason(self, budget: Budget | None) -> str | None:
         """Return why a new plan is due; None if it is not."""
-        if self._planned is None or not self.policy.depends_on_rates or self._steps <= _WARM_UP_STEPS:
+        if (
+            self._planned is None
+            or not self.policy.depends_on_rates
+            or self._steps <= _WARM_UP_STEPS
+        ):
             return None
         job, machine, planned_budget = self._planned
         limit = max_budget(budget)
-        if _budgets_differ(budget, planned_budget, _DRIFT) or (limit is not None and limit < self.needed_bytes):
-            return f"device memory for state went from {planned_budget} to {budget} bytes"
+        if _budgets_differ(budget, planned_budget, _DRIFT) or (
+            limit is not None and limit < self.needed_bytes
+        ):
+            return (
+                f"device memory for state went from {planned_budget} to {budget} bytes"
+            )
         if not job.compute_s:
             return "the phases of the job are measured now"
         steps = self._steps - self._planned_step
-        if steps < _PATIENCE or (time.perf_counter() - self._planned_s) * _PLANNING_SHARE < self._planning_s:
+        if (
+            steps < _PATIENCE
+            or (time.perf_counter() - self._planned_s) * _PLANNING_SHARE
+            < self._planning_s
+        ):
             return None
         # Fluctuations wait for the full patience; leaps do not.
         drift = _DRIFT if steps >= self._patience else _LEAP
@@ -202,7 +255,8 @@ class Planner:
 
 
 def _mean_state_bytes(subgroups: Sequence[Subgroup]) -> float:
-    """Return the bytes of state per parameter: with several rules, the mean over all parameters."""
+    """Return the bytes of state per parameter: with several rules, the mean over all
+    parameters."""
     nbytes = torch.float32.itemsize * sum(map(state_elements, subgroups))
     params = sum(own.params for own in subgroups)
     return nbytes / params if params else STATE_BYTES
@@ -222,9 +276,17 @@ def max_budget(budget: Budget | None) -> float | None:
     return max(map(float, budget.values())) if isinstance(budget, Mapping) else budget
 
 
-def _budgets_differ(budget: Budget | None, other: Budget | None, tolerance: float) -> bool:
-    """Return whether two budgets differ: by more than a share of the larger one; at all, if one is by phase or None."""
-    if isinstance(budget, Mapping) or isinstance(other, Mapping) or budget is None or other is None:
+def _budgets_differ(
+    budget: Budget | None, other: Budget | None, tolerance: float
+) -> bool:
+    """Return whether two budgets differ: by more than a share of the larger one; at
+    all, if one is by phase or None."""
+    if (
+        isinstance(budget, Mapping)
+        or isinstance(other, Mapping)
+        or budget is None
+        or other is None
+    ):
         return budget != other
     return abs(budget - other) > tolerance * max(budget, other)
 
@@ -238,8 +300,13 @@ def _free_memory(budget: Budget | None, workload: Workload) -> FreeMemorySteps:
         return ((0.0, float(budget)),)
     free_from: dict[float, float] = {}
     begin_s = 0.0
-    for phase, length_s in ((FORWARD, workload.forward_s), (BACKWARD, workload.backward_s), (UPDATE, 0.0)):
-        # Phases without a length begin at the same time: the smallest budget of them counts.
+    for phase, length_s in (
+        (FORWARD, workload.forward_s),
+        (BACKWARD, workload.backward_s),
+        (UPDATE, 0.0),
+    ):
+        # Phases without a length begin at the same time: the smallest budget of them
+        # counts.
         free_from[begin_s] = min(budget[phase], free_from.get(begin_s, budget[phase]))
         begin_s += length_s
     return tuple(sorted(free_from.items()))

@@ -1,4 +1,5 @@
-"""Rates of a machine that schedules show: those that a running job corrects by its steps."""
+"""Rates of a machine that schedules show: those that a running job corrects by its
+steps."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -27,8 +28,10 @@ class ObservedRates:
 
     Attributes:
         planning: Returns the rates of a machine whose changes call for a new plan.
-        observed: Returns the rates that a schedule shows on a machine; none that it does not show.
-        scaled: Returns a machine whose rates of the group are multiplied by factors, by name.
+        observed: Returns the rates that a schedule shows on a machine; none that it
+            does not show.
+        scaled: Returns a machine whose rates of the group are multiplied by factors, by
+            name.
     """
 
     planning: Callable[[Machine], dict[str, float | None]]
@@ -45,9 +48,11 @@ def planning_rates(machine: Machine) -> dict[str, float | None]:
 
 
 def correct_rates(machine: Machine, schedule: Schedule) -> Machine:
-    """Correct the rates of a machine by the measured schedule of a step; not if its plan cannot be simulated on it.
+    """Correct the rates of a machine by the measured schedule of a step; not if its
+    plan cannot be simulated on it.
 
-    Each rate moves half the way, on a logarithmic scale, to where a simulation shows the rate that was measured.
+    Each rate moves half the way, on a logarithmic scale, to where a simulation shows
+    the rate that was measured.
     """
     try:
         predicted = simulate(schedule.plan, schedule.workload, machine)
@@ -83,13 +88,21 @@ def _observed(schedule: Schedule, machine: Machine) -> dict[str, float]:
         if name is not None:
             work[name] += op.nbytes or op.params
             seconds[name] += end - start
-    return {name: amount / seconds[name] for name, amount in work.items() if amount and seconds[name] > 0}
+    return {
+        name: amount / seconds[name]
+        for name, amount in work.items()
+        if amount and seconds[name] > 0
+    }
 
 
 def _rate_of(op: Op, cpu_share: float) -> str | None:
     """Return the name of the rate that an operation shows."""
     if op.resource in ("h2d", "d2h"):
-        return f"{op.resource}_pageable_bytes_per_s" if op.pageable else f"{op.resource}_bytes_per_s"
+        return (
+            f"{op.resource}_pageable_bytes_per_s"
+            if op.pageable
+            else f"{op.resource}_bytes_per_s"
+        )
     name = _COMPUTE_RATES.get((op.kind, op.resource))
     # Fewer threads do not reach just their share of the rate.
     return None if name == "cpu_update_params_per_s" and cpu_share < 1 else name
@@ -97,7 +110,9 @@ def _rate_of(op: Op, cpu_share: float) -> str | None:
 
 def _scaled(machine: Machine, factors: Mapping[str, float]) -> Machine:
     rates = {name: rate for name in factors if (rate := getattr(machine, name))}
-    return replace(machine, **{name: rate * factors[name] for name, rate in rates.items()})
+    return replace(
+        machine, **{name: rate * factors[name] for name, rate in rates.items()}
+    )
 
 
 _LINK_AND_COMPUTE = ObservedRates(_planning, _observed, _scaled)

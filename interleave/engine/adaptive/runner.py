@@ -21,8 +21,15 @@ from ebbtide.interleave.engine.rules.adamw import ADAMW
 from ebbtide.interleave.engine.rules.rule import Scalars
 from ebbtide.interleave.engine.runtime.arena import gradient_elements
 from ebbtide.interleave.engine.runtime.engine import Engine
-from ebbtide.interleave.engine.runtime.executor import OperationFailed, deferred_interrupts
-from ebbtide.interleave.engine.runtime.layout import Subgroup, most_frequent, state_elements
+from ebbtide.interleave.engine.runtime.executor import (
+    OperationFailed,
+    deferred_interrupts,
+)
+from ebbtide.interleave.engine.runtime.layout import (
+    Subgroup,
+    most_frequent,
+    state_elements,
+)
 from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.engine.runtime.update import UpdatePhase
 from ebbtide.interleave.model.plan import Plan
@@ -31,15 +38,18 @@ from ebbtide.units import bytes_text
 
 log = logging.getLogger("ebbtide")
 
-# After the device ran out of memory, the next plan may use this share of what the last one needed.
+# After the device ran out of memory, the next plan may use this share of what the last
+# one needed.
 _BACK_OFF = 0.8
-# Engines of a process that this one was forked from: releasing them would call CUDA, or remove files.
+# Engines of a process that this one was forked from: releasing them would call CUDA, or
+# remove files.
 _left_behind: list[tuple[Engine | None, Device | None]] = []
 _CLOSED = "this optimizer is closed, or its state is lost: create a new one"
 
 
 class AdaptiveRunner:
-    """Owns an engine, and replaces its plan when a better one is due or the device runs out of memory."""
+    """Owns an engine, and replaces its plan when a better one is due or the device runs
+    out of memory."""
 
     def __init__(self, options: OptimizerOptions) -> None:
         self.options = options
@@ -74,7 +84,8 @@ class AdaptiveRunner:
         return self._device
 
     def open_device(self, device: torch.device) -> None:
-        """Use a device from the next `rebuild` on; it is closed together with this object, or by the next call."""
+        """Use a device from the next `rebuild` on; it is closed together with this
+        object, or by the next call."""
         self.check_alive()
         opened = open_device(device)
         self._close_engine()
@@ -85,7 +96,8 @@ class AdaptiveRunner:
         self._use_device(opened)
 
     def check_alive(self) -> None:
-        """Raise EngineError after `close`, and in a forked child that cannot have the state."""
+        """Raise EngineError after `close`, and in a forked child that cannot have the
+        state."""
         if not self._close.alive:
             raise EngineError(self._end_reason)
 
@@ -112,9 +124,11 @@ class AdaptiveRunner:
             self.leave_behind("CUDA does not work in a forked process")
 
     def leave_behind(self, reason: str) -> None:
-        """End in a forked child that cannot have the state. What belongs to the other process stays as it is."""
+        """End in a forked child that cannot have the state. What belongs to the other
+        process stays as it is."""
         self._end_reason = (
-            f"this optimizer cannot be used in a forked process, since {reason}: create one here, or use it there"
+            f"this optimizer cannot be used in a forked process, since {reason}: "
+            "create one here, or use it there"
         )
         self._close.detach()
         if self._engine is not None:
@@ -134,7 +148,8 @@ class AdaptiveRunner:
             self._engine = None
 
     def check(self, subgroups: Sequence[Subgroup]) -> None:
-        """Raise EngineError, PolicyError or MachineError if no plan is possible for the subgroups; needs no device."""
+        """Raise EngineError, PolicyError or MachineError if no plan is possible for the
+        subgroups; needs no device."""
         options = self.options
         if options.machine is not None or not self._needs_rates:
             machine = options.machine or Machine(name="unknown")
@@ -142,7 +157,9 @@ class AdaptiveRunner:
 
     def _new_planner(self, machine: Machine, subgroups: Sequence[Subgroup]) -> Planner:
         options = self.options
-        return Planner(options.policy, machine, subgroups, options.streamed, options.supported)
+        return Planner(
+            options.policy, machine, subgroups, options.streamed, options.supported
+        )
 
     @property
     def engine(self) -> Engine:
@@ -179,9 +196,9 @@ class AdaptiveRunner:
         host_buffers: Sequence[torch.Tensor] | None = None,
         commit: Mapping[str, Any] | None = None,
     ) -> Engine:
-        """Replace the engine by one for other subgroups; the caller then writes its state and calls `set_plan`.
-        `commit`: the commit whose state it has. EngineError if a file cannot be used; raises as `check`, nothing
-        changed."""
+        """Replace the engine by one for other subgroups; the caller then writes its
+        state and calls `set_plan`. `commit`: the commit whose state it has. EngineError
+        if a file cannot be used; raises as `check`, nothing changed."""
         self.check_alive()
         if commit is not None:
             check_digest(commit)
@@ -191,12 +208,16 @@ class AdaptiveRunner:
         plan = planner.plan(self._current_budget())
         for rule in {subgroup.rule for subgroup in subgroups}:
             dtypes = {(of.grad_dtype, of.dtype) for of in subgroups if of.rule is rule}
-            self.kernel.warm_up(dtypes, self.options.supported.backward and self._needs_rates, rule)
+            self.kernel.warm_up(
+                dtypes, self.options.supported.backward and self._needs_rates, rule
+            )
             self.device.warm_up(dtypes, rule)
         # First, since the new one may use its files.
         self._close_engine()
         backed = self.backing.open(subgroups, self.device, commit)
-        engine = Engine(Store(subgroups, self.device, self.kernel, host_buffers, backed), params)
+        engine = Engine(
+            Store(subgroups, self.device, self.kernel, host_buffers, backed), params
+        )
         # States that the plan has there are then written to it.
         backed.prepare(plan)
         self._closers.insert(0, engine.close)
@@ -204,13 +225,18 @@ class AdaptiveRunner:
         return engine
 
     def _rates(self, subgroups: Sequence[Subgroup]) -> Machine:
-        """Return the rates to plan with: those corrected by the steps so far, those of the caller, or measured ones."""
+        """Return the rates to plan with: those corrected by the steps so far, those of
+        the caller, or measured ones."""
         if self._planner is not None:
             return self._planner.machine
         options = self.options
         machine = options.machine or Machine(name="unknown")
         if options.machine is None and self._needs_rates:
-            budget = options.memory_budget if options.memory_budget is not None else self.device.free_bytes()
+            budget = (
+                options.memory_budget
+                if options.memory_budget is not None
+                else self.device.free_bytes()
+            )
             params = sum(subgroup.params for subgroup in subgroups)
             speculates = options.supported.backward
             machine = probe(
@@ -225,7 +251,8 @@ class AdaptiveRunner:
         return self.backing.added_to(machine)
 
     def set_plan(self) -> None:
-        """Start the current plan from its beginning; after `rebuild` that is the plan for the new engine."""
+        """Start the current plan from its beginning; after `rebuild` that is the plan
+        for the new engine."""
         self._apply_plan(self._next_plan or self.plan)
 
     def step(
@@ -235,29 +262,37 @@ class AdaptiveRunner:
         on_done: Callable[[], None],
         on_finished: Callable[[], None] | None = None,
     ) -> None:
-        """Run `Engine.step`, and make a new plan if one is due. If the plan has late operations, `finish_step` must
-        follow before anything but `wait_for_params`. All three raise EngineError if the state is lost, or an operation
-        failed. `on_done` is called when the step is done, `on_finished` when its late operations have ended, too."""
+        """Run `Engine.step`, and make a new plan if one is due. If the plan has late
+        operations, `finish_step` must follow before anything but `wait_for_params`. All
+        three raise EngineError if the state is lost, or an operation failed. `on_done`
+        is called when the step is done, `on_finished` when its late operations have
+        ended, too."""
         self._on_finished = on_finished
         if self.options.memory_budget is None:
-            # Again after the step: jobs may return memory to the device before it, or use more memory then.
+            # Again after the step: jobs may return memory to the device before it, or
+            # use more memory then.
             self.device.sample_memory()
         self._run_to_end(lambda: self.engine.step(values, scalars), on_done)
 
     def wait_for_params(self, params: Iterable[int]) -> None:
-        """Wait until the late operations of the last step have written parameters, by their indices."""
+        """Wait until the late operations of the last step have written parameters, by
+        their indices."""
         if self.is_late and not self.engine.wait_for_params(params):
             self.finish_step()
 
     def finish_step(self) -> None:
-        """Wait until the late operations of the last step have ended, and make a new plan if one is due."""
+        """Wait until the late operations of the last step have ended, and make a new
+        plan if one is due."""
         if self.is_late:
             self._run_to_end(self.engine.finish_step)
 
     @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     @deferred_interrupts()
-    def _run_to_end(self, run: Callable[[], Any], on_done: Callable[[], None] | None = None) -> None:
-        """Run the engine's step or its rest, and what follows when its operations have ended. Interrupts wait."""
+    def _run_to_end(
+        self, run: Callable[[], Any], on_done: Callable[[], None] | None = None
+    ) -> None:
+        """Run the engine's step or its rest, and what follows when its operations have
+        ended. Interrupts wait."""
         failure: OperationFailed | None = None
         try:
             run()
@@ -268,7 +303,8 @@ class AdaptiveRunner:
             if not isinstance(error, Exception):
                 raise
             raise EngineError(
-                f"an update failed midway ({error}) and the optimizer's state is lost: resume from a checkpoint"
+                f"an update failed midway ({error}) and the optimizer's state is lost: "
+                "resume from a checkpoint"
             ) from error
         if on_done is not None:
             on_done()
@@ -288,29 +324,36 @@ class AdaptiveRunner:
                 self._replace_plan(budget)
 
     def commit(self, **details: Any) -> dict[str, Any]:
-        """Make the state in storage the one to resume from, and return what `rebuild` takes for that, with details of
-        the caller, after the plan has stopped. Raises EngineError if there is no storage, or it is full; the commit
-        before stays."""
+        """Make the state in storage the one to resume from, and return what `rebuild`
+        takes for that, with details of the caller, after the plan has stopped. Raises
+        EngineError if there is no storage, or it is full; the commit before stays."""
         states = self.engine.store.states
         return with_digest({**states.backed.commit(states.read), **details})
 
     def close(self) -> None:
-        """End the threads and release all memory. Deleting this object does the same."""
+        """End the threads and release all memory. Deleting this object does the
+        same."""
         self._close()
         self._engine = None
 
     def _handle_failure(self, failure: OperationFailed) -> None:
-        """Continue with less device memory after a step that was completed on the CPU, or raise for other causes."""
+        """Continue with less device memory after a step that was completed on the CPU,
+        or raise for other causes."""
         cause = failure.__cause__
         if isinstance(cause, DeviceMemoryError):
             try:
                 self._reduce_memory(cause)
                 self._replan()
             except EngineError as error:
-                raise EngineError(f"{error} (this step was completed on the CPU)") from cause
+                raise EngineError(
+                    f"{error} (this step was completed on the CPU)"
+                ) from cause
             return
         self._replan()
-        raise EngineError(f"an operation of the plan failed: {cause}; the step was completed on the CPU") from cause
+        raise EngineError(
+            f"an operation of the plan failed: {cause}; the step was completed on the "
+            "CPU"
+        ) from cause
 
     def _reduce_memory(self, error: DeviceMemoryError) -> None:
         """Lower the limit of device memory. Raises the error if the plan used none."""
@@ -318,10 +361,15 @@ class AdaptiveRunner:
         if not needed_bytes:
             raise error
         limit_bytes = self._memory_limit = _BACK_OFF * needed_bytes
-        log.warning("ebbtide: %s; from now on at most %s of it are used", error, bytes_text(limit_bytes))
+        log.warning(
+            "ebbtide: %s; from now on at most %s of it are used",
+            error,
+            bytes_text(limit_bytes),
+        )
 
     def _replace_plan(self, budget: Budget | None) -> None:
-        """Make a new plan; go on with the current one if it fits and the new one would not."""
+        """Make a new plan; go on with the current one if it fits and the new one would
+        not."""
         try:
             plan = self.planner.plan(budget)
         except EngineError as error:
@@ -336,7 +384,8 @@ class AdaptiveRunner:
         self._apply_plan(self.planner.plan(self._current_budget()))
 
     def _apply_plan(self, plan: Plan) -> None:
-        """Use a plan from now on, or one that needs less if the device has too little memory for it."""
+        """Use a plan from now on, or one that needs less if the device has too little
+        memory for it."""
         engine = self.engine
         self._next_plan = None
         is_same = plan is engine.plan
@@ -347,22 +396,41 @@ class AdaptiveRunner:
             self._replan()
             return
         if not is_same:
-            log.info("ebbtide: policy %s: %s", self.options.policy, plan.remark or plan.counts())
+            log.info(
+                "ebbtide: policy %s: %s",
+                self.options.policy,
+                plan.remark or plan.counts(),
+            )
 
     def _current_budget(self) -> Budget | None:
-        budget = self.options.memory_budget if self.options.memory_budget is not None else self._free_bytes()
+        budget = (
+            self.options.memory_budget
+            if self.options.memory_budget is not None
+            else self._free_bytes()
+        )
         if isinstance(budget, Mapping):
             return {phase: self._limited(size) for phase, size in budget.items()}
         return self._memory_limit if budget is None else self._limited(budget)
 
     def _free_bytes(self) -> float | None:
-        """Return the free device memory. For `adaptive` it is 0 before the first step has shown what the job uses. All
-        plans of other policies need the same, which the current one has already."""
+        """Return the free device memory. For `adaptive` it is 0 before the first step
+        has shown what the job uses. All plans of other policies need the same, which
+        the current one has already."""
         free_bytes = self.device.free_bytes()
-        if free_bytes is not None and self._planner is not None and not self._is_adaptive:
+        if (
+            free_bytes is not None
+            and self._planner is not None
+            and not self._is_adaptive
+        ):
             return max(free_bytes, self._planner.needed_bytes)
-        has_stepped = self._engine is not None and self._engine.last_schedule is not None
-        return free_bytes if has_stepped or free_bytes is None or not self._is_adaptive else 0.0
+        has_stepped = (
+            self._engine is not None and self._engine.last_schedule is not None
+        )
+        return (
+            free_bytes
+            if has_stepped or free_bytes is None or not self._is_adaptive
+            else 0.0
+        )
 
     def _limited(self, size: float) -> float:
         size *= self._state_share
@@ -370,11 +438,14 @@ class AdaptiveRunner:
 
 
 def _state_share(subgroup: Subgroup) -> float:
-    """Return the share of the memory that is left for state, if a gradient cannot use the memory of its parameter.
-    Plans count such gradients where updates read the parameters."""
+    """Return the share of the memory that is left for state, if a gradient cannot use
+    the memory of its parameter. Plans count such gradients where updates read the
+    parameters."""
     if subgroup.rule.reads_params:
         return 1.0
-    return state_elements(subgroup) / (state_elements(subgroup) + gradient_elements(subgroup))
+    return state_elements(subgroup) / (
+        state_elements(subgroup) + gradient_elements(subgroup)
+    )
 
 
 def _call_all(closers: list[Callable[[], None]]) -> None:

@@ -1,1 +1,2 @@
-"""The device protocol, and its implementations for CUDA GPUs and for an emulated device."""
+"""The device protocol, and its implementations for CUDA GPUs and for an emulated
+device."""

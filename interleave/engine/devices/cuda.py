@@ -15,7 +15,11 @@ import torch
 
 from ebbtide.interleave.engine.devices.device import Device, Direction, Mark, Stream
 from ebbtide.interleave.engine.devices.host_memory import allocate_pinned, gpu_node
-from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError, UpdateNotStarted
+from ebbtide.interleave.engine.errors import (
+    DeviceMemoryError,
+    EngineError,
+    UpdateNotStarted,
+)
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.rules.adamw import ADAMW
 from ebbtide.interleave.engine.rules.rule import UpdateRule
@@ -23,7 +27,8 @@ from ebbtide.profiler.agent.cuda_streams import own_stream
 
 log = logging.getLogger("ebbtide")
 
-# cudaStreamCaptureModeRelaxed: https://docs.nvidia.com/cuda/cuda-driver-api (cuThreadExchangeStreamCaptureMode).
+# cudaStreamCaptureModeRelaxed: https://docs.nvidia.com/cuda/cuda-driver-api
+# (cuThreadExchangeStreamCaptureMode).
 _RELAXED = 2
 
 
@@ -42,13 +47,15 @@ def _take_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def thread_setup(device: torch.device) -> Iterator[None]:
-    """Return a context in which the calling thread may use a GPU: see `Streams.thread_setup`."""
+    """Return a context in which the calling thread may use a GPU: see
+    `Streams.thread_setup`."""
     with torch.cuda.device(device), _relaxed_captures():
         yield
 
 
 class CudaAnchor:
-    """A passed event, and when on the clock of time.perf_counter. Times of later events are counted from it."""
+    """A passed event, and when on the clock of time.perf_counter. Times of later events
+    are counted from it."""
 
     def __init__(self, event: torch.cuda.Event, time_s: float) -> None:
         self._event = event
@@ -65,7 +72,9 @@ class CudaAnchor:
 class CudaMark:
     """An event that was recorded on a stream of a GPU, after an anchor."""
 
-    def __init__(self, device: torch.device, event: torch.cuda.Event, anchor: CudaAnchor) -> None:
+    def __init__(
+        self, device: torch.device, event: torch.cuda.Event, anchor: CudaAnchor
+    ) -> None:
         self.event = event
         self._device = device
         self._anchor = anchor
@@ -87,23 +96,33 @@ class CudaMark:
 
 
 class CudaStreams:
-    """The streams for copies and updates of one GPU (with its index), and those of the job. Marks order them."""
+    """The streams for copies and updates of one GPU (with its index), and those of the
+    job. Marks order them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         with thread_setup(device):
             names: tuple[Stream, ...] = ("h2d", "d2h", "gpu")
             self._streams = {name: _take_stream(device) for name in names}
-            # Without other work, so that it passes events at once (but for CUDA_DEVICE_MAX_CONNECTIONS=1).
+            # Without other work, so that it passes events at once (but for
+            # CUDA_DEVICE_MAX_CONNECTIONS=1).
             self._clock_stream = _take_stream(device)
-            weakref.finalize(self, _free_streams[device].extend, [*self._streams.values(), self._clock_stream])
+            weakref.finalize(
+                self,
+                _free_streams[device].extend,
+                [*self._streams.values(), self._clock_stream],
+            )
             event, _ = self._next_anchor = self._record_anchor()
             event.synchronize()
             self._anchor = CudaAnchor(event, time.perf_counter())
         self.begin_iteration()
 
     def stream(self, name: Stream) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device) if name == "job" else self._streams[name]
+        return (
+            torch.cuda.current_stream(self._device)
+            if name == "job"
+            else self._streams[name]
+        )
 
     def thread_setup(self) -> AbstractContextManager[None]:
         return thread_setup(self._device)
@@ -121,14 +140,18 @@ class CudaStreams:
         return CudaMark(self._device, event, self._anchor)
 
     def begin_iteration(self) -> None:
-        """Allocate memory in the order of the calling thread's current stream, from now on, and set the clock again.
+        """Allocate memory in the order of the calling thread's current stream, from now
+        on, and set the clock again.
 
-        An anchor is used when it was passed. Nothing waits for it: work of the job may be before it."""
+        An anchor is used when it was passed. Nothing waits for it: work of the job may
+        be before it."""
         with thread_setup(self._device):
             self._streams["memory"] = torch.cuda.current_stream()
             event, recorded_s = self._next_anchor
             if event.query():
-                self._anchor = CudaAnchor(event, max(recorded_s, self._anchor.time_s(event)))
+                self._anchor = CudaAnchor(
+                    event, max(recorded_s, self._anchor.time_s(event))
+                )
                 self._next_anchor = self._record_anchor()
 
     def _record_anchor(self) -> tuple[torch.cuda.Event, float]:
@@ -141,7 +164,8 @@ class CudaStreams:
 
 @contextmanager
 def _relaxed_captures() -> Iterator[None]:
-    """Return a context in which a thread may allocate while another captures a CUDA graph: by default it may not."""
+    """Return a context in which a thread may allocate while another captures a CUDA
+    graph: by default it may not."""
     before = _exchange(_RELAXED)
     try:
         yield
@@ -161,7 +185,10 @@ def _exchange(mode: int) -> int:
 
 @functools.cache
 def _warn(error: int) -> None:
-    log.warning("ebbtide: CUDA graphs may not be captured during training (CUDA error %d)", error)
+    log.warning(
+        "ebbtide: CUDA graphs may not be captured during training (CUDA error %d)",
+        error,
+    )
 
 
 @functools.cache
@@ -171,32 +198,48 @@ def _driver() -> ctypes.CDLL:
 
 T = TypeVar("T", bytes, float)
 
-# The share of the device that stays free: for fragments, larger batches, and other processes.
+# The share of the device that stays free: for fragments, larger batches, and other
+# processes.
 MARGIN = 0.08
 # Results are multiples of this, so that small changes do not cause a new plan.
 _UNIT = 64 << 20
 
 
 class CudaDevice(CudaStreams, Device):
-    """A GPU (without an index, the current one). Work is issued to streams, and marks are CUDA events.
+    """A GPU (without an index, the current one). Work is issued to streams, and marks
+    are CUDA events.
 
-    It has not run on a GPU yet. Raises EngineError if the calling thread captures a CUDA graph."""
+    It has not run on a GPU yet. Raises EngineError if the calling thread captures a
+    CUDA graph."""
 
     # CUDA refuses it, and the child has no pinned memory.
     survives_forks = False
 
     def __init__(self, device: torch.device) -> None:
         if self.is_capturing():
-            raise EngineError("the first step cannot be captured in a CUDA graph: run some steps before the capture")
+            raise EngineError(
+                "the first step cannot be captured in a CUDA graph: run some steps "
+                "before the capture"
+            )
         if torch.version.hip is not None:
-            raise EngineError("GPUs of AMD (ROCm) are not supported: train on an NVIDIA GPU, or with torch.optim.AdamW")
+            raise EngineError(
+                "GPUs of AMD (ROCm) are not supported: train on an NVIDIA GPU, or with "
+                "torch.optim.AdamW"
+            )
         try:
             from ebbtide.interleave.engine.numerics import triton_kernel
         except ImportError as error:
-            raise EngineError(f"updates on a GPU need Triton ({error}): pip install triton") from error
+            raise EngineError(
+                f"updates on a GPU need Triton ({error}): pip install triton"
+            ) from error
 
         super().__init__(
-            torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+            torch.device(
+                "cuda",
+                device.index
+                if device.index is not None
+                else torch.cuda.current_device(),
+            )
         )
         self._kernel = triton_kernel
         self.numa_node = gpu_node(self._device)
@@ -206,7 +249,10 @@ class CudaDevice(CudaStreams, Device):
         try:
             self.sample_memory()
         except RuntimeError as error:
-            raise EngineError(f"the allocator of this process has no statistics: use torch's own ({error})") from error
+            raise EngineError(
+                "the allocator of this process has no statistics: use torch's own "
+                f"({error})"
+            ) from error
 
     @property
     def torch_device(self) -> torch.device:
@@ -219,12 +265,16 @@ class CudaDevice(CudaStreams, Device):
     def sample_memory(self) -> None:
         stats = torch.cuda.memory_stats(self._device)
         # Not the peaks of torch, which jobs reset.
-        reserved_bytes, frees = stats.get("reserved_bytes.all.current", 0), stats.get("num_device_free", 0)
+        reserved_bytes, frees = (
+            stats.get("reserved_bytes.all.current", 0),
+            stats.get("num_device_free", 0),
+        )
         with self._lock:
             self._job_memory.sample(reserved_bytes, self._used, frees)
 
     def free_bytes(self) -> float | None:
-        """Return the memory that the job leaves free at its peak so far, minus a margin."""
+        """Return the memory that the job leaves free at its peak so far, minus a
+        margin."""
         self.sample_memory()
         free, total = torch.cuda.mem_get_info(self._device)
         others = total - free - torch.cuda.memory_reserved(self._device)
@@ -249,9 +299,13 @@ class CudaDevice(CudaStreams, Device):
         try:
             return torch.empty(shape, dtype=dtype, device=self._device)
         except torch.cuda.OutOfMemoryError as error:
-            raise DeviceMemoryError(f"the GPU has too little free memory: {str(error).splitlines()[0]}") from error
+            raise DeviceMemoryError(
+                f"the GPU has too little free memory: {str(error).splitlines()[0]}"
+            ) from error
 
-    def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
+    def allocate_host(
+        self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True
+    ) -> torch.Tensor:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if not pinned or not nbytes:
             return torch.zeros(shape, dtype=dtype, device="cpu")
@@ -261,7 +315,9 @@ class CudaDevice(CudaStreams, Device):
         with torch.cuda.device(self._device), torch.cuda.stream(self.stream(stream)):
             work()
 
-    def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def copy(
+        self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self.stream(direction)):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
@@ -273,26 +329,35 @@ class CudaDevice(CudaStreams, Device):
                 self._kernel.gpu_update(updates)
             except Exception as error:
                 # It was not compiled, or the launch was refused.
-                raise UpdateNotStarted(f"the update on the GPU could not start: {error}") from error
+                raise UpdateNotStarted(
+                    f"the update on the GPU could not start: {error}"
+                ) from error
 
     def share(self, tensor: torch.Tensor) -> None:
         if tensor.is_cuda:
             tensor.record_stream(self.stream("job"))
 
-    def sums_of_squares(self, gradients: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
+    def sums_of_squares(
+        self, gradients: Sequence[torch.Tensor]
+    ) -> Callable[[], list[float]]:
         return self._started(self._kernel.gpu_sums_of_squares, gradients)
 
     def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[bytes]]:
         return self._started(self._kernel.gpu_fingerprint, values)
 
-    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], rule: UpdateRule = ADAMW) -> None:
+    def warm_up(
+        self,
+        dtypes: Collection[tuple[torch.dtype, torch.dtype]],
+        rule: UpdateRule = ADAMW,
+    ) -> None:
         try:
             with torch.cuda.device(self._device):
                 self._kernel.warm_up(self._device, dtypes, rule)
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise EngineError(
-                f"the kernels of the GPU cannot be compiled and run ({reason[0]}): Triton needs a C compiler (gcc or "
+                f"the kernels of the GPU cannot be compiled and run ({reason[0]}): "
+                "Triton needs a C compiler (gcc or "
                 "clang), and a folder that it can write to (TRITON_CACHE_DIR)"
             ) from error
 
@@ -302,20 +367,26 @@ class CudaDevice(CudaStreams, Device):
     def _check_capture(self) -> None:
         if self.is_capturing():
             raise EngineError(
-                "the optimizer's kernels cannot be captured in a CUDA graph: call optimizer.synchronize() before it"
+                "the optimizer's kernels cannot be captured in a CUDA graph: call "
+                "optimizer.synchronize() before it"
             )
 
     def _started(
-        self, start: Callable[[Sequence[torch.Tensor]], Callable[[], list[T]]], tensors: Sequence[torch.Tensor]
+        self,
+        start: Callable[[Sequence[torch.Tensor]], Callable[[], list[T]]],
+        tensors: Sequence[torch.Tensor],
     ) -> Callable[[], list[T]]:
-        """Start a kernel, and return a function that waits for the results in any thread."""
+        """Start a kernel, and return a function that waits for the results in any
+        thread."""
         self._check_capture()
         with self.thread_setup():
             try:
                 results = start(tensors)
             except RuntimeError as error:
                 # That of a launch by Triton is no error of torch.
-                raise EngineError(f"sums or fingerprints on the GPU could not start: {error}") from error
+                raise EngineError(
+                    f"sums or fingerprints on the GPU could not start: {error}"
+                ) from error
 
         def wait() -> list[T]:
             with self.thread_setup():
@@ -325,13 +396,15 @@ class CudaDevice(CudaStreams, Device):
 
 
 class JobMemory:
-    """Separates the memory that torch has reserved for the optimizer from that for the job, at its peak so far: the
-    former is its own peak since torch last returned memory of the pools that it keeps for each stream."""
+    """Separates the memory that torch has reserved for the optimizer from that for the
+    job, at its peak so far: the former is its own peak since torch last returned memory
+    of the pools that it keeps for each stream."""
 
     def __init__(self) -> None:
         # The highest sample, in bytes.
         self._job_peak = 0
-        # Peaks of the optimizer's own memory, in bytes: since memory was returned, and since the last sample.
+        # Peaks of the optimizer's own memory, in bytes: since memory was returned, and
+        # since the last sample.
         self._own_peak = 0
         self._recent_own_peak = 0
         self._frees = 0
@@ -342,7 +415,8 @@ class JobMemory:
         self._recent_own_peak = max(self._recent_own_peak, used_bytes)
 
     def sample(self, reserved_bytes: int, used_bytes: int, frees: int) -> None:
-        """Record memory that torch has reserved, and how often it has returned some, and what the optimizer uses."""
+        """Record memory that torch has reserved, and how often it has returned some,
+        and what the optimizer uses."""
         if frees != self._frees:
             self._frees = frees
             self._own_peak = self._recent_own_peak
@@ -350,6 +424,7 @@ class JobMemory:
         self._job_peak = max(self._job_peak, reserved_bytes - self._own_peak)
 
     def budget(self, total_bytes: int, others_bytes: int) -> float:
-        """Return what the job's peak so far, other processes and the CUDA context leave to the optimizer, in bytes."""
+        """Return what the job's peak so far, other processes and the CUDA context leave
+        to the optimizer, in bytes."""
         left_bytes = int((1 - MARGIN) * total_bytes) - others_bytes - self._job_peak
         return float(max(0, left_bytes // _UNIT * _UNIT))

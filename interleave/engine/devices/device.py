@@ -1,4 +1,5 @@
-"""The device protocol: the operations that the engine needs; `EmulatedDevice` and `CudaDevice` implement it."""
+"""The device protocol: the operations that the engine needs; `EmulatedDevice` and
+`CudaDevice` implement it."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -11,8 +12,9 @@ from ebbtide.interleave.engine.rules.adamw import ADAMW
 from ebbtide.interleave.engine.rules.rule import UpdateRule
 
 Direction = Literal["h2d", "d2h"]
-# Queues of work on the device: one for each resource of a plan, that to which the calling thread issues its own work
-# (`job`), and that of the job in whose order memory is allocated (`memory`).
+# Queues of work on the device: one for each resource of a plan, that to which the
+# calling thread issues its own work (`job`), and that of the job in whose order memory
+# is allocated (`memory`).
 Stream = Literal["h2d", "d2h", "gpu", "job", "memory"]
 
 
@@ -20,7 +22,8 @@ class Mark(Protocol):
     """A point of a stream, which the stream passes when all work before it is done."""
 
     def synchronize(self) -> None:
-        """Wait until the stream has passed it. Raises if work before it failed; the device cannot be used any more."""
+        """Wait until the stream has passed it. Raises if work before it failed; the
+        device cannot be used any more."""
 
     @property
     def is_passed(self) -> bool:
@@ -28,28 +31,33 @@ class Mark(Protocol):
 
     @property
     def time_s(self) -> float:
-        """When the stream passed it, on the clock of time.perf_counter. Only after `synchronize`."""
+        """When the stream passed it, on the clock of time.perf_counter. Only after
+        `synchronize`."""
 
 
 class Streams(Protocol):
     """Work on a device: each stream does what is issued to it in order."""
 
     def thread_setup(self) -> AbstractContextManager[None]:
-        """Return a context in which the calling thread may use the device and wait for it: a GPU is the thread's
-        current device, and its calls do not end the capture of a CUDA graph on another thread."""
+        """Return a context in which the calling thread may use the device and wait for
+        it: a GPU is the thread's current device, and its calls do not end the capture
+        of a CUDA graph on another thread."""
 
     def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
-        """Let a stream wait for marks, before it does what is issued to it from now on."""
+        """Let a stream wait for marks, before it does what is issued to it from now
+        on."""
 
     def record(self, stream: Stream) -> Mark:
         """Return a mark behind everything that was issued to a stream so far."""
 
 
 class Device(Streams, Protocol):
-    """A device that stores and updates optimizer state. The executor's threads call it, one at a time for each stream.
-    `copy` and `update` return when their work is issued; a mark tells when it is done."""
+    """A device that stores and updates optimizer state. The executor's threads call it,
+    one at a time for each stream. `copy` and `update` return when their work is issued;
+    a mark tells when it is done."""
 
-    # The NUMA node of the host next to the device; None if there is one only, or it is not known.
+    # The NUMA node of the host next to the device; None if there is one only, or it is
+    # not known.
     numa_node: int | None
     # Whether a forked child can use it.
     survives_forks: bool = True
@@ -60,15 +68,18 @@ class Device(Streams, Protocol):
         return torch.device("cpu")
 
     def allocate_state(self, params: int, rows: int = 3) -> torch.Tensor:
-        """Allocate device memory of shape (rows, params), fp32. Raises DeviceMemoryError if there is too little.
+        """Allocate device memory of shape (rows, params), fp32. Raises
+        DeviceMemoryError if there is too little.
 
-        The stream `memory` may still use it for what it held before: others wait for a mark of that stream."""
+        The stream `memory` may still use it for what it held before: others wait for a
+        mark of that stream."""
 
     def release(self, tensor: torch.Tensor) -> None:
         """Free memory from `allocate_state`, which no stream uses any more."""
 
     def claim(self, nbytes: int) -> None:
-        """Count device memory that the job itself has allocated. Raises DeviceMemoryError if there is too little.
+        """Count device memory that the job itself has allocated. Raises
+        DeviceMemoryError if there is too little.
 
         Only an emulated device counts it: the allocator of a GPU has its own limit."""
         return
@@ -78,52 +89,76 @@ class Device(Streams, Protocol):
         return
 
     def allocate_bytes(self, nbytes: int) -> torch.Tensor:
-        """Allocate device memory (uint8) in the order of the calling thread's current stream, to be claimed before."""
+        """Allocate device memory (uint8) in the order of the calling thread's current
+        stream, to be claimed before."""
 
-    def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
-        """Allocate host memory of exactly this size. Raises EngineError if there is not enough."""
+    def allocate_host(
+        self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True
+    ) -> torch.Tensor:
+        """Allocate host memory of exactly this size. Raises EngineError if there is not
+        enough."""
 
-    def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Issue copies of each (source, target) over the link, one after the other, to the stream of the direction."""
+    def copy(
+        self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Issue copies of each (source, target) over the link, one after the other, to
+        the stream of the direction."""
 
     def update(self, updates: Sequence[TensorUpdate]) -> None:
-        """Issue the update of `reference` on tensors on the device, to the stream `gpu`.
+        """Issue the update of `reference` on tensors on the device, to the stream
+        `gpu`.
 
-        Raises UpdateNotStarted if nothing was changed. After any other error nobody knows what was changed."""
+        Raises UpdateNotStarted if nothing was changed. After any other error nobody
+        knows what was changed."""
 
-    def sums_of_squares(self, gradients: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
-        """Start `norm.sum_of_squares` of gradients on the device, and return a function that waits for the results.
+    def sums_of_squares(
+        self, gradients: Sequence[torch.Tensor]
+    ) -> Callable[[], list[float]]:
+        """Start `norm.sum_of_squares` of gradients on the device, and return a function
+        that waits for the results.
 
-        They are of the values that the gradients have now. The thread that computed these calls this."""
+        They are of the values that the gradients have now. The thread that computed
+        these calls this."""
 
-    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], rule: UpdateRule = ADAMW) -> None:
-        """Compile the kernels of `update`, `sums_of_squares` and `fingerprint`, and run them on a few elements.
+    def warm_up(
+        self,
+        dtypes: Collection[tuple[torch.dtype, torch.dtype]],
+        rule: UpdateRule = ADAMW,
+    ) -> None:
+        """Compile the kernels of `update`, `sums_of_squares` and `fingerprint`, and run
+        them on a few elements.
 
         There is one for each combination of dtypes of gradient and parameter."""
 
     def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[bytes]]:
-        """Start `fingerprint.fingerprint` of flat parameters, and return a function that waits for the results.
+        """Start `fingerprint.fingerprint` of flat parameters, and return a function
+        that waits for the results.
 
-        They are of the values that the parameters have now. The training thread has issued all work on them."""
+        They are of the values that the parameters have now. The training thread has
+        issued all work on them."""
 
     def is_capturing(self) -> bool:
-        """Return whether the calling thread captures its work in a CUDA graph instead of running it."""
+        """Return whether the calling thread captures its work in a CUDA graph instead
+        of running it."""
 
     def share(self, tensor: torch.Tensor) -> None:
-        """Keep the memory of a tensor for the job's current stream, after the tensor is gone: the job may have
-        allocated it on another one."""
+        """Keep the memory of a tensor for the job's current stream, after the tensor is
+        gone: the job may have allocated it on another one."""
         return
 
     def begin_iteration(self) -> None:
-        """Use the training thread's current stream as `memory`, and set the drifting clock of marks again."""
+        """Use the training thread's current stream as `memory`, and set the drifting
+        clock of marks again."""
         return
 
     def sample_memory(self) -> None:
-        """Record how much device memory the job uses now, for `free_bytes`. The training thread calls this."""
+        """Record how much device memory the job uses now, for `free_bytes`. The
+        training thread calls this."""
         return
 
     def free_bytes(self) -> float | None:
-        """Return how much device memory state may use in total, in bytes; None if there is no limit."""
+        """Return how much device memory state may use in total, in bytes; None if there
+        is no limit."""
 
     @property
     def used_bytes(self) -> int:
@@ -134,7 +169,9 @@ class Device(Streams, Protocol):
         return
 
 
-def copy_now(device: Device, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def copy_now(
+    device: Device, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
     """Copy each (source, target) over the link, and return when it is done."""
     device.wait(direction, [device.record("job")])
     device.copy(direction, pairs)

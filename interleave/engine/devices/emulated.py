@@ -1,4 +1,5 @@
-"""Emulated device (host memory with a hard limit, streams with throttled copies) to run the engine without a GPU."""
+"""Emulated device (host memory with a hard limit, streams with throttled copies) to run
+the engine without a GPU."""
 
 import math
 import time
@@ -9,14 +10,20 @@ import torch
 
 from ebbtide.interleave.engine.devices.device import Device, Direction, Mark, Stream
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
-from ebbtide.interleave.engine.forks import Completion, WorkQueue, fork_generation, fork_lock
+from ebbtide.interleave.engine.forks import (
+    Completion,
+    WorkQueue,
+    fork_generation,
+    fork_lock,
+)
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.rules.adamw import ADAMW
 from ebbtide.interleave.engine.rules.rule import UpdateRule
 from ebbtide.units import ByteCount, byte_count
 
-# Copies are throttled in chunks of this size, so that a changed rate takes effect at once.
+# Copies are throttled in chunks of this size, so that a changed rate takes effect at
+# once.
 _CHUNK_BYTES = 1 << 20
 
 
@@ -42,7 +49,8 @@ class EmulatedMark:
         """Wait until the stream has passed it. Raises EngineError if work failed."""
         if not self.is_passed and self._generation != fork_generation():
             raise EngineError(
-                "this process was forked while another thread copied to or from the device: call ebbtide in the "
+                "this process was forked while another thread copied to or from the "
+                "device: call ebbtide in the "
                 "process that was forked, or fork on the thread that trains"
             )
         self._passed.wait()
@@ -51,11 +59,14 @@ class EmulatedMark:
 
 
 class EmulatedStreams:
-    """Streams for work in host memory. After work failed, none of them does any more: a GPU ends like that too."""
+    """Streams for work in host memory. After work failed, none of them does any more: a
+    GPU ends like that too."""
 
     def __init__(self) -> None:
         names: tuple[Stream, ...] = ("h2d", "d2h", "gpu")
-        self._queues: dict[Stream, WorkQueue] = {name: WorkQueue(f"ebbtide-emulated-{name}") for name in names}
+        self._queues: dict[Stream, WorkQueue] = {
+            name: WorkQueue(f"ebbtide-emulated-{name}") for name in names
+        }
         self._error: BaseException | None = None
 
     def thread_setup(self) -> AbstractContextManager[None]:
@@ -73,7 +84,8 @@ class EmulatedStreams:
                 self.submit(stream, mark.synchronize)
 
     def record(self, stream: Stream) -> Mark:
-        """Return a mark. That of the job is passed at once, since a job on the CPU issues no work."""
+        """Return a mark. That of the job is passed at once, since a job on the CPU
+        issues no work."""
         mark = EmulatedMark()
         if stream in ("job", "memory"):
             mark.set()
@@ -99,8 +111,9 @@ class EmulatedStreams:
 
 
 class EmulatedDevice(EmulatedStreams, Device):
-    """A device in host memory with a capacity, throttled copies in two directions and real arithmetic; None: no limit.
-    Streams work as on a GPU, which exposes races and lost bytes; its times say nothing about performance."""
+    """A device in host memory with a capacity, throttled copies in two directions and
+    real arithmetic; None: no limit. Streams work as on a GPU, which exposes races and
+    lost bytes; its times say nothing about performance."""
 
     def __init__(
         self,
@@ -111,8 +124,15 @@ class EmulatedDevice(EmulatedStreams, Device):
     ) -> None:
         super().__init__()
         # These may be changed at any time.
-        self.capacity_bytes = None if capacity_bytes is None else byte_count(capacity_bytes, "capacity_bytes")
-        self.rates: dict[Direction, float | None] = {"h2d": h2d_bytes_per_s, "d2h": d2h_bytes_per_s}
+        self.capacity_bytes = (
+            None
+            if capacity_bytes is None
+            else byte_count(capacity_bytes, "capacity_bytes")
+        )
+        self.rates: dict[Direction, float | None] = {
+            "h2d": h2d_bytes_per_s,
+            "d2h": d2h_bytes_per_s,
+        }
         self.gpu_update_params_per_s = gpu_update_params_per_s
         # The high-water mark of `used_bytes` and of what the job has claimed.
         self.peak_bytes = 0
@@ -129,8 +149,13 @@ class EmulatedDevice(EmulatedStreams, Device):
         return self._used - self._claimed
 
     def free_bytes(self) -> float | None:
-        """Return the capacity without the memory that the job's activations have claimed at their peak."""
-        return None if self.capacity_bytes is None else max(0.0, self.capacity_bytes - self._claimed_peak)
+        """Return the capacity without the memory that the job's activations have
+        claimed at their peak."""
+        return (
+            None
+            if self.capacity_bytes is None
+            else max(0.0, self.capacity_bytes - self._claimed_peak)
+        )
 
     def claim(self, nbytes: int) -> None:
         with self._lock:
@@ -148,9 +173,14 @@ class EmulatedDevice(EmulatedStreams, Device):
         return torch.full((nbytes,), 255, dtype=torch.uint8, device="cpu")
 
     def _use(self, nbytes: int) -> None:
-        if self.capacity_bytes is not None and self._used + nbytes > self.capacity_bytes:
+        if (
+            self.capacity_bytes is not None
+            and self._used + nbytes > self.capacity_bytes
+        ):
             free = self.capacity_bytes - self._used
-            raise DeviceMemoryError(f"the device has {free:.0f} bytes left, and {nbytes} are needed")
+            raise DeviceMemoryError(
+                f"the device has {free:.0f} bytes left, and {nbytes} are needed"
+            )
         self._used += nbytes
         self.peak_bytes = max(self.peak_bytes, self._used)
 
@@ -159,7 +189,9 @@ class EmulatedDevice(EmulatedStreams, Device):
         with self._lock:
             self._use(nbytes)
             # NaN shows reads of memory that was not written yet.
-            block = torch.full((rows, params), float("nan"), dtype=torch.float32, device="cpu")
+            block = torch.full(
+                (rows, params), float("nan"), dtype=torch.float32, device="cpu"
+            )
             self._addresses.add(block.data_ptr())
         return block
 
@@ -170,24 +202,36 @@ class EmulatedDevice(EmulatedStreams, Device):
         # NaN also shows reads after the release.
         tensor.fill_(float("nan"))
 
-    def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
+    def allocate_host(
+        self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True
+    ) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device="cpu")
 
-    def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def copy(
+        self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
         for source, target in pairs:
             # Work that fails later would end the device.
             if source.numel() != target.numel() or not target.is_contiguous():
                 raise EngineError(
-                    f"a copy needs a contiguous target of the same size, not strides of {target.stride()} with "
+                    "a copy needs a contiguous target of the same size, not strides "
+                    f"of {target.stride()} with "
                     f"{target.numel()} elements for {source.numel()}"
                 )
         self.submit(direction, lambda: self.run_copies(direction, pairs))
 
-    def run_copies(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy each (source, target) at the rate of the direction. The stream of the direction calls this."""
+    def run_copies(
+        self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Copy each (source, target) at the rate of the direction. The stream of the
+        direction calls this."""
         start_s, duration_s = time.perf_counter(), 0.0
         for source, target in pairs:
-            if source.nbytes <= _CHUNK_BYTES and not self.rates[direction] and source.shape == target.shape:
+            if (
+                source.nbytes <= _CHUNK_BYTES
+                and not self.rates[direction]
+                and source.shape == target.shape
+            ):
                 target.copy_(source)
                 continue
             source, target = source.reshape(-1), target.view(-1)
@@ -204,7 +248,8 @@ class EmulatedDevice(EmulatedStreams, Device):
         self.submit("gpu", lambda: self.run_updates(updates))
 
     def run_updates(self, updates: Sequence[TensorUpdate]) -> None:
-        """Update all tensors, at the rate of the device. The stream `gpu` calls this."""
+        """Update all tensors, at the rate of the device. The stream `gpu` calls
+        this."""
         start_s, params = time.perf_counter(), 0
         for update in updates:
             self._kernel.update(
@@ -220,7 +265,9 @@ class EmulatedDevice(EmulatedStreams, Device):
         if self.gpu_update_params_per_s:
             _sleep_until(start_s + params / self.gpu_update_params_per_s)
 
-    def sums_of_squares(self, gradients: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
+    def sums_of_squares(
+        self, gradients: Sequence[torch.Tensor]
+    ) -> Callable[[], list[float]]:
         squares = self._kernel.sums_of_squares(gradients)
         return lambda: squares
 
@@ -228,7 +275,11 @@ class EmulatedDevice(EmulatedStreams, Device):
         fingerprints = self._kernel.fingerprints(values)
         return lambda: fingerprints
 
-    def warm_up(self, dtypes: Collection[tuple[torch.dtype, torch.dtype]], rule: UpdateRule = ADAMW) -> None:
+    def warm_up(
+        self,
+        dtypes: Collection[tuple[torch.dtype, torch.dtype]],
+        rule: UpdateRule = ADAMW,
+    ) -> None:
         self._kernel.warm_up(dtypes, rule=rule)
 
     def is_capturing(self) -> bool:

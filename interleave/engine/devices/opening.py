@@ -12,11 +12,15 @@ DeviceArgument: TypeAlias = Device | torch.device | str
 
 
 def as_device(device: object) -> Device | None:
-    """Return a device, or open the one that torch has a name for; None for None. Raises EngineError for another."""
+    """Return a device, or open the one that torch has a name for; None for None. Raises
+    EngineError for another."""
     if isinstance(device, str | torch.device):
         return open_device(_named(device))
     if device is not None and not hasattr(device, "allocate_state"):
-        raise EngineError(f"device is {device!r:.80}: it must be a name like 'cpu' or 'cuda:0', or an EmulatedDevice")
+        raise EngineError(
+            f"device is {device!r:.80}: it must be a name like 'cpu' or 'cuda:0', or "
+            "an EmulatedDevice"
+        )
     return cast(Device | None, device)
 
 
@@ -32,15 +36,21 @@ def _named(device: str | torch.device) -> torch.device:
     try:
         return torch.device(device)
     except RuntimeError:
-        raise EngineError(f"device is {device!r}: it must be a name like 'cpu' or 'cuda:0'") from None
+        raise EngineError(
+            f"device is {device!r}: it must be a name like 'cpu' or 'cuda:0'"
+        ) from None
 
 
 def open_device(device: torch.device) -> Device:
-    """Open a GPU, or an emulated device without limits for the CPU. Raises EngineError for a device of another kind."""
+    """Open a GPU, or an emulated device without limits for the CPU. Raises EngineError
+    for a device of another kind."""
     if device.type == "cpu":
         return EmulatedDevice()
     if device.type == "cuda":
         from ebbtide.interleave.engine.devices.cuda import CudaDevice
 
         return CudaDevice(device)
-    raise EngineError(f"a device of kind {device.type} cannot be driven: move the model to a GPU or to the CPU first")
+    raise EngineError(
+        f"a device of kind {device.type} cannot be driven: move the model to a GPU or "
+        "to the CPU first"
+    )

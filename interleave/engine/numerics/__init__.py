@@ -1,1 +1,2 @@
-"""Arithmetic of the update: the reference AdamW, kernels with the same bits, gradient norm, loss scale."""
+"""Arithmetic of the update: the reference AdamW, kernels with the same bits, gradient
+norm, loss scale."""

@@ -1,11 +1,15 @@
-"""Loops that numba compiles. This module is imported with the first kernel, since numba takes long to import.
+"""Loops that numba compiles. This module is imported with the first kernel, since numba
+takes long to import.
 
-The loops are serial and run without the GIL: kernels.py runs them on slices, on its own threads. bfloat16 arrays are
-passed as uint16 and float16 arrays as int16, so that the type of an array says what it contains.
+The loops are serial and run without the GIL: kernels.py runs them on slices, on its own
+threads. bfloat16 arrays are passed as uint16 and float16 arrays as int16, so that the
+type of an array says what it contains.
 
-The loops give the bits of the reference because numba sets no fast-math flag of LLVM unless `fastmath` asks for it, and
-without the flag `contract` LLVM fuses no multiply-add and uses no approximate quotient or root (a test reads the
-compiled code). All conversions work on bits, by additions of integers, so they do not depend on the processor.
+The loops give the bits of the reference because numba sets no fast-math flag of LLVM
+unless `fastmath` asks for it, and without the flag `contract` LLVM fuses no
+multiply-add and uses no approximate quotient or root (a test reads the compiled code).
+All conversions work on bits, by additions of integers, so they do not depend on the
+processor.
 """
 
 # numba types these functions, for each combination of argument types.
@@ -33,7 +37,11 @@ from ebbtide.interleave.engine.numerics.rounding import FACTOR, MIX_FACTORS
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
 # Digest of all code that the loops may call.
 _ROOT = Path(ebbtide.__file__).parent
-_PATTERNS = ("interleave/engine/numerics/*.py", "interleave/engine/rules/*.py", "features/*/*.py")
+_PATTERNS = (
+    "interleave/engine/numerics/*.py",
+    "interleave/engine/rules/*.py",
+    "features/*/*.py",
+)
 _FILES = sorted(file for pattern in _PATTERNS for file in _ROOT.glob(pattern))
 _SOURCES = sha256(b"".join(file.read_bytes() for file in _FILES)).hexdigest()[:8]
 
@@ -48,7 +56,8 @@ _LOW, _HALF_WORD = np.uint64(0xFFFFFFFF), np.uint64(32)
 # Difference between the exponents of float32 and float16.
 _BIAS = U((127 - 15) << 23)
 _LEAST_NORMAL, _LEAST_NORMAL_BITS = F(2.0**-14), U((127 - 14) << 23)
-# Its last bit has the weight of the last bit of a subnormal float16: the addition rounds to that bit.
+# Its last bit has the weight of the last bit of a subnormal float16: the addition
+# rounds to that bit.
 _HALF, _HALF_BITS = F(0.5), U(126 << 23)
 
 
@@ -59,7 +68,10 @@ def _canonical_nan(value):
 @overload(_canonical_nan)
 def _choose_canonical_nan(value):
     if value != types.float32:
-        raise TypingError("a formula computes in double precision: it must have literals in comparisons only")
+        raise TypingError(
+            "a formula computes in double precision: it must have literals in "
+            "comparisons only"
+        )
 
     def canonical_nan(value):
         # Comparing bits takes two instructions more.
@@ -92,7 +104,9 @@ def _from_float16(stored):
     # An exponent above the range of float16 is an infinity or a NaN.
     wide = U(normal + _BIAS) if size >= U(0x7C00 << 13) else normal
     small = F(U(size + _LEAST_NORMAL_BITS).view(F) - _LEAST_NORMAL).view(U)
-    return U(U(small if size < U(0x0400 << 13) else wide) | U(U(bits & U(0x8000)) << U(16))).view(F)
+    return U(
+        U(small if size < U(0x0400 << 13) else wide) | U(U(bits & U(0x8000)) << U(16))
+    ).view(F)
 
 
 @register_jitable
@@ -108,11 +122,13 @@ def _to_float16(value):
 
 
 def _widen(stored):
-    """Return the value of a gradient as float32, exactly. The body is chosen by type, below."""
+    """Return the value of a gradient as float32, exactly. The body is chosen by type,
+    below."""
 
 
 def store(array, i, value):
-    """Round a result of a step to the type of the array and store. The body is chosen by type, below."""
+    """Round a result of a step to the type of the array and store. The body is chosen
+    by type, below."""
 
 
 @register_jitable
@@ -141,20 +157,28 @@ def _choose_store(array, i, value):
 
 
 def over_rows(arguments, body, **names):
-    """Return a function of compiled code that does the same with each row of its first argument.
+    """Return a function of compiled code that does the same with each row of its first
+    argument.
 
-    The body is an expression, and the result a tuple, or a statement. K in it stands for the index of the row. So LLVM
-    sees the operations of each row, and no loop over rows."""
+    The body is an expression, and the result a tuple, or a statement. K in it stands
+    for the index of the row. So LLVM sees the operations of each row, and no loop over
+    rows."""
     rows = arguments.partition(",")[0]
 
     def choose(count):
         parts = [re.sub(r"\bK\b", str(row), body) for row in range(count)]
-        code = "; ".join(parts) if " = " in body else f"return ({''.join(f'{part}, ' for part in parts)})"
+        code = (
+            "; ".join(parts)
+            if " = " in body
+            else f"return ({''.join(f'{part}, ' for part in parts)})"
+        )
         exec(f"def over_{count}_rows({arguments}): {code or 'pass'}", names)
         return names[f"over_{count}_rows"]
 
     function = eval(f"lambda {arguments}: None")
-    overload(function, inline="always")(eval(f"lambda {arguments}: choose(len({rows}.types))", {"choose": choose}))
+    overload(function, inline="always")(
+        eval(f"lambda {arguments}: choose(len({rows}.types))", {"choose": choose})
+    )
     return function
 
 
@@ -178,17 +202,25 @@ def _random_bits(seed, place):
 
 @register_jitable
 def place_of(position):
-    """Return what random bits take for the position of an element. The next one has `NEXT_PLACE` more."""
+    """Return what random bits take for the position of an element. The next one has
+    `NEXT_PLACE` more."""
     return U(U(position) * NEXT_PLACE)
 
 
 @register_jitable
 def _to_moment(value, noise, is_random):
-    return _to_bfloat16_by(value, U(noise & U(0xFFFF))) if is_random else _to_bfloat16(value)
+    return (
+        _to_bfloat16_by(value, U(noise & U(0xFFFF)))
+        if is_random
+        else _to_bfloat16(value)
+    )
 
 
 _round_each = over_rows(
-    "values, noise, is_random", "to_moment(values[K], U(noise >> U(16 * K)), is_random)", to_moment=_to_moment, U=U
+    "values, noise, is_random",
+    "to_moment(values[K], U(noise >> U(16 * K)), is_random)",
+    to_moment=_to_moment,
+    U=U,
 )
 
 
@@ -206,12 +238,17 @@ def _sign(value):
     return value - value
 
 
-_ARITHMETIC = {"divide": _divide, "square_root": register_jitable(lambda value: np.sqrt(value)), "sign": _sign}
+_ARITHMETIC = {
+    "divide": _divide,
+    "square_root": register_jitable(lambda value: np.sqrt(value)),
+    "sign": _sign,
+}
 
 
 @cache
 def make_step(rule):
-    """Return a function for loops: the new master and moments of (stored gradient, state, factors, place)."""
+    """Return a function for loops: the new master and moments of (stored gradient,
+    state, factors, place)."""
     formula = register_jitable(rule.formula_with(_ARITHMETIC))
 
     @register_jitable
@@ -264,7 +301,9 @@ def split(master):
 def _update_split(grad, masters, moments, param, scalars, first):
     place = place_of(first)
     for i in range(masters.size):
-        new = step(grad[i], (join(param[i], masters[i]), *load(moments, i)), scalars, place)
+        new = step(
+            grad[i], (join(param[i], masters[i]), *load(moments, i)), scalars, place
+        )
         param[i], masters[i] = split(new[0])
         save(moments, i, new[1:])
         place = U(place + NEXT_PLACE)
@@ -276,7 +315,8 @@ def _block_sums(grad, sums):
         lanes[:] = 0
         end = min((block + 1) * BLOCK, grad.size)
         for begin in range(block * BLOCK, end, LANES):
-            # In a slice numba knows that no index is negative; without it the loop takes eight times as long.
+            # In a slice numba knows that no index is negative; without it the loop
+            # takes eight times as long.
             row = grad[begin : min(begin + LANES, end)]
             for lane in range(row.size):
                 value = np.float64(_widen(row[lane]))
@@ -292,7 +332,9 @@ def _block_sums(grad, sums):
 def _fingerprint(words, keys, sums):
     for block in range(sums.shape[0]):
         # As in `_block_sums`.
-        row = words[block * FINGERPRINT_BLOCK : min((block + 1) * FINGERPRINT_BLOCK, words.size)]
+        row = words[
+            block * FINGERPRINT_BLOCK : min((block + 1) * FINGERPRINT_BLOCK, words.size)
+        ]
         for number in range(sums.shape[1]):
             low_keys, high_keys = keys[number]
             total = np.uint64(0)
@@ -308,12 +350,14 @@ def with_functions(code, **functions):
 
 
 def compile_loop(loop, **functions):
-    """Compile a loop on its first call for each combination of types, and cache it on disk if a folder is writable.
+    """Compile a loop on its first call for each combination of types, and cache it on
+    disk if a folder is writable.
 
-    It calls the functions by these names; `rule` is no function but a rule, whose name the cached file has."""
+    It calls the functions by these names; `rule` is no function but a rule, whose name
+    the cached file has."""
     rule = functions.pop("rule", None)
-    # numba compiles a cached loop again if its own file has changed, but not if one has that the loop calls: so the
-    # name of the cached file stands for all of them.
+    # numba compiles a cached loop again if its own file has changed, but not if one has
+    # that the loop calls: so the name of the cached file stands for all of them.
     loop = with_functions(loop, **functions)
     loop.__qualname__ = f"{loop.__name__}_{'' if rule is None else rule.name.replace('-', '_')}_{_SOURCES}"
     try:
@@ -328,12 +372,19 @@ def loops_of(rule):
     functions = {"rule": rule, "step": make_step(rule)}
     if rule.split is not None:
         parts = import_module(rule.split.loops)
-        return Loops(update_split=compile_loop(_update_split, join=parts.join, split=parts.split, **functions))
-    return Loops(compile_loop(_update, **functions), compile_loop(_update_state, **functions))
+        return Loops(
+            update_split=compile_loop(
+                _update_split, join=parts.join, split=parts.split, **functions
+            )
+        )
+    return Loops(
+        compile_loop(_update, **functions), compile_loop(_update_state, **functions)
+    )
 
 
 class Loops(NamedTuple):
-    """The compiled loops of a rule: updates with a parameter, of the state alone, and with masters in two parts."""
+    """The compiled loops of a rule: updates with a parameter, of the state alone, and
+    with masters in two parts."""
 
     update: Any = None
     update_state: Any = None

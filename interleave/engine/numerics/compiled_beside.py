@@ -1,11 +1,13 @@
-"""Loops that read the old optimizer state and write the new one beside it, compiled like those in compiled.py.
+"""Loops that read the old optimizer state and write the new one beside it, compiled
+like those in compiled.py.
 
-They write past the caches where lines of a target are whole, and as usual elsewhere. A state is a tuple of master and
-moments.
+They write past the caches where lines of a target are whole, and as usual elsewhere. A
+state is a tuple of master and moments.
 
-An ordinary store to a line that is in no cache reads the line first: writing beside the old state would move half as
-much memory again. A streaming (non-temporal) store writes whole lines without reading them. LLVM chooses the
-instruction: on x86 `movnt`, on a processor without any an ordinary store.
+An ordinary store to a line that is in no cache reads the line first: writing beside the
+old state would move half as much memory again. A streaming (non-temporal) store writes
+whole lines without reading them. LLVM chooses the instruction: on x86 `movnt`, on a
+processor without any an ordinary store.
 """
 
 # numba types these functions, for each combination of argument types.
@@ -37,8 +39,8 @@ from ebbtide.interleave.engine.numerics.compiled import (
 LINE_BYTES = 64
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
-# Results wait on the stack until they fill lines of any type: so many elements, which LLVM computes side by side in
-# registers.
+# Results wait on the stack until they fill lines of any type: so many elements, which
+# LLVM computes side by side in registers.
 _BLOCK = 32
 # Elements of the largest state in a block: master and two moments.
 _STACK = 3 * _BLOCK
@@ -49,18 +51,24 @@ _STATE_PER_LINE = LINE_BYTES // 4
 def put(typing_context, target, target_first, source, source_first, length, streams):
     """Copy a constant number of elements, whole lines, between arrays of one type.
 
-    With `streams` this writes past the caches; then a line of the cache begins at `target_first`."""
+    With `streams` this writes past the caches; then a line of the cache begins at
+    `target_first`."""
     item_bytes = source.dtype.bitwidth // 8
 
     def generate(context, builder, signature, arguments):
         line = ir.VectorType(ir.IntType(8 * item_bytes), LINE_BYTES // item_bytes)
         lines = []
-        for array_type, array, first in zip(signature.args[:4:2], arguments[:4:2], arguments[1:4:2], strict=True):
-            begin = builder.gep(context.make_array(array_type)(context, builder, array).data, [first])
+        for array_type, array, first in zip(
+            signature.args[:4:2], arguments[:4:2], arguments[1:4:2], strict=True
+        ):
+            begin = builder.gep(
+                context.make_array(array_type)(context, builder, array).data, [first]
+            )
             lines.append(builder.bitcast(begin, line.as_pointer()))
         to, begin = lines
-        # A line is one vector, which LLVM splits for the processor: its parts are stored one after the other, whatever
-        # the width of vectors in the loop. Lines of which parts are stored at different times are slow.
+        # A line is one vector, which LLVM splits for the processor: its parts are
+        # stored one after the other, whatever the width of vectors in the loop. Lines
+        # of which parts are stored at different times are slow.
         values = [
             builder.load(builder.gep(begin, [ir.IntType(32)(number)]), align=item_bytes)
             for number in range(length.literal_value * item_bytes // LINE_BYTES)
@@ -69,25 +77,37 @@ def put(typing_context, target, target_first, source, source_first, length, stre
             for branch, align in zip(branches, (LINE_BYTES, item_bytes), strict=True):
                 with branch:
                     for number, value in enumerate(values):
-                        store = builder.store(value, builder.gep(to, [ir.IntType(32)(number)]), align=align)
+                        store = builder.store(
+                            value,
+                            builder.gep(to, [ir.IntType(32)(number)]),
+                            align=align,
+                        )
                         if align == LINE_BYTES:
                             hint = builder.module.add_metadata([ir.IntType(32)(1)])
                             store.set_metadata("nontemporal", hint)
         return context.get_dummy_value()
 
-    return types.void(target, types.intp, source, types.intp, length, types.boolean), generate
+    return types.void(
+        target, types.intp, source, types.intp, length, types.boolean
+    ), generate
 
 
 @intrinsic
 def fence(typing_context):
-    """Order streaming stores before everything that this thread does from now on, such as releasing a lock.
+    """Order streaming stores before everything that this thread does from now on, such
+    as releasing a lock.
 
     On other processors than x86 these stores need no more than a lock."""
 
     def generate(context, builder, signature, arguments):
         if _IS_X86:
             sfence = ir.FunctionType(ir.VoidType(), [])
-            builder.call(cgutils.get_or_insert_function(builder.module, sfence, "llvm.x86.sse.sfence"), [])
+            builder.call(
+                cgutils.get_or_insert_function(
+                    builder.module, sfence, "llvm.x86.sse.sfence"
+                ),
+                [],
+            )
         return context.get_dummy_value()
 
     return types.void(), generate
@@ -100,7 +120,9 @@ def stack_memory(typing_context, dtype, length):
     LLVM knows that nothing else is in this memory."""
 
     def generate(context, builder, signature, arguments):
-        memory = cgutils.alloca_once(builder, context.get_data_type(dtype.dtype), size=length.literal_value)
+        memory = cgutils.alloca_once(
+            builder, context.get_data_type(dtype.dtype), size=length.literal_value
+        )
         memory.align = LINE_BYTES
         return memory
 
@@ -112,7 +134,10 @@ def address(typing_context, array, index):
     """Return a pointer to an element."""
 
     def generate(context, builder, signature, arguments):
-        return builder.gep(context.make_array(array)(context, builder, arguments[0]).data, [arguments[1]])
+        return builder.gep(
+            context.make_array(array)(context, builder, arguments[0]).data,
+            [arguments[1]],
+        )
 
     return types.CPointer(array.dtype)(array, types.intp), generate
 
@@ -125,12 +150,15 @@ def is_line_begin(array, first):
 
 @register_jitable
 def elements_before_line(array, first):
-    """Return how many elements there are from an element to the first one that begins a line of the cache."""
+    """Return how many elements there are from an element to the first one that begins a
+    line of the cache."""
     return -(array.ctypes.data + first * array.itemsize) % LINE_BYTES // array.itemsize
 
 
 slice_rows = over_rows("rows, begin, end", "rows[K][begin:end]")
-block_rows = over_rows("rows, memory", "memory[K * _BLOCK : (K + 1) * _BLOCK]", _BLOCK=_BLOCK)
+block_rows = over_rows(
+    "rows, memory", "memory[K * _BLOCK : (K + 1) * _BLOCK]", _BLOCK=_BLOCK
+)
 # The same of rows with several types, each in memory of its own.
 typed_rows = over_rows(
     "rows, memory",
@@ -139,16 +167,26 @@ typed_rows = over_rows(
     stack_memory=stack_memory,
     _BLOCK=_BLOCK,
 )
-are_line_begins = over_rows("rows, first", "is_line_begin(rows[K], first)", is_line_begin=is_line_begin)
+are_line_begins = over_rows(
+    "rows, first", "is_line_begin(rows[K], first)", is_line_begin=is_line_begin
+)
 put_rows = over_rows(
-    "rows, first, sources, streams", "put(rows[K], first, sources[K], 0, _BLOCK, streams[K])", put=put, _BLOCK=_BLOCK
+    "rows, first, sources, streams",
+    "put(rows[K], first, sources[K], 0, _BLOCK, streams[K])",
+    put=put,
+    _BLOCK=_BLOCK,
 )
 
 
 def _update_elements(grad, old, new, out, scalars, position, begin, end):
     """Update elements with ordinary stores."""
-    # In slices numba knows that no index is negative; without them the loop takes eight times as long.
-    grad, old, new = grad[begin:end], slice_rows(old, begin, end), slice_rows(new, begin, end)
+    # In slices numba knows that no index is negative; without them the loop takes eight
+    # times as long.
+    grad, old, new = (
+        grad[begin:end],
+        slice_rows(old, begin, end),
+        slice_rows(new, begin, end),
+    )
     if out is not None:
         half = out[begin:end]
     place = place_of(position + begin)
@@ -170,7 +208,10 @@ def _update_blocks(grad, old, new, out, scalars, position, begin, end):
         streams_half = is_line_begin(out, begin)
     place = place_of(position + begin)
     for block in range(begin, end, _BLOCK):
-        g, old_rows = grad[block : block + _BLOCK], slice_rows(old, block, block + _BLOCK)
+        g, old_rows = (
+            grad[block : block + _BLOCK],
+            slice_rows(old, block, block + _BLOCK),
+        )
         for i in range(_BLOCK):
             values = step(g[i], load(old_rows, i), scalars, place)
             store(results[0], i, values[0])
@@ -213,9 +254,17 @@ def _copy(old, new):
 @cache
 def update_of(rule):
     """Return the loop that updates the state of a rule out of place."""
-    functions = {"step": make_step(rule), "block_rows": typed_rows if rule.rounds else block_rows}
-    parts = [register_jitable(with_functions(part, **functions)) for part in (_update_elements, _update_blocks)]
-    return compile_loop(_update, rule=rule, _update_elements=parts[0], _update_blocks=parts[1])
+    functions = {
+        "step": make_step(rule),
+        "block_rows": typed_rows if rule.rounds else block_rows,
+    }
+    parts = [
+        register_jitable(with_functions(part, **functions))
+        for part in (_update_elements, _update_blocks)
+    ]
+    return compile_loop(
+        _update, rule=rule, _update_elements=parts[0], _update_blocks=parts[1]
+    )
 
 
 copy = compile_loop(_copy)

@@ -1,4 +1,5 @@
-"""The loop of tensor_fingerprint.py that numba compiles. It is imported with the first fingerprint of a CPU tensor."""
+"""The loop of tensor_fingerprint.py that numba compiles. It is imported with the first
+fingerprint of a CPU tensor."""
 
 # numba types this function.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -32,12 +33,20 @@ def _sum_blocks(words, low_keys, high_keys, factor, first_block):
     whole = words.size // size
     for block in range(whole):
         weight = (_U(2) * _U(first_block + block) + _U(1)) * factor
-        _add_block(sums, weight, words[block * size : (block + 1) * size], low_keys, high_keys)
+        _add_block(
+            sums, weight, words[block * size : (block + 1) * size], low_keys, high_keys
+        )
     rest = words[whole * size :]
     if rest.size:
         filled = np.zeros(size, _U)
         filled[: rest.size] = rest
-        _add_block(sums, (_U(2) * _U(first_block + whole) + _U(1)) * factor, filled, low_keys, high_keys)
+        _add_block(
+            sums,
+            (_U(2) * _U(first_block + whole) + _U(1)) * factor,
+            filled,
+            low_keys,
+            high_keys,
+        )
     return sums
 
 

@@ -1,15 +1,18 @@
-"""Random numbers for the rounding of moments to bfloat16: the same on every device and for every division of work.
+"""Random numbers for the rounding of moments to bfloat16: the same on every device and
+for every division of work.
 
-Those of an element follow from the step and from its position in the optimizer, and from nothing else:
+Those of an element follow from the step and from its position in the optimizer, and
+from nothing else:
 
     position = index in the flat parameter + number of the parameter * 0x9E3779B1
     bits     = mixed(position * 0x9E3779B1 xor mixed(seed))
     mixed(x) = the finalizer of MurmurHash3 for 32 bits
 
-All arithmetic is modulo 2**32. The seed is the number of the step. The first moment takes the lower 16 bits and the
-second one the upper 16: they are added to the bits of the fp32 number, whose lower half is then cut off. So a number
-between two of bfloat16 becomes either with a probability that makes the mean the number itself. With a seed of 0,
-rounding is to nearest, ties to even.
+All arithmetic is modulo 2**32. The seed is the number of the step. The first moment
+takes the lower 16 bits and the second one the upper 16: they are added to the bits of
+the fp32 number, whose lower half is then cut off. So a number between two of bfloat16
+becomes either with a probability that makes the mean the number itself. With a seed of
+0, rounding is to nearest, ties to even.
 """
 
 import numpy as np
@@ -24,7 +27,10 @@ _Words = npt.NDArray[np.uint32]
 def random_bits(seed: np.float32, position: int, count: int) -> _Words:
     """Return the bits of elements, the first of which is at a position."""
     positions = np.arange(position, position + count, dtype=np.uint64).astype(np.uint32)
-    return _mixed(positions * np.uint32(FACTOR) ^ _mixed(np.array([seed], np.float32).astype(np.uint32)))
+    return _mixed(
+        positions * np.uint32(FACTOR)
+        ^ _mixed(np.array([seed], np.float32).astype(np.uint32))
+    )
 
 
 def _mixed(words: _Words) -> _Words:

@@ -1,14 +1,18 @@
-"""Fingerprints of the bits of tensors on any device: 128 bits, without waiting for the device.
+"""Fingerprints of the bits of tensors on any device: 128 bits, without waiting for the
+device.
 
-The elements of a tensor, in the order of its memory, are read as words of 64 bits, with zeros behind the last one, in
-blocks of 1,024 words. For each block there are two sums modulo 2**64: of the words, and (NH, from UMAC, RFC 4418) of
+The elements of a tensor, in the order of its memory, are read as words of 64 bits, with
+zeros behind the last one, in blocks of 1,024 words. For each block there are two sums
+modulo 2**64: of the words, and (NH, from UMAC, RFC 4418) of
 
     ((low + low_key) mod 2**32) * ((high + high_key) mod 2**32)
 
-over the halves of the words, with keys by place. A fingerprint is, for each of the two, the sum over the blocks of
-(sum xor (sum >> 32)) * weight(block), modulo 2**64, with weight(i) = (2 i + 1) * 0x9E3779B97F4A7C15. The change of one
-word always shows, in the sum of the words. The sums of products of two different blocks are equal with a probability of
-at most 2**-32 over the keys, whatever the difference is. This is no cryptographic hash: the keys are constant.
+over the halves of the words, with keys by place. A fingerprint is, for each of the two,
+the sum over the blocks of (sum xor (sum >> 32)) * weight(block), modulo 2**64, with
+weight(i) = (2 i + 1) * 0x9E3779B97F4A7C15. The change of one word always shows, in the
+sum of the words. The sums of products of two different blocks are equal with a
+probability of at most 2**-32 over the keys, whatever the difference is. This is no
+cryptographic hash: the keys are constant.
 """
 
 from collections.abc import Sequence
@@ -26,12 +30,14 @@ BLOCK = 1024
 FACTOR = 0x9E3779B97F4A7C15
 _FACTOR = np.uint64(FACTOR)
 _MASK = 0xFFFFFFFF
-# Words of the parts that are computed at once: on other devices they need temporary memory.
+# Words of the parts that are computed at once: on other devices they need temporary
+# memory.
 _PART_WORDS = 2**19
 
 
 def fingerprint_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the fingerprint of a tensor's bits as two int64 on its device; None where it is no array of bits."""
+    """Return the fingerprint of a tensor's bits as two int64 on its device; None where
+    it is no array of bits."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         return _together([fingerprint_tensor(getattr(tensor, name)) for name in names])
@@ -49,7 +55,8 @@ def _together(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor with the same elements in the order of memory, without a copy where there is none."""
+    """Return a contiguous tensor with the same elements in the order of memory, without
+    a copy where there is none."""
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous():
         return tensor
@@ -61,8 +68,12 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor as int64, the last of them filled with zeros."""
-    begin, nbytes = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
+    """Return the bytes of a contiguous tensor as int64, the last of them filled with
+    zeros."""
+    begin, nbytes = (
+        tensor.storage_offset() * tensor.element_size(),
+        tensor.numel() * tensor.element_size(),
+    )
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     flat.set_(tensor.untyped_storage(), begin, (nbytes,), (1,))
     if nbytes % 8:
@@ -71,13 +82,16 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def of_words(words: torch.Tensor) -> torch.Tensor:
-    """Return the fingerprint of words (int64) by operations of torch: the definition."""
+    """Return the fingerprint of words (int64) by operations of torch: the
+    definition."""
     low_keys, high_keys = _keys_on(words.device)
     total = torch.zeros(2, dtype=torch.int64, device=words.device)
     for begin in range(0, len(words), _PART_WORDS):
         part = words[begin : begin + _PART_WORDS]
         count = -(-len(part) // BLOCK)
-        blocks = torch.nn.functional.pad(part, (0, -len(part) % BLOCK)).view(count, BLOCK)
+        blocks = torch.nn.functional.pad(part, (0, -len(part) % BLOCK)).view(
+            count, BLOCK
+        )
         weights = _weights(begin // BLOCK, count, words.device)
         low, high = blocks & _MASK, (blocks >> 32) & _MASK
         products = ((low + low_keys) & _MASK) * ((high + high_keys) & _MASK)
@@ -98,7 +112,9 @@ def _weights(first: int, count: int, device: torch.device) -> torch.Tensor:
 @cache
 def host_keys() -> Any:
     """Return the keys of the low and of the high halves."""
-    return np.random.Generator(np.random.PCG64(49)).integers(0, 2**32, (2, BLOCK), dtype=np.uint64)
+    return np.random.Generator(np.random.PCG64(49)).integers(
+        0, 2**32, (2, BLOCK), dtype=np.uint64
+    )
 
 
 @cache
@@ -113,7 +129,8 @@ def _threads(count: int) -> WorkQueue:
 
 
 def _of_host(words: torch.Tensor) -> torch.Tensor:
-    """Return `of_words` by a compiled loop, which reads memory once, on as many threads as torch has."""
+    """Return `of_words` by a compiled loop, which reads memory once, on as many threads
+    as torch has."""
     # numba takes long to import.
     from ebbtide.interleave.engine.numerics.compiled_tensors import sum_blocks
 
@@ -127,7 +144,14 @@ def _of_host(words: torch.Tensor) -> torch.Tensor:
         first = [blocks * number // threads for number in range(threads + 1)]
         pool = _threads(threads)
         queued = [
-            pool.submit(sum_blocks, array[begin * BLOCK : end * BLOCK], low, high, _FACTOR, begin)
+            pool.submit(
+                sum_blocks,
+                array[begin * BLOCK : end * BLOCK],
+                low,
+                high,
+                _FACTOR,
+                begin,
+            )
             for begin, end in pairwise(first)
         ]
         sums = sum(each.result() for each in queued)

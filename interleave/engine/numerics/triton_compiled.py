@@ -1,8 +1,10 @@
-"""Functions that Triton compiles: each kernel works on all tensors of a table (launch_tables.py) in one launch.
+"""Functions that Triton compiles: each kernel works on all tensors of a table
+(launch_tables.py) in one launch.
 
-A kernel has one variant for each combination of dtypes, whatever the number, the lengths and the alignment of the
-tensors: all of them are in the table. A block that is whole and starts at multiples of 16 bytes is read and written by
-wide instructions without a mask, any other block element by element.
+A kernel has one variant for each combination of dtypes, whatever the number, the
+lengths and the alignment of the tensors: all of them are in the table. A block that is
+whole and starts at multiples of 16 bytes is read and written by wide instructions
+without a mask, any other block element by element.
 """
 
 # triton types these functions, for each combination of argument types.
@@ -24,7 +26,8 @@ from ebbtide.interleave.engine.rules.rule import BLOCK as SCALED_BLOCK
 
 # Columns of the tables' rows, of all kernels but the update.
 BLOCK_COLUMNS = 3
-# Elements that a program updates. Four for each thread: the widest access to fp32, and no exchange between threads.
+# Elements that a program updates. Four for each thread: the widest access to fp32, and
+# no exchange between threads.
 UPDATE_BLOCK = 1024
 UPDATE_WARPS = UPDATE_BLOCK // (32 * 4)
 # Words of a table that a program copies.
@@ -55,7 +58,8 @@ _WIDE = tl.constexpr(16)
 
 @triton.jit
 def _find_tensor(table, count):
-    """Return the index of the tensor that this program works on, by the first programs of all tensors."""
+    """Return the index of the tensor that this program works on, by the first programs
+    of all tensors."""
     first = 0
     end = count
     while end - first > 1:
@@ -95,7 +99,11 @@ def _round(value, dtype: tl.constexpr):
         result = tl.where(value != value, _BFLOAT16_NAN, half).to(tl.uint16)
     elif dtype == tl.float16:
         half = value.to(tl.float16).to(tl.uint16, bitcast=True)
-        result = tl.where(value != value, _FLOAT16_NAN, half).to(tl.uint16).to(tl.float16, bitcast=True)
+        result = (
+            tl.where(value != value, _FLOAT16_NAN, half)
+            .to(tl.uint16)
+            .to(tl.float16, bitcast=True)
+        )
     else:
         result = value
     return result
@@ -103,14 +111,19 @@ def _round(value, dtype: tl.constexpr):
 
 @triton.jit
 def _quotient(dividend, divisor):
-    # Not tl.div_rn and tl.sqrt_rn: Triton 3.4 and 3.5 compile them to instructions that flush subnormals to zero. The
-    # interpreter has no assembly.
+    # Not tl.div_rn and tl.sqrt_rn: Triton 3.4 and 3.5 compile them to instructions that
+    # flush subnormals to zero. The interpreter has no assembly.
     if _INTERPRETED:
         result = tl.div_rn(dividend, divisor)
     else:
         divisor = tl.broadcast_to(divisor, dividend.shape)
         result = tl.inline_asm_elementwise(
-            "div.rn.f32 $0, $1, $2;", "=f,f,f", [dividend, divisor], dtype=tl.float32, is_pure=True, pack=1
+            "div.rn.f32 $0, $1, $2;",
+            "=f,f,f",
+            [dividend, divisor],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
         )
     return result
 
@@ -121,7 +134,12 @@ def _root(value):
         result = tl.sqrt_rn(value)
     else:
         result = tl.inline_asm_elementwise(
-            "sqrt.rn.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1
+            "sqrt.rn.f32 $0, $1;",
+            "=f,f",
+            [value],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
         )
     return result
 
@@ -147,22 +165,31 @@ def _round_moment(value, noise, seed):
 
 @cache
 def formula_of(rule):
-    """Return the formula of a rule, compiled. The interpreter looks for `tl` in the globals of a function."""
-    return triton.jit(rule.formula_with({"divide": _quotient, "square_root": _root, "sign": _sign, "tl": tl}))
+    """Return the formula of a rule, compiled. The interpreter looks for `tl` in the
+    globals of a function."""
+    return triton.jit(
+        rule.formula_with(
+            {"divide": _quotient, "square_root": _root, "sign": _sign, "tl": tl}
+        )
+    )
 
 
 @triton.jit
 def _scale_and_codes(moment, inside, middles):
     bits = tl.where(inside, moment.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
     largest = tl.max(tl.reshape(bits, (_UPDATE_BLOCK // _SCALED, _SCALED)), 1)
-    largest = tl.broadcast_to(largest[:, None], (_UPDATE_BLOCK // _SCALED, _SCALED)).reshape((_UPDATE_BLOCK,))
+    largest = tl.broadcast_to(
+        largest[:, None], (_UPDATE_BLOCK // _SCALED, _SCALED)
+    ).reshape((_UPDATE_BLOCK,))
     quotient = _quotient(moment, largest.to(tl.float32, bitcast=True))
     code = tl.zeros((_UPDATE_BLOCK,), tl.int32)
     for halving in tl.static_range(8):
         middle = tl.load(middles + code + ((128 >> halving) - 1))
         code += tl.where(quotient > middle, 128 >> halving, 0)
     is_valid = (largest > 0) & (largest < 0x7F800000)
-    return largest.to(tl.float32, bitcast=True), tl.where(is_valid, code, 0).to(tl.uint8)
+    return largest.to(tl.float32, bitcast=True), tl.where(is_valid, code, 0).to(
+        tl.uint8
+    )
 
 
 @triton.jit
@@ -184,12 +211,19 @@ def _update_block(
 ):
     g = _widen(tl.load(grad, mask=mask)) * tl.load(scalars)
     master = tl.load(rows[0], mask=mask)
-    master = join(tl.load(out, mask=mask), master) if join is not None else _widen(master)
+    master = (
+        join(tl.load(out, mask=mask), master) if join is not None else _widen(master)
+    )
     values = (master,)
     for row in tl.static_range(1, len(rows)):
         if len(blocks) > 0:
-            number = blocks[1] + 512 * (row - 1) + tl.load(rows[row], mask=mask).to(tl.int32)
-            values = values + (tl.load(number, mask=blocks[0]) * tl.load(blocks[1 + row], mask=blocks[0]),)
+            number = (
+                blocks[1] + 512 * (row - 1) + tl.load(rows[row], mask=mask).to(tl.int32)
+            )
+            values = values + (
+                tl.load(number, mask=blocks[0])
+                * tl.load(blocks[1 + row], mask=blocks[0]),
+            )
         else:
             values = values + (_widen(tl.load(rows[row], mask=mask)),)
     for factor in tl.static_range(1, factors - rounds):
@@ -199,14 +233,23 @@ def _update_block(
         seed = tl.load(scalars + factors - 1)
         noise = _scrambled((positions * _FACTOR) ^ _scrambled(seed.to(tl.uint32)))
         for row in tl.static_range(1, len(rows)):
-            tl.store(rows[row], _round_moment(results[row], noise >> (16 * (row - 1)), seed), mask=mask)
+            tl.store(
+                rows[row],
+                _round_moment(results[row], noise >> (16 * (row - 1)), seed),
+                mask=mask,
+            )
     elif len(blocks) > 0:
         for row in tl.static_range(1, len(rows)):
             moment = _canonical_nan(results[row])
-            scale, codes = _scale_and_codes(moment, blocks[0], blocks[1] + (512 * (row - 1) + 256))
+            scale, codes = _scale_and_codes(
+                moment, blocks[0], blocks[1] + (512 * (row - 1) + 256)
+            )
             tl.store(rows[row], codes, mask=mask)
-            # All elements of the block have read the old one, which the new one depends on.
-            tl.store(blocks[1 + row], scale, mask=blocks[0] & (positions % _SCALED == 0))
+            # All elements of the block have read the old one, which the new one depends
+            # on.
+            tl.store(
+                blocks[1 + row], scale, mask=blocks[0] & (positions % _SCALED == 0)
+            )
     else:
         for row in tl.static_range(1, len(rows)):
             tl.store(rows[row], _canonical_nan(results[row]), mask=mask)
@@ -235,15 +278,21 @@ def update(
     rounds: tl.constexpr,
     scaled: tl.constexpr,
 ):
-    """Update all tensors of a table, in blocks of `UPDATE_BLOCK`. `join` and `split`: of masters in two parts (see
-    SplitMaster), or None.
+    """Update all tensors of a table, in blocks of `UPDATE_BLOCK`. `join` and `split`:
+    of masters in two parts (see SplitMaster), or None.
 
-    Columns of a row: length; addresses of gradient, parameter, master and moments; factors, two in each word; with
-    `rounds` the position of the first element, where moments are bfloat16; with `scaled`, where moments are codes (see
-    blocks.py), the addresses of numbers and middles of each moment, 256 each, and of the scales of each moment."""
+    Columns of a row: length; addresses of gradient, parameter, master and moments;
+    factors, two in each word; with `rounds` the position of the first element, where
+    moments are bfloat16; with `scaled`, where moments are codes (see blocks.py), the
+    addresses of numbers and middles of each moment, 256 each, and of the scales of each
+    moment."""
     tensor = _find_tensor(table, count)
     columns: tl.constexpr = 4 + moments + (factors + 1) // 2
-    row = table + count + tensor.to(tl.int64) * (columns + rounds + scaled * (1 + moments))
+    row = (
+        table
+        + count
+        + tensor.to(tl.int64) * (columns + rounds + scaled * (1 + moments))
+    )
     begin = (tl.program_id(0) - tl.load(table + tensor)) * _UPDATE_BLOCK
     offsets = tl.arange(0, _UPDATE_BLOCK)
     length, grad_address = tl.load(row), tl.load(row + 1)
@@ -254,7 +303,12 @@ def update(
     addresses = grad_address | out_address | master_address
     for moment in tl.static_range(moments):
         address = tl.load(row + 4 + moment)
-        rows = rows + (_pointer(address, tl.uint8 if scaled else tl.uint16 if rounds else tl.float32) + begin,)
+        rows = rows + (
+            _pointer(
+                address, tl.uint8 if scaled else tl.uint16 if rounds else tl.float32
+            )
+            + begin,
+        )
         addresses |= address
     scalars = (row + 4 + moments).to(tl.pointer_type(tl.float32), bitcast=True)
     wide = ()
@@ -273,7 +327,10 @@ def update(
     if rounds:
         positions = (tl.load(row + columns) + positions).to(tl.uint32)
     if (addresses % _WIDE == 0) & (begin + _UPDATE_BLOCK <= length):
-        wide_grad, wide_out = tl.multiple_of(grad, _WIDE) + offsets, tl.multiple_of(out, _WIDE) + offsets
+        wide_grad, wide_out = (
+            tl.multiple_of(grad, _WIDE) + offsets,
+            tl.multiple_of(out, _WIDE) + offsets,
+        )
         _update_block(
             wide_grad,
             wide,
@@ -311,17 +368,22 @@ def update(
 
 @triton.jit
 def _add_by_halves(lanes):
-    # A sum of two numbers does not depend on their order, so the order of all additions is that of norm.py.
+    # A sum of two numbers does not depend on their order, so the order of all additions
+    # is that of norm.py.
     for halving in tl.static_range(_HALVINGS):
         lanes = tl.sum(lanes.reshape((2, _LANES >> (halving + 1))), 0)
     return tl.sum(lanes, 0)
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["table", "sums"])
+@triton.jit(
+    do_not_specialize=["count"], do_not_specialize_on_alignment=["table", "sums"]
+)
 def block_sums(table, sums, count, dtype: tl.constexpr):
-    """Write the sums of squares of all blocks of all tensors of a table, in the order of norm.py.
+    """Write the sums of squares of all blocks of all tensors of a table, in the order
+    of norm.py.
 
-    Columns of a row: address of the gradient; length; index of the tensor's first block in `sums`."""
+    Columns of a row: address of the gradient; length; index of the tensor's first block
+    in `sums`."""
     tensor = _find_tensor(table, count)
     row = table + count + tensor.to(tl.int64) * _BLOCK_COLUMNS
     block = tl.program_id(0) - tl.load(table + tensor)
@@ -340,7 +402,9 @@ def block_sums(table, sums, count, dtype: tl.constexpr):
     else:
         for row_begin in range(0, tl.minimum(length - begin, _BLOCK), _LANES):
             offsets = row_begin + lane
-            value = _widen(tl.load(values + offsets, mask=begin + offsets < length, other=0)).to(tl.float64)
+            value = _widen(
+                tl.load(values + offsets, mask=begin + offsets < length, other=0)
+            ).to(tl.float64)
             lanes += value * value
     tl.store(sums + tl.load(row + 2) + block, _add_by_halves(lanes))
 
@@ -352,11 +416,15 @@ def _key_products(words, keys):
     return low.to(tl.uint64) * high.to(tl.uint64)
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["table", "fingerprints"])
+@triton.jit(
+    do_not_specialize=["count"],
+    do_not_specialize_on_alignment=["table", "fingerprints"],
+)
 def block_fingerprints(table, fingerprints, count, keys):
     """Write the sums of fingerprint.py for all blocks of all tensors of a table.
 
-    Columns of a row: address; length, in units of 16 bits; index of the tensor's first block in `fingerprints`."""
+    Columns of a row: address; length, in units of 16 bits; index of the tensor's first
+    block in `fingerprints`."""
     tensor = _find_tensor(table, count)
     row = table + count + tensor.to(tl.int64) * _BLOCK_COLUMNS
     block = tl.program_id(0) - tl.load(table + tensor)
@@ -365,7 +433,10 @@ def block_fingerprints(table, fingerprints, count, keys):
     lane = tl.arange(0, _FINGERPRINT_LANES)
     first_keys = tl.multiple_of(_pointer(keys, tl.uint32), _WIDE) + lane
     second_keys = first_keys + 2 * _FINGERPRINT_BLOCK
-    first, second = tl.zeros((_FINGERPRINT_LANES,), tl.uint64), tl.zeros((_FINGERPRINT_LANES,), tl.uint64)
+    first, second = (
+        tl.zeros((_FINGERPRINT_LANES,), tl.uint64),
+        tl.zeros((_FINGERPRINT_LANES,), tl.uint64),
+    )
     if (address % _WIDE == 0) & (4 * (begin + _FINGERPRINT_BLOCK) <= length):
         pointers = tl.multiple_of(_pointer(address, tl.uint64) + begin, _WIDE) + lane
         for row_begin in tl.static_range(0, _FINGERPRINT_BLOCK, _FINGERPRINT_LANES):
@@ -373,21 +444,35 @@ def block_fingerprints(table, fingerprints, count, keys):
             first += _key_products(words, first_keys + row_begin)
             second += _key_products(words, second_keys + row_begin)
     else:
-        for row_begin in range(0, tl.minimum(length // 4 + 1 - begin, _FINGERPRINT_BLOCK), _FINGERPRINT_LANES):
+        for row_begin in range(
+            0,
+            tl.minimum(length // 4 + 1 - begin, _FINGERPRINT_BLOCK),
+            _FINGERPRINT_LANES,
+        ):
             quarters = 4 * (begin + row_begin + lane)
             words = tl.zeros((_FINGERPRINT_LANES,), tl.uint64)
             for quarter in tl.static_range(4):
                 offsets = quarters + quarter
-                values = tl.load(_pointer(address, tl.uint16) + offsets, mask=offsets < length, other=0)
+                values = tl.load(
+                    _pointer(address, tl.uint16) + offsets,
+                    mask=offsets < length,
+                    other=0,
+                )
                 words |= values.to(tl.uint64) << (16 * quarter)
-            first += tl.where(quarters < length, _key_products(words, first_keys + row_begin), 0)
-            second += tl.where(quarters < length, _key_products(words, second_keys + row_begin), 0)
+            first += tl.where(
+                quarters < length, _key_products(words, first_keys + row_begin), 0
+            )
+            second += tl.where(
+                quarters < length, _key_products(words, second_keys + row_begin), 0
+            )
     results = fingerprints + 2 * (tl.load(row + 2) + block)
     tl.store(results, tl.sum(first, 0).to(tl.int64, bitcast=True))
     tl.store(results + 1, tl.sum(second, 0).to(tl.int64, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["host_table", "table"])
+@triton.jit(
+    do_not_specialize=["length"], do_not_specialize_on_alignment=["host_table", "table"]
+)
 def load_table(host_table, table, length):
     """Copy a table of that many words from host memory to the device."""
     offsets = tl.program_id(0) * _TABLE_BLOCK + tl.arange(0, _TABLE_BLOCK)

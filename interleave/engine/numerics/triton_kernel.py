@@ -1,8 +1,10 @@
-"""The update on a GPU with the bits of the reference (reference.py), sums of squares, and fingerprints, by Triton.
+"""The update on a GPU with the bits of the reference (reference.py), sums of squares,
+and fingerprints, by Triton.
 
-Each function takes any number of tensors and launches one kernel for each combination of dtypes, and one that loads the
-table of the tensors. Quotient and root are rounded to nearest, and multiply-adds are not fused
-(`enable_fp_fusion=False`). Importing this module needs triton, which comes with CUDA builds of torch.
+Each function takes any number of tensors and launches one kernel for each combination
+of dtypes, and one that loads the table of the tensors. Quotient and root are rounded to
+nearest, and multiply-adds are not fused (`enable_fp_fusion=False`). Importing this
+module needs triton, which comes with CUDA builds of torch.
 """
 
 from __future__ import annotations
@@ -39,15 +41,19 @@ class SharedHostMemory:
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
-        self._in_flight: deque[tuple[torch.cuda.Event, tuple[torch.Tensor, ...]]] = deque()
+        self._in_flight: deque[tuple[torch.cuda.Event, tuple[torch.Tensor, ...]]] = (
+            deque()
+        )
         self._lock = threading.Lock()
 
     def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor with any values. It is freed like any other tensor, so launches must `keep` it."""
+        """Return a flat tensor with any values. It is freed like any other tensor, so
+        launches must `keep` it."""
         return torch.empty(count, dtype=dtype, device="cpu", pin_memory=self._pinned)
 
     def keep(self, *memory: torch.Tensor) -> Callable[[], None]:
-        """Keep memory until the work on the current stream so far is done; return a function that waits for that."""
+        """Keep memory until the work on the current stream so far is done; return a
+        function that waits for that."""
         if not self._pinned or not memory:
             return lambda: None
         done = torch.cuda.Event(blocking=True)
@@ -59,14 +65,18 @@ class SharedHostMemory:
         return lambda: None if done.query() else done.synchronize()
 
 
-def table_words(programs: Sequence[int], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the words of a table, from the number of programs for each tensor and rows of shape (tensors, columns)."""
+def table_words(
+    programs: Sequence[int], rows: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Return the words of a table, from the number of programs for each tensor and rows
+    of shape (tensors, columns)."""
     first_programs = list(itertools.accumulate(programs, initial=0))[:-1]
     return np.concatenate([np.array(first_programs, np.int64), rows.reshape(-1)])
 
 
 def scalar_columns(scalars: Sequence[Sequence[np.float32]]) -> npt.NDArray[np.int64]:
-    """Return the fp32 scalars of each tensor as columns, two in each word, of shape (tensors, columns)."""
+    """Return the fp32 scalars of each tensor as columns, two in each word, of shape
+    (tensors, columns)."""
     values = np.array(scalars, np.float32)
     return np.pad(values, ((0, 0), (0, values.shape[1] % 2))).view(np.int64)
 
@@ -75,8 +85,13 @@ def scalar_columns(scalars: Sequence[Sequence[np.float32]]) -> npt.NDArray[np.in
 _DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 _HOST_MEMORY = SharedHostMemory(pinned=_DEVICE == "cuda")
 # The types by which the kernels recognize what memory contains.
-_BITS = {torch.bfloat16: tl.uint16, torch.float16: tl.float16, torch.float32: tl.float32}
-# One warp sums the 256 lanes of a block, eight on each thread, without waiting for others.
+_BITS = {
+    torch.bfloat16: tl.uint16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}
+# One warp sums the 256 lanes of a block, eight on each thread, without waiting for
+# others.
 _SUMS_WARPS = 1
 _FINGERPRINT_WARPS = 4
 # Lengths for fingerprints are in units of this size, and a block has so many.
@@ -89,14 +104,21 @@ _WARM_UP_PARAMS = 64
 def gpu_update(updates: Sequence[TensorUpdate]) -> None:
     """Run updates on one GPU, on its current stream; return before it is done.
 
-    There is one launch for each rule and combination of dtypes of gradient, parameter and master. Raises
-    ValueError, before any launch, if `CpuKernel.update` does not support the tensors, or they are not on one GPU."""
-    groups: dict[tuple[UpdateRule, Any, Any, Any], list[TensorUpdate]] = defaultdict(list)
+    There is one launch for each rule and combination of dtypes of gradient, parameter
+    and master. Raises ValueError, before any launch, if `CpuKernel.update` does not
+    support the tensors, or they are not on one GPU."""
+    groups: dict[tuple[UpdateRule, Any, Any, Any], list[TensorUpdate]] = defaultdict(
+        list
+    )
     for item in updates:
         check_update(_DEVICE, item.grad, item.state, item.rule, item.written)
         if item.out.numel():
-            master = tl.uint16 if item.rule.split is not None else _BITS[item.state[0].dtype]
-            groups[item.rule, _BITS[item.grad.dtype], _BITS[item.out.dtype], master].append(item)
+            master = (
+                tl.uint16 if item.rule.split is not None else _BITS[item.state[0].dtype]
+            )
+            groups[
+                item.rule, _BITS[item.grad.dtype], _BITS[item.out.dtype], master
+            ].append(item)
     with _on_device_of([item.out for item in updates]):
         loaded = [(key, group, *_load_updates(group)) for key, group in groups.items()]
         for (rule, grad, out, master), group, programs, table in loaded:
@@ -113,13 +135,21 @@ def gpu_update(updates: Sequence[TensorUpdate]) -> None:
                 "rounds": rule.rounds,
                 "scaled": bool(rule.scales),
             }
-            _launch(compiled.update, programs, table, len(group), **constants, num_warps=compiled.UPDATE_WARPS)
+            _launch(
+                compiled.update,
+                programs,
+                table,
+                len(group),
+                **constants,
+                num_warps=compiled.UPDATE_WARPS,
+            )
         # Those that found no memory on the device.
         _HOST_MEMORY.keep(*(table for *_, table in loaded if not table.is_cuda))
 
 
 def gpu_sums_of_squares(gradients: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
-    """Start `CpuKernel.sum_of_squares` of gradients on one GPU, and return a function that waits for the results.
+    """Start `CpuKernel.sum_of_squares` of gradients on one GPU, and return a function
+    that waits for the results.
 
     It runs on the current stream, with one launch for each dtype."""
     rows = _BlockRows(gradients, [gradient.numel() for gradient in gradients], BLOCK)
@@ -127,7 +157,11 @@ def gpu_sums_of_squares(gradients: Sequence[torch.Tensor]) -> Callable[[], list[
     tables = []
     with _on_device_of(gradients):
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-            indices = [index for index, gradient in enumerate(gradients) if gradient.dtype == dtype]
+            indices = [
+                index
+                for index, gradient in enumerate(gradients)
+                if gradient.dtype == dtype
+            ]
             options = {"dtype": _BITS[dtype], "num_warps": _SUMS_WARPS}
             tables.append(rows.launch(compiled.block_sums, indices, sums, **options))
         wait = _HOST_MEMORY.keep(sums, *tables)
@@ -140,14 +174,23 @@ def gpu_sums_of_squares(gradients: Sequence[torch.Tensor]) -> Callable[[], list[
 
 
 def gpu_fingerprint(values: Sequence[torch.Tensor]) -> Callable[[], list[bytes]]:
-    """Start `CpuKernel.fingerprint` of tensors on one GPU, and return a function that waits for the results.
+    """Start `CpuKernel.fingerprint` of tensors on one GPU, and return a function that
+    waits for the results.
 
     It runs on the current stream, with one launch."""
-    rows = _BlockRows(values, [value.nbytes // _UNIT_BYTES for value in values], _FINGERPRINT_UNITS)
+    rows = _BlockRows(
+        values, [value.nbytes // _UNIT_BYTES for value in values], _FINGERPRINT_UNITS
+    )
     sums = _HOST_MEMORY.allocate(rows.blocks * len(KEYS), torch.int64)
     with _on_device_of(values):
-        options = {"keys": _keys(values[0].device), "num_warps": _FINGERPRINT_WARPS} if values else {}
-        table = rows.launch(compiled.block_fingerprints, range(len(values)), sums, **options)
+        options = (
+            {"keys": _keys(values[0].device), "num_warps": _FINGERPRINT_WARPS}
+            if values
+            else {}
+        )
+        table = rows.launch(
+            compiled.block_fingerprints, range(len(values)), sums, **options
+        )
         wait = _HOST_MEMORY.keep(sums, table)
 
     def results() -> list[bytes]:
@@ -163,12 +206,17 @@ def warm_up(
     dtypes: Collection[tuple[torch.dtype, torch.dtype]],
     rule: UpdateRule = ADAMW,
 ) -> None:
-    """Compile all kernels for these dtypes of gradient and parameter, load them on a GPU, and run them.
+    """Compile all kernels for these dtypes of gradient and parameter, load them on a
+    GPU, and run them.
 
-    They run on a few elements, and are done when this returns. No launch compiles anything after it."""
+    They run on a few elements, and are done when this returns. No launch compiles
+    anything after it."""
     updates = []
     for grad_dtype, out_dtype in dtypes:
-        grad, out = (torch.zeros(_WARM_UP_PARAMS, dtype=dtype, device=device) for dtype in (grad_dtype, out_dtype))
+        grad, out = (
+            torch.zeros(_WARM_UP_PARAMS, dtype=dtype, device=device)
+            for dtype in (grad_dtype, out_dtype)
+        )
         state = [row.to(device) for row in rule.zero_rows(_WARM_UP_PARAMS)]
         scalars = rule.scalars(rule.defaults, 1)
         inputs = rule.inputs(state, out)
@@ -180,7 +228,8 @@ def warm_up(
 
 @cache
 def _parts_of(rule: UpdateRule) -> tuple[Any, Any]:
-    """Return the functions of the kernel that join and split masters in two parts; None for a rule without."""
+    """Return the functions of the kernel that join and split masters in two parts; None
+    for a rule without."""
     if rule.split is None:
         return None, None
     parts = import_module(rule.split.kernels)
@@ -188,25 +237,35 @@ def _parts_of(rule: UpdateRule) -> tuple[Any, Any]:
 
 
 class _BlockRows:
-    """The rows of a kernel that computes one result for each block of tensors, and writes it to host memory.
+    """The rows of a kernel that computes one result for each block of tensors, and
+    writes it to host memory.
 
     Lengths of tensors and of a block are in the unit of the kernel."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], lengths: Sequence[int], block: int) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], lengths: Sequence[int], block: int
+    ) -> None:
         for tensor in tensors:
             check_tensors(_DEVICE, (tensor,))
         self._counts = [triton.cdiv(length, block) for length in lengths]
         self._ends = list(itertools.accumulate(self._counts))
         self.blocks = sum(self._counts)
-        first_blocks = [end - count for end, count in zip(self._ends, self._counts, strict=True)]
+        first_blocks = [
+            end - count for end, count in zip(self._ends, self._counts, strict=True)
+        ]
         addresses = [tensor.data_ptr() for tensor in tensors]
-        self._rows = np.column_stack([addresses, lengths, first_blocks]).astype(np.int64)
+        self._rows = np.column_stack([addresses, lengths, first_blocks]).astype(
+            np.int64
+        )
 
-    def launch(self, kernel: Any, indices: Sequence[int], results: torch.Tensor, **options: Any) -> torch.Tensor:
+    def launch(
+        self, kernel: Any, indices: Sequence[int], results: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
         """Launch a kernel for the tensors of these indices, and return its table."""
         programs = [self._counts[index] for index in indices]
         table = _host_table(programs, self._rows[list(indices)])
-        # A single row is read from the host: no launch to load it, of which streamed gradients would need one each.
+        # A single row is read from the host: no launch to load it, of which streamed
+        # gradients would need one each.
         if sum(programs) and len(indices) > 1:
             table = _load_table(table)
         _launch(kernel, sum(programs), table, results, len(indices), **options)
@@ -214,7 +273,10 @@ class _BlockRows:
 
     def split(self, results: Any) -> list[Any]:
         """Return the results of each tensor."""
-        return [results[end - count : end] for count, end in zip(self._counts, self._ends, strict=True)]
+        return [
+            results[end - count : end]
+            for count, end in zip(self._counts, self._ends, strict=True)
+        ]
 
 
 def _on_device_of(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
@@ -225,14 +287,21 @@ def _on_device_of(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[obj
 
 
 def _load_updates(updates: Sequence[TensorUpdate]) -> tuple[int, torch.Tensor]:
-    """Return the number of programs and the table of an update, which is in flight to the device."""
+    """Return the number of programs and the table of an update, which is in flight to
+    the device."""
     rows = 1 + len(updates[0].rule.moments)
-    addresses = [[tensor.data_ptr() for tensor in (item.grad, item.out, *item.state[:rows])] for item in updates]
+    addresses = [
+        [tensor.data_ptr() for tensor in (item.grad, item.out, *item.state[:rows])]
+        for item in updates
+    ]
     lengths = [item.out.numel() for item in updates]
     scalars = scalar_columns([item.scalars for item in updates])
     programs = [triton.cdiv(length, compiled.UPDATE_BLOCK) for length in lengths]
     others = [_other_columns(item) for item in updates]
-    table = _host_table(programs, np.column_stack([lengths, addresses, scalars, np.array(others, np.int64)]))
+    table = _host_table(
+        programs,
+        np.column_stack([lengths, addresses, scalars, np.array(others, np.int64)]),
+    )
     return sum(programs), _load_table(table)
 
 
@@ -241,7 +310,9 @@ def _other_columns(item: TensorUpdate) -> list[int]:
     if scaled is None:
         return [item.position] if item.rule.rounds else []
     scales = item.state[1 + len(item.rule.moments) :]
-    return [tensor.data_ptr() for tensor in (_data_type(scaled, item.out.device), *scales)]
+    return [
+        tensor.data_ptr() for tensor in (_data_type(scaled, item.out.device), *scales)
+    ]
 
 
 # By the identity of the moments, which rules keep.
@@ -273,13 +344,20 @@ def _host_table(programs: Sequence[int], rows: npt.NDArray[np.int64]) -> torch.T
 
 
 def _load_table(host_table: torch.Tensor) -> torch.Tensor:
-    """Start to copy a table to the current device, and return the copy. Without memory kernels read the host's."""
+    """Start to copy a table to the current device, and return the copy. Without memory
+    kernels read the host's."""
     length = len(host_table)
     try:
         table = torch.empty(length, dtype=torch.int64, device=_DEVICE)
     except torch.OutOfMemoryError:
         return host_table
-    _launch(compiled.load_table, triton.cdiv(length, compiled.TABLE_BLOCK), host_table, table, length)
+    _launch(
+        compiled.load_table,
+        triton.cdiv(length, compiled.TABLE_BLOCK),
+        host_table,
+        table,
+        length,
+    )
     _HOST_MEMORY.keep(host_table)
     return table
 

@@ -1,4 +1,5 @@
-"""The update of a whole parameter: the formula for each element, a transform of all at once, and the rule's finish."""
+"""The update of a whole parameter: the formula for each element, a transform of all at
+once, and the rule's finish."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,8 +8,12 @@ import torch
 
 from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRule
 
-# Updates elements as `reference.update`: (gradient, state, parameter or None, factors, rule).
-Update = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor | None, Scalars, UpdateRule], None]
+# Updates elements as `reference.update`: (gradient, state, parameter or None, factors,
+# rule).
+Update = Callable[
+    [torch.Tensor, Sequence[torch.Tensor], torch.Tensor | None, Scalars, UpdateRule],
+    None,
+]
 # Replaces the result of the formula: (values, shape, parts of the factors).
 Transform = Callable[[torch.Tensor, tuple[int, int], Any], None]
 
@@ -23,7 +28,8 @@ def update_whole(
     update: Update,
     transform: Transform,
 ) -> None:
-    """Update a parameter of a shape, flat, by functions for its elements and for all of them."""
+    """Update a parameter of a shape, flat, by functions for its elements and for all of
+    them."""
     assert rule.whole_update is not None
     parts = rule.whole_update.parts(scalars, shape)
     values = torch.zeros(grad.numel(), dtype=torch.float32, device="cpu")

@@ -1,4 +1,5 @@
-"""The exchange of parameters between ranks that have parts of them, for rules that update a parameter as a whole."""
+"""The exchange of parameters between ranks that have parts of them, for rules that
+update a parameter as a whole."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -13,10 +14,11 @@ Shape = tuple[int, ...]
 
 
 class Exchange:
-    """Parameters, by index, whose parts ranks have, and which one rank updates as a whole: none here.
+    """Parameters, by index, whose parts ranks have, and which one rank updates as a
+    whole: none here.
 
-    Tensors of a parameter are flat: whole on its owner, and empty on the other ranks. Every rank must call each method,
-    in the same order.
+    Tensors of a parameter are flat: whole on its owner, and empty on the other ranks.
+    Every rank must call each method, in the same order.
 
     Attributes:
         owners: The rank that updates each parameter.
@@ -27,24 +29,38 @@ class Exchange:
         self.owners: dict[int, int] = {}
         self.own: dict[int, Shape] = {}
 
-    def gather(self, parts: Mapping[int, Tensors], are_read: bool = True) -> dict[int, Tensors]:
-        """Return tensors of parameters, whose parts on this rank are these, flat; or only memory for them."""
+    def gather(
+        self, parts: Mapping[int, Tensors], are_read: bool = True
+    ) -> dict[int, Tensors]:
+        """Return tensors of parameters, whose parts on this rank are these, flat; or
+        only memory for them."""
         return {}
 
-    def scatter(self, whole: Mapping[int, Tensors], parts: Mapping[int, Tensors]) -> None:
+    def scatter(
+        self, whole: Mapping[int, Tensors], parts: Mapping[int, Tensors]
+    ) -> None:
         """Write this rank's parts of tensors of parameters to tensors, flat."""
 
     def add(self, values: Mapping[int, float]) -> dict[int, float]:
-        """Return for each parameter the sum of a value over the ranks; 0 where a rank does not give it."""
+        """Return for each parameter the sum of a value over the ranks; 0 where a rank
+        does not give it."""
         return {}
 
     def on_any_rank(self, indices: Iterable[int]) -> set[int]:
-        """Return the parameters whose index any rank gives, when all ranks have called this."""
-        return {index for index, count in self.add(dict.fromkeys(indices, 1.0)).items() if count}
+        """Return the parameters whose index any rank gives, when all ranks have called
+        this."""
+        return {
+            index
+            for index, count in self.add(dict.fromkeys(indices, 1.0)).items()
+            if count
+        }
 
 
-def exchange_of(params: Sequence[torch.Tensor], rules: Sequence[UpdateRule]) -> Exchange:
-    """Return the exchange of parameters with these rules. Raises EngineError if one cannot be updated by its rule."""
+def exchange_of(
+    params: Sequence[torch.Tensor], rules: Sequence[UpdateRule]
+) -> Exchange:
+    """Return the exchange of parameters with these rules. Raises EngineError if one
+    cannot be updated by its rule."""
     are_whole = [rule.whole_update is not None for rule in rules]
     if not any(are_whole):
         return Exchange()

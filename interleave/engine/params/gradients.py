@@ -1,4 +1,5 @@
-"""Hands gradients to the engine: all at the step, or each as soon as a backward has computed it."""
+"""Hands gradients to the engine: all at the step, or each as soon as a backward has
+computed it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.norm import total
 from ebbtide.interleave.engine.params.exchange import Exchange
-from ebbtide.interleave.engine.params.local_shards import flat_like, local_shard, unflatten, wrap_shard
+from ebbtide.interleave.engine.params.local_shards import (
+    flat_like,
+    local_shard,
+    unflatten,
+    wrap_shard,
+)
 from ebbtide.interleave.engine.params.step_calls import StepCalls
 from ebbtide.interleave.engine.rules.rule import Scalars
 from ebbtide.interleave.engine.runtime.engine import Engine
@@ -23,47 +29,71 @@ _EPS = 1e-6
 
 
 class GradientNorm:
-    """Adds up the squares of a step's gradients on all ranks, and returns the factor that scales and clips them."""
+    """Adds up the squares of a step's gradients on all ranks, and returns the factor
+    that scales and clips them."""
 
-    def __init__(self, device: Device, exchange: Exchange, max_norm: float | None) -> None:
+    def __init__(
+        self, device: Device, exchange: Exchange, max_norm: float | None
+    ) -> None:
         self._device = device
         self._exchange = exchange
         self._max_norm = max_norm
-        # The indices of parameters, and the function that waits for the sums of squares of their gradients.
+        # The indices of parameters, and the function that waits for the sums of squares
+        # of their gradients.
         self._pending: list[tuple[Sequence[int], Callable[[], list[float]]]] = []
 
     def add_all(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Add gradients, by index, with the values that they have now, as work of the calling thread, which computed
-        them: memory that it frees, or writes later, holds them long enough."""
+        """Add gradients, by index, with the values that they have now, as work of the
+        calling thread, which computed them: memory that it frees, or writes later,
+        holds them long enough."""
         if gradients:
-            self._pending.append((list(gradients), self._device.sums_of_squares(list(gradients.values()))))
+            self._pending.append(
+                (
+                    list(gradients),
+                    self._device.sums_of_squares(list(gradients.values())),
+                )
+            )
 
     def clear(self) -> None:
         """Drop all gradients that were added."""
         self._pending.clear()
 
-    def scale_factor(self, params: Sequence[torch.Tensor], loss_scale: float = 1.0) -> float | None:
-        """Return the factor to multiply each gradient with, None if one is not finite; drop those that were added.
-        `loss_scale` is the factor that they were multiplied with before."""
+    def scale_factor(
+        self, params: Sequence[torch.Tensor], loss_scale: float = 1.0
+    ) -> float | None:
+        """Return the factor to multiply each gradient with, None if one is not finite;
+        drop those that were added. `loss_scale` is the factor that they were multiplied
+        with before."""
         sums: dict[int, float] = {}
-        # From the last to the first: when the last are there, there is nothing to wait for in the others.
+        # From the last to the first: when the last are there, there is nothing to wait
+        # for in the others.
         for indices, wait in reversed(self._pending):
             for index, value in zip(indices, wait(), strict=True):
                 # One that was added again, after an interrupt, has its last values.
                 sums.setdefault(index, value)
         self.clear()
         whole = self._exchange.add(sums)
-        others = {param: sums.get(index, 0.0) for index, param in enumerate(params) if index not in whole}
+        others = {
+            param: sums.get(index, 0.0)
+            for index, param in enumerate(params)
+            if index not in whole
+        }
         norm = math.sqrt(_sum_over_ranks(others, whole.values())) / loss_scale
         if not math.isfinite(norm):
             return None
-        clip_factor = min(1.0, self._max_norm / (norm + _EPS)) if self._max_norm is not None else 1.0
+        clip_factor = (
+            min(1.0, self._max_norm / (norm + _EPS))
+            if self._max_norm is not None
+            else 1.0
+        )
         return clip_factor / loss_scale
 
 
-def _sum_over_ranks(squares: Mapping[torch.Tensor, float], whole: Iterable[float]) -> float:
-    """Return the sum over all gradients and shards, and complete sums of others, with the same bits on every rank. All
-    ranks must call this."""
+def _sum_over_ranks(
+    squares: Mapping[torch.Tensor, float], whole: Iterable[float]
+) -> float:
+    """Return the sum over all gradients and shards, and complete sums of others, with
+    the same bits on every rank. All ranks must call this."""
     sums = list(whole)
     sharded: dict[Any, list[float]] = {}
     for param, square in squares.items():
@@ -75,31 +105,39 @@ def _sum_over_ranks(squares: Mapping[torch.Tensor, float], whole: Iterable[float
         shard_sum = total(shard_squares)
         for dimension, placement in enumerate(placements):
             if placement.is_shard():
-                shard_sum = _sum_over_group(shard_sum, mesh.get_group(dimension), mesh.device_type)
+                shard_sum = _sum_over_group(
+                    shard_sum, mesh.get_group(dimension), mesh.device_type
+                )
         sums.append(shard_sum)
     return total(sums)
 
 
 def _sum_over_group(value: float, group: Any, device: str) -> float:
     own_value = torch.tensor([value], dtype=torch.float64, device=device)
-    values = [torch.empty_like(own_value) for _ in range(torch.distributed.get_world_size(group))]
+    values = [
+        torch.empty_like(own_value)
+        for _ in range(torch.distributed.get_world_size(group))
+    ]
     torch.distributed.all_gather(values, own_value, group=group)
     # One copy to the host for all ranks.
     return total(torch.cat(values).tolist())
 
 
 _aten = torch.ops.aten
-# Operations that return the same tensor; DTensor applies them when it wraps a local tensor.
+# Operations that return the same tensor; DTensor applies them when it wraps a local
+# tensor.
 _ALIASES = (_aten.view.default, _aten.detach.default, _aten.alias.default)
 # Autograd adds a gradient to the existing one, FSDP2 does so in place.
 _ADDITIONS = (_aten.add.Tensor, _aten.add_.Tensor)
 
 
 class GradientCollector:
-    """Collects the gradients of parameters for an engine, over as many backwards as the step before had. Streamed
-    gradients are offloaded when they are computed for the last time, and `p.grad` is a placeholder. If a job sets that
-    to None, or runs one more backward, they are recalled and submitted at the step. `expected_scalars` returns the
-    factors of a step that is neither clipped nor skipped. Those of an exchange are gathered at the step."""
+    """Collects the gradients of parameters for an engine, over as many backwards as the
+    step before had. Streamed gradients are offloaded when they are computed for the
+    last time, and `p.grad` is a placeholder. If a job sets that to None, or runs one
+    more backward, they are recalled and submitted at the step. `expected_scalars`
+    returns the factors of a step that is neither clipped nor skipped. Those of an
+    exchange are gathered at the step."""
 
     def __init__(
         self,
@@ -118,7 +156,8 @@ class GradientCollector:
         self._streamed = streamed
         self._calls = calls
         self._expected_scalars = expected_scalars
-        # The placeholders in p.grad of the offloaded gradients, by the parameter's index.
+        # The placeholders in p.grad of the offloaded gradients, by the parameter's
+        # index.
         self._placeholders: dict[int, torch.Tensor] = {}
         self._sizes = [local_shard(param).numel() for param in params]
         # A rank may have only empty shards.
@@ -134,10 +173,13 @@ class GradientCollector:
         ]
 
     def collect(self) -> dict[int, torch.Tensor]:
-        """Return the gradients that were not offloaded, flat, by the parameter's index."""
+        """Return the gradients that were not offloaded, flat, by the parameter's
+        index."""
         self._calls.finish_updates()
         engine = self._engine
-        if not (engine.is_running and all(map(self._is_unchanged, engine.update.offloaded))):
+        if not (
+            engine.is_running and all(map(self._is_unchanged, engine.update.offloaded))
+        ):
             self.recall()
         return {
             index: _flat_gradient(param)
@@ -146,9 +188,12 @@ class GradientCollector:
         }
 
     def recall(self) -> None:
-        """Put offloaded gradients back into `p.grad`, with what was added to them since, and stop the plan."""
+        """Put offloaded gradients back into `p.grad`, with what was added to them
+        since, and stop the plan."""
         self._calls.finish_updates()
-        gradients = self._engine.recall_gradients([local_shard(param).detach() for param in self._params])
+        gradients = self._engine.recall_gradients(
+            [local_shard(param).detach() for param in self._params]
+        )
         for index, gradient in gradients.items():
             param, placeholder = self._params[index], self._placeholders.get(index)
             # After an interrupt there may be none: p.grad is still the gradient.
@@ -160,12 +205,17 @@ class GradientCollector:
         self._norm.clear()
 
     def end_step(self) -> None:
-        """Expect as many gradients of each parameter as this step had, which was done or skipped."""
+        """Expect as many gradients of each parameter as this step had, which was done
+        or skipped."""
         for placeholder in self._placeholders.values():
             # Nothing can be added to it from now on.
             local_shard(placeholder).used.append(True)
         self._placeholders.clear()
-        self._expected_times, self._times, self._ready_size = self._times, [0] * len(self._times), 0
+        self._expected_times, self._times, self._ready_size = (
+            self._times,
+            [0] * len(self._times),
+            0,
+        )
 
     def close(self) -> None:
         """Stop watching backwards."""
@@ -173,13 +223,15 @@ class GradientCollector:
             handle.remove()
 
     def _is_unchanged(self, index: int) -> bool:
-        """Return whether nobody has set an offloaded gradient to None or added to it."""
+        """Return whether nobody has set an offloaded gradient to None or added to
+        it."""
         placeholder = self._placeholders.get(index)
         is_placed = placeholder is not None and self._params[index].grad is placeholder
         return is_placed and not local_shard(placeholder).added
 
     def _count_gradient(self, index: int) -> None:
-        """Count a gradient that a backward has computed. What this raises, the backward raises."""
+        """Count a gradient that a backward has computed. What this raises, the backward
+        raises."""
         self._calls.check_gradient(index)
         self._times[index] += 1
         if self._times[index] == self._expected_times[index]:
@@ -187,26 +239,37 @@ class GradientCollector:
             self._on_ready(index, self._ready_size / self._total_size)
 
     def _on_ready(self, index: int, ready_share: float) -> None:
-        """Offload a gradient that was computed for the last time in this step, and report the share that is ready."""
+        """Offload a gradient that was computed for the last time in this step, and
+        report the share that is ready."""
         engine, param = self._engine, self._params[index]
         if engine.device.is_capturing():
-            # The gradients are computed when the graph is replayed, and are submitted at the step.
+            # The gradients are computed when the graph is replayed, and are submitted
+            # at the step.
             return
         self._calls.finish_updates()
         # None: the optimizer is gone.
-        if engine.needs_assumption and (expected := self._expected_scalars()) is not None:
+        if (
+            engine.needs_assumption
+            and (expected := self._expected_scalars()) is not None
+        ):
             engine.assume(expected)
-        is_offloaded = index in self._exchange.owners or index in engine.update.offloaded
+        is_offloaded = (
+            index in self._exchange.owners or index in engine.update.offloaded
+        )
         if self._streamed and engine.is_running and not is_offloaded:
             gradient = _flat_gradient(param)
             self._norm.add_all({index: gradient})
             engine.offload_gradient(index, gradient)
-            placeholder = wrap_shard(param, GradientPlaceholder(local_shard(param).detach()))
+            placeholder = wrap_shard(
+                param, GradientPlaceholder(local_shard(param).detach())
+            )
             self._placeholders[index] = param.grad = placeholder
         engine.report_progress(ready_share)
 
 
-def _make_hook(collector_ref: weakref.ref[GradientCollector], index: int) -> Callable[[torch.Tensor], None]:
+def _make_hook(
+    collector_ref: weakref.ref[GradientCollector], index: int
+) -> Callable[[torch.Tensor], None]:
     def hook(_: torch.Tensor) -> None:
         collector = collector_ref()
         if collector is not None:
@@ -218,20 +281,24 @@ def _make_hook(collector_ref: weakref.ref[GradientCollector], index: int) -> Cal
 
 
 def _flat_gradient(param: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a parameter, flat, in the order of the parameter's memory. Raises EngineError if it is
-    sparse or has another dtype than the parameter."""
+    """Return the gradient of a parameter, flat, in the order of the parameter's memory.
+    Raises EngineError if it is sparse or has another dtype than the parameter."""
     assert param.grad is not None
     gradient = local_shard(param.grad).detach()
     dtype = local_shard(param).dtype
     if gradient.is_sparse or gradient.dtype != dtype:
         kind = "sparse" if gradient.is_sparse else str(gradient.dtype)
-        raise EngineError(f"a gradient is {kind} and its parameter {dtype}: it must be dense, of the same dtype")
+        raise EngineError(
+            f"a gradient is {kind} and its parameter {dtype}: it must be dense, of the "
+            "same dtype"
+        )
     return flat_like(gradient, param)
 
 
 class GradientPlaceholder(torch.Tensor):  # type: ignore[misc]
-    """The `p.grad` of an offloaded gradient: computing with it raises EngineError, what a backward adds to it is
-    stored. It intercepts operations, not function calls, since placeholders are also inside DTensors."""
+    """The `p.grad` of an offloaded gradient: computing with it raises EngineError, what
+    a backward adds to it is stored. It intercepts operations, not function calls, since
+    placeholders are also inside DTensors."""
 
     added: list[torch.Tensor]
     used: list[bool]
@@ -239,7 +306,11 @@ class GradientPlaceholder(torch.Tensor):  # type: ignore[misc]
     @staticmethod
     def __new__(cls, tensor: torch.Tensor) -> GradientPlaceholder:
         placeholder: GradientPlaceholder = torch.Tensor._make_wrapper_subclass(
-            cls, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            cls,
+            tensor.shape,
+            strides=tensor.stride(),
+            dtype=tensor.dtype,
+            device=tensor.device,
         )
         placeholder.added, placeholder.used = [], []
         return placeholder
@@ -247,19 +318,34 @@ class GradientPlaceholder(torch.Tensor):  # type: ignore[misc]
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        cls,
+        function: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if function in _ALIASES:
             alias = GradientPlaceholder(args[0])
             alias.added, alias.used = args[0].added, args[0].used
             return alias
-        if function in _ADDITIONS and isinstance(args[0], GradientPlaceholder) and not kwargs:
+        if (
+            function in _ADDITIONS
+            and isinstance(args[0], GradientPlaceholder)
+            and not kwargs
+        ):
             if args[0].used:
-                raise EngineError("a gradient of the previous step is still in p.grad: call zero_grad() after step()")
+                raise EngineError(
+                    "a gradient of the previous step is still in p.grad: call "
+                    "zero_grad() after step()"
+                )
             args[0].added.append(args[1].detach().clone())
             return args[0]
         raise EngineError(
-            "streamed gradients are copied to the host as soon as they are computed: let the optimizer clip "
-            "(max_grad_norm=) and scale (loss_scale=, and optimizer.scale(loss)) in place of GradScaler, "
+            "streamed gradients are copied to the host as soon as they are computed: "
+            "let the optimizer clip "
+            "(max_grad_norm=) and scale (loss_scale=, and optimizer.scale(loss)) in "
+            "place of GradScaler, "
             "let zero_grad() set them to None, or use gradients='kept'"
         )
 

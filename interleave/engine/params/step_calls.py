@@ -1,4 +1,5 @@
-"""Calls of an optimizer, one after the other from any thread, and what features do at the points of a step."""
+"""Calls of an optimizer, one after the other from any thread, and what features do at
+the points of a step."""
 
 import logging
 import threading
@@ -25,9 +26,11 @@ _FORK_WAIT_S = 1.0
 
 
 class StepHooks:
-    """Methods of a feature that each step calls at its points, in this order. All do nothing here.
+    """Methods of a feature that each step calls at its points, in this order. All do
+    nothing here.
 
-    The seam `step-hooks` has functions that make them: (calls, model of the caller or None), None for no hooks.
+    The seam `step-hooks` has functions that make them: (calls, model of the caller or
+    None), None for no hooks.
 
     Attributes:
         is_pending: Whether `ended` has something to do.
@@ -35,34 +38,44 @@ class StepHooks:
 
     is_pending = False
 
-    def params_set(self, params: Sequence[torch.Tensor], whole: Mapping[int, int]) -> None:
-        """Take the parameters, by index, that steps update from now on; those of `whole` are updated as a whole."""
+    def params_set(
+        self, params: Sequence[torch.Tensor], whole: Mapping[int, int]
+    ) -> None:
+        """Take the parameters, by index, that steps update from now on; those of
+        `whole` are updated as a whole."""
 
     def gradient_ready(self, index: int) -> None:
-        """Check a gradient that a backward has computed. What this raises, the backward raises."""
+        """Check a gradient that a backward has computed. What this raises, the backward
+        raises."""
 
     def gradients_in(self) -> None:
-        """Prepare for a step whose gradients are there, after the last one has ended; it may raise EngineError."""
+        """Prepare for a step whose gradients are there, after the last one has ended;
+        it may raise EngineError."""
 
     def decided(self, updated: Sequence[int]) -> None:
         """Prepare for the update of these parameters, which is certain now."""
 
     def returning(self) -> None:
-        """Wait for what must be done before a step returns whose late operations run."""
+        """Wait for what must be done before a step returns whose late operations
+        run."""
 
     def ended(self) -> None:
-        """Take back what was prepared, after the last operation, also one that failed."""
+        """Take back what was prepared, after the last operation, also one that
+        failed."""
 
     def closed(self) -> None:
         """Leave everything as it was: there is no step any more."""
 
 
 class StepCalls:
-    """Whole calls of an optimizer, which hold a lock, its steps, and the end of a step's late operations.
+    """Whole calls of an optimizer, which hold a lock, its steps, and the end of a
+    step's late operations.
 
     Attributes:
-        lock: Held by whole calls from any thread; by hooks of modules only while something is pending.
-        is_active: Whether a step runs, or is not known to have ended. Read without the lock, so it is reset at last.
+        lock: Held by whole calls from any thread; by hooks of modules only while
+            something is pending.
+        is_active: Whether a step runs, or is not known to have ended. Read without the
+            lock, so it is reset at last.
     """
 
     def __init__(self, runner: AdaptiveRunner) -> None:
@@ -71,21 +84,23 @@ class StepCalls:
         self.runner = runner
         self._hooks: list[StepHooks] = []
         self._is_at_rest = False
-        # The parameters that the last step has updated, those among them whose values were recorded since, and the
-        # function that records them.
+        # The parameters that the last step has updated, those among them whose values
+        # were recorded since, and the function that records them.
         self._updated: set[int] = set()
         self._recorded: set[int] = set()
         self._record: Callable[[Iterable[int]], None] | None = None
 
     def add_hooks(self, model: torch.nn.Module | None) -> None:
-        """Add the hooks of all features. Raises EngineError if one cannot be used with the model."""
+        """Add the hooks of all features. Raises EngineError if one cannot be used with
+        the model."""
         for make_hooks in seams.load_all("step-hooks"):
             hooks = make_hooks(self, model)
             if hooks is not None:
                 self._hooks.append(hooks)
 
     def finish_after(self, owner: object) -> None:
-        """Call `finish` when an object is deleted, before a fork, and before the process closes engines at its end."""
+        """Call `finish` when an object is deleted, before a fork, and before the
+        process closes engines at its end."""
         weakref.finalize(owner, _finish_on_thread, self).atexit = False
         _unfinished.add(self)
         follow_forks(self, Rest.CALLS)
@@ -105,7 +120,9 @@ class StepCalls:
             self.is_active = False
             self._end_hooks()
 
-    def set_params(self, params: Sequence[torch.Tensor], whole: Mapping[int, int]) -> None:
+    def set_params(
+        self, params: Sequence[torch.Tensor], whole: Mapping[int, int]
+    ) -> None:
         """Use these parameters from now on, by index, when nothing is pending."""
         self._params = params
         for hooks in self._hooks:
@@ -117,7 +134,8 @@ class StepCalls:
             hooks.gradient_ready(index)
 
     def begin_step(self) -> None:
-        """Prepare for a step once the last has ended. Raises EngineError if a hook does not accept a gradient."""
+        """Prepare for a step once the last has ended. Raises EngineError if a hook does
+        not accept a gradient."""
         for hooks in self._hooks:
             hooks.gradients_in()
 
@@ -128,10 +146,14 @@ class StepCalls:
         on_done: Callable[[], None],
         record: Callable[[Iterable[int]], None],
     ) -> None:
-        """Run `AdaptiveRunner.step`. `record`, called when parameters are written, takes their values, by index, as
-        those of the update."""
-        updated = [index for index, factors in enumerate(scalars) if factors is not None]
-        torch.autograd.graph.increment_version([self._params[index] for index in updated])
+        """Run `AdaptiveRunner.step`. `record`, called when parameters are written,
+        takes their values, by index, as those of the update."""
+        updated = [
+            index for index, factors in enumerate(scalars) if factors is not None
+        ]
+        torch.autograd.graph.increment_version(
+            [self._params[index] for index in updated]
+        )
         self._updated, self._recorded, self._record = set(updated), set(), record
         self.is_active = True
         try:
@@ -147,13 +169,15 @@ class StepCalls:
                 self.is_active = False
 
     def record(self, indices: set[int]) -> None:
-        """Record the values of parameters that are written, which the job may write while other updates run."""
+        """Record the values of parameters that are written, which the job may write
+        while other updates run."""
         if self.runner.is_late and self._record is not None:
             self._record(indices)
             self._recorded |= indices
 
     def finish(self) -> None:
-        """Wait until all late operations have ended; from now on the job may read and write all parameters."""
+        """Wait until all late operations have ended; from now on the job may read and
+        write all parameters."""
         if not (self.is_active or any(hooks.is_pending for hooks in self._hooks)):
             return
         with self.lock:
@@ -163,7 +187,8 @@ class StepCalls:
                 self._end_hooks()
 
     def finish_updates(self) -> None:
-        """Wait until all late operations have ended. What hooks have prepared stays so."""
+        """Wait until all late operations have ended. What hooks have prepared stays
+        so."""
         if not self.is_active:
             return
         # The engine's own operations are no part of what torch.func transforms.
@@ -183,14 +208,16 @@ class StepCalls:
             hooks.ended()
 
     def _record_others(self) -> None:
-        """Record the values of updated parameters that were not recorded, after the last update has ended."""
+        """Record the values of updated parameters that were not recorded, after the
+        last update has ended."""
         record, self._record = self._record, None
         if record is not None:
             record(self._updated - self._recorded)
 
 
 def locked(method: Method) -> Method:
-    """Return a method of an optimizer that comes before or after all others that other threads call."""
+    """Return a method of an optimizer that comes before or after all others that other
+    threads call."""
 
     @wraps(method)
     def locked_method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +229,8 @@ def locked(method: Method) -> Method:
 
 
 def weak_call(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a method without keeping its object alive; None without the object."""
+    """Return a function that calls a method without keeping its object alive; None
+    without the object."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> Any:
@@ -217,9 +245,12 @@ _unfinished: weakref.WeakSet[StepCalls] = weakref.WeakSet()
 
 
 def _finish_on_thread(calls: StepCalls) -> None:
-    """Finish on another thread: the garbage collector may call this on any one, which must not wait."""
+    """Finish on another thread: the garbage collector may call this on any one, which
+    must not wait."""
     if calls.is_active:
-        threading.Thread(target=_finish_or_log, args=(calls,), name="ebbtide-finish").start()
+        threading.Thread(
+            target=_finish_or_log, args=(calls,), name="ebbtide-finish"
+        ).start()
 
 
 def _finish_or_log(calls: StepCalls) -> None:
@@ -239,5 +270,6 @@ def _finish_all() -> None:
                 calls.lock.release()
 
 
-# `atexit` calls its functions when pools of threads, which update on the CPU, have ended. This comes before.
+# `atexit` calls its functions when pools of threads, which update on the CPU, have
+# ended. This comes before.
 threading._register_atexit(_finish_all)  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""Update rules, one file each: what a step does to a parameter, and the state that it needs."""
+"""Update rules, one file each: what a step does to a parameter, and the state that it
+needs."""
 
 from importlib import import_module
 from pkgutil import iter_modules

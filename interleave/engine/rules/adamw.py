@@ -1,4 +1,5 @@
-"""AdamW: decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101), in the order of torch.optim.AdamW."""
+"""AdamW: decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101), in the order
+of torch.optim.AdamW."""
 
 import math
 from dataclasses import dataclass
@@ -26,18 +27,36 @@ class Hyper:
 
     def scalars(self, step: int, scale: float = 1.0) -> Scalars:
         """Return the factors of a step as `UpdateRule.scalars`."""
-        return ADAMW.scalars({**vars(self), "betas": (self.beta1, self.beta2)}, step, scale)
+        return ADAMW.scalars(
+            {**vars(self), "betas": (self.beta1, self.beta2)}, step, scale
+        )
 
 
-def moment_factors(group: Group, step: int) -> tuple[float, float, float, float, float, float]:
-    """Return beta1, 1 - beta1, beta2, 1 - beta2, the rate and the root of the corrections of both moments."""
+def moment_factors(
+    group: Group, step: int
+) -> tuple[float, float, float, float, float, float]:
+    """Return beta1, 1 - beta1, beta2, 1 - beta2, the rate and the root of the
+    corrections of both moments."""
     beta1, beta2 = group["betas"]
-    return beta1, 1 - beta1, beta2, 1 - beta2, float(group["lr"]) / (1 - beta1**step), math.sqrt(1 - beta2**step)
+    return (
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        float(group["lr"]) / (1 - beta1**step),
+        math.sqrt(1 - beta2**step),
+    )
 
 
 def _factors(group: Group, step: int) -> tuple[float, ...]:
     *shares, rate, root = moment_factors(group, step)
-    return *shares, 1 - float(group["lr"]) * group["weight_decay"], rate, root, group["eps"]
+    return (
+        *shares,
+        1 - float(group["lr"]) * group["weight_decay"],
+        rate,
+        root,
+        group["eps"],
+    )
 
 
 ADAMW = register(

@@ -1,4 +1,5 @@
-"""Device memory for state: allocated when a plan is set, and handed out to the operations of the plan."""
+"""Device memory for state: allocated when a plan is set, and handed out to the
+operations of the plan."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine, StoragePath
 
 _WIDTH = torch.float32.itemsize
-# Slow copies to the host and fast ones to the device: a plan uses as much device memory as it can.
+# Slow copies to the host and fast ones to the device: a plan uses as much device memory
+# as it can.
 _WORST_CASE = Machine(
     name="worst case of device memory",
     h2d_bytes_per_s=1e13,
@@ -36,7 +38,8 @@ _FAST_STORAGE = StoragePath(read_bytes_per_s=1e13, write_bytes_per_s=1e13)
 
 @dataclass
 class Block:
-    """Device memory of an arena (fp32, one dimension), and the marks that a stream must wait for before it uses it."""
+    """Device memory of an arena (fp32, one dimension), and the marks that a stream must
+    wait for before it uses it."""
 
     memory: torch.Tensor
     marks: Sequence[Mark]
@@ -47,9 +50,9 @@ class Block:
 
 
 class Arena:
-    """Hands out device memory in blocks, and does so again as soon as their last use is issued: the next stream waits
-    for its mark. Memory that is free for a part of an iteration is allocated when it is needed, and then released to
-    the job."""
+    """Hands out device memory in blocks, and does so again as soon as their last use is
+    issued: the next stream waits for its mark. Memory that is free for a part of an
+    iteration is allocated when it is needed, and then released to the job."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -61,8 +64,9 @@ class Arena:
         self._lock = fork_lock()
 
     def reserve(self, sizes: Sequence[int], kept_bytes: float) -> None:
-        """Hold free blocks of these sizes (in elements), besides those in use, and no others, of which `kept_bytes` may
-        be held during the whole iteration; no operation may run. Raises DeviceMemoryError, as does `take`."""
+        """Hold free blocks of these sizes (in elements), besides those in use, and no
+        others, of which `kept_bytes` may be held during the whole iteration; no
+        operation may run. Raises DeviceMemoryError, as does `take`."""
         with self._lock:
             missing = Counter(sizes)
             kept = []
@@ -86,7 +90,8 @@ class Arena:
             return has_block or self._total_bytes + _WIDTH * elements <= self._max_bytes
 
     def take(self, elements: int) -> Block:
-        """Return a block of at least so many elements: the smallest free one, or else a new one."""
+        """Return a block of at least so many elements: the smallest free one, or else a
+        new one."""
         with self._lock:
             large_enough = [block for block in self._free if block.elements >= elements]
             if not large_enough:
@@ -102,9 +107,14 @@ class Arena:
             self._free.append(block)
 
     def trim(self) -> None:
-        """Release free blocks beyond the memory that may be held during the whole iteration."""
+        """Release free blocks beyond the memory that may be held during the whole
+        iteration."""
         with self._lock:
-            for block in [block for block in self._free if all(mark.is_passed for mark in block.marks)]:
+            for block in [
+                block
+                for block in self._free
+                if all(mark.is_passed for mark in block.marks)
+            ]:
                 if self._total_bytes <= self._kept_bytes:
                     return
                 self._remove(block)
@@ -133,13 +143,19 @@ class Arena:
 
 def worst_case(plan: Plan, workload: Workload) -> Schedule:
     """Return a schedule in which a plan uses as much device memory as it can."""
-    paths = max((split_lane(op.resource)[1] + 1 for op in plan.ops if op.kind == "read"), default=0)
-    return simulate(plan, workload, replace(_WORST_CASE, storage=(_FAST_STORAGE,) * paths))
+    paths = max(
+        (split_lane(op.resource)[1] + 1 for op in plan.ops if op.kind == "read"),
+        default=0,
+    )
+    return simulate(
+        plan, workload, replace(_WORST_CASE, storage=(_FAST_STORAGE,) * paths)
+    )
 
 
 def gradient_elements(subgroup: Subgroup) -> int:
-    """Return the fp32 elements of memory for a gradient that was copied to the host and back: none if it fits the
-    memory of its parameter, with the same dtype and no part of the master, which nobody reads until the update."""
+    """Return the fp32 elements of memory for a gradient that was copied to the host and
+    back: none if it fits the memory of its parameter, with the same dtype and no part
+    of the master, which nobody reads until the update."""
     if subgroup.rule.reads_params:
         return int(-(-subgroup.params * subgroup.grad_dtype.itemsize // 4))
     return subgroup.params if subgroup.grad_dtype != subgroup.dtype else 0
@@ -154,8 +170,9 @@ def acquired_elements(op: Op, subgroups: Sequence[Subgroup]) -> int:
 
 
 def block_sizes(schedule: Schedule, subgroups: Sequence[Subgroup]) -> list[int]:
-    """Return the sizes of the blocks that a plan works with, besides those of resident state, in fp32 elements, by its
-    worst case. A block is used again, and has the size of the largest that it is used for."""
+    """Return the sizes of the blocks that a plan works with, besides those of resident
+    state, in fp32 elements, by its worst case. A block is used again, and has the size
+    of the largest that it is used for."""
     blocks = _Blocks()
     # In the second iteration parked state begins where the first one left it.
     for _ in range(2):
@@ -171,13 +188,17 @@ def block_sizes(schedule: Schedule, subgroups: Sequence[Subgroup]) -> list[int]:
 
 
 def plan_bytes(schedule: Schedule, subgroups: Sequence[Subgroup]) -> int:
-    """Return the device memory that the blocks of a plan hold, resident state included, in bytes."""
-    resident = sum(state_elements(subgroups[subgroup]) for subgroup in schedule.plan.resident)
+    """Return the device memory that the blocks of a plan hold, resident state included,
+    in bytes."""
+    resident = sum(
+        state_elements(subgroups[subgroup]) for subgroup in schedule.plan.resident
+    )
     return 4 * (resident + sum(block_sizes(schedule, subgroups)))
 
 
 def _memory_changes(schedule: Schedule) -> list[Op]:
-    """Return the operations that take device memory when they start, or give it back when they end, in that order."""
+    """Return the operations that take device memory when they start, or give it back
+    when they end, in that order."""
     changes = []
     for index, (op, start, end) in enumerate(schedule.items()):
         kind = find_kind(op.kind)
@@ -204,7 +225,10 @@ class _Blocks:
             self.sizes.append(0)
         # The smallest that is large enough, or else the largest, which grows.
         sizes = self.sizes
-        number = min(self._free, key=lambda free: (sizes[free] < elements, abs(sizes[free] - elements)))
+        number = min(
+            self._free,
+            key=lambda free: (sizes[free] < elements, abs(sizes[free] - elements)),
+        )
         self._free.remove(number)
         sizes[number] = max(sizes[number], elements)
         self._taken[key] = number

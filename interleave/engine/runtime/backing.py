@@ -1,4 +1,5 @@
-"""Memory behind that of the host, for state that the host does not hold: none, unless a feature has some."""
+"""Memory behind that of the host, for state that the host does not hold: none, unless a
+feature has some."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -36,10 +37,12 @@ class BackedStates:
         return False
 
     def prepare(self, plan: Plan) -> None:
-        """Allocate the buffers of a plan, and reserve space for its writes. Raises EngineError if it is too little."""
+        """Allocate the buffers of a plan, and reserve space for its writes. Raises
+        EngineError if it is too little."""
 
     def load(self, subgroup: int, number: int) -> torch.Tensor:
-        """Read a state into a buffer of the plan, by its index, and return it, in the buffer."""
+        """Read a state into a buffer of the plan, by its index, and return it, in the
+        buffer."""
         raise NotImplementedError
 
     def reload(self, subgroup: int) -> None:
@@ -59,18 +62,24 @@ class BackedStates:
         raise NotImplementedError
 
     def move_in(self, subgroup: int, state: torch.Tensor) -> None:
-        """Write the state of a subgroup from any memory, through a buffer. None of them may be in use."""
+        """Write the state of a subgroup from any memory, through a buffer. None of them
+        may be in use."""
         raise NotImplementedError
 
     def move_out(self, subgroup: int, state: torch.Tensor) -> None:
-        """Read the state of a subgroup into any memory, through a buffer, for good. No buffer may be in use."""
+        """Read the state of a subgroup into any memory, through a buffer, for good. No
+        buffer may be in use."""
         raise NotImplementedError
 
     def commit(self, read: Callable[[int], torch.Tensor]) -> dict[str, Any]:
-        """Make the newest state of all subgroups the one to resume from, and return what `Backing.open` takes.
+        """Make the newest state of all subgroups the one to resume from, and return
+        what `Backing.open` takes.
 
-        No operation may run, and no buffer may be in use. `read` returns a state that is not here."""
-        raise EngineError("commit() is for optimizers with storage=: save the state_dict() of others")
+        No operation may run, and no buffer may be in use. `read` returns a state that
+        is not here."""
+        raise EngineError(
+            "commit() is for optimizers with storage=: save the state_dict() of others"
+        )
 
     def close(self) -> None:
         """Release all memory."""
@@ -81,7 +90,8 @@ class Backing:
 
     Attributes:
         is_used: Whether a machine with it has storage.
-        host_bytes: Bytes of host memory for state and buffers; None for most of what is available.
+        host_bytes: Bytes of host memory for state and buffers; None for most of what is
+            available.
         written_bytes: Bytes of state written so far.
     """
 
@@ -95,10 +105,17 @@ class Backing:
 
     def check(self, subgroups: Sequence[Subgroup], commit: Mapping[str, Any]) -> None:
         """Raise EngineError if a commit of these subgroups cannot be opened here."""
-        raise EngineError(f"{commit_place(commit)}, and this optimizer has no storage: create it with storage=")
+        raise EngineError(
+            f"{commit_place(commit)}, and this optimizer has no storage: create it "
+            "with storage="
+        )
 
     def open(
-        self, subgroups: Sequence[Subgroup], device: Device, commit: Mapping[str, Any] | None = None
+        self,
+        subgroups: Sequence[Subgroup],
+        device: Device,
+        commit: Mapping[str, Any] | None = None,
     ) -> BackedStates:
-        """Return the states of subgroups, of a commit that was checked; None for new state."""
+        """Return the states of subgroups, of a commit that was checked; None for new
+        state."""
         return BackedStates()

@@ -22,15 +22,18 @@ from ebbtide.interleave.model.workload import Workload
 from ebbtide.profiler.agent import start
 from ebbtide.profiler.agent.spool import HOST
 
-# The latest point that the gradients can report: the backward is over only when the job calls step.
+# The latest point that the gradients can report: the backward is over only when the job
+# calls step.
 _BACKWARD_END = UPDATE - 1e-9
-# Inputs beside gradients (by subgroup): the scalars of the step, and those that speculative updates assume.
+# Inputs beside gradients (by subgroup): the scalars of the step, and those that
+# speculative updates assume.
 _SCALARS, _ASSUMED_SCALARS = -1, -2
 
 
 class Engine:
-    """Runs a plan at every step, on parameters (so many tensors) that are divided into subgroups. The training thread
-    calls it; autograd's thread calls `report_progress` and `offload_gradient`."""
+    """Runs a plan at every step, on parameters (so many tensors) that are divided into
+    subgroups. The training thread calls it; autograd's thread calls `report_progress`
+    and `offload_gradient`."""
 
     _workload: Workload
 
@@ -56,7 +59,8 @@ class Engine:
 
     @property
     def update(self) -> Update:
-        """The update that the job computes gradients for, or whose late operations run."""
+        """The update that the job computes gradients for, or whose late operations
+        run."""
         return self.store.update
 
     @property
@@ -66,14 +70,18 @@ class Engine:
 
     @property
     def is_late(self) -> bool:
-        """Whether the last step has returned and its late operations are not known to have ended: see `finish_step`."""
+        """Whether the last step has returned and its late operations are not known to
+        have ended: see `finish_step`."""
         return self.update.phase is UpdatePhase.LATE
 
     def set_plan(self, plan: Plan, workload: Workload) -> None:
-        """Use a plan from now on, and start the operations that it has before the next step."""
+        """Use a plan from now on, and start the operations that it has before the next
+        step."""
         self.quiesce()
         self.plan, self._workload = plan, workload
-        self._block_sizes = block_sizes(worst_case(plan, workload), self.store.subgroups)
+        self._block_sizes = block_sizes(
+            worst_case(plan, workload), self.store.subgroups
+        )
         self._speculates = bool(plan.speculated)
         self._late_writes = [[] for _ in self.store.subgroups]
         for index, op in enumerate(plan.ops):
@@ -82,15 +90,17 @@ class Engine:
         self._start()
 
     def quiesce(self) -> None:
-        """Stop the plan, so that state can be read and written. The next step starts the plan from its beginning."""
+        """Stop the plan, so that state can be read and written. The next step starts
+        the plan from its beginning."""
         self.update.phase = UpdatePhase.ENDED
         self._executor.stop()
         self.store.states.unload()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context in which no operation runs, so that state can be read and written where it is. The plan goes
-        on afterwards; before the step only speculative updates are done again."""
+        """Return a context in which no operation runs, so that state can be read and
+        written where it is. The plan goes on afterwards; before the step only
+        speculative updates are done again."""
         with self._executor.paused():
             self.store.speculative.invalidate()
             yield
@@ -117,7 +127,8 @@ class Engine:
         return self.is_running and self._speculates and not self.update.assumed
 
     def assume(self, scalars: Sequence[Scalars | None]) -> None:
-        """Let speculative updates begin, with the factors by parameter of a step without clipping or skipping."""
+        """Let speculative updates begin, with the factors by parameter of a step
+        without clipping or skipping."""
         self.update.assumed = list(scalars)
         self._executor.mark_available(_ASSUMED_SCALARS)
 
@@ -126,16 +137,28 @@ class Engine:
 
         Only for plans whose workload does not hold gradients until the step."""
         update, mark = self.update, self.device.record("job")
-        for subgroup in update.offload(param, gradient, mark, self.store.subgroups_of(param)):
+        for subgroup in update.offload(
+            param, gradient, mark, self.store.subgroups_of(param)
+        ):
             self._executor.mark_available(subgroup, update.marks[subgroup])
 
-    def recall_gradients(self, params: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Stop the plan and return the offloaded gradients by parameter, flat, on the device again."""
+    def recall_gradients(
+        self, params: Sequence[torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Stop the plan and return the offloaded gradients by parameter, flat, on the
+        device again."""
         self.quiesce()
         offloaded = self.update.offloaded
-        gradients = {param: self.store.gradient(param, params[param]) for param in sorted(offloaded)}
+        gradients = {
+            param: self.store.gradient(param, params[param])
+            for param in sorted(offloaded)
+        }
         offloaded.clear()
-        return {param: gradient for param, gradient in gradients.items() if gradient is not None}
+        return {
+            param: gradient
+            for param, gradient in gradients.items()
+            if gradient is not None
+        }
 
     def discard(self) -> None:
         """Drop the gradients of this iteration, which has no step."""
@@ -143,7 +166,8 @@ class Engine:
         self._start()
 
     def submit_gradients(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Submit the gradients (flat) that were not offloaded, after the backward, and start to copy them."""
+        """Submit the gradients (flat) that were not offloaded, after the backward, and
+        start to copy them."""
         if not self.is_running:
             self._start()
         update, mark = self.update, self.device.record("job")
@@ -157,17 +181,24 @@ class Engine:
             self._executor.mark_available(subgroup, [mark])
         self._executor.advance_to(UPDATE)
 
-    def step(self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None]) -> Schedule | None:
-        """Update parameters (flat), after `submit_gradients`, by factors; None for one that stays as it is. With late
-        operations `finish_step` must follow before anything but `wait_for_params`. Both raise OperationFailed if the
-        step was completed on the CPU, else EngineError: the state is lost."""
+    def step(
+        self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None]
+    ) -> Schedule | None:
+        """Update parameters (flat), after `submit_gradients`, by factors; None for one
+        that stays as it is. With late operations `finish_step` must follow before
+        anything but `wait_for_params`. Both raise OperationFailed if the step was
+        completed on the CPU, else EngineError: the state is lost."""
         assert self.plan is not None
         update = self.update
         assert update.step_mark is not None
         update.decide(values, scalars, time.perf_counter())
         invalid = self.store.use_scalars()
         self._executor.repeat(
-            [index for index, op in enumerate(self.plan.ops) if op.is_speculative and op.subgroup in invalid]
+            [
+                index
+                for index, op in enumerate(self.plan.ops)
+                if op.is_speculative and op.subgroup in invalid
+            ]
         )
         for number in (_SCALARS, _ASSUMED_SCALARS):
             self._executor.mark_available(number, [update.step_mark])
@@ -181,7 +212,8 @@ class Engine:
         return self.finish_step()
 
     def wait_for_params(self, params: Iterable[int]) -> bool:
-        """Wait until late operations have written parameters, by index; False: one has failed, `finish_step` raises."""
+        """Wait until late operations have written parameters, by index; False: one has
+        failed, `finish_step` raises."""
         writes = [
             index
             for param in params
@@ -189,10 +221,13 @@ class Engine:
             for index in self._late_writes[subgroup]
         ]
         with self._clock.waiting():
-            return self._executor.wait(lambda run: all(run.done[index] for index in writes))
+            return self._executor.wait(
+                lambda run: all(run.done[index] for index in writes)
+            )
 
     def finish_step(self) -> Schedule:
-        """Wait until the last step has ended, with its late operations, and begin the next iteration."""
+        """Wait until the last step has ended, with its late operations, and begin the
+        next iteration."""
         update = self.update
         try:
             run = self._executor.finish()
@@ -209,9 +244,15 @@ class Engine:
         update.phase = UpdatePhase.ENDED
         record_operations(run, self._row_numbers)
         schedule = self._clock.end_step(update, run, self._workload)
-        (read, written), (read_before, written_before) = self.store.states.storage_bytes, self._storage_before
+        (read, written), (read_before, written_before) = (
+            self.store.states.storage_bytes,
+            self._storage_before,
+        )
         measured = MeasuredBytes(
-            self.device.used_bytes, self.store.host_bytes, read - read_before, written - written_before
+            self.device.used_bytes,
+            self.store.host_bytes,
+            read - read_before,
+            written - written_before,
         )
         self.last_schedule = replace(schedule, measured=measured)
         self._begin(update.returned_s)
@@ -227,22 +268,34 @@ class Engine:
         """Move state to where the plan has it at first, and begin an iteration."""
         assert self.plan is not None
         free = self._workload.min_free_bytes
-        self.store.apply_placement(self.plan, self._block_sizes, math.inf if free is None else free)
+        self.store.apply_placement(
+            self.plan, self._block_sizes, math.inf if free is None else free
+        )
         self._begin()
 
     def _begin(self, begin_s: float | None = None) -> None:
-        """Begin an iteration. begin_s: when it began, on the clock of time.perf_counter; None: now."""
+        """Begin an iteration. begin_s: when it began, on the clock of
+        time.perf_counter; None: now."""
         assert self.plan is not None
         streamed = not self._workload.gradients_held_until_step
         # A new one, so that no reference keeps gradients alive that the job drops.
         number = self.update.number + 1
-        self.store.update = Update.of_params(self._params, self.store.subgroups, number, streamed)
+        self.store.update = Update.of_params(
+            self._params, self.store.subgroups, number, streamed
+        )
         self.device.begin_iteration()
-        inputs = {index: op.subgroup for index, op in enumerate(self.plan.ops) if op.kind == "gradient down"}
-        # Operations that use the scalars of the step wait for them, at whatever point they may begin.
+        inputs = {
+            index: op.subgroup
+            for index, op in enumerate(self.plan.ops)
+            if op.kind == "gradient down"
+        }
+        # Operations that use the scalars of the step wait for them, at whatever point
+        # they may begin.
         speculated = self.plan.speculated
         for index, op in enumerate(self.plan.ops):
-            if find_kind(op.kind).needs_scalars or (op.kind == "write" and op.subgroup in speculated):
+            if find_kind(op.kind).needs_scalars or (
+                op.kind == "write" and op.subgroup in speculated
+            ):
                 inputs[index] = _ASSUMED_SCALARS if op.is_speculative else _SCALARS
         self._storage_before = self.store.states.storage_bytes
         self._executor.begin(self.plan, inputs, begin_s)
@@ -268,12 +321,17 @@ class _StepClock:
             self._waited_s += time.perf_counter() - begin_s
 
     def end_step(self, update: Update, run: PlanRun, workload: Workload) -> Schedule:
-        """Return the measured schedule of an update that has ended, with its late operations, and measured phases."""
+        """Return the measured schedule of an update that has ended, with its late
+        operations, and measured phases."""
         step_mark = update.step_mark
         assert step_mark is not None
-        end_s = (time.perf_counter() if update.returned_s is None else update.returned_s) - run.begin_s
+        end_s = (
+            time.perf_counter() if update.returned_s is None else update.returned_s
+        ) - run.begin_s
         step_s = step_mark.time_s - run.begin_s
-        forward_s = max(0.0, min((update.backward_mark or step_mark).time_s - run.begin_s, step_s))
+        forward_s = max(
+            0.0, min((update.backward_mark or step_mark).time_s - run.begin_s, step_s)
+        )
         job = replace(
             workload,
             other_s=0.0,
@@ -295,7 +353,8 @@ class _StepClock:
 
 
 def _as_performed(run: PlanRun, scalars_s: float) -> Plan:
-    """Return the plan of a run, in which updates are speculative only if they began before the scalars were known."""
+    """Return the plan of a run, in which updates are speculative only if they began
+    before the scalars were known."""
     if not run.plan.speculated:
         return run.plan
     known_s = scalars_s - run.begin_s
@@ -307,8 +366,9 @@ def _as_performed(run: PlanRun, scalars_s: float) -> Plan:
 
 
 def reserve_rows(plan: Plan) -> list[int]:
-    """Return numbers for the rows of a step, all operations and as many repeated ones, so that they belong to this
-    iteration even if they are added later. There are none where nothing is recorded."""
+    """Return numbers for the rows of a step, all operations and as many repeated ones,
+    so that they belong to this iteration even if they are added later. There are none
+    where nothing is recorded."""
     recorder = start.current_recorder()
     if recorder is None or not recorder.recording:
         return []
@@ -316,17 +376,32 @@ def reserve_rows(plan: Plan) -> list[int]:
 
 
 def record_operations(run: PlanRun, numbers: Sequence[int]) -> None:
-    """Add a row to the table `ops` of the trace, with the numbers that `reserve_rows` has returned before the step, for
-    each operation, and each speculative update that was not used."""
+    """Add a row to the table `ops` of the trace, with the numbers that `reserve_rows`
+    has returned before the step, for each operation, and each speculative update that
+    was not used."""
     recorder = start.current_recorder()
     if recorder is None:
         return
-    times = [*zip(range(len(run.plan.ops)), run.starts, run.ends, strict=True), *run.discarded]
+    times = [
+        *zip(range(len(run.plan.ops)), run.starts, run.ends, strict=True),
+        *run.discarded,
+    ]
     for number, (index, start_s, end_s) in zip(numbers, times, strict=False):
         op = run.plan.ops[index]
         # time.perf_counter is the recorder's clock, CLOCK_MONOTONIC.
         times_ns = (round((run.begin_s + time_s) * 1e9) for time_s in (start_s, end_s))
         subgroup = op.subgroup if op.subgroup >= 0 else None
         resource, path = split_lane(op.resource)
-        nbytes, device = round(op.nbytes) or None, path if resource in STORAGE_RESOURCES else HOST
-        recorder.put_op(number, op.kind, resource, *times_ns, subgroup=subgroup, nbytes=nbytes, device=device)
+        nbytes, device = (
+            round(op.nbytes) or None,
+            path if resource in STORAGE_RESOURCES else HOST,
+        )
+        recorder.put_op(
+            number,
+            op.kind,
+            resource,
+            *times_ns,
+            subgroup=subgroup,
+            nbytes=nbytes,
+            device=device,
+        )

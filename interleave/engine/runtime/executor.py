@@ -1,4 +1,5 @@
-"""Executes plans: a thread for each resource starts the first operation that is ready, as the simulator does."""
+"""Executes plans: a thread for each resource starts the first operation that is ready,
+as the simulator does."""
 
 from __future__ import annotations
 
@@ -19,19 +20,30 @@ from ebbtide.interleave.engine.runtime.plan_run import PlanRun
 from ebbtide.interleave.model.operations import DEVICE_RESOURCES, Resource, split_lane
 from ebbtide.interleave.model.plan import RESOURCES, STEP, Op, Plan
 
-# Operations of a stream: the running and the next one. With more the order would be fixed too early.
+# Operations of a stream: the running and the next one. With more the order would be
+# fixed too early.
 _DEPTH = 2
 # Those whose handlers jobs replace by functions that may raise.
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGALRM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 
 
 class Executor:
-    """Executes plans on a thread for each lane: those of the core, and those of the plans that it has begun.
+    """Executes plans on a thread for each lane: those of the core, and those of the
+    plans that it has begun.
 
-    Operations on the CPU and of storage are performed by their thread. Those on the device are issued to streams, which
-    wait for one another; their thread takes their times from marks. The training thread calls `begin`, `advance_to` and
-    `finish`. After an operation that raises no other starts, and `finish` raises. Without memory (`fits`) one waits for
-    others; if there is nothing to wait for, it is performed nevertheless."""
+    Operations on the CPU and of storage are performed by their thread. Those on the
+    device are issued to streams, which wait for one another; their thread takes their
+    times from marks. The training thread calls `begin`, `advance_to` and `finish`.
+    After an operation that raises no other starts, and `finish` raises. Without memory
+    (`fits`) one waits for others; if there is nothing to wait for, it is performed
+    nevertheless."""
 
     def __init__(
         self,
@@ -53,24 +65,34 @@ class Executor:
         self._lanes: list[Resource] = list(RESOURCES)
         # The plan that was begun last, whose lanes are among these.
         self._lanes_of: Plan | None = None
-        # One for each of the lanes. They start when there is something to do, in a forked child once more.
+        # One for each of the lanes. They start when there is something to do, in a
+        # forked child once more.
         self._threads: list[threading.Thread] = []
 
-    def begin(self, plan: Plan, inputs: Mapping[int, int] | None = None, begin_s: float | None = None) -> None:
-        """Begin an iteration: operations that wait for no point of it may run from now on. `inputs`: the input that an
-        operation also waits for, as a number: see `mark_available`. `begin_s`: as for `PlanRun`."""
+    def begin(
+        self,
+        plan: Plan,
+        inputs: Mapping[int, int] | None = None,
+        begin_s: float | None = None,
+    ) -> None:
+        """Begin an iteration: operations that wait for no point of it may run from now
+        on. `inputs`: the input that an operation also waits for, as a number: see
+        `mark_available`. `begin_s`: as for `PlanRun`."""
         run = PlanRun(plan, inputs or {}, begin_s)
         with self._changed:
             if self._closed:
                 raise EngineError("the executor is closed: no plan can begin")
             if plan is not self._lanes_of:
-                self._lanes = [*dict.fromkeys([*self._lanes, *(op.resource for op in plan.ops)])]
+                self._lanes = [
+                    *dict.fromkeys([*self._lanes, *(op.resource for op in plan.ops)])
+                ]
                 self._lanes_of = plan
             self._run = run
             self._error = None
 
     def advance_to(self, point: float) -> None:
-        """Report that the calling thread has issued the job's work up to a point of the iteration (see plan.py)."""
+        """Report that the calling thread has issued the job's work up to a point of the
+        iteration (see plan.py)."""
         with self._changed:
             run = self._run
             if run is None or point <= run.point:
@@ -79,7 +101,8 @@ class Executor:
             self._wake()
 
     def mark_available(self, number: int, marks: Sequence[Mark] = ()) -> None:
-        """Report that an input of operations is available, for streams when they have passed marks.
+        """Report that an input of operations is available, for streams when they have
+        passed marks.
 
         A second report of the same input has no effect."""
         with self._changed:
@@ -90,33 +113,43 @@ class Executor:
             self._wake()
 
     def repeat(self, indices: Collection[int]) -> None:
-        """Let operations on the CPU run again that have begun. Nothing that follows them may have."""
+        """Let operations on the CPU run again that have begun. Nothing that follows
+        them may have."""
         with self._changed:
             if indices and self._run is not None:
                 self._run.repeat(indices)
                 self._wake()
 
     def wait(self, is_enough: Callable[[PlanRun], bool]) -> bool:
-        """Wait until enough operations of the run are done; False: one failed, or this was closed, and `finish`
-        raises."""
+        """Wait until enough operations of the run are done; False: one failed, or this
+        was closed, and `finish` raises."""
         with self._changed:
             run = self._run
             if run is None:
                 return True
             self._wake()
-            self._changed.wait_for(lambda: self._closed or self._error is not None or is_enough(run))
+            self._changed.wait_for(
+                lambda: self._closed or self._error is not None or is_enough(run)
+            )
             return is_enough(run) and self._error is None
 
     def finish(self) -> PlanRun:
-        """Wait until the run has ended, and return it. Raises OperationFailed if an operation raised, and EngineError
-        if no plan is running or the executor was closed."""
+        """Wait until the run has ended, and return it. Raises OperationFailed if an
+        operation raised, and EngineError if no plan is running or the executor was
+        closed."""
         with self._changed:
             run = self._run
             if run is None:
-                raise EngineError("the executor was closed" if self._closed else "no plan is running")
+                raise EngineError(
+                    "the executor was closed" if self._closed else "no plan is running"
+                )
 
             def has_ended() -> bool:
-                return self._closed or not run.remaining or (self._error is not None and not self._busy)
+                return (
+                    self._closed
+                    or not run.remaining
+                    or (self._error is not None and not self._busy)
+                )
 
             self._wake()
             self._changed.wait_for(has_ended)
@@ -136,7 +169,8 @@ class Executor:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Start no operation meanwhile; those in flight end first. A signal handler may do so inside."""
+        """Start no operation meanwhile; those in flight end first. A signal handler may
+        do so inside."""
         try:
             self.before_fork()
             yield
@@ -162,7 +196,8 @@ class Executor:
             self._closed = True
             self._run = None
             self._changed.notify_all()
-        # The garbage collector may call this on one of the threads, at any time, with the lock acquired.
+        # The garbage collector may call this on one of the threads, at any time, with
+        # the lock acquired.
         if threading.current_thread() not in self._threads:
             for thread in self._threads:
                 thread.join()
@@ -171,7 +206,10 @@ class Executor:
         """Let the threads look for operations. The lock is acquired."""
         for lane in [] if self._closed else self._lanes[len(self._threads) :]:
             thread = threading.Thread(
-                target=self._serve, args=(lane,), name=f"ebbtide-{split_lane(lane)[0]}", daemon=True
+                target=self._serve,
+                args=(lane,),
+                name=f"ebbtide-{split_lane(lane)[0]}",
+                daemon=True,
             )
             self._threads.append(thread)
             thread.start()
@@ -219,14 +257,16 @@ class Executor:
         return index
 
     def _is_stalled(self, run: PlanRun) -> bool:
-        """Return whether no operation can start because of memory, and nothing will release any."""
+        """Return whether no operation can start because of memory, and nothing will
+        release any."""
         if self._busy or run.point < STEP or run.waits_for_the_job:
             return False
         return not any(run.can_take(lane, self._fits) for lane in self._lanes)
 
     def _perform_here(self, run: PlanRun, index: int) -> None:
         start_s = time.perf_counter()
-        # A local variable, which is gone when this returns: an error keeps alive what the operation worked with.
+        # A local variable, which is gone when this returns: an error keeps alive what
+        # the operation worked with.
         error: BaseException | None = None
         try:
             self._perform(run.plan.ops[index])
@@ -235,7 +275,8 @@ class Executor:
         self._record_end(run, index, start_s, time.perf_counter(), error)
 
     def _issue(self, run: PlanRun, index: int, resource: Stream) -> _Issued | None:
-        """Issue an operation to a stream. Return None if it raised; what it had issued by then is done."""
+        """Issue an operation to a stream. Return None if it raised; what it had issued
+        by then is done."""
         error: BaseException | None = None
         end: Mark | None = None
         try:
@@ -273,7 +314,14 @@ class Executor:
             error = reason
         self._record_end(issued.run, issued.index, start_s, end_s, error)
 
-    def _record_end(self, run: PlanRun, index: int, start_s: float, end_s: float, error: BaseException | None) -> None:
+    def _record_end(
+        self,
+        run: PlanRun,
+        index: int,
+        start_s: float,
+        end_s: float,
+        error: BaseException | None,
+    ) -> None:
         if error is None:
             try:
                 self._end(run.plan.ops[index])
@@ -300,7 +348,8 @@ class _Issued:
 
 
 class OperationFailed(EngineError):
-    """An operation of a plan raised; the cause is its error. The run says which operations were done."""
+    """An operation of a plan raised; the cause is its error. The run says which
+    operations were done."""
 
     def __init__(self, run: PlanRun) -> None:
         super().__init__("an operation of the plan failed")
@@ -309,8 +358,9 @@ class OperationFailed(EngineError):
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Return a context for work that must not be left half done: handlers of signals that arrive run at its end. Python
-    runs them on the main thread, so on any other one there is nothing to defer."""
+    """Return a context for work that must not be left half done: handlers of signals
+    that arrive run at its end. Python runs them on the main thread, so on any other one
+    there is nothing to defer."""
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
@@ -321,7 +371,9 @@ def deferred_interrupts() -> Iterator[None]:
 
 
 @contextmanager
-def _deferred(number: int, handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+def _deferred(
+    number: int, handler: Callable[[int, FrameType | None], Any]
+) -> Iterator[None]:
     frames: list[FrameType | None] = []
     try:
         signal.signal(number, lambda _, frame: frames.append(frame))

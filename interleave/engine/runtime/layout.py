@@ -1,4 +1,5 @@
-"""Division of the parameters of an optimizer into subgroups, and the layout of their state in memory."""
+"""Division of the parameters of an optimizer into subgroups, and the layout of their
+state in memory."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,14 +14,16 @@ from ebbtide.interleave.engine.rules.rule import BLOCK, UpdateRule
 
 _Value = TypeVar("_Value")
 
-# The row of a subgroup's state that has masters, or a part of them, if there is one; the moments of its rule follow.
+# The row of a subgroup's state that has masters, or a part of them, if there is one;
+# the moments of its rule follow.
 MASTER = 0
 
 
 @dataclass(frozen=True)
 class ParamSegment:
-    """A run of elements of one parameter (its index in the optimizer) in a subgroup: `begin` to `end` in the flat
-    parameter, from `offset` on in the subgroup; `shape`: of a whole matrix; `block`: the first one, in the subgroup."""
+    """A run of elements of one parameter (its index in the optimizer) in a subgroup:
+    `begin` to `end` in the flat parameter, from `offset` on in the subgroup; `shape`:
+    of a whole matrix; `block`: the first one, in the subgroup."""
 
     param: int
     begin: int
@@ -42,8 +45,8 @@ class ParamSegment:
 
 @dataclass(frozen=True)
 class Subgroup:
-    """Parameters of one dtype whose state is moved and updated as one, by a rule. Segments are in order, without
-    gaps."""
+    """Parameters of one dtype whose state is moved and updated as one, by a rule.
+    Segments are in order, without gaps."""
 
     params: int
     dtype: torch.dtype
@@ -57,9 +60,10 @@ def divide(
     subgroup_params: int,
     rules: Sequence[UpdateRule] | None = None,
 ) -> tuple[Subgroup, ...]:
-    """Divide parameters into subgroups of `subgroup_params` elements of one dtype and rule (None: `adamw`), in order;
-    large parameters are split, but for matrices that their rule updates as a whole, and between blocks if their moments
-    have scales. The last subgroup before a change may be smaller."""
+    """Divide parameters into subgroups of `subgroup_params` elements of one dtype and
+    rule (None: `adamw`), in order; large parameters are split, but for matrices that
+    their rule updates as a whole, and between blocks if their moments have scales. The
+    last subgroup before a change may be smaller."""
     subgroups: list[Subgroup] = []
     segments: list[ParamSegment] = []
     size = 0
@@ -81,7 +85,9 @@ def divide(
         if rule.whole_update is not None and param.numel():
             if size + param.numel() > subgroup_params:
                 close()
-            segments.append(ParamSegment(index, 0, param.numel(), size, tuple(param.shape)))
+            segments.append(
+                ParamSegment(index, 0, param.numel(), size, tuple(param.shape))
+            )
             size += param.numel()
             continue
         while begin < param.numel():
@@ -92,7 +98,9 @@ def divide(
                     close()
                     continue
             end = min(param.numel(), begin + (limit or BLOCK))
-            segments.append(ParamSegment(index, begin, end, size, block=_blocks(segments, size)))
+            segments.append(
+                ParamSegment(index, begin, end, size, block=_blocks(segments, size))
+            )
             size += end - begin
             begin = end
             if size >= subgroup_params:
@@ -101,8 +109,13 @@ def divide(
     return tuple(subgroups)
 
 
-def most_frequent(subgroups: Sequence[Subgroup], value_of: Callable[[Subgroup], _Value], default: _Value) -> _Value:
-    """Return the value of the subgroups with most parameters; the default without any."""
+def most_frequent(
+    subgroups: Sequence[Subgroup],
+    value_of: Callable[[Subgroup], _Value],
+    default: _Value,
+) -> _Value:
+    """Return the value of the subgroups with most parameters; the default without
+    any."""
     params: Counter[_Value] = Counter()
     for subgroup in subgroups:
         params[value_of(subgroup)] += subgroup.params
@@ -110,7 +123,8 @@ def most_frequent(subgroups: Sequence[Subgroup], value_of: Callable[[Subgroup], 
 
 
 def _blocks(segments: Sequence[ParamSegment], params: int) -> int:
-    """Return the number of blocks of segments; without any, those of so many elements."""
+    """Return the number of blocks of segments; without any, those of so many
+    elements."""
     if not segments:
         return -(-params // BLOCK)
     last = segments[-1]
@@ -119,41 +133,63 @@ def _blocks(segments: Sequence[ParamSegment], params: int) -> int:
 
 def _row_bytes(subgroup: Subgroup) -> list[tuple[torch.dtype, int]]:
     rule, blocks = subgroup.rule, _blocks(subgroup.segments, subgroup.params)
-    lengths = [subgroup.params] * (rule.has_masters + len(rule.moments)) + [blocks] * len(rule.scales)
+    lengths = [subgroup.params] * (rule.has_masters + len(rule.moments)) + [
+        blocks
+    ] * len(rule.scales)
     pairs = zip(rule.dtypes, lengths, strict=True)
     return [(dtype, length * dtype.itemsize) for dtype, length in pairs]
 
 
 def state_elements(subgroup: Subgroup) -> int:
     """Return the number of fp32 elements of memory for a subgroup's state."""
-    return int(-(-sum(nbytes for _, nbytes in _row_bytes(subgroup)) // torch.float32.itemsize))
+    return int(
+        -(-sum(nbytes for _, nbytes in _row_bytes(subgroup)) // torch.float32.itemsize)
+    )
 
 
 def state_shape(subgroup: Subgroup) -> tuple[int, ...]:
-    """Return the shape of a subgroup's state, fp32: (rows, params), or flat if not all rows are fp32."""
+    """Return the shape of a subgroup's state, fp32: (rows, params), or flat if not all
+    rows are fp32."""
     dtypes = subgroup.rule.dtypes
-    return (len(dtypes), subgroup.params) if {*dtypes} == {torch.float32} else (state_elements(subgroup),)
+    return (
+        (len(dtypes), subgroup.params)
+        if {*dtypes} == {torch.float32}
+        else (state_elements(subgroup),)
+    )
 
 
 def state_rows(state: torch.Tensor, subgroup: Subgroup) -> tuple[torch.Tensor, ...]:
-    """Return views of a state of `state_shape`, as `UpdateRule.dtypes` lists the rows."""
+    """Return views of a state of `state_shape`, as `UpdateRule.dtypes` lists the
+    rows."""
     if state.dim() == 2:
         return tuple(state)
     memory, rows, begin, sizes = state.view(torch.uint8), {}, 0, _row_bytes(subgroup)
-    # The widest first, since views begin at multiples of their width; parts of masters after others of their width.
-    for row in sorted(range(len(sizes)), key=lambda row: (-sizes[row][0].itemsize, sizes[row][0] == torch.int16)):
+    # The widest first, since views begin at multiples of their width; parts of masters
+    # after others of their width.
+    for row in sorted(
+        range(len(sizes)),
+        key=lambda row: (-sizes[row][0].itemsize, sizes[row][0] == torch.int16),
+    ):
         dtype, nbytes = sizes[row]
         rows[row], begin = memory[begin : begin + nbytes].view(dtype), begin + nbytes
     return tuple(rows[row] for row in range(len(sizes)))
 
 
-def segment_rows(rows: Sequence[torch.Tensor], subgroup: Subgroup, segment: ParamSegment) -> tuple[torch.Tensor, ...]:
+def segment_rows(
+    rows: Sequence[torch.Tensor], subgroup: Subgroup, segment: ParamSegment
+) -> tuple[torch.Tensor, ...]:
     """Return a segment's part of the rows of a state."""
-    parts = subgroup.rule.row_slices(segment.span.start, segment.span.stop, segment.block)
+    parts = subgroup.rule.row_slices(
+        segment.span.start, segment.span.stop, segment.block
+    )
     return tuple(row[part] for row, part in zip(rows, parts, strict=True))
 
 
-def param_rows(rows: Sequence[torch.Tensor], subgroup: Subgroup, segment: ParamSegment) -> tuple[torch.Tensor, ...]:
+def param_rows(
+    rows: Sequence[torch.Tensor], subgroup: Subgroup, segment: ParamSegment
+) -> tuple[torch.Tensor, ...]:
     """Return a segment's part of the rows of the state of its parameter."""
-    parts = subgroup.rule.saved.row_slices(segment.begin, segment.end, segment.begin // BLOCK)
+    parts = subgroup.rule.saved.row_slices(
+        segment.begin, segment.end, segment.begin // BLOCK
+    )
     return tuple(row[part] for row, part in zip(rows, parts, strict=True))

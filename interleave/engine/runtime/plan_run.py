@@ -13,11 +13,14 @@ from ebbtide.interleave.model.plan import Plan
 
 
 class PlanRun:
-    """The state of an execution. Lists are indexed by operation; times are seconds since `begin_s` (None: now) on the
-    clock of time.perf_counter. `inputs`: the input that an operation also waits for. One on the device can be issued
-    when those before it there are issued, any other can start when those before it are done."""
+    """The state of an execution. Lists are indexed by operation; times are seconds
+    since `begin_s` (None: now) on the clock of time.perf_counter. `inputs`: the input
+    that an operation also waits for. One on the device can be issued when those before
+    it there are issued, any other can start when those before it are done."""
 
-    def __init__(self, plan: Plan, inputs: Mapping[int, int], begin_s: float | None = None) -> None:
+    def __init__(
+        self, plan: Plan, inputs: Mapping[int, int], begin_s: float | None = None
+    ) -> None:
         count = len(plan.ops)
         self.plan = plan
         self.begin_s = time.perf_counter() if begin_s is None else begin_s
@@ -25,7 +28,8 @@ class PlanRun:
         self.done = [False] * count
         # The point of the iteration that the job has reached.
         self.point = -1.0
-        # Numbers of operations that have not ended, and of those among them that are not late.
+        # Numbers of operations that have not ended, and of those among them that are
+        # not late.
         self.remaining = count
         self.remaining_on_time = sum(not op.is_late for op in plan.ops)
         # (operation, start, end) of executions that were repeated.
@@ -33,20 +37,25 @@ class PlanRun:
         # Operations that are running and must be repeated.
         self._outdated: set[int] = set()
         self._taken = [False] * count
-        # The mark behind each operation that is issued; and what its stream waits for besides operations.
+        # The mark behind each operation that is issued; and what its stream waits for
+        # besides operations.
         self._end_marks: list[Mark | None] = [None] * count
         self._marks: list[list[Mark]] = [[] for _ in range(count)]
         self._dependents: list[list[int]] = [[] for _ in range(count)]
-        # How many operations and inputs each one waits for until it can start; and how many are not done.
+        # How many operations and inputs each one waits for until it can start; and how
+        # many are not done.
         self._missing = [len(op.after) for op in plan.ops]
         self._undone = [len(op.after) for op in plan.ops]
-        # Operations that wait for an input, by its number; and for a point only, as a heap of (point, operation).
+        # Operations that wait for an input, by its number; and for a point only, as a
+        # heap of (point, operation).
         self._blocked: dict[int, list[int]] = {}
         self._op_points = sorted({op.start for op in plan.ops})
         self._point_marks: list[tuple[float, Mark]] = []
         self._gated: list[tuple[float, int]] = []
-        # Operations that can start, as heaps; and those on the device that can be issued ahead of time.
-        # They are ordered by the plan, and repeated ones by the first operation that waits for them.
+        # Operations that can start, as heaps; and those on the device that can be
+        # issued ahead of time.
+        # They are ordered by the plan, and repeated ones by the first operation that
+        # waits for them.
         self._keys = list(range(count))
         self._ready: dict[Resource, list[tuple[int, int]]] = defaultdict(list)
         self._ahead: dict[Resource, list[tuple[int, int]]] = defaultdict(list)
@@ -66,21 +75,26 @@ class PlanRun:
         return bool(self._gated or any(self._blocked.values()))
 
     def advance_to(self, point: float, record: Callable[[], Mark]) -> None:
-        """Let operations start that wait for a point; their streams wait for a mark, which is recorded if necessary."""
-        if bisect_right(self._op_points, point) > bisect_right(self._op_points, self.point):
+        """Let operations start that wait for a point; their streams wait for a mark,
+        which is recorded if necessary."""
+        if bisect_right(self._op_points, point) > bisect_right(
+            self._op_points, self.point
+        ):
             self._point_marks.append((point, record()))
         self.point = point
         while self._gated and self._gated[0][0] <= point:
             self._enqueue(heappop(self._gated)[1])
 
     def mark_available(self, number: int, marks: Sequence[Mark]) -> None:
-        """Let operations start that wait for an input, which is there when marks are passed."""
+        """Let operations start that wait for an input, which is there when marks are
+        passed."""
         for index in self._blocked.pop(number, ()):
             self._marks[index] += marks
             self._count_down(index)
 
     def take(self, lane: Resource, can_start: Callable[[Op], bool]) -> int | None:
-        """Return the first operation that a lane can start, else the first that can be issued ahead of time."""
+        """Return the first operation that a lane can start, else the first that can be
+        issued ahead of time."""
         for queue in (self._ready[lane], self._ahead[lane]):
             index = self._pop_first(queue, can_start)
             if index is not None:
@@ -91,7 +105,11 @@ class PlanRun:
     def can_take(self, lane: Resource, can_start: Callable[[Op], bool]) -> bool:
         """Return whether `take` would return an operation."""
         queues = (self._ready[lane], self._ahead[lane])
-        return any(not self._taken[index] and can_start(self.plan.ops[index]) for queue in queues for _, index in queue)
+        return any(
+            not self._taken[index] and can_start(self.plan.ops[index])
+            for queue in queues
+            for _, index in queue
+        )
 
     def marks_before(self, index: int) -> list[Mark]:
         """Return the marks that the stream of an operation must wait for."""
@@ -99,7 +117,8 @@ class PlanRun:
         others = [
             self._end_marks[dependency]
             for dependency in op.after
-            if not self.done[dependency] and self.plan.ops[dependency].resource != op.resource
+            if not self.done[dependency]
+            and self.plan.ops[dependency].resource != op.resource
         ]
         return [mark for mark in others if mark is not None] + self._marks[index]
 
@@ -111,7 +130,8 @@ class PlanRun:
                 self._count_down(dependent)
 
     def repeat(self, indices: Iterable[int]) -> None:
-        """Let operations on the CPU run again that have begun. Nothing that follows them may have."""
+        """Let operations on the CPU run again that have begun. Nothing that follows
+        them may have."""
         for index in indices:
             if not self.done[index]:
                 self._outdated.add(index)
@@ -126,7 +146,8 @@ class PlanRun:
             self._take_again(index)
 
     def complete(self, index: int, start_s: float, end_s: float) -> None:
-        """Record that an operation is done, with its times on the clock of time.perf_counter."""
+        """Record that an operation is done, with its times on the clock of
+        time.perf_counter."""
         start, end = start_s - self.begin_s, end_s - self.begin_s
         if index in self._outdated:
             self._outdated.remove(index)
@@ -141,13 +162,22 @@ class PlanRun:
         was_issued = self.plan.ops[index].resource in DEVICE_RESOURCES
         for dependent in self._dependents[index]:
             self._undone[dependent] -= 1
-            if not was_issued or self.plan.ops[dependent].resource not in DEVICE_RESOURCES:
+            if (
+                not was_issued
+                or self.plan.ops[dependent].resource not in DEVICE_RESOURCES
+            ):
                 self._count_down(dependent)
             elif not self._undone[dependent] and self._is_ahead(dependent):
-                heappush(self._ready[self.plan.ops[dependent].resource], (self._keys[dependent], dependent))
+                heappush(
+                    self._ready[self.plan.ops[dependent].resource],
+                    (self._keys[dependent], dependent),
+                )
 
-    def _pop_first(self, queue: list[tuple[int, int]], can_start: Callable[[Op], bool]) -> int | None:
-        """Remove and return the first operation of a heap that was not taken and can start."""
+    def _pop_first(
+        self, queue: list[tuple[int, int]], can_start: Callable[[Op], bool]
+    ) -> int | None:
+        """Remove and return the first operation of a heap that was not taken and can
+        start."""
         passed_over = []
         first = None
         while queue and first is None:
@@ -168,7 +198,11 @@ class PlanRun:
         self._enqueue(index)
 
     def _is_ahead(self, index: int) -> bool:
-        return not self._missing[index] and self.plan.ops[index].start <= self.point and not self._taken[index]
+        return (
+            not self._missing[index]
+            and self.plan.ops[index].start <= self.point
+            and not self._taken[index]
+        )
 
     def _count_down(self, index: int) -> None:
         self._missing[index] -= 1
@@ -182,6 +216,8 @@ class PlanRun:
         else:
             # The first report of the point or a later one.
             position = bisect_left(self._point_marks, op.start, key=itemgetter(0))
-            self._marks[index] += [mark for _, mark in self._point_marks[position : position + 1]]
+            self._marks[index] += [
+                mark for _, mark in self._point_marks[position : position + 1]
+            ]
             queues = self._ahead if self._undone[index] else self._ready
             heappush(queues[op.resource], (self._keys[index], index))

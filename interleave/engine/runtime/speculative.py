@@ -13,11 +13,18 @@ from ebbtide.interleave.engine.runtime.update import Update
 
 
 class SpeculativeUpdates:
-    """The speculative updates of a step, by any thread, with the factors of a step that is neither clipped nor skipped.
-    The new state is written into a spare, and the two are exchanged if the step is so. State in storage is updated in
-    its buffer, and read again from its file if it is not valid. `buffers` have the parameters that updates read."""
+    """The speculative updates of a step, by any thread, with the factors of a step that
+    is neither clipped nor skipped. The new state is written into a spare, and the two
+    are exchanged if the step is so. State in storage is updated in its buffer, and read
+    again from its file if it is not valid. `buffers` have the parameters that updates
+    read."""
 
-    def __init__(self, subgroups: Sequence[Subgroup], states: SubgroupStates, buffers: TransferBuffers) -> None:
+    def __init__(
+        self,
+        subgroups: Sequence[Subgroup],
+        states: SubgroupStates,
+        buffers: TransferBuffers,
+    ) -> None:
         self._subgroups = subgroups
         self._states = states
         self._buffers = buffers
@@ -25,9 +32,11 @@ class SpeculativeUpdates:
         self.begin_step(Update())
 
     def begin_step(self, update: Update) -> None:
-        """Speculate on an update, and forget the one before. No operation may run meanwhile."""
+        """Speculate on an update, and forget the one before. No operation may run
+        meanwhile."""
         self._update = update
-        # The factors that the updates that have begun assumed, by subgroup: of its segments, None after `invalidate`.
+        # The factors that the updates that have begun assumed, by subgroup: of its
+        # segments, None after `invalidate`.
         self._assumed: dict[int, list[Scalars | None] | None] = {}
         self._ended: set[int] = set()
         # The factors of the step by parameter, once they are known.
@@ -36,13 +45,16 @@ class SpeculativeUpdates:
         self._outdated: set[int] = set()
 
     def begin(self, subgroup: int, assumed: Sequence[Scalars | None] | None) -> bool:
-        """Begin an update that assumes these factors, by parameter; False if those of the step are known.
+        """Begin an update that assumes these factors, by parameter; False if those of
+        the step are known.
 
         None: it cannot run yet, and is to be done when they are known."""
         with self._lock:
             is_speculative = self._scalars is None
             if is_speculative:
-                self._assumed[subgroup] = None if assumed is None else self._of_segments(subgroup, assumed)
+                self._assumed[subgroup] = (
+                    None if assumed is None else self._of_segments(subgroup, assumed)
+                )
         if not is_speculative:
             self.restore(subgroup)
         return is_speculative
@@ -63,7 +75,8 @@ class SpeculativeUpdates:
             self._use(subgroup)
 
     def use_valid(self, scalars: Sequence[Scalars | None]) -> set[int]:
-        """Use the results of those that have assumed the factors of the step, and return the other subgroups."""
+        """Use the results of those that have assumed the factors of the step, and
+        return the other subgroups."""
         with self._lock:
             self._scalars = scalars
             valid = set(filter(self._is_valid, self._assumed))
@@ -73,7 +86,8 @@ class SpeculativeUpdates:
         return invalid
 
     def invalidate(self) -> None:
-        """Let all be done again, since the state changes that they have read. No operation may run meanwhile."""
+        """Let all be done again, since the state changes that they have read. No
+        operation may run meanwhile."""
         self._assumed = dict.fromkeys(self._assumed)
         for subgroup in list(self._outdated):
             self.restore(subgroup)
@@ -89,8 +103,12 @@ class SpeculativeUpdates:
         assert self._scalars is not None
         return self._assumed[subgroup] == self._of_segments(subgroup, self._scalars)
 
-    def _of_segments(self, subgroup: int, scalars: Sequence[Scalars | None]) -> list[Scalars | None]:
-        return [scalars[segment.param] for segment in self._subgroups[subgroup].segments]
+    def _of_segments(
+        self, subgroup: int, scalars: Sequence[Scalars | None]
+    ) -> list[Scalars | None]:
+        return [
+            scalars[segment.param] for segment in self._subgroups[subgroup].segments
+        ]
 
     def _use(self, subgroup: int) -> None:
         if self._states.is_backed(subgroup):

@@ -13,9 +13,20 @@ from ebbtide.interleave.engine.errors import EngineError, UpdateNotStarted
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.rules.rule import UpdateInputs
-from ebbtide.interleave.engine.runtime.arena import Arena, Block, acquired_elements, gradient_elements
+from ebbtide.interleave.engine.runtime.arena import (
+    Arena,
+    Block,
+    acquired_elements,
+    gradient_elements,
+)
 from ebbtide.interleave.engine.runtime.backing import BackedStates
-from ebbtide.interleave.engine.runtime.layout import MASTER, ParamSegment, Subgroup, segment_rows, state_rows
+from ebbtide.interleave.engine.runtime.layout import (
+    MASTER,
+    ParamSegment,
+    Subgroup,
+    segment_rows,
+    state_rows,
+)
 from ebbtide.interleave.engine.runtime.speculative import SpeculativeUpdates
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 from ebbtide.interleave.engine.runtime.transfer_buffers import TransferBuffers
@@ -27,9 +38,12 @@ from ebbtide.interleave.model.plan import Op, Plan
 class ReturnedGradients:
     """The gradients of a step that are on the device again, each until its update.
 
-    They are in the memory of their parameters, or in blocks of their own (see `gradient_elements`)."""
+    They are in the memory of their parameters, or in blocks of their own (see
+    `gradient_elements`)."""
 
-    def __init__(self, subgroups: Sequence[Subgroup], device: Device, arena: Arena) -> None:
+    def __init__(
+        self, subgroups: Sequence[Subgroup], device: Device, arena: Arena
+    ) -> None:
         self._subgroups = subgroups
         self._device = device
         self._arena = arena
@@ -48,10 +62,15 @@ class ReturnedGradients:
         if block is not None:
             self._device.wait("h2d", block.marks)
         segments = [segment for segment, _ in update.updated_segments(subgroup)]
-        pairs = [(on_host[segment.span], self.gradient(number, segment, update)) for segment in segments]
+        pairs = [
+            (on_host[segment.span], self.gradient(number, segment, update))
+            for segment in segments
+        ]
         self._device.copy("h2d", pairs)
 
-    def gradient(self, number: int, segment: ParamSegment, update: Update) -> torch.Tensor:
+    def gradient(
+        self, number: int, segment: ParamSegment, update: Update
+    ) -> torch.Tensor:
         """Return the elements of a gradient on the device."""
         block = self._blocks[number]
         if block is None:
@@ -59,7 +78,8 @@ class ReturnedGradients:
         return block.memory.view(self._subgroups[number].grad_dtype)[segment.span]
 
     def give(self, number: int) -> None:
-        """Give the memory of a subgroup's gradient back, after its update was issued."""
+        """Give the memory of a subgroup's gradient back, after its update was
+        issued."""
         block = self._blocks.pop(number, None)
         if block is not None:
             self._arena.give(block, self._device.record("gpu"))
@@ -78,7 +98,8 @@ def _load(target: str) -> Any:
 
 
 class Store:
-    """Performs operations on the state of subgroups, which it owns; for host_buffers and backed see SubgroupStates."""
+    """Performs operations on the state of subgroups, which it owns; for host_buffers
+    and backed see SubgroupStates."""
 
     def __init__(
         self,
@@ -91,13 +112,16 @@ class Store:
         self.subgroups = subgroups
         self.device = device
         self._arena = Arena(device)
-        self.states = SubgroupStates(subgroups, device, self._arena, host_buffers, backed)
+        self.states = SubgroupStates(
+            subgroups, device, self._arena, host_buffers, backed
+        )
         self._buffers = TransferBuffers(subgroups, device)
         self._update = Update()
         self.speculative = SpeculativeUpdates(subgroups, self.states, self._buffers)
         self._kernel = kernel
         self._returned = ReturnedGradients(subgroups, device, self._arena)
-        # Subgroups whose update writes no half-precision parameter, since a cast follows.
+        # Subgroups whose update writes no half-precision parameter, since a cast
+        # follows.
         self._cast_subgroups: set[int] = set()
         self._cpu_share = 1.0
         self._subgroups_of: dict[int, set[int]] = {}
@@ -109,11 +133,15 @@ class Store:
         """Perform an operation on the CPU, or issue one to a stream of the device."""
         perform = find_kind(op.kind).perform
         if perform is None:
-            raise EngineError(f"the engine cannot perform {op.kind}: plans with it are for simulation only")
+            raise EngineError(
+                f"the engine cannot perform {op.kind}: plans with it are for "
+                "simulation only"
+            )
         _load(perform)(self, op)
 
     def host_gradient(self, number: int) -> torch.Tensor:
-        """Return the gradient of a subgroup that was copied to the host in this iteration."""
+        """Return the gradient of a subgroup that was copied to the host in this
+        iteration."""
         return self._buffers.gradients[number]
 
     def return_gradient(self, number: int) -> None:
@@ -152,7 +180,8 @@ class Store:
         return self._subgroups_of.get(param, set())
 
     def gradient(self, param: int, value: torch.Tensor) -> torch.Tensor | None:
-        """Return a gradient of this iteration, flat, on the device of the parameter (value); None if there is none."""
+        """Return a gradient of this iteration, flat, on the device of the parameter
+        (value); None if there is none."""
         gradient = self.update.gradients[param]
         if gradient is not None or not self.subgroups_of(param) <= self.update.copied:
             return gradient
@@ -161,7 +190,9 @@ class Store:
         for subgroup in self.subgroups_of(param):
             for segment in self.subgroups[subgroup].segments:
                 if segment.param == param:
-                    gradient[segment.begin : segment.end] = self._buffers.gradients[subgroup][segment.span]
+                    gradient[segment.begin : segment.end] = self._buffers.gradients[
+                        subgroup
+                    ][segment.span]
         return gradient
 
     @property
@@ -170,34 +201,52 @@ class Store:
         return self.states.host_bytes + self._buffers.host_bytes
 
     def use_scalars(self) -> set[int]:
-        """Use the speculative updates that have assumed the factors of the step, which are known now.
+        """Use the speculative updates that have assumed the factors of the step, which
+        are known now.
 
-        Returns the subgroups whose speculative update has assumed others, and must be done again."""
+        Returns the subgroups whose speculative update has assumed others, and must be
+        done again."""
         for subgroup in self._buffers.params:
             self._refresh_params(subgroup)
         return self.speculative.use_valid(self.update.scalars)
 
     def forget_params(self, changed: Collection[int]) -> None:
-        """Read parameters, by their indices, again before an update on the CPU needs them, since they have changed."""
+        """Read parameters, by their indices, again before an update on the CPU needs
+        them, since they have changed."""
         for param in changed:
             self._buffers.outdated_params |= self.subgroups_of(param)
 
     def _lacks_params(self, number: int) -> bool:
-        """Return whether the host has not the parameters that the update of a subgroup reads."""
-        return self.subgroups[number].rule.reads_params and number in self._buffers.outdated_params
+        """Return whether the host has not the parameters that the update of a subgroup
+        reads."""
+        return (
+            self.subgroups[number].rule.reads_params
+            and number in self._buffers.outdated_params
+        )
 
     def _refresh_params(self, number: int) -> None:
-        """Copy the parameters of a subgroup to the host, if updates read them and they are not there."""
+        """Copy the parameters of a subgroup to the host, if updates read them and they
+        are not there."""
         if self._lacks_params(number):
-            segments, buffer = self.subgroups[number].segments, self._buffers.params[number]
-            pairs = [(self.update.value(segment), buffer[segment.span]) for segment in segments]
+            segments, buffer = (
+                self.subgroups[number].segments,
+                self._buffers.params[number],
+            )
+            pairs = [
+                (self.update.value(segment), buffer[segment.span])
+                for segment in segments
+            ]
             copy_now(self.device, "d2h", pairs)
             self._buffers.outdated_params.discard(number)
 
-    def apply_placement(self, plan: Plan, sizes: Sequence[int], kept_bytes: float = math.inf) -> None:
-        """Move state to where a plan has it when an iteration starts, and allocate blocks of `block_sizes`.
+    def apply_placement(
+        self, plan: Plan, sizes: Sequence[int], kept_bytes: float = math.inf
+    ) -> None:
+        """Move state to where a plan has it when an iteration starts, and allocate
+        blocks of `block_sizes`.
 
-        No operation may run meanwhile. `kept_bytes` of device memory are free during the whole iteration, for state."""
+        No operation may run meanwhile. `kept_bytes` of device memory are free during
+        the whole iteration, for state."""
         self._returned.release()
         self.states.apply_placement(plan, sizes, kept_bytes)
         self._cast_subgroups = {op.subgroup for op in plan.ops if op.kind == "cast"}
@@ -205,14 +254,18 @@ class Store:
         self._buffers.prepare(plan)
 
     def complete(self) -> None:
-        """Complete the update on the CPU after an operation failed; then no state is on the device.
+        """Complete the update on the CPU after an operation failed; then no state is on
+        the device.
 
         Raises EngineError if an update in place failed: its state is lost."""
         # What the job has issued, gradients among it, is done.
         self.device.record("job").synchronize()
         update = self.update
         if unfinished := update.unfinished:
-            raise EngineError(f"the update of subgroup {min(unfinished)} failed midway: its state is lost")
+            raise EngineError(
+                f"the update of subgroup {min(unfinished)} failed midway: its state is "
+                "lost"
+            )
         self._returned.release()
         self.states.move_all_to_host()
         self._arena.release()
@@ -229,7 +282,8 @@ class Store:
         self._buffers.clear()
 
     def _complete_subgroup(self, subgroup: int) -> None:
-        """Update a subgroup on the CPU, or only take its parameters from the master, and copy them to the device."""
+        """Update a subgroup on the CPU, or only take its parameters from the master,
+        and copy them to the device."""
         # It is enough for this step that there is host memory.
         self._buffers.ensure("upload", subgroup, pinned=False)
         self._refresh_params(subgroup)
@@ -254,7 +308,9 @@ class Store:
     def flush(self, op: Op) -> None:
         """Issue the copy of the state of a subgroup to the host."""
         if op.subgroup not in self.states.on_device:
-            raise EngineError(f"the plan flushes subgroup {op.subgroup}, which is not on the device")
+            raise EngineError(
+                f"the plan flushes subgroup {op.subgroup}, which is not on the device"
+            )
         self.states.issue_to_host(op.subgroup)
 
     def update_on_cpu(self, op: Op) -> None:
@@ -266,27 +322,39 @@ class Store:
             self._speculate(op.subgroup)
             self.speculative.end(op.subgroup)
 
-    def _host_rows(self, number: int, state: torch.Tensor, params: torch.Tensor) -> UpdateInputs:
-        """Return what an update of a state on the host takes. Where a cast follows, that writes the parameters."""
+    def _host_rows(
+        self, number: int, state: torch.Tensor, params: torch.Tensor
+    ) -> UpdateInputs:
+        """Return what an update of a state on the host takes. Where a cast follows,
+        that writes the parameters."""
         own = self.subgroups[number]
         inputs = own.rule.inputs(state_rows(state, own), params)
         is_cast = number in self._cast_subgroups and not own.rule.reads_params
         return inputs._replace(out=None) if is_cast else inputs
 
     def _speculate(self, subgroup: int) -> None:
-        gradient, params = self._buffers.gradients[subgroup], self._buffers.params[subgroup]
-        rows, out, rule = self._host_rows(subgroup, self.states.on_host[subgroup], params)
+        gradient, params = (
+            self._buffers.gradients[subgroup],
+            self._buffers.params[subgroup],
+        )
+        rows, out, rule = self._host_rows(
+            subgroup, self.states.on_host[subgroup], params
+        )
         ranges = self.update.ranges(self.subgroups[subgroup], is_speculative=True)
         spare = self.speculative.spare(subgroup)
         if spare is None:
-            self._kernel.update_ranges(gradient, rows, out, ranges, self._cpu_share, rule)
+            self._kernel.update_ranges(
+                gradient, rows, out, ranges, self._cpu_share, rule
+            )
             return
         spare_params = self._buffers.spare_params.get(subgroup, params)
         if rule.split is not None:
             # Both parts are updated where they are.
             spare_params.copy_(params)
         new_rows, out, _ = self._host_rows(subgroup, spare, spare_params)
-        self._kernel.update_beside(gradient, rows, new_rows, out, ranges, self._cpu_share, rule)
+        self._kernel.update_beside(
+            gradient, rows, new_rows, out, ranges, self._cpu_share, rule
+        )
 
     def _update_host_state(self, subgroup: int) -> None:
         gradient, own = self._buffers.gradients[subgroup], self.subgroups[subgroup]
@@ -295,7 +363,9 @@ class Store:
         rows, out, rule = self._host_rows(subgroup, state, params)
         update = self.update
         update.unfinished.add(subgroup)
-        self._kernel.update_ranges(gradient, rows, out, update.ranges(own), self._cpu_share, rule)
+        self._kernel.update_ranges(
+            gradient, rows, out, update.ranges(own), self._cpu_share, rule
+        )
         update.unfinished.discard(subgroup)
         update.updated.add(subgroup)
 
@@ -306,10 +376,20 @@ class Store:
         is_returned = op.subgroup in self._returned
         update, updates = self.update, []
         for segment, scalars in update.updated_segments(subgroup):
-            own = self._returned.gradient(op.subgroup, segment, update) if is_returned else update.gradient(segment)
+            own = (
+                self._returned.gradient(op.subgroup, segment, update)
+                if is_returned
+                else update.gradient(segment)
+            )
             value = update.value(segment)
-            state, _, rule = subgroup.rule.inputs(segment_rows(rows, subgroup, segment), value)
-            updates.append(TensorUpdate(own, state, value, scalars, rule, segment.position, segment.shape))
+            state, _, rule = subgroup.rule.inputs(
+                segment_rows(rows, subgroup, segment), value
+            )
+            updates.append(
+                TensorUpdate(
+                    own, state, value, scalars, rule, segment.position, segment.shape
+                )
+            )
         update.unfinished.add(op.subgroup)
         try:
             self.device.update(updates)
@@ -324,23 +404,32 @@ class Store:
         if self.subgroups[subgroup].rule.reads_params:
             # The update has written the parameters.
             return
-        masters = state_rows(self.states.on_host[subgroup], self.subgroups[subgroup])[MASTER]
+        masters = state_rows(self.states.on_host[subgroup], self.subgroups[subgroup])[
+            MASTER
+        ]
         params = self._buffers.params[subgroup]
         params.copy_(masters)
         if params.dtype != torch.float32:
-            # The NaN of torch's cast differs between machines, and from that of updates.
+            # The NaN of torch's cast differs between machines, and from that of
+            # updates.
             params.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
 
     def copy_gradient_to_host(self, subgroup: int) -> None:
         """Issue the copy of the gradient of a subgroup to the host."""
         buffer, update = self._buffers.gradients[subgroup], self.update
         segments = [
-            segment for segment in self.subgroups[subgroup].segments if update.gradients[segment.param] is not None
+            segment
+            for segment in self.subgroups[subgroup].segments
+            if update.gradients[segment.param] is not None
         ]
-        self.device.copy("d2h", [(update.gradient(segment), buffer[segment.span]) for segment in segments])
+        self.device.copy(
+            "d2h",
+            [(update.gradient(segment), buffer[segment.span]) for segment in segments],
+        )
 
     def _drop_gradients(self, subgroup: int) -> None:
-        """Drop the gradients that are on the host now, unless the job holds them until the step."""
+        """Drop the gradients that are on the host now, unless the job holds them until
+        the step."""
         update = self.update
         update.copied.add(subgroup)
         if not update.streamed:
@@ -353,4 +442,7 @@ class Store:
         """Issue the copy of the parameters of a subgroup to the device."""
         buffer, update = self._buffers.params[subgroup], self.update
         segments = update.updated_segments(self.subgroups[subgroup])
-        self.device.copy("h2d", [(buffer[segment.span], update.value(segment)) for segment, _ in segments])
+        self.device.copy(
+            "h2d",
+            [(buffer[segment.span], update.value(segment)) for segment, _ in segments],
+        )

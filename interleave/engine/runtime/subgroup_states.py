@@ -1,4 +1,5 @@
-"""The optimizer state of each subgroup, and its placement on the host and the device."""
+"""The optimizer state of each subgroup, and its placement on the host and the
+device."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,9 +24,11 @@ from ebbtide.interleave.model.plan import Plan
 
 
 class SubgroupStates:
-    """The state of each subgroup, of `state_shape`: master or remainder, and moments; on the host, on the device, or on
-    both while it is copied or where the device's is the newer one; or behind the host's memory (`backed`), and in a
-    buffer between its read and its write. `host_buffers` of the caller have it again after `move_all_to_host`."""
+    """The state of each subgroup, of `state_shape`: master or remainder, and moments;
+    on the host, on the device, or on both while it is copied or where the device's is
+    the newer one; or behind the host's memory (`backed`), and in a buffer between its
+    read and its write. `host_buffers` of the caller have it again after
+    `move_all_to_host`."""
 
     def __init__(
         self,
@@ -44,7 +47,8 @@ class SubgroupStates:
         self._plan: Plan | None = None
         self.on_host: dict[int, torch.Tensor] = dict(enumerate(host_buffers or ()))
         self._host_buffers = host_buffers
-        # Host memory for the new state of a speculative update, while the old one is still needed.
+        # Host memory for the new state of a speculative update, while the old one is
+        # still needed.
         self.spares: dict[int, torch.Tensor] = {}
         # Newer than the state on the host.
         self.on_device: dict[int, torch.Tensor] = {}
@@ -52,8 +56,14 @@ class SubgroupStates:
     @property
     def host_bytes(self) -> int:
         """Host memory of the states, in bytes."""
-        own = [state for subgroup, state in self.on_host.items() if not self.is_backed(subgroup)]
-        nbytes: int = self.backed.host_bytes + sum(state.nbytes for state in (*own, *self.spares.values()))
+        own = [
+            state
+            for subgroup, state in self.on_host.items()
+            if not self.is_backed(subgroup)
+        ]
+        nbytes: int = self.backed.host_bytes + sum(
+            state.nbytes for state in (*own, *self.spares.values())
+        )
         return nbytes
 
     @property
@@ -62,20 +72,32 @@ class SubgroupStates:
         return self.backed.read_bytes, self.backed.written_bytes
 
     def named_rows(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the rows of all states by name; those of a state that is not in memory, on the device `meta`."""
+        """Return the rows of all states by name; those of a state that is not in
+        memory, on the device `meta`."""
         rows: list[tuple[str, torch.Tensor]] = []
         for number, subgroup in enumerate(self.subgroups):
             state = self.on_device.get(number, self.on_host.get(number))
             if state is None:
-                state = torch.empty(state_shape(subgroup), dtype=torch.float32, device="meta")
-            rows += zip(subgroup.rule.row_names, state_rows(state, subgroup), strict=True)
+                state = torch.empty(
+                    state_shape(subgroup), dtype=torch.float32, device="meta"
+                )
+            rows += zip(
+                subgroup.rule.row_names, state_rows(state, subgroup), strict=True
+            )
         return rows
 
     def read(self, subgroup: int) -> torch.Tensor:
-        """Return the state of a subgroup, on the host. The caller must not write to it."""
+        """Return the state of a subgroup, on the host. The caller must not write to
+        it."""
         if subgroup not in self.on_device:
-            return self.on_host[subgroup] if subgroup in self.on_host else self.backed.read(subgroup)
-        state = torch.empty(state_shape(self.subgroups[subgroup]), dtype=torch.float32, device="cpu")
+            return (
+                self.on_host[subgroup]
+                if subgroup in self.on_host
+                else self.backed.read(subgroup)
+            )
+        state = torch.empty(
+            state_shape(self.subgroups[subgroup]), dtype=torch.float32, device="cpu"
+        )
         copy_now(self._device, "d2h", [(self.on_device[subgroup], state)])
         return state
 
@@ -88,11 +110,20 @@ class SubgroupStates:
         else:
             self._allocated_on_host(subgroup).copy_(state)
 
-    def copy_parts(self, subgroup: int, parts: Sequence[tuple[ParamSegment, Sequence[torch.Tensor]]]) -> None:
-        """Copy segments of all rows of a state to tensors in host memory, one for each row."""
+    def copy_parts(
+        self,
+        subgroup: int,
+        parts: Sequence[tuple[ParamSegment, Sequence[torch.Tensor]]],
+    ) -> None:
+        """Copy segments of all rows of a state to tensors in host memory, one for each
+        row."""
         on_device, own = self.on_device.get(subgroup), self.subgroups[subgroup]
         rows = state_rows(self.read(subgroup) if on_device is None else on_device, own)
-        pairs = [pair for part, targets in parts for pair in zip(segment_rows(rows, own, part), targets, strict=True)]
+        pairs = [
+            pair
+            for part, targets in parts
+            for pair in zip(segment_rows(rows, own, part), targets, strict=True)
+        ]
         if on_device is not None:
             copy_now(self._device, "d2h", pairs)
             return
@@ -100,11 +131,16 @@ class SubgroupStates:
             target.copy_(source)
 
     @contextmanager
-    def edited_masters(self, subgroup: int, spans: Sequence[slice]) -> Iterator[list[torch.Tensor]]:
-        """Provide some masters or remainders of a subgroup on the host, to change them. No operation may run."""
+    def edited_masters(
+        self, subgroup: int, spans: Sequence[slice]
+    ) -> Iterator[list[torch.Tensor]]:
+        """Provide some masters or remainders of a subgroup on the host, to change them.
+        No operation may run."""
         on_device = self.on_device.get(subgroup)
         state = self.read(subgroup) if on_device is None else on_device
-        parts = [state_rows(state, self.subgroups[subgroup])[MASTER][span] for span in spans]
+        parts = [
+            state_rows(state, self.subgroups[subgroup])[MASTER][span] for span in spans
+        ]
         if on_device is not None:
             edited = [torch.empty_like(part, device="cpu") for part in parts]
             copy_now(self._device, "d2h", list(zip(parts, edited, strict=True)))
@@ -117,7 +153,8 @@ class SubgroupStates:
             self.backed.write(subgroup, state)
 
     def is_backed(self, subgroup: int) -> bool:
-        """Return whether the plan has the state of a subgroup behind the host's memory."""
+        """Return whether the plan has the state of a subgroup behind the host's
+        memory."""
         return self.backed.is_planned(subgroup)
 
     def is_loaded(self, subgroup: int) -> bool:
@@ -134,8 +171,11 @@ class SubgroupStates:
         del self.on_host[subgroup]
 
     def unload(self) -> None:
-        """Forget what is in the buffers. No operation may run meanwhile, and none has changed it but in vain."""
-        for subgroup in [subgroup for subgroup in self.on_host if self.is_backed(subgroup)]:
+        """Forget what is in the buffers. No operation may run meanwhile, and none has
+        changed it but in vain."""
+        for subgroup in [
+            subgroup for subgroup in self.on_host if self.is_backed(subgroup)
+        ]:
             del self.on_host[subgroup]
 
     def reload(self, subgroup: int) -> None:
@@ -144,7 +184,8 @@ class SubgroupStates:
 
     @contextmanager
     def on_host_now(self, subgroup: int) -> Iterator[torch.Tensor]:
-        """Provide the host memory of a state; one behind it is read before and written after."""
+        """Provide the host memory of a state; one behind it is read before and written
+        after."""
         if subgroup not in self.on_host:
             self.on_host[subgroup] = self.backed.read(subgroup)
         yield self.on_host[subgroup]
@@ -152,8 +193,12 @@ class SubgroupStates:
             self.backed.write(subgroup, self.on_host.pop(subgroup))
 
     def use_spare(self, subgroup: int) -> None:
-        """Take the state in the spare as that of a subgroup; the memory of the old one is the spare from now on."""
-        self.on_host[subgroup], self.spares[subgroup] = self.spares[subgroup], self.on_host[subgroup]
+        """Take the state in the spare as that of a subgroup; the memory of the old one
+        is the spare from now on."""
+        self.on_host[subgroup], self.spares[subgroup] = (
+            self.spares[subgroup],
+            self.on_host[subgroup],
+        )
 
     def move_all_to_host(self) -> None:
         """Move all state to the host. No operation may run meanwhile."""
@@ -164,22 +209,33 @@ class SubgroupStates:
                 self.use_spare(subgroup)
                 buffer.copy_(self.spares[subgroup])
 
-    def apply_placement(self, plan: Plan, sizes: Sequence[int], kept_bytes: float) -> None:
-        """Move state to where a plan has it at first, with blocks as for `Arena.reserve`. No operation may run."""
-        # Resident state has blocks of its size. Other blocks are used by one subgroup after the other.
+    def apply_placement(
+        self, plan: Plan, sizes: Sequence[int], kept_bytes: float
+    ) -> None:
+        """Move state to where a plan has it at first, with blocks as for
+        `Arena.reserve`. No operation may run."""
+        # Resident state has blocks of its size. Other blocks are used by one subgroup
+        # after the other.
         staying = {
             subgroup
             for subgroup in plan.resident & self.on_device.keys()
-            if self._blocks[subgroup].elements == state_elements(self.subgroups[subgroup])
+            if self._blocks[subgroup].elements
+            == state_elements(self.subgroups[subgroup])
         }
-        is_placed = staying == plan.resident and self.on_device.keys() == plan.resident | plan.parked
+        is_placed = (
+            staying == plan.resident
+            and self.on_device.keys() == plan.resident | plan.parked
+        )
         self.unload()
         if plan is self._plan and is_placed:
             return
         self._plan = None
         self._move(self.on_device.keys() - staying, self.issue_to_host)
         self._follow_backing(plan)
-        resident = [state_elements(self.subgroups[subgroup]) for subgroup in sorted(plan.resident - staying)]
+        resident = [
+            state_elements(self.subgroups[subgroup])
+            for subgroup in sorted(plan.resident - staying)
+        ]
         self._arena.reserve([*resident, *sizes], kept_bytes)
         # Resident state first, while there are blocks of its exact size.
         self._move(plan.resident - staying, self.issue_to_device)
@@ -212,12 +268,16 @@ class SubgroupStates:
 
     def issue_to_host(self, subgroup: int) -> None:
         """Issue the move of a state from the device to the host."""
-        self._device.copy("d2h", _row_pairs(self.on_device[subgroup], self._allocated_on_host(subgroup)))
+        self._device.copy(
+            "d2h",
+            _row_pairs(self.on_device[subgroup], self._allocated_on_host(subgroup)),
+        )
         del self.on_device[subgroup]
         self._arena.give(self._blocks.pop(subgroup), self._device.record("d2h"))
 
     def _issue_to_any_host_memory(self, subgroup: int) -> None:
-        """Issue the move of a state to the host, also where no more host memory can be pinned."""
+        """Issue the move of a state to the host, also where no more host memory can be
+        pinned."""
         try:
             self._allocated_on_host(subgroup)
         except EngineError:
@@ -244,11 +304,18 @@ class SubgroupStates:
                 self._device.record(direction).synchronize()
 
     def _allocate_on_host(self, plan: Plan) -> None:
-        """Allocate host memory for the states that a plan has there at some time, and release that of the others."""
+        """Allocate host memory for the states that a plan has there at some time, and
+        release that of the others."""
         for subgroup in () if self._host_buffers is not None else plan.resident:
             self.on_host.pop(subgroup, None)
-        needed = {subgroup for subgroup in plan.speculated if not self.is_backed(subgroup)}
-        self.spares = {subgroup: spare for subgroup, spare in self.spares.items() if subgroup in needed}
+        needed = {
+            subgroup for subgroup in plan.speculated if not self.is_backed(subgroup)
+        }
+        self.spares = {
+            subgroup: spare
+            for subgroup, spare in self.spares.items()
+            if subgroup in needed
+        }
         for subgroup in range(len(self.subgroups)):
             if subgroup not in plan.resident and not self.is_backed(subgroup):
                 self._allocated_on_host(subgroup)
@@ -266,11 +333,16 @@ class SubgroupStates:
         if len(shape) == 1:
             return self._device.allocate_host(shape, torch.float32, pinned)
         rows, params = shape
-        return self._device.allocate_host((rows, row_stride(params)), torch.float32, pinned)[:, :params]
+        return self._device.allocate_host(
+            (rows, row_stride(params)), torch.float32, pinned
+        )[:, :params]
 
 
-def _row_pairs(source: torch.Tensor, target: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the rows to copy, one by one: host buffers of the caller may be parts of longer rows."""
+def _row_pairs(
+    source: torch.Tensor, target: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the rows to copy, one by one: host buffers of the caller may be parts of
+    longer rows."""
     if source.dim() == 1:
         return [(source, target)]
     return list(zip(source, target, strict=True))

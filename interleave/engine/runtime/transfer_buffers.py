@@ -10,7 +10,8 @@ from ebbtide.interleave.model.plan import Plan
 
 
 class TransferBuffers:
-    """Host buffers of the copies in a plan, pinned unless the plan has the copy as pageable."""
+    """Host buffers of the copies in a plan, pinned unless the plan has the copy as
+    pageable."""
 
     def __init__(self, subgroups: Sequence[Subgroup], device: Device) -> None:
         self._subgroups = subgroups
@@ -20,7 +21,8 @@ class TransferBuffers:
         self.params: dict[int, torch.Tensor] = {}
         # Memory for the new parameters of a speculative update that reads the old ones.
         self.spare_params: dict[int, torch.Tensor] = {}
-        # Subgroups whose buffer of parameters has not their values, which some updates read.
+        # Subgroups whose buffer of parameters has not their values, which some updates
+        # read.
         self.outdated_params: set[int] = set()
         self._by_kind = {"gradient down": self.gradients, "upload": self.params}
         # (kind, subgroup) of the copies whose buffer is not pinned.
@@ -34,7 +36,9 @@ class TransferBuffers:
 
     def prepare(self, plan: Plan) -> None:
         """Allocate the buffers that a plan needs, and drop the others."""
-        pageable: set[tuple[str, int]] = {(op.kind, op.subgroup) for op in plan.ops if op.pageable}
+        pageable: set[tuple[str, int]] = {
+            (op.kind, op.subgroup) for op in plan.ops if op.pageable
+        }
         changed = pageable ^ self._pageable
         for kind, buffers in self._by_kind.items():
             needed = {op.subgroup for op in plan.ops if op.kind == kind}
@@ -44,23 +48,33 @@ class TransferBuffers:
             for subgroup in needed:
                 self.ensure(kind, subgroup, (kind, subgroup) not in pageable)
         self._pageable = pageable
-        speculated = {number for number in plan.speculated if self._subgroups[number].rule.reads_params}
+        speculated = {
+            number
+            for number in plan.speculated
+            if self._subgroups[number].rule.reads_params
+        }
         self.spare_params = {
-            number: self.spare_params[number] if number in self.spare_params else self._new_params(number)
+            number: self.spare_params[number]
+            if number in self.spare_params
+            else self._new_params(number)
             for number in speculated - plan.stored
         }
 
     def use_spare(self, number: int) -> None:
         """Take the parameters in the spare as those of a subgroup, if there is one."""
         if number in self.spare_params:
-            self.params[number], self.spare_params[number] = self.spare_params[number], self.params[number]
+            self.params[number], self.spare_params[number] = (
+                self.spare_params[number],
+                self.params[number],
+            )
 
     def _new_params(self, number: int, pinned: bool = True) -> torch.Tensor:
         subgroup = self._subgroups[number]
         return self._device.allocate_host((subgroup.params,), subgroup.dtype, pinned)
 
     def ensure(self, kind: str, number: int, pinned: bool = True) -> None:
-        """Allocate the buffer of a copy of this kind for a subgroup, unless there is one."""
+        """Allocate the buffer of a copy of this kind for a subgroup, unless there is
+        one."""
         subgroup, buffers = self._subgroups[number], self._by_kind[kind]
         if number in buffers:
             return
@@ -68,7 +82,9 @@ class TransferBuffers:
             buffers[number] = self._new_params(number, pinned)
             self.outdated_params.add(number)
         else:
-            buffers[number] = self._device.allocate_host((subgroup.params,), subgroup.grad_dtype, pinned)
+            buffers[number] = self._device.allocate_host(
+                (subgroup.params,), subgroup.grad_dtype, pinned
+            )
 
     def clear(self) -> None:
         for buffers in (*self._by_kind.values(), self.spare_params):

@@ -1,4 +1,5 @@
-"""Updates: what the optimizer does to all parameters once, from the first gradient until nothing of it runs."""
+"""Updates: what the optimizer does to all parameters once, from the first gradient
+until nothing of it runs."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -16,15 +17,23 @@ class UpdatePhase(Enum):
     """The phases of an update, see docs/engine.md."""
 
     OPEN = "open"  # The job computes gradients, of which some may be offloaded already.
-    SUBMITTED = "submitted"  # The engine has all gradients. The update may still be dropped.
+    # The engine has all gradients. The update may still be dropped.
+    SUBMITTED = "submitted"
     DECIDED = "decided"  # The factors are known: parameters change from now on.
     LATE = "late"  # The step has returned, and late operations may run.
-    ENDED = "ended"  # No operation of it runs: it is done, or dropped before it was decided.
-    RECOVERED = "recovered"  # An operation failed, and the update was completed on the CPU.
+    # No operation of it runs: it is done, or dropped before it was decided.
+    ENDED = "ended"
+    # An operation failed, and the update was completed on the CPU.
+    RECOVERED = "recovered"
     LOST = "lost"  # An operation failed, and nobody knows the state.
 
 
-_RUNNING = (UpdatePhase.OPEN, UpdatePhase.SUBMITTED, UpdatePhase.DECIDED, UpdatePhase.LATE)
+_RUNNING = (
+    UpdatePhase.OPEN,
+    UpdatePhase.SUBMITTED,
+    UpdatePhase.DECIDED,
+    UpdatePhase.LATE,
+)
 
 
 @dataclass(eq=False)
@@ -34,21 +43,27 @@ class Update:
     Attributes:
         number: Updates are numbered from 0; one that is dropped has a number, too.
         values: Parameters, flat, on their device.
-        gradients: By parameter, flat, on the device; None for one that the update has not, or not any more.
+        gradients: By parameter, flat, on the device; None for one that the update has
+            not, or not any more.
         scalars: The factors by parameter; None for one that stays as it is.
-        assumed: The factors that speculative operations assume, until `scalars` are known.
-        streamed: Whether gradients are dropped on the device after their copy to the host.
+        assumed: The factors that speculative operations assume, until `scalars` are
+            known.
+        streamed: Whether gradients are dropped on the device after their copy to the
+            host.
         offloaded: Parameters whose gradients were offloaded before the step.
         copied: Subgroups whose gradients are on the host.
-        missing: By subgroup: how many of its parameters have gradients that are not offloaded.
+        missing: By subgroup: how many of its parameters have gradients that are not
+            offloaded.
         marks: By subgroup: what its offloaded gradients are issued before.
         updated: Subgroups whose newest state is that of this update.
         written: Subgroups whose parameters on the device are those of this update.
-        unfinished: Subgroups whose update has started and not ended: if it raises, nobody knows what it has changed.
+        unfinished: Subgroups whose update has started and not ended: if it raises,
+            nobody knows what it has changed.
         backward_mark: A mark of when the backward began; None before.
         step_mark: The same of the step.
         decided_s: When the factors were known, on the clock of time.perf_counter.
-        returned_s: When the step returned before its late operations had ended; None: it has not.
+        returned_s: When the step returned before its late operations had ended; None:
+            it has not.
     """
 
     number: int = 0
@@ -71,14 +86,18 @@ class Update:
     returned_s: float | None = None
 
     @classmethod
-    def of_params(cls, params: int, subgroups: Sequence[Subgroup], number: int, streamed: bool) -> "Update":
+    def of_params(
+        cls, params: int, subgroups: Sequence[Subgroup], number: int, streamed: bool
+    ) -> "Update":
         """Return an open update of so many parameters."""
         return cls(
             number=number,
             gradients=[None] * params,
             scalars=[None] * params,
             streamed=streamed,
-            missing=[len({segment.param for segment in of.segments}) for of in subgroups],
+            missing=[
+                len({segment.param for segment in of.segments}) for of in subgroups
+            ],
             marks=[[] for _ in subgroups],
         )
 
@@ -87,8 +106,11 @@ class Update:
         """Whether operations of it may run."""
         return self.phase in _RUNNING
 
-    def offload(self, param: int, gradient: torch.Tensor, mark: Mark, subgroups: Collection[int]) -> list[int]:
-        """Take a gradient that is issued before a mark, and return those of its subgroups that have all of theirs."""
+    def offload(
+        self, param: int, gradient: torch.Tensor, mark: Mark, subgroups: Collection[int]
+    ) -> list[int]:
+        """Take a gradient that is issued before a mark, and return those of its
+        subgroups that have all of theirs."""
         self.gradients[param] = gradient
         self.offloaded.add(param)
         for subgroup in subgroups:
@@ -100,7 +122,12 @@ class Update:
         """Take all gradients as issued before a mark."""
         self.phase, self.step_mark = UpdatePhase.SUBMITTED, mark
 
-    def decide(self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None], now_s: float) -> None:
+    def decide(
+        self,
+        values: Sequence[torch.Tensor],
+        scalars: Sequence[Scalars | None],
+        now_s: float,
+    ) -> None:
         """Take the parameters, and the factors, which are known now."""
         self.values, self.scalars = values, list(scalars)
         self.phase, self.decided_s = UpdatePhase.DECIDED, now_s
@@ -122,21 +149,31 @@ class Update:
     def updated_segments(
         self, subgroup: Subgroup, is_speculative: bool = False
     ) -> Iterator[tuple[ParamSegment, Scalars]]:
-        """Yield the segments that are updated, with their factors, or those that are assumed."""
+        """Yield the segments that are updated, with their factors, or those that are
+        assumed."""
         factors = self.assumed if is_speculative else self.scalars
         for segment in subgroup.segments:
             scalars = factors[segment.param]
             if scalars is not None:
                 yield segment, scalars
 
-    def ranges(self, subgroup: Subgroup, is_speculative: bool = False) -> Iterator[UpdateRange]:
-        """Yield the ranges of segments that are updated; adjacent ones with the same factors are one range, unless the
-        rule needs to know where parameters begin."""
+    def ranges(
+        self, subgroup: Subgroup, is_speculative: bool = False
+    ) -> Iterator[UpdateRange]:
+        """Yield the ranges of segments that are updated; adjacent ones with the same
+        factors are one range, unless the rule needs to know where parameters begin."""
         updated = self.updated_segments(subgroup, is_speculative)
         if subgroup.rule.has_ranges:
             for segment, scalars in updated:
                 span, block = segment.span, segment.block
-                yield UpdateRange(span.start, span.stop, scalars, segment.position, segment.shape, block)
+                yield UpdateRange(
+                    span.start,
+                    span.stop,
+                    scalars,
+                    segment.position,
+                    segment.shape,
+                    block,
+                )
             return
         begin, end, last = 0, 0, None
         for segment, scalars in updated:

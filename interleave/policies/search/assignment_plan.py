@@ -1,4 +1,5 @@
-"""The plan of an assignment: its operations, and the waiting that keeps it within the free device memory."""
+"""The plan of an assignment: its operations, and the waiting that keeps it within the
+free device memory."""
 
 from collections import deque
 from dataclasses import replace
@@ -8,16 +9,31 @@ from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import STEP, UPDATE, Plan, gradient_ready_points
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
-from ebbtide.interleave.policies.search.assignment import Assignment, FreeMemory, FreePoints
+from ebbtide.interleave.policies.search.assignment import (
+    Assignment,
+    FreeMemory,
+    FreePoints,
+)
 
 
-def plan_of(workload: Workload, memory: FreeMemory, assignment: Assignment, text: str, overlap: Overlap) -> Plan:
+def plan_of(
+    workload: Workload,
+    memory: FreeMemory,
+    assignment: Assignment,
+    text: str,
+    overlap: Overlap,
+) -> Plan:
     """Make the plan of an assignment, not validated: the search checks its result only.
 
-    Subgroups that must be flushed should come before those that stay, in the order of the moved ones."""
+    Subgroups that must be flushed should come before those that stay, in the order of
+    the moved ones."""
     builder = PlanBuilder(text, workload, early=True)
     moved, resident = assignment.moved, assignment.resident
-    kept = [subgroup for subgroup in (*resident, *moved) if subgroup not in assignment.round_trips]
+    kept = [
+        subgroup
+        for subgroup in (*resident, *moved)
+        if subgroup not in assignment.round_trips
+    ]
     if workload.needs_all_gradients:
         kept = memory.gradients_that_fit(resident, kept, moved, assignment.slots)
     flushed_later = [subgroup for subgroup in moved if subgroup in assignment.late]
@@ -25,7 +41,9 @@ def plan_of(workload: Workload, memory: FreeMemory, assignment: Assignment, text
     builder.gradients(keep=frozenset(kept))
     if moved:
         returned_bytes = sum(map(builder.returned_gradient_bytes, resident))
-        free = memory.points(resident, kept, assignment.gradients_in_flight, returned_bytes)
+        free = memory.points(
+            resident, kept, assignment.gradients_in_flight, returned_bytes
+        )
         stream = _Stream(builder, assignment, free, frozenset(kept), flushed_later)
     on_cpu = deque(assignment.on_cpu)
 
@@ -51,22 +69,31 @@ def plan_of(workload: Workload, memory: FreeMemory, assignment: Assignment, text
 class _Stream:
     """Adds the operations of the moved subgroups.
 
-    It counts the memory that they take in the order of the plan. A fetch that finds none waits for the flushes of
-    subgroups before it, so the plan keeps within the memory however long its operations take. (The flushes at the start
-    of an iteration are the exception: they must end before the job needs the memory, which only the simulator knows.)
+    It counts the memory that they take in the order of the plan. A fetch that finds
+    none waits for the flushes of subgroups before it, so the plan keeps within the
+    memory however long its operations take. (The flushes at the start of an iteration
+    are the exception: they must end before the job needs the memory, which only the
+    simulator knows.)
     """
 
     def __init__(
-        self, builder: PlanBuilder, assignment: Assignment, free: FreePoints, kept: frozenset[int], late: list[int]
+        self,
+        builder: PlanBuilder,
+        assignment: Assignment,
+        free: FreePoints,
+        kept: frozenset[int],
+        late: list[int],
     ) -> None:
         self._builder = builder
         self._assignment = assignment
         self._free = free
         self._kept = kept
         workload = builder.workload
-        # What a fetch makes room for: the state, and the gradient where that comes back to memory of its own.
+        # What a fetch makes room for: the state, and the gradient where that comes back
+        # to memory of its own.
         self._fetched_bytes = {
-            subgroup: workload.state_bytes * workload.subgroups[subgroup] + builder.returned_gradient_bytes(subgroup)
+            subgroup: workload.state_bytes * workload.subgroups[subgroup]
+            + builder.returned_gradient_bytes(subgroup)
             for subgroup in assignment.moved
         }
         self._grad_bytes = 0.0
@@ -79,11 +106,14 @@ class _Stream:
             self._grad_bytes = workload.grad_bytes
         self._used = 0.0
         self._on_device = 0
-        # Flushes that have not been waited for, oldest first: the operation, and the bytes freed when it has ended.
+        # Flushes that have not been waited for, oldest first: the operation, and the
+        # bytes freed when it has ended.
         self._flushes: deque[tuple[int, float]] = deque()
-        # The last fetch that waits for flushes. Later ones come after it, so they come after those flushes too.
+        # The last fetch that waits for flushes. Later ones come after it, so they come
+        # after those flushes too.
         self._gate: tuple[int, ...] = ()
-        # The flushes at the start of the iteration run in this order, so the last one stands for all.
+        # The flushes at the start of the iteration run in this order, so the last one
+        # stands for all.
         self._first_flushes = tuple(builder.leaving(subgroup) for subgroup in late[-1:])
         self._fetched: set[int] = set()
         for subgroup in assignment.moved:
@@ -96,8 +126,17 @@ class _Stream:
             self._fetch(subgroup)
         update = self._builder.update_fetched(subgroup)
         if subgroup not in self._assignment.late:
-            gradient = self._grad_bytes * self._builder.sizes[subgroup] if subgroup in self._kept else 0.0
-            self._flushes.append((self._builder.flush(subgroup, update), self._fetched_bytes[subgroup] + gradient))
+            gradient = (
+                self._grad_bytes * self._builder.sizes[subgroup]
+                if subgroup in self._kept
+                else 0.0
+            )
+            self._flushes.append(
+                (
+                    self._builder.flush(subgroup, update),
+                    self._fetched_bytes[subgroup] + gradient,
+                )
+            )
 
     def _fetch_early(self, subgroup: int) -> None:
         point = self._free.first_point(self._used + self._fetched_bytes[subgroup])
@@ -108,7 +147,11 @@ class _Stream:
         after: list[int] = []
         while True:
             point = self._free.first_point(self._used + self._fetched_bytes[subgroup])
-            fits = point is not None and point <= self._due[subgroup] and self._on_device < self._assignment.slots
+            fits = (
+                point is not None
+                and point <= self._due[subgroup]
+                and self._on_device < self._assignment.slots
+            )
             if fits or not self._flushes:
                 break
             flush, freed = self._flushes.popleft()
@@ -116,9 +159,12 @@ class _Stream:
             self._used -= freed
             self._on_device -= 1
         if point is None or not self._follows_gradients:
-            # Fetches into memory that is free when the update begins start with it, later ones with the step.
+            # Fetches into memory that is free when the update begins start with it,
+            # later ones with the step.
             point = STEP if after and not self._follows_gradients else UPDATE
-        fetch = self._add_fetch(subgroup, (*after, *self._gate, *self._first_flushes), point)
+        fetch = self._add_fetch(
+            subgroup, (*after, *self._gate, *self._first_flushes), point
+        )
         if after:
             self._gate = (fetch,)
 

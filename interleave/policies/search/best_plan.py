@@ -1,4 +1,5 @@
-"""The best plan that the search finds: its own placements and assignments, compared with all other policies."""
+"""The best plan that the search finds: its own placements and assignments, compared
+with all other policies."""
 
 from __future__ import annotations
 
@@ -16,17 +17,24 @@ from ebbtide.interleave.policies.search.assignment import Assignment
 from ebbtide.interleave.policies.search.local_search import LocalSearch
 from ebbtide.interleave.policies.search.placement_search import STARTS, PlacementSearch
 from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
-from ebbtide.interleave.simulation.bound import OptimalShares, min_iteration_s, optimal_shares
+from ebbtide.interleave.simulation.bound import (
+    OptimalShares,
+    min_iteration_s,
+    optimal_shares,
+)
 from ebbtide.interleave.simulation.simulator import simulate_steps
 from ebbtide.machines.machine import Machine
 
-# More subgroups are merged for the first search, whose steps are then large in single ones, and for the second one.
+# More subgroups are merged for the first search, whose steps are then large in single
+# ones, and for the second one.
 _MERGED_SUBGROUPS = (40, 256)
 # With more subgroups than these counts of them suffice: one of them has little effect.
 _EXCHANGED_SUBGROUPS = 24
-# Work of the search over placements at each number of subgroups, and of the exchange of roles, in simulated operations.
+# Work of the search over placements at each number of subgroups, and of the exchange of
+# roles, in simulated operations.
 _MAX_OPS = 50_000
-# The search ends when a plan takes at most so much longer than the bound: users cannot tell the difference.
+# The search ends when a plan takes at most so much longer than the bound: users cannot
+# tell the difference.
 _NEAR_BOUND = 1.001
 # A difference by less is rounding of the linear program, or of the simulator.
 _ROUNDING = 1e-6
@@ -38,17 +46,23 @@ _LOST_SUBGROUPS = 2
 _BUFFERS = 3
 
 
-def find_best_plan(workload: Workload, machine: Machine, policy: Policy, *overlaps: Overlap) -> Plan:
+def find_best_plan(
+    workload: Workload, machine: Machine, policy: Policy, *overlaps: Overlap
+) -> Plan:
     """Return the fastest plan found, with a remark that says what it is.
 
-    It is never slower than the one without overlap. The free device memory must be known. A machine without a rate of
-    updates on the GPU has none of them. Of equally fast plans the one of the first overlap is returned."""
+    It is never slower than the one without overlap. The free device memory must be
+    known. A machine without a rate of updates on the GPU has none of them. Of equally
+    fast plans the one of the first overlap is returned."""
     best: Plan | None = None
     best_cost = (True, True, INFINITE)
-    # The widest overlap first: its plan is often faster than any plan of the others can be.
+    # The widest overlap first: its plan is often faster than any plan of the others can
+    # be.
     for overlap in reversed(dict.fromkeys((NO_OVERLAP, *overlaps))):
         fits_memory = not (best_cost[0] or best_cost[1])
-        if fits_memory and min_iteration_s(workload, machine, overlap) > best_cost[2] * (1 + _ROUNDING):
+        if fits_memory and min_iteration_s(workload, machine, overlap) > best_cost[
+            2
+        ] * (1 + _ROUNDING):
             continue
         plan = search_plan(workload, machine, policy.name, overlap)
         cost = best_cost
@@ -62,15 +76,22 @@ def find_best_plan(workload: Workload, machine: Machine, policy: Policy, *overla
 
 
 @lru_cache(maxsize=_REMEMBERED)
-def search_plan(workload: Workload, machine: Machine, text: str, overlap: Overlap) -> Plan:
-    """Return the fastest plan found with an overlap. The last results are remembered."""
+def search_plan(
+    workload: Workload, machine: Machine, text: str, overlap: Overlap
+) -> Plan:
+    """Return the fastest plan found with an overlap. The last results are
+    remembered."""
     levels = [
         Level(merged, PlanCosts(merged.workload, machine, text, _MAX_OPS, overlap))
         for merged in merged_workloads(workload, *_MERGED_SUBGROUPS)
     ]
     merged = levels[0].merged.workload
-    shares = [optimal_shares(merged, machine, whole, overlap) for whole in (False, True)]
-    target_s = workload.compute_s + _NEAR_BOUND * max(entry.exposed_s for entry in shares)
+    shares = [
+        optimal_shares(merged, machine, whole, overlap) for whole in (False, True)
+    ]
+    target_s = workload.compute_s + _NEAR_BOUND * max(
+        entry.exposed_s for entry in shares
+    )
     if len(levels) == 1:
         assignments = [_search_roles(levels[0].costs, shares, target_s)]
     else:
@@ -80,20 +101,37 @@ def search_plan(workload: Workload, machine: Machine, text: str, overlap: Overla
     best = replace(plan, remark=_summary(assignment, plan.cpu_share))
     others = rank_others(levels[0].costs, text)
     if others and min(others.values()) < INFINITE:
-        best = replace(best, remark=f"{best.remark}; the best of the others was {min(others, key=others.__getitem__)}")
-    # Merged subgroups cost as much as single ones, but for the time in which the first and the last one are alone.
+        best = replace(
+            best,
+            remark=(
+                f"{best.remark}; the best of the others was "
+                f"{min(others, key=others.__getitem__)}"
+            ),
+        )
+    # Merged subgroups cost as much as single ones, but for the time in which the first
+    # and the last one are alone.
     merged_s = levels[0].costs.seconds(assignments[0])
-    limit_s = max(seconds, merged_s + (merged_s - workload.compute_s) * _LOST_SUBGROUPS / len(merged.subgroups))
+    limit_s = max(
+        seconds,
+        merged_s
+        + (merged_s - workload.compute_s) * _LOST_SUBGROUPS / len(merged.subgroups),
+    )
     for policy in (policy for policy, other_s in others.items() if other_s < limit_s):
         other = policy.plan_in_memory(workload, machine)
         other_s = costs.seconds_of_plan(other, seconds)
         if other_s < seconds:
-            best, seconds = replace(other, policy=text, remark=f"the plan of {policy}"), other_s
+            best, seconds = (
+                replace(other, policy=text, remark=f"the plan of {policy}"),
+                other_s,
+            )
     return best
 
 
-def _search_roles(costs: PlanCosts, shares: list[OptimalShares], target_s: float) -> Assignment:
-    """Return the best assignment of few subgroups: by their counts, and then one by one."""
+def _search_roles(
+    costs: PlanCosts, shares: list[OptimalShares], target_s: float
+) -> Assignment:
+    """Return the best assignment of few subgroups: by their counts, and then one by
+    one."""
     workload = costs.workload
     starts = []
     for ranking in _rankings(workload):
@@ -106,21 +144,28 @@ def _search_roles(costs: PlanCosts, shares: list[OptimalShares], target_s: float
     return LocalSearch(costs, target_s).run(starts[:STARTS])
 
 
-def _search_counts(levels: list[Level], shares: list[OptimalShares], target_s: float) -> list[Assignment]:
-    """Return the best assignments of many subgroups by their counts: of merged ones, of fewer merged, and of all."""
+def _search_counts(
+    levels: list[Level], shares: list[OptimalShares], target_s: float
+) -> list[Assignment]:
+    """Return the best assignments of many subgroups by their counts: of merged ones, of
+    fewer merged, and of all."""
     search = _forward_search(levels[0], target_s)
     placements = search.run(shares)
     assignments = [search.assignment(placements[0])]
     for coarse, fine in itertools.pairwise(levels):
         search = _forward_search(fine, target_s)
         factor = coarse.merged.factor // fine.merged.factor
-        placements = search.refine(placements[:STARTS], factor, coarse.merged.buffers, shares)
+        placements = search.refine(
+            placements[:STARTS], factor, coarse.merged.buffers, shares
+        )
         assignments.append(search.assignment(placements[0]))
     return assignments
 
 
 def _forward_search(level: Level, target_s: float) -> PlacementSearch:
-    return PlacementSearch(level.costs, range(len(level.merged.workload.subgroups)), target_s)
+    return PlacementSearch(
+        level.costs, range(len(level.merged.workload.subgroups)), target_s
+    )
 
 
 def _is_even(workload: Workload) -> bool:
@@ -129,10 +174,15 @@ def _is_even(workload: Workload) -> bool:
 
 
 def _rankings(workload: Workload) -> list[tuple[int, ...]]:
-    """Return the orders in which placements choose subgroups: the first ones, small ones, and large ones first."""
+    """Return the orders in which placements choose subgroups: the first ones, small
+    ones, and large ones first."""
     sizes = workload.subgroups
     forward = range(len(sizes))
-    orders = (forward, sorted(forward, key=sizes.__getitem__), sorted(forward, key=lambda subgroup: -sizes[subgroup]))
+    orders = (
+        forward,
+        sorted(forward, key=sizes.__getitem__),
+        sorted(forward, key=lambda subgroup: -sizes[subgroup]),
+    )
     count = 1 if _is_even(workload) and sizes[-1] <= sizes[0] else len(orders)
     return list(dict.fromkeys(tuple(order) for order in orders[:count]))
 
@@ -140,24 +190,30 @@ def _rankings(workload: Workload) -> list[tuple[int, ...]]:
 def _summary(assignment: Assignment, cpu_share: float) -> str:
     """Return an assignment in words."""
     parked = len(assignment.early & assignment.late)
-    counts = {"resident": len(assignment.resident), "parked": parked, "streamed": len(assignment.moved) - parked}
+    counts = {
+        "resident": len(assignment.resident),
+        "parked": parked,
+        "streamed": len(assignment.moved) - parked,
+    }
     on_gpu = "".join(f"{number} {name}, " for name, number in counts.items() if number)
     throttled = f" at {100 * cpu_share:.3g} % of its rate" if cpu_share < 1 else ""
     return f"{on_gpu}{len(assignment.on_cpu)} on the CPU{throttled}"
 
 
 class Level(NamedTuple):
-    """A workload with some of its subgroups merged, or none, and the costs of its plans."""
+    """A workload with some of its subgroups merged, or none, and the costs of its
+    plans."""
 
     merged: MergedWorkload
     costs: PlanCosts
 
 
 def rank_others(costs: PlanCosts, own_name: str) -> dict[Policy, float]:
-    """Return the seconds of the plans of the other built-in policies; infinite for one that does not fit.
+    """Return the seconds of the plans of the other built-in policies; infinite for one
+    that does not fit.
 
-    With an overlap these are the policies that have the option, since others are compared without it. Policies that the
-    machine lacks rates for are left out."""
+    With an overlap these are the policies that have the option, since others are
+    compared without it. Policies that the machine lacks rates for are left out."""
     seconds = {}
     for name, registered in POLICIES.items():
         if not isinstance(registered.run, DefaultRun) or name == own_name:
@@ -174,7 +230,8 @@ def rank_others(costs: PlanCosts, own_name: str) -> dict[Policy, float]:
 
 
 def _plan(costs: PlanCosts, policy: Policy) -> Plan | None:
-    """Return a policy's plan, None if it has none for this machine or its resident state does not fit."""
+    """Return a policy's plan, None if it has none for this machine or its resident
+    state does not fit."""
     try:
         plan = policy.plan_in_memory(costs.workload, costs.machine)
         costs.minimums.of_plan(plan)
@@ -189,8 +246,9 @@ class MergedWorkload:
 
     workload: Workload
     factor: int
-    # In the update so many merged subgroups take the memory of single ones: the few slots through which state is
-    # streamed must be no larger than in the real workload. The free memory is larger instead.
+    # In the update so many merged subgroups take the memory of single ones: the few
+    # slots through which state is streamed must be no larger than in the real workload.
+    # The free memory is larger instead.
     buffers: int
 
 
@@ -210,12 +268,21 @@ def _merge_neighbours(workload: Workload, factor: int) -> MergedWorkload:
     if factor == 1:
         return MergedWorkload(workload, 1, 0)
     sizes = workload.subgroups
-    merged = tuple(sum(sizes[start : start + factor]) for start in range(0, len(sizes), factor))
+    merged = tuple(
+        sum(sizes[start : start + factor]) for start in range(0, len(sizes), factor)
+    )
     largest_bytes = workload.state_bytes * max(sizes)
     steps = workload.gpu_free or ((0.0, 0.0),)
     in_update = workload.gpu_free_from(workload.compute_s)
-    buffers = min(_BUFFERS, int(max(size for _, size in in_update) / largest_bytes * (1 + 1e-9)))
+    buffers = min(
+        _BUFFERS, int(max(size for _, size in in_update) / largest_bytes * (1 + 1e-9))
+    )
     growth = max(merged) / max(sizes) - 1
     before = tuple(step for step in steps if step[0] < workload.compute_s)
-    larger = tuple((time, size + growth * min(size, buffers * largest_bytes)) for time, size in in_update)
-    return MergedWorkload(replace(workload, sizes=merged, gpu_free=before + larger), factor, buffers)
+    larger = tuple(
+        (time, size + growth * min(size, buffers * largest_bytes))
+        for time, size in in_update
+    )
+    return MergedWorkload(
+        replace(workload, sizes=merged, gpu_free=before + larger), factor, buffers
+    )

@@ -1,23 +1,29 @@
-"""The local search over assignments: random changes of roles and orders, of which those are taken that do not cost
-much."""
+"""The local search over assignments: random changes of roles and orders, of which those
+are taken that do not cost much."""
 
 from dataclasses import replace
 from random import Random
 
-from ebbtide.interleave.policies.search.assignment import ROLES, Assignment, Role, other_cpu_shares
+from ebbtide.interleave.policies.search.assignment import (
+    ROLES,
+    Assignment,
+    Role,
+    other_cpu_shares,
+)
 from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
 
 # Without clipping: for how many kept gradients memory may be set aside.
 _GRADIENTS_IN_FLIGHT = (0, 1, 2)
-# A change is taken if the cost is no higher than so many changes ago (late acceptance hill climbing, Burke and Bykov,
-# "The late acceptance hill-climbing heuristic", 2017).
+# A change is taken if the cost is no higher than so many changes ago (late acceptance
+# hill climbing, Burke and Bykov, "The late acceptance hill-climbing heuristic", 2017).
 _MEMORY_LENGTH = 12
 # A climb ends after so many changes in a row that gave no new best plan of it.
 _PATIENCE = 120
 
 
 class LocalSearch:
-    """Improves assignments by changing one thing at a time, until one costs no more than `target_s`.
+    """Improves assignments by changing one thing at a time, until one costs no more
+    than `target_s`.
 
     The same input gives the same result."""
 
@@ -42,14 +48,17 @@ class LocalSearch:
         return self._costs.ops_left <= 0 or best_cost <= self._target_s
 
     def _climb(self, start: Assignment) -> tuple[Assignment, float]:
-        """Return the best of a sequence of assignments, each a change of the one before it, and its cost."""
+        """Return the best of a sequence of assignments, each a change of the one before
+        it, and its cost."""
         best = current = start
         best_cost = cost = self._costs.cost(start)
         memory = [cost] * _MEMORY_LENGTH
         step = since_best = 0
         while since_best < _PATIENCE and not self._done(best_cost):
             limit = max(memory[step % _MEMORY_LENGTH], cost)
-            changed, changed_cost = self._fitting(self._changed(current), limit * (1 + 1e-12))
+            changed, changed_cost = self._fitting(
+                self._changed(current), limit * (1 + 1e-12)
+            )
             if changed_cost <= limit:
                 current, cost = changed, changed_cost
             memory[step % _MEMORY_LENGTH] = cost
@@ -58,12 +67,21 @@ class LocalSearch:
                 best, best_cost, since_best = current, cost, 0
         return best, best_cost
 
-    def _fitting(self, assignment: Assignment, limit: float) -> tuple[Assignment, float]:
-        """Return the assignment and its cost, or one with fewer kept gradients if those take too much memory."""
+    def _fitting(
+        self, assignment: Assignment, limit: float
+    ) -> tuple[Assignment, float]:
+        """Return the assignment and its cost, or one with fewer kept gradients if those
+        take too much memory."""
         cost = self._costs.cost(assignment, limit)
-        if cost < INFINITE or self._costs.workload.needs_all_gradients or not self._costs.memory.holds(assignment):
+        if (
+            cost < INFINITE
+            or self._costs.workload.needs_all_gradients
+            or not self._costs.memory.holds(assignment)
+        ):
             return assignment, cost
-        without_gradients = replace(assignment, round_trips=frozenset(assignment.resident + assignment.moved))
+        without_gradients = replace(
+            assignment, round_trips=frozenset(assignment.resident + assignment.moved)
+        )
         return without_gradients, self._costs.cost(without_gradients, limit)
 
     def _changed(self, assignment: Assignment) -> Assignment:
@@ -72,7 +90,9 @@ class LocalSearch:
         count = len(self._costs.workload.subgroups)
         kind = draw.randrange(10)
         if kind < 4:
-            return self._with_role(assignment, draw.randrange(count), draw.choice(ROLES))
+            return self._with_role(
+                assignment, draw.randrange(count), draw.choice(ROLES)
+            )
         if kind < 6:
             return assignment.swapped(draw.randrange(count), draw.randrange(count))
         if kind < 7:
@@ -81,18 +101,25 @@ class LocalSearch:
             return replace(assignment, on_cpu=self._reordered(assignment.on_cpu))
         if kind < 8:
             slots = assignment.slots + draw.choice((-1, 1))
-            return replace(assignment, slots=min(max(slots, 1), max(1, len(assignment.moved))))
+            return replace(
+                assignment, slots=min(max(slots, 1), max(1, len(assignment.moved)))
+            )
         if kind < 9:
             return self._with_round_trips(assignment)
         if self._costs.cpu_slows_copies and draw.random() < 0.5:
-            return replace(assignment, cpu_share=draw.choice(other_cpu_shares(assignment.cpu_share)))
+            return replace(
+                assignment,
+                cpu_share=draw.choice(other_cpu_shares(assignment.cpu_share)),
+            )
         if self._costs.overlap.backward and draw.random() < 0.5:
             speculated = assignment.speculated + draw.choice((-2, -1, 1, 2))
             return replace(assignment, speculated=min(max(speculated, 0), count))
         if self._costs.overlap.forward and draw.random() < 0.2:
             return replace(assignment, moved_late=not assignment.moved_late)
         if draw.random() < 0.5 and not self._costs.workload.needs_all_gradients:
-            return replace(assignment, gradients_in_flight=draw.choice(_GRADIENTS_IN_FLIGHT))
+            return replace(
+                assignment, gradients_in_flight=draw.choice(_GRADIENTS_IN_FLIGHT)
+            )
         return replace(assignment, uploads_first=not assignment.uploads_first)
 
     def _reordered(self, subgroups: tuple[int, ...]) -> tuple[int, ...]:
@@ -109,13 +136,25 @@ class LocalSearch:
         if not on_gpu:
             return assignment
         if self._random.random() < 0.2:
-            return replace(assignment, round_trips=frozenset(on_gpu) - assignment.round_trips)
-        return replace(assignment, round_trips=assignment.round_trips ^ {self._random.choice(on_gpu)})
+            return replace(
+                assignment, round_trips=frozenset(on_gpu) - assignment.round_trips
+            )
+        return replace(
+            assignment,
+            round_trips=assignment.round_trips ^ {self._random.choice(on_gpu)},
+        )
 
-    def _with_role(self, assignment: Assignment, subgroup: int, role: Role) -> Assignment:
-        """Return the assignment with another role of a subgroup, which takes its natural place in the order."""
+    def _with_role(
+        self, assignment: Assignment, subgroup: int, role: Role
+    ) -> Assignment:
+        """Return the assignment with another role of a subgroup, which takes its
+        natural place in the order."""
         workload = self._costs.workload
-        late = assignment.late | {subgroup} if role in ("late", "parked") else assignment.late - {subgroup}
+        late = (
+            assignment.late | {subgroup}
+            if role in ("late", "parked")
+            else assignment.late - {subgroup}
+        )
 
         def sort_key(other: int) -> tuple[bool, int]:
             if not workload.needs_all_gradients:
@@ -123,7 +162,8 @@ class LocalSearch:
             if self._costs.overlap.forward:
                 return False, other
             if role == "cpu":
-                # The upload of the last update comes after it, so the smallest one is last.
+                # The upload of the last update comes after it, so the smallest one is
+                # last.
                 return False, -workload.subgroups[other]
             # State that is flushed comes before state that stays.
             return other in late, other

@@ -1,6 +1,8 @@
-"""Bars of policies: the phases of an iteration, and beside them device memory, host memory and traffic of storage.
+"""Bars of policies: the phases of an iteration, and beside them device memory, host
+memory and traffic of storage.
 
-`ebbtide replay` and `compare` draw their results with it. Colours only repeat what hatches and texts show.
+`ebbtide replay` and `compare` draw their results with it. Colours only repeat what
+hatches and texts show.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +31,8 @@ _COLORS = {OTHER: "#d0d0d0", **PHASE_COLORS}
 _BYTES_COLOR = "#8a8a8a"
 _FAINT_ALPHA = 0.45
 _BOUND: dict[str, Any] = {"color": "#222222", "lw": 1.2, "ls": (0, (5, 3))}
-# Room for texts behind bars: share of the panel of iterations per character, panels of bytes over their longest bar.
+# Room for texts behind bars: share of the panel of iterations per character, panels of
+# bytes over their longest bar.
 _CHARACTER_SHARE, _BYTES_ROOM = 0.0145, 1.5
 _FITS_TEXTS = {True: "", False: "does not fit", None: "not known to fit"}
 FONT_SIZE = 8.5
@@ -40,50 +43,81 @@ class PolicyBar:
     """An iteration under a policy, simulated or measured."""
 
     name: str
-    phases_ms: Mapping[str, float] = field(default_factory=dict)  # Length of each phase; empty if there is no result.
-    bytes_by_kind: Mapping[str, float] = field(default_factory=dict)  # By the kinds of `RESULT_BYTES`.
-    remark: str = ""  # What does not hold for the policy, or why it has no result; empty if there is nothing to say.
-    is_faint: bool = False  # Whether it is drawn lighter: a prediction beside a measurement.
+    # Length of each phase; empty if there is no result.
+    phases_ms: Mapping[str, float] = field(default_factory=dict)
+    # By the kinds of `RESULT_BYTES`.
+    bytes_by_kind: Mapping[str, float] = field(default_factory=dict)
+    # What does not hold for the policy, or why it has no result; empty if there is
+    # nothing to say.
+    remark: str = ""
+    # Whether it is drawn lighter: a prediction beside a measurement.
+    is_faint: bool = False
     position: float = 0.0
-    # Length of the iteration if the phases are medians, which do not add up to it; None if they do.
+    # Length of the iteration if the phases are medians, which do not add up to it; None
+    # if they do.
     median_ms: float | None = None
 
     @property
     def iteration_ms(self) -> float:
         """Length of the iteration."""
-        return sum(self.phases_ms.values()) if self.median_ms is None else self.median_ms
+        return (
+            sum(self.phases_ms.values()) if self.median_ms is None else self.median_ms
+        )
 
     @property
     def text(self) -> str:
         """The text behind the bar."""
-        return ", ".join(filter(None, (f"{self.iteration_ms:,.0f} ms" if self.phases_ms else "", self.remark)))
+        return ", ".join(
+            filter(
+                None,
+                (f"{self.iteration_ms:,.0f} ms" if self.phases_ms else "", self.remark),
+            )
+        )
 
 
 def bar_of(result: Mapping[str, Any], position: float) -> PolicyBar:
-    """Return the bar of the fields of a `PolicyResult`, with what does not hold for it: memory, or exact results."""
+    """Return the bar of the fields of a `PolicyResult`, with what does not hold for it:
+    memory, or exact results."""
     return PolicyBar(
         name=result["policy"],
         phases_ms={phase: result[f"{phase}_ms"] for phase in (OTHER, *PHASES)},
-        bytes_by_kind={kind: bytes_of(result) for kind, bytes_of in RESULT_BYTES.items()},
-        remark=", ".join(filter(None, (_FITS_TEXTS[result["fits"]], "" if result["exact"] else "not exact"))),
+        bytes_by_kind={
+            kind: bytes_of(result) for kind, bytes_of in RESULT_BYTES.items()
+        },
+        remark=", ".join(
+            filter(
+                None,
+                (_FITS_TEXTS[result["fits"]], "" if result["exact"] else "not exact"),
+            )
+        ),
         position=position,
     )
 
 
 def byte_kinds(bars: Sequence[PolicyBar]) -> list[str]:
-    """Return the kinds of bytes to draw beside the iterations: those that are not 0 for every bar."""
-    return [kind for kind in RESULT_BYTES if any(bar.bytes_by_kind.get(kind) for bar in bars)]
+    """Return the kinds of bytes to draw beside the iterations: those that are not 0 for
+    every bar."""
+    return [
+        kind
+        for kind in RESULT_BYTES
+        if any(bar.bytes_by_kind.get(kind) for bar in bars)
+    ]
 
 
 def figure_for(kinds: Sequence[str], height: float) -> Figure:
-    """Return a figure as wide as the panels for iterations and kinds of bytes, and so many inches high."""
-    return Figure(figsize=(8.5 + 1.6 * len(kinds), height), layout="constrained", dpi=130)
+    """Return a figure as wide as the panels for iterations and kinds of bytes, and so
+    many inches high."""
+    return Figure(
+        figsize=(8.5 + 1.6 * len(kinds), height), layout="constrained", dpi=130
+    )
 
 
 def add_panels(figure: Figure | SubFigure, kinds: Sequence[str], rows: int = 1) -> Any:
     """Return rows of axes: for iterations, and for each kind of bytes."""
     ratios = [4.0, *[1.0] * len(kinds)]
-    return figure.subplots(rows, len(ratios), squeeze=False, sharey="row", width_ratios=ratios)
+    return figure.subplots(
+        rows, len(ratios), squeeze=False, sharey="row", width_ratios=ratios
+    )
 
 
 def draw_row(
@@ -94,24 +128,38 @@ def draw_row(
     bound_name: str = "",
     all_bars: Sequence[PolicyBar] = (),
 ) -> None:
-    """Draw the iterations of bars with their bound, and their bytes; `all_bars`: those whose bytes have one scale."""
+    """Draw the iterations of bars with their bound, and their bytes; `all_bars`: those
+    whose bytes have one scale."""
     all_bars = all_bars or bars
     _draw_iterations(panels[0], bars, bound_ms, bound_name)
     # Room for the figures behind the bars.
-    ends = [bar.iteration_ms / (1 - _CHARACTER_SHARE * (len(bar.text) + 2)) for bar in bars]
+    ends = [
+        bar.iteration_ms / (1 - _CHARACTER_SHARE * (len(bar.text) + 2)) for bar in bars
+    ]
     panels[0].set_xlim(0, max([*ends, 1.02 * (bound_ms or 0.0)]) or 1.0)
     for axes, kind in zip(panels[1:], kinds, strict=True):
-        _draw_bytes(axes, kind, bars, max(bar.bytes_by_kind.get(kind, 0.0) for bar in all_bars))
+        _draw_bytes(
+            axes, kind, bars, max(bar.bytes_by_kind.get(kind, 0.0) for bar in all_bars)
+        )
 
 
-def _draw_iterations(axes: Axes, bars: Sequence[PolicyBar], bound_ms: float | None, bound_name: str) -> None:
-    """Draw the phases of each bar one after the other, its figure and remark behind them, and the bound as a line."""
+def _draw_iterations(
+    axes: Axes, bars: Sequence[PolicyBar], bound_ms: float | None, bound_name: str
+) -> None:
+    """Draw the phases of each bar one after the other, its figure and remark behind
+    them, and the bound as a line."""
     if bound_ms is not None:
         axes.axvline(bound_ms, label=bound_name, **_BOUND)
     for bar in bars:
         begin = 0.0
         for phase, length in bar.phases_ms.items():
-            axes.barh(bar.position, length, left=begin, height=BAR_HEIGHT, **_phase_looks(phase, bar.is_faint))
+            axes.barh(
+                bar.position,
+                length,
+                left=begin,
+                height=BAR_HEIGHT,
+                **_phase_looks(phase, bar.is_faint),
+            )
             begin += length
         write_figure(axes, bar.position, begin, bar.text)
     positions = [bar.position for bar in bars]
@@ -121,15 +169,20 @@ def _draw_iterations(axes: Axes, bars: Sequence[PolicyBar], bound_ms: float | No
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_bytes(axes: Axes, kind: str, bars: Sequence[PolicyBar], largest: float) -> None:
-    """Draw the bytes of each bar, and the figure behind it, at the scale of the largest."""
+def _draw_bytes(
+    axes: Axes, kind: str, bars: Sequence[PolicyBar], largest: float
+) -> None:
+    """Draw the bytes of each bar, and the figure behind it, at the scale of the
+    largest."""
     unit_bytes, unit = bytes_unit(largest)
     for bar in bars:
         if not bar.phases_ms:
             continue
         size = bar.bytes_by_kind[kind] / unit_bytes
         alpha = _FAINT_ALPHA if bar.is_faint else None
-        axes.barh(bar.position, size, height=BAR_HEIGHT, color=_BYTES_COLOR, alpha=alpha)
+        axes.barh(
+            bar.position, size, height=BAR_HEIGHT, color=_BYTES_COLOR, alpha=alpha
+        )
         write_figure(axes, bar.position, size, f"{size:.3g}")
     axes.set_xlim(0, largest / unit_bytes * _BYTES_ROOM or 1)
     axes.xaxis.set_major_locator(MaxNLocator(3, prune="upper"))
@@ -138,23 +191,44 @@ def _draw_bytes(axes: Axes, kind: str, bars: Sequence[PolicyBar], largest: float
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def add_legend(figure: Figure | SubFigure, bars: Sequence[PolicyBar], more: Sequence[Artist] = ()) -> None:
-    """Add a legend of phases, of predictions if there are any beside measurements, and of what else is drawn."""
+def add_legend(
+    figure: Figure | SubFigure, bars: Sequence[PolicyBar], more: Sequence[Artist] = ()
+) -> None:
+    """Add a legend of phases, of predictions if there are any beside measurements, and
+    of what else is drawn."""
     shown = {phase for bar in bars for phase, length in bar.phases_ms.items() if length}
-    handles: list[Any] = [Patch(label=phase, **_phase_looks(phase, False)) for phase in _COLORS if phase in shown]
+    handles: list[Any] = [
+        Patch(label=phase, **_phase_looks(phase, False))
+        for phase in _COLORS
+        if phase in shown
+    ]
     if any(bar.is_faint for bar in bars):
-        handles.append(Patch(label="lighter: predicted", color=_BYTES_COLOR, alpha=_FAINT_ALPHA))
+        handles.append(
+            Patch(label="lighter: predicted", color=_BYTES_COLOR, alpha=_FAINT_ALPHA)
+        )
     handles += more
-    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=FONT_SIZE)
+    figure.legend(
+        handles=handles,
+        loc="outside lower left",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=FONT_SIZE,
+    )
 
 
 def _phase_looks(phase: str, is_faint: bool) -> dict[str, Any]:
-    looks = {"facecolor": _COLORS[phase], "hatch": _HATCHES[phase], "edgecolor": "white", "linewidth": 0.5}
+    looks = {
+        "facecolor": _COLORS[phase],
+        "hatch": _HATCHES[phase],
+        "edgecolor": "white",
+        "linewidth": 0.5,
+    }
     return {**looks, "alpha": _FAINT_ALPHA} if is_faint else looks
 
 
 def _wrapped(policy: str) -> str:
-    """Return the string of a policy with a line for each few of its options, if it is long."""
+    """Return the string of a policy with a line for each few of its options, if it is
+    long."""
     lines = [""]
     for part in policy.split(","):
         if lines[-1] and len(lines[-1]) + len(part) > _MAX_NAME_WIDTH:

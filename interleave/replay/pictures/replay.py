@@ -1,5 +1,5 @@
-"""A picture of a replay: the iteration of each policy, phase by phase, when the optimizer works, the bound,
-and the memory that it needs."""
+"""A picture of a replay: the iteration of each policy, phase by phase, when the
+optimizer works, the bound, and the memory that it needs."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,9 +22,11 @@ from ebbtide.phases import OTHER, PHASES
 
 matplotlib.use("Agg")
 
-# The strip below each bar where updates run, or state and parameters are copied for them.
+# The strip below each bar where updates run, or state and parameters are copied for
+# them.
 _STRIP_COLOR, _STRIP_TOP, _STRIP_HEIGHT = "#1b5e20", 0.33, 0.09
-# Hatched so that kinds differ in grey; copies of gradients and parameters are light, of state dark.
+# Hatched so that kinds differ in grey; copies of gradients and parameters are light, of
+# state dark.
 _OPERATION_LOOKS: dict[str, dict[str, Any]] = {
     "gradient down": {"facecolor": "#f6c58f", "hatch": ""},
     "gradient up": {"facecolor": "#f6c58f", "hatch": "xxxx"},
@@ -60,20 +62,32 @@ _LEAST_EDGED_SHARE = 0.006
 
 
 def chart(replay: Replay) -> Figure:
-    """Draw the phases of each policy as bars, the bound with the overlap of all as a line, and bytes beside them. A
-    strip below each bar shows updates, or copies; what is right of the bar runs under the next forward."""
-    bars = [policy_bars.bar_of(vars(result), number) for number, result in enumerate(replay.results)]
+    """Draw the phases of each policy as bars, the bound with the overlap of all as a
+    line, and bytes beside them. A strip below each bar shows updates, or copies; what
+    is right of the bar runs under the next forward."""
+    bars = [
+        policy_bars.bar_of(vars(result), number)
+        for number, result in enumerate(replay.results)
+    ]
     kinds = policy_bars.byte_kinds(bars)
     figure = policy_bars.figure_for(kinds, 1.8 + 0.45 * len(bars))
     (panels,) = policy_bars.add_panels(figure, kinds)
     bound_ms = replay.overlap_bound.iteration_s * 1e3
-    of_overlap = "" if replay.overlap == NO_OVERLAP else f", overlap={replay.overlap.name}"
-    policy_bars.draw_row(panels, kinds, bars, bound_ms, f"bound{of_overlap}: {bound_ms:,.0f} ms")
+    of_overlap = (
+        "" if replay.overlap == NO_OVERLAP else f", overlap={replay.overlap.name}"
+    )
+    policy_bars.draw_row(
+        panels, kinds, bars, bound_ms, f"bound{of_overlap}: {bound_ms:,.0f} ms"
+    )
     last_ms = _draw_strips(panels[0], replay.schedules)
     panels[0].set_xlim(0, max(panels[0].get_xlim()[1], last_ms))
     panels[0].set_xlabel("time of an iteration (ms), simulated")
     figure.suptitle(
-        f"{replay.workload.name} on {replay.machine.name}", x=0.01, ha="left", fontsize=10.5, parse_math=False
+        f"{replay.workload.name} on {replay.machine.name}",
+        x=0.01,
+        ha="left",
+        fontsize=10.5,
+        parse_math=False,
     )
     strips = Patch(color=_STRIP_COLOR, label="updates, copies")
     policy_bars.add_legend(figure, bars, [strips, panels[0].lines[0]])
@@ -81,19 +95,27 @@ def chart(replay: Replay) -> Figure:
 
 
 def _draw_strips(axes: Axes, schedules: list[Schedule]) -> float:
-    """Draw below each bar when updates and copies run, and return when the last of them ends, in ms."""
+    """Draw below each bar when updates and copies run, and return when the last of them
+    ends, in ms."""
     last_ms = 0.0
     for row, schedule in enumerate(schedules):
         spans = _work_spans_ms(schedule)
-        axes.broken_barh(spans, (row + _STRIP_TOP, _STRIP_HEIGHT), color=_STRIP_COLOR, lw=0)
+        axes.broken_barh(
+            spans, (row + _STRIP_TOP, _STRIP_HEIGHT), color=_STRIP_COLOR, lw=0
+        )
         last_ms = max(last_ms, *(begin + length for begin, length in spans), 0.0)
     return last_ms
 
 
 def _work_spans_ms(schedule: Schedule) -> list[tuple[float, float]]:
-    """Return (start, length) in ms of the intervals in which updates, or copies of state or parameters, run."""
+    """Return (start, length) in ms of the intervals in which updates, or copies of
+    state or parameters, run."""
     spans: list[list[float]] = []
-    for start, end in sorted((start, end) for op, start, end in schedule.items() if find_kind(op.kind).may_be_late):
+    for start, end in sorted(
+        (start, end)
+        for op, start, end in schedule.items()
+        if find_kind(op.kind).may_be_late
+    ):
         if spans and start <= spans[-1][1]:
             spans[-1][1] = max(spans[-1][1], end)
         else:
@@ -103,7 +125,9 @@ def _work_spans_ms(schedule: Schedule) -> list[tuple[float, float]]:
 
 def draw_schedules(schedules: Sequence[Schedule]) -> Figure:
     """Draw the lanes of all resources for each policy."""
-    figure = Figure(figsize=(9.5, schedules_height(schedules)), layout="constrained", dpi=130)
+    figure = Figure(
+        figsize=(9.5, schedules_height(schedules)), layout="constrained", dpi=130
+    )
     figure.set_label("ebbtide: simulated schedules")
     titles = [
         f"{schedule.plan.policy}: {schedule.iteration_s:,.3g} s"
@@ -119,20 +143,36 @@ def draw_schedules(schedules: Sequence[Schedule]) -> Figure:
 
 def schedules_height(schedules: Sequence[Schedule]) -> float:
     """Return the height that `draw_lanes` needs, in inches."""
-    lanes = sum(_TITLE_HEIGHT + _LANE_HEIGHT * (len(resource_lanes(schedule)) + 1) for schedule in schedules)
-    return 1.1 + lanes + _MEMORY_HEIGHT * sum(bool(schedule.workload.layer_memory) for schedule in schedules)
+    lanes = sum(
+        _TITLE_HEIGHT + _LANE_HEIGHT * (len(resource_lanes(schedule)) + 1)
+        for schedule in schedules
+    )
+    return (
+        1.1
+        + lanes
+        + _MEMORY_HEIGHT
+        * sum(bool(schedule.workload.layer_memory) for schedule in schedules)
+    )
 
 
-def draw_lanes(figure: Figure | SubFigure, schedules: Sequence[Schedule], titles: Sequence[str]) -> Axes:
-    """Draw the lanes of all resources in each schedule, under the phases of the iteration, in one scale; return the
-    last axes. Operations that end in the next iteration continue at the left; memory of plans for layers is above."""
+def draw_lanes(
+    figure: Figure | SubFigure, schedules: Sequence[Schedule], titles: Sequence[str]
+) -> Axes:
+    """Draw the lanes of all resources in each schedule, under the phases of the
+    iteration, in one scale; return the last axes. Operations that end in the next
+    iteration continue at the left; memory of plans for layers is above."""
     has_layers = [bool(schedule.workload.layer_memory) for schedule in schedules]
     ratios = [
         ratio
         for schedule, layers in zip(schedules, has_layers, strict=True)
-        for ratio in (*[_MEMORY_HEIGHT / _LANE_HEIGHT] * layers, len(resource_lanes(schedule)) + 2.0)
+        for ratio in (
+            *[_MEMORY_HEIGHT / _LANE_HEIGHT] * layers,
+            len(resource_lanes(schedule)) + 2.0,
+        )
     ]
-    grid = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)
+    grid = figure.subplots(
+        len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios
+    )
     rows: list[Axes] = list(grid[:, 0])
     longest_s = max(schedule.iteration_s for schedule in schedules)
     remaining = iter(rows)
@@ -147,30 +187,49 @@ def draw_lanes(figure: Figure | SubFigure, schedules: Sequence[Schedule], titles
 
 
 def add_lane_legend(figure: Figure | SubFigure, schedules: Sequence[Schedule]) -> None:
-    """Add the legend of lanes, and of the device memory of layers, below everything else."""
+    """Add the legend of lanes, and of the device memory of layers, below everything
+    else."""
     kinds = {op.kind for schedule in schedules for op in schedule.plan.ops}
     handles = [
-        Patch(**looks, **_OPERATION_EDGE, label=kind) for kind, looks in _OPERATION_LOOKS.items() if kind in kinds
+        Patch(**looks, **_OPERATION_EDGE, label=kind)
+        for kind, looks in _OPERATION_LOOKS.items()
+        if kind in kinds
     ]
-    memory = [_memory(schedule)[1] for schedule in schedules if schedule.workload.layer_memory]
-    names = [name for row, name in enumerate(_MEMORY_LOOKS) if any(sizes[row].any() for sizes in memory)]
+    memory = [
+        _memory(schedule)[1] for schedule in schedules if schedule.workload.layer_memory
+    ]
+    names = [
+        name
+        for row, name in enumerate(_MEMORY_LOOKS)
+        if any(sizes[row].any() for sizes in memory)
+    ]
     handles += [Patch(**_MEMORY_LOOKS[name], label=f"memory: {name}") for name in names]
     columns = 5 if memory else 9
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=_FONT)
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize=_FONT,
+    )
 
 
 def resource_lanes(schedule: Schedule) -> list[str]:
-    """Return the names of all lanes from top to bottom, without those of features that it does not use."""
+    """Return the names of all lanes from top to bottom, without those of features that
+    it does not use."""
     others = {op.resource for op in schedule.plan.ops} - set(RESOURCES)
     return [*RESOURCES, *sorted(others, key=lambda lane: split_lane(lane)[::-1])]
 
 
 def _memory(schedule: Schedule) -> tuple[Floats, Floats]:
-    """Return instants, and the bytes from each on: a row for each kind of memory of `_MEMORY_LOOKS`."""
+    """Return instants, and the bytes from each on: a row for each kind of memory of
+    `_MEMORY_LOOKS`."""
     times, memory = schedule.layer_memory_line()
     state_times, state = schedule.device_memory_line()
     instants = np.unique([*times, *state_times, schedule.iteration_s])
-    of_layers = np.array([one[1:] for one in memory])[np.searchsorted(times, instants, "right") - 1]
+    of_layers = np.array([one[1:] for one in memory])[
+        np.searchsorted(times, instants, "right") - 1
+    ]
     of_state = state[np.searchsorted(state_times, instants, "right") - 1]
     return instants, np.array([*of_layers.T, of_state])
 
@@ -182,7 +241,9 @@ def _draw_memory(axes: Axes, schedule: Schedule) -> None:
     unit, unit_bytes = ("GiB", 2**30) if peak >= 2**27 else ("MiB", 2**20)
     base = np.zeros(len(instants))
     for size, looks in zip(sizes, _MEMORY_LOOKS.values(), strict=True):
-        axes.fill_between(instants, base, base + size / unit_bytes, step="post", lw=0, **looks)
+        axes.fill_between(
+            instants, base, base + size / unit_bytes, step="post", lw=0, **looks
+        )
         base = base + size / unit_bytes
     axes.set_ylim(0.0, 1.08 * peak / unit_bytes)
     axes.set_ylabel(unit, fontsize=_FONT - 1)
@@ -196,9 +257,20 @@ def _draw(axes: Axes, schedule: Schedule, least_edged_s: float) -> None:
     begin = 0.0
     for phase in (OTHER, *PHASES):
         length = float(getattr(schedule, f"{phase}_s"))
-        axes.broken_barh([(begin, length)], (-_HALF_HEIGHT, 2 * _HALF_HEIGHT), facecolor=colors[phase])
+        axes.broken_barh(
+            [(begin, length)],
+            (-_HALF_HEIGHT, 2 * _HALF_HEIGHT),
+            facecolor=colors[phase],
+        )
         if length > 0.08 * schedule.iteration_s:
-            axes.text(begin + length / 2, 0.0, phase, ha="center", va="center", fontsize=_FONT - 1)
+            axes.text(
+                begin + length / 2,
+                0.0,
+                phase,
+                ha="center",
+                va="center",
+                fontsize=_FONT - 1,
+            )
         begin += length
     for op, start, end in schedule.items():
         if op.kind not in _OPERATION_LOOKS:
@@ -209,16 +281,25 @@ def _draw(axes: Axes, schedule: Schedule, least_edged_s: float) -> None:
         if end - start < least_edged_s:
             # White edges and hatches would hide it.
             looks |= {"edgecolor": looks["facecolor"], "linewidth": 0.5, "hatch": ""}
-        axes.broken_barh(spans, (lane - _HALF_HEIGHT, 2 * _HALF_HEIGHT), snap=False, **looks)
+        axes.broken_barh(
+            spans, (lane - _HALF_HEIGHT, 2 * _HALF_HEIGHT), snap=False, **looks
+        )
     axes.axvline(schedule.iteration_s, color="#222222", lw=1.1, ls=(0, (4, 2)))
-    axes.set_yticks(range(len(names)), [name.replace("_", " ") for name in names], fontsize=_FONT - 1)
+    axes.set_yticks(
+        range(len(names)),
+        [name.replace("_", " ") for name in names],
+        fontsize=_FONT - 1,
+    )
     axes.set_ylim(len(names) - 0.5, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _in_iteration(start: float, end: float, length: float) -> Iterator[tuple[float, float]]:
-    """Yield (start, length) of the parts of an operation in one iteration, in seconds."""
+def _in_iteration(
+    start: float, end: float, length: float
+) -> Iterator[tuple[float, float]]:
+    """Yield (start, length) of the parts of an operation in one iteration, in
+    seconds."""
     number = 0
     while end > number * length:
         first, last = max(start, number * length), min(end, (number + 1) * length)

@@ -27,13 +27,17 @@ _EMPTY: Records = np.empty(0, RECORD)
 
 
 def sequenced(records: Records) -> npt.NDArray[np.bool_]:
-    """Return which records have the sequence number of a phase or an operation in `a`."""
+    """Return which records have the sequence number of a phase or an operation in
+    `a`."""
     return np.isin(records["kind"], _SEQUENCED)
 
 
 def outdated_memory(records: Records, time_ns: int) -> npt.NDArray[np.bool_]:
-    """Return which samples of memory no moment after `time_ns` depends on: each holds until the next one."""
-    outdated: npt.NDArray[np.bool_] = (records["kind"] == kinds.MEMORY) & (records["x"] < time_ns)
+    """Return which samples of memory no moment after `time_ns` depends on: each holds
+    until the next one."""
+    outdated: npt.NDArray[np.bool_] = (records["kind"] == kinds.MEMORY) & (
+        records["x"] < time_ns
+    )
     rows = np.flatnonzero(outdated)
     series = records[["code", "small", "a"]][rows]
     # The last of each series, which holds at `time_ns`: the first one from the end.
@@ -43,13 +47,15 @@ def outdated_memory(records: Records, time_ns: int) -> npt.NDArray[np.bool_]:
 
 
 class SpoolTail:
-    """Reads one spool in pieces. A record that is not complete yet is left for the next time. `last_bytes`: what is
-    read of a longer file behind its header, at most; None: all of it."""
+    """Reads one spool in pieces. A record that is not complete yet is left for the next
+    time. `last_bytes`: what is read of a longer file behind its header, at most; None:
+    all of it."""
 
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:
         self.path = path
         self.header: Any = None  # Its first record; None until it was read.
-        # False for a file that does not begin with the header of this version: nothing of it is read.
+        # False for a file that does not begin with the header of this version: nothing
+        # of it is read.
         self.is_readable = True
         self.behind = False  # Whether the file had more than the last call has read.
         self._offset = 0
@@ -58,7 +64,8 @@ class SpoolTail:
             self._offset = max(self._offset, size - size % RECORD.itemsize - last_bytes)
 
     def read(self, max_bytes: int = -1) -> Records:
-        """Return the complete and valid records after those read so far (-1: all); none where it is gone."""
+        """Return the complete and valid records after those read so far (-1: all); none
+        where it is gone."""
         self.behind = False
         if not self.is_readable:
             return _EMPTY
@@ -80,25 +87,34 @@ class SpoolTail:
         return records[is_valid(records)]
 
 
-# A process of a job with many operations per iteration keeps fewer iterations: 19 MB of records.
+# A process of a job with many operations per iteration keeps fewer iterations: 19 MB of
+# records.
 MAX_RECORDS = 400_000
-# Phases whose device times are still missing make their iterations unfinished, up to this many iterations.
+# Phases whose device times are still missing make their iterations unfinished, up to
+# this many iterations.
 _MAX_PENDING_ITERATIONS = 4
 
 
 @dataclass(frozen=True)
 class PhaseCounts:
-    """Time and number of the finished iterations of a process since its recording began."""
+    """Time and number of the finished iterations of a process since its recording
+    began."""
 
     iterations: int = 0
-    iteration_ns: int = 0  # Time from the start of the first to the end of the last of them, by the host's clock.
-    # Phase -> its time, summed over iterations: by the device's clock, where it was recorded.
+    # Time from the start of the first to the end of the last of them, by the host's
+    # clock.
+    iteration_ns: int = 0
+    # Phase -> its time, summed over iterations: by the device's clock, where it was
+    # recorded.
     phase_ns: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
     # Phase -> the number of iterations that had it.
-    phase_iterations: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    phase_iterations: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(PHASES, 0)
+    )
 
     def plus(self, records: Records, ends: dict[int, int]) -> PhaseCounts:
-        """Add iterations: `ends` is the sequence number of the last phase of each, `records` contain all of them."""
+        """Add iterations: `ends` is the sequence number of the last phase of each,
+        `records` contain all of them."""
         if not ends:
             return self
         lasts = np.maximum.accumulate(np.array([*ends.values()], np.int64))
@@ -108,7 +124,10 @@ class PhaseCounts:
         rows = {phase: phases["code"] == code for code, phase in enumerate(PHASES)}
         return PhaseCounts(
             self.iterations + len(ends),
-            phase_ns={phase: ns + int(lengths[rows[phase]].sum()) for phase, ns in self.phase_ns.items()},
+            phase_ns={
+                phase: ns + int(lengths[rows[phase]].sum())
+                for phase, ns in self.phase_ns.items()
+            },
             phase_iterations={
                 phase: number + len(np.unique(iteration[rows[phase]]))
                 for phase, number in self.phase_iterations.items()
@@ -117,7 +136,8 @@ class PhaseCounts:
 
 
 class ProcessTail:
-    """Follows the spool of one process. `last_record_ns`: time of its last record with one; None before."""
+    """Follows the spool of one process. `last_record_ns`: time of its last record with
+    one; None before."""
 
     def __init__(self, path: Path, iterations: int) -> None:
         self.spool = SpoolTail(path)
@@ -125,7 +145,8 @@ class ProcessTail:
         self._keep = iterations
         self._records = _EMPTY
         self._dropped_sequence = -1
-        self.dropped = PhaseCounts()  # Counts of the iterations that are not kept any more.
+        # Counts of the iterations that are not kept any more.
+        self.dropped = PhaseCounts()
         self._begin_ns: int | None = None
         self._counts: PhaseCounts | None = None
 
@@ -148,12 +169,16 @@ class ProcessTail:
         records = self.spool.read(max_bytes)
         if not len(records):
             return 0
-        timed = records[(records["kind"] != kinds.HEADER) & (records["kind"] != kinds.GPU_TIMES)]
+        timed = records[
+            (records["kind"] != kinds.HEADER) & (records["kind"] != kinds.GPU_TIMES)
+        ]
         if len(timed):
             has_end = np.isin(timed["kind"], (kinds.PHASE, kinds.OP))
             latest = int(np.maximum(timed["x"], np.where(has_end, timed["y"], 0)).max())
             self.last_record_ns = max(latest, self.last_record_ns or 0)
-        late = sequenced(records) & (records["a"].astype(np.int64) <= self._dropped_sequence)
+        late = sequenced(records) & (
+            records["a"].astype(np.int64) <= self._dropped_sequence
+        )
         self._records = np.concatenate([self._records, records[~late]])
         self._counts = None
         if self._begin_ns is None:
@@ -162,14 +187,19 @@ class ProcessTail:
         return len(records)
 
     def window(self) -> Records:
-        """Return the header and the records of the last iterations. Phases after the last one whose device times are
-        there, and iterations that they belong to, are left out."""
+        """Return the header and the records of the last iterations. Phases after the
+        last one whose device times are there, and iterations that they belong to, are
+        left out."""
         records = self._records
         ready = self._ready_sequence()
         if ready is None:
             return records
-        numbers = np.where(records["kind"] == kinds.ITERATION, records["b"], records["a"]).astype(np.int64)
-        later = (sequenced(records) | (records["kind"] == kinds.ITERATION)) & (numbers > ready)
+        numbers = np.where(
+            records["kind"] == kinds.ITERATION, records["b"], records["a"]
+        ).astype(np.int64)
+        later = (sequenced(records) | (records["kind"] == kinds.ITERATION)) & (
+            numbers > ready
+        )
         ready_records: Records = records[~later]
         return ready_records
 
@@ -179,12 +209,19 @@ class ProcessTail:
             window = self.window()
             ends = iteration_ends(window)
             end_ns = _end_ns(window, ends)
-            length_ns = 0 if self._begin_ns is None or end_ns is None else end_ns - self._begin_ns
-            self._counts = replace(self.dropped.plus(window, ends), iteration_ns=length_ns)
+            length_ns = (
+                0
+                if self._begin_ns is None or end_ns is None
+                else end_ns - self._begin_ns
+            )
+            self._counts = replace(
+                self.dropped.plus(window, ends), iteration_ns=length_ns
+            )
         return self._counts
 
     def _ready_sequence(self) -> int | None:
-        """Return the last sequence number with all device times up to it; None where none are recorded any more."""
+        """Return the last sequence number with all device times up to it; None where
+        none are recorded any more."""
         phases = self._records[self._records["kind"] == kinds.PHASE]["a"]
         timed = self._records[self._records["kind"] == kinds.GPU_TIMES]["a"]
         if not len(timed) or not len(phases) or self.stop_reason is not None:
@@ -194,28 +231,39 @@ class ProcessTail:
         return None if int((ends > last).sum()) > _MAX_PENDING_ITERATIONS else last
 
     def _trim(self) -> None:
-        """Drop old iterations, half a window at a time, and old samples of a job that finishes none."""
+        """Drop old iterations, half a window at a time, and old samples of a job that
+        finishes none."""
         slack = max(8, self._keep // 2)
         too_many = len(self._records) > MAX_RECORDS
-        ends = iteration_ends(self._records) if too_many or self._may_exceed(self._keep + 1 + slack) else {}
+        ends = (
+            iteration_ends(self._records)
+            if too_many or self._may_exceed(self._keep + 1 + slack)
+            else {}
+        )
         excess = len(ends) - (self._keep + 1)
         if too_many and len(ends) > 2:
             excess = max(excess, len(ends) // 2)
         if excess >= slack or (too_many and excess > 0):
             self._drop({number: ends[number] for number in list(ends)[:excess]})
         if len(self._records) > MAX_RECORDS:
-            recent = np.arange(len(self._records)) >= len(self._records) - MAX_RECORDS // 2
-            of_volume = np.isin(self._records["kind"], (kinds.MEMORY, kinds.OP, kinds.GPU_TIMES))
+            recent = (
+                np.arange(len(self._records)) >= len(self._records) - MAX_RECORDS // 2
+            )
+            of_volume = np.isin(
+                self._records["kind"], (kinds.MEMORY, kinds.OP, kinds.GPU_TIMES)
+            )
             self._records = self._records[recent | ~of_volume]
 
     def _may_exceed(self, iterations: int) -> bool:
-        """Return whether there may be more finished iterations, without looking for their ends."""
+        """Return whether there may be more finished iterations, without looking for
+        their ends."""
         kind = self._records["kind"]
         marked = int((kind == kinds.ITERATION).sum())
         return (marked or int((kind == kinds.PHASE).sum())) > iterations
 
     def _drop(self, ends: dict[int, int]) -> None:
-        """Drop the first iterations. `ends`: iteration -> sequence number of its last phase."""
+        """Drop the first iterations. `ends`: iteration -> sequence number of its last
+        phase."""
         records, last, sequence = self._records, max(ends), max(ends.values())
         end_ns = _end_ns(records, ends) or 0
         self.dropped = self.dropped.plus(records, ends)
@@ -231,13 +279,20 @@ class ProcessTail:
         self._records = np.concatenate([kept[:1], start, kept[1:]])
 
 
-def _lengths_ns(records: Records, phases: Records) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the length of each phase: by the device's clock where each has device times, else by the host's."""
+def _lengths_ns(
+    records: Records, phases: Records
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return the length of each phase: by the device's clock where each has device
+    times, else by the host's."""
     times = records[records["kind"] == kinds.GPU_TIMES]
     order = np.argsort(times["a"], kind="stable")
     times = times[order]
     index = np.searchsorted(times["a"], phases["a"], side="right") - 1
-    if len(times) and len(phases) and (times["a"][np.maximum(index, 0)] == phases["a"]).all():
+    if (
+        len(times)
+        and len(phases)
+        and (times["a"][np.maximum(index, 0)] == phases["a"]).all()
+    ):
         phases = times[index]
     lengths: np.ndarray[tuple[int], np.dtype[np.int64]] = phases["y"] - phases["x"]
     return lengths
@@ -247,5 +302,7 @@ def _end_ns(records: Records, ends: dict[int, int]) -> int | None:
     """Return when the last of some iterations ended, by the host's clock."""
     if not ends:
         return None
-    phases = records[(records["kind"] == kinds.PHASE) & (records["a"] <= max(ends.values()))]
+    phases = records[
+        (records["kind"] == kinds.PHASE) & (records["a"] <= max(ends.values()))
+    ]
     return int(phases["y"].max()) if len(phases) else None

@@ -12,7 +12,14 @@ from ebbtide.profiler.trace.untrusted import open_regular
 
 # The layout of `agent.spool.RECORD`.
 RECORD = np.dtype(
-    [("kind", "u1"), ("code", "u1"), ("small", "<u2"), ("a", "<u4"), ("b", "<u4"), ("c", "<u4")]
+    [
+        ("kind", "u1"),
+        ("code", "u1"),
+        ("small", "<u2"),
+        ("a", "<u4"),
+        ("b", "<u4"),
+        ("c", "<u4"),
+    ]
     + [(name, "<i8") for name in "wxyz"]
 )
 Records = npt.NDArray[Any]
@@ -29,19 +36,24 @@ _CODES = {
 }
 _FORWARD, _BACKWARD = (kinds.PHASES.index(phase) for phase in (FORWARD, BACKWARD))
 NO_OPTIMIZER_NOTE = (
-    "no optimizer of torch stepped: iterations are cut where a forward follows a backward, and updates are missing; "
+    "no optimizer of torch stepped: iterations are cut where a forward follows a "
+    "backward, and updates are missing; "
     'mark them with Tracer(...).phase("update")'
 )
 _BEGIN, _END = kinds.DETAIL_MARKS.index("begin"), kinds.DETAIL_MARKS.index("end")
 
 
 def read_records(path: Path, notes: list[str]) -> Records | None:
-    """Return the complete and valid records of a spool; None, and a note, where it does not even have its header."""
+    """Return the complete and valid records of a spool; None, and a note, where it does
+    not even have its header."""
     with open_regular(path) as file:
         raw = file.read()
     records = np.frombuffer(raw[: len(raw) - len(raw) % RECORD.itemsize], RECORD)
     if not len(records) or not has_magic(records[0]):
-        notes.append(f"{path.name} holds no records: the process ended or the disk was full before its first")
+        notes.append(
+            f"{path.name} holds no records: the process ended or the disk was full "
+            "before its first"
+        )
         return None
     if not is_header(records[0]):
         notes.append(f"{path.name} was written by another version of ebbtide: not read")
@@ -51,7 +63,10 @@ def read_records(path: Path, notes: list[str]) -> Records | None:
 
 def has_magic(record: Any) -> bool:
     """Return whether a record is the header of a spool, of any version."""
-    return bool(record["kind"] == kinds.HEADER and record["w"] == int.from_bytes(kinds.MAGIC, "little"))
+    return bool(
+        record["kind"] == kinds.HEADER
+        and record["w"] == int.from_bytes(kinds.MAGIC, "little")
+    )
 
 
 def is_header(record: Any) -> bool:
@@ -60,20 +75,25 @@ def is_header(record: Any) -> bool:
 
 
 def stop_reason(records: Records) -> str | None:
-    """Return one of `spool.STOP_REASONS`; None while more may be recorded, or where the process was killed."""
+    """Return one of `spool.STOP_REASONS`; None while more may be recorded, or where the
+    process was killed."""
     stopped = records[records["kind"] == kinds.STOPPED]
     return kinds.STOP_REASONS[int(stopped[-1]["code"])] if len(stopped) else None
 
 
 def first_start_ns(records: Records) -> int | None:
-    """Return the start of the first recorded iteration, else of the first phase; None before both."""
+    """Return the start of the first recorded iteration, else of the first phase; None
+    before both."""
     starts = records[records["kind"] == kinds.START]["x"]
     phases = records[records["kind"] == kinds.PHASE]["x"]
-    return int(starts[-1]) if len(starts) else int(phases.min()) if len(phases) else None
+    return (
+        int(starts[-1]) if len(starts) else int(phases.min()) if len(phases) else None
+    )
 
 
 def is_valid(records: Records) -> npt.NDArray[np.bool_]:
-    """Return which records have codes that exist: a full disk or a power cut may leave others behind."""
+    """Return which records have codes that exist: a full disk or a power cut may leave
+    others behind."""
     valid = np.ones(len(records), bool)
     for kind, codes in _CODES.items():
         valid &= (records["kind"] != kind) | (records["code"] < codes)
@@ -82,23 +102,27 @@ def is_valid(records: Records) -> npt.NDArray[np.bool_]:
 
 
 def iteration_ends(records: Records) -> dict[int, int]:
-    """Return the sequence number of the last phase of each finished iteration, in order."""
+    """Return the sequence number of the last phase of each finished iteration, in
+    order."""
     ends = records[records["kind"] == kinds.ITERATION]
     if not len(ends):
         return _ends_at_boundaries(records)
-    # A later record of the same iteration replaces the earlier: a second optimizer extended it.
+    # A later record of the same iteration replaces the earlier: a second optimizer
+    # extended it.
     return dict(sorted(zip(ends["a"].tolist(), ends["b"].tolist(), strict=True)))
 
 
 def note_on_iterations(records: Records) -> str | None:
-    """Return the note on iterations that no optimizer ended; None where there are none of these."""
+    """Return the note on iterations that no optimizer ended; None where there are none
+    of these."""
     if (records["kind"] == kinds.ITERATION).any() or not iteration_ends(records):
         return None
     return NO_OPTIMIZER_NOTE
 
 
 def _ends_at_boundaries(records: Records) -> dict[int, int]:
-    """Return the ends of iterations where no optimizer stepped; the agent counts the same boundaries."""
+    """Return the ends of iterations where no optimizer stepped; the agent counts the
+    same boundaries."""
     phases = records[records["kind"] == kinds.PHASE]
     phases = phases[np.argsort(phases["a"], kind="stable")]
     backwards = np.cumsum(phases["code"] == _BACKWARD)
@@ -119,7 +143,8 @@ def _ends_at_boundaries(records: Records) -> dict[int, int]:
 
 
 def detailed_slices(records: Records) -> list[dict[str, Any]]:
-    """Return `detailed_slices` of meta.json; a slice without an end has that of the last finished iteration."""
+    """Return `detailed_slices` of meta.json; a slice without an end has that of the
+    last finished iteration."""
     marks = records[records["kind"] == kinds.DETAILS]
     iterations = records[records["kind"] == kinds.ITERATION]
     slices = []

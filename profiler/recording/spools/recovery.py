@@ -22,7 +22,12 @@ from ebbtide.profiler.chrome_trace.gpu_activities import GpuActivities
 from ebbtide.profiler.chrome_trace.reader import ChromeTrace
 from ebbtide.profiler.memory_snapshot.recorded import read_recorded
 from ebbtide.profiler.recording.lock import wait_until_finished
-from ebbtide.profiler.recording.spools.devices import device_names, note_on_unused_gpus, notes_on_devices, nvml_info
+from ebbtide.profiler.recording.spools.devices import (
+    device_names,
+    note_on_unused_gpus,
+    notes_on_devices,
+    nvml_info,
+)
 from ebbtide.profiler.recording.spools.records import (
     RECORD,
     Records,
@@ -40,7 +45,12 @@ from ebbtide.profiler.recording.spools.tables import (
     phases_table,
     select_rows,
 )
-from ebbtide.profiler.recording.spools.trainings import RankData, Training, group_trainings, note_other_trainings
+from ebbtide.profiler.recording.spools.trainings import (
+    RankData,
+    Training,
+    group_trainings,
+    note_other_trainings,
+)
 from ebbtide.profiler.sampler.numa import placement_file
 from ebbtide.profiler.trace.files import open_trace, read_meta
 from ebbtide.profiler.trace.frames import empty_frame, frame
@@ -63,9 +73,16 @@ _SLICE = re.compile(r"copies-(\d+)-(\d+)\.json$")
 
 
 def recover(directory: Path, meta: dict[str, Any]) -> list[Training]:
-    """Return the trainings in the spools, in the order in which they began: at least one, maybe without ranks."""
+    """Return the trainings in the spools, in the order in which they began: at least
+    one, maybe without ranks."""
     notes: list[str] = []
-    sampled = [r for r in (read_records(p, notes) for p in sorted(directory.glob("sampler-*.spool"))) if r is not None]
+    sampled = [
+        r
+        for r in (
+            read_records(p, notes) for p in sorted(directory.glob("sampler-*.spool"))
+        )
+        if r is not None
+    ]
     samples = np.concatenate(sampled) if sampled else np.empty(0, RECORD)
     processes = []
     for path in sorted(directory.glob("agent-*.spool")):
@@ -73,24 +90,36 @@ def recover(directory: Path, meta: dict[str, Any]) -> list[Training]:
         if records is not None:
             processes.append(read_process(path, records, samples, meta))
     trainings = group_trainings(processes) or [Training([])]
-    unused = note_on_unused_gpus((data.meta["devices"] for data in processes), meta["host"])
+    unused = note_on_unused_gpus(
+        (data.meta["devices"] for data in processes), meta["host"]
+    )
     trainings[0].notes += notes + ([unused] if unused else [])
     return trainings
 
 
 def read_process(
-    path: Path, records: Records, samples: Records, meta: dict[str, Any], with_files: bool = True
+    path: Path,
+    records: Records,
+    samples: Records,
+    meta: dict[str, Any],
+    with_files: bool = True,
 ) -> RankData:
-    """Convert the records of one process into its tables; `path`: its spool, beside its description. `with_files`:
-    whether to read the copies and the allocations that it wrote into further files."""
+    """Convert the records of one process into its tables; `path`: its spool, beside its
+    description. `with_files`: whether to read the copies and the allocations that it
+    wrote into further files."""
     header = records[0]
     host, options = meta["host"], meta.get("options", {})
     gpus = host.get("gpus") or []
-    facts = path.with_name(path.name.replace("agent-", "facts-").replace(".spool", ".json"))
+    facts = path.with_name(
+        path.name.replace("agent-", "facts-").replace(".spool", ".json")
+    )
     job_info = _described(facts, _check_job_info)
     entry = _entry(header, job_info, host, gpus)
     pid = entry["pid"]
-    if placement := _described(placement_file(path.parent, pid), lambda read: msgspec.convert(read, NumaPlacement)):
+    if placement := _described(
+        placement_file(path.parent, pid),
+        lambda read: msgspec.convert(read, NumaPlacement),
+    ):
         entry["numa"] = placement
     entry["stopped"] = stop_reason(records) or "cut off"
     notes = list(job_info.get("notes", []))
@@ -105,13 +134,21 @@ def read_process(
     data.tables["ops"] = ops_table(records)
     names = device_names(entry["devices"], gpus)
     notes += notes_on_devices(entry["devices"], host)
-    own = samples[(samples["kind"] != kinds.MEMORY) | (samples["small"] != HOST) | (samples["a"] == pid)]
-    memory = pd.concat([memory_table(records, None), memory_table(own, names)], ignore_index=True)
+    own = samples[
+        (samples["kind"] != kinds.MEMORY)
+        | (samples["small"] != HOST)
+        | (samples["a"] == pid)
+    ]
+    memory = pd.concat(
+        [memory_table(records, None), memory_table(own, names)], ignore_index=True
+    )
     data.tables["memory"] = frame("memory", memory)
     data.tables["link"] = link_table(own, names)
     data.tables["gpu"] = gpu_table(samples, names)
     if with_files:
-        expects_copies = options.get("transfers") or any(detailed["transfers"] for detailed in entry["detailed_slices"])
+        expects_copies = options.get("transfers") or any(
+            detailed["transfers"] for detailed in entry["detailed_slices"]
+        )
         _add_files(data, path, header, bool(expects_copies))
     first, end = options.get("iterations") or (0, None)
     if first or end is not None:
@@ -120,20 +157,31 @@ def read_process(
 
 
 def _add_files(data: RankData, path: Path, header: Any, expects_copies: bool) -> None:
-    """Add the copies, kernels and allocations of a process, which are in files of their own."""
+    """Add the copies, kernels and allocations of a process, which are in files of their
+    own."""
     notes = data.notes
-    slice_paths = sorted(path.parent.glob(path.stem.replace("agent-", "") + "-copies-*.json"))
+    slice_paths = sorted(
+        path.parent.glob(path.stem.replace("agent-", "") + "-copies-*.json")
+    )
     if slice_paths:
         tables, problems = read_slices(slice_paths, int(header["x"]) - int(header["y"]))
         data.tables |= tables
         notes += problems
         data.meta["transfers_recorded"] = True
-        data.meta["transfers_spans_ns"] = slice_spans(slice_paths, data.tables["phases"])
+        data.meta["transfers_spans_ns"] = slice_spans(
+            slice_paths, data.tables["phases"]
+        )
     elif expects_copies:
         on_gpu = data.meta["devices"][0].get("kind") == "cuda"
-        reason = "the profiler for them gave nothing" if on_gpu else "the job did not use a GPU"
+        reason = (
+            "the profiler for them gave nothing"
+            if on_gpu
+            else "the job did not use a GPU"
+        )
         notes.append(f"no copies were recorded: {reason}")
-    description = path.with_name(path.stem.replace("agent-", "") + "-allocations-description.json")
+    description = path.with_name(
+        path.stem.replace("agent-", "") + "-allocations-description.json"
+    )
     if description.exists():
         try:
             allocations, memory = read_recorded(description)
@@ -141,15 +189,29 @@ def _add_files(data: RankData, path: Path, header: Any, expects_copies: bool) ->
             notes.append(f"the recorded allocations could not be read ({error})")
             return
         data.tables["allocations"] = frame("allocations", allocations)
-        data.tables["memory"] = frame("memory", pd.concat([data.tables["memory"], memory], ignore_index=True))
+        data.tables["memory"] = frame(
+            "memory", pd.concat([data.tables["memory"], memory], ignore_index=True)
+        )
 
 
-def _entry(header: Any, job_info: dict[str, Any], host: dict[str, Any], gpus: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the entry of a process in meta.json, from the agent's description and the header of its spool."""
-    devices = job_info.get("devices") or [host.get("cpu") or {"device": "cpu", "kind": "cpu"}]
+def _entry(
+    header: Any,
+    job_info: dict[str, Any],
+    host: dict[str, Any],
+    gpus: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Return the entry of a process in meta.json, from the agent's description and the
+    header of its spool."""
+    devices = job_info.get("devices") or [
+        host.get("cpu") or {"device": "cpu", "kind": "cpu"}
+    ]
     return {
         "host": host.get("name"),
-        **{key: value for key, value in with_stated_figures(job_info).items() if key != "notes"},
+        **{
+            key: value
+            for key, value in with_stated_figures(job_info).items()
+            if key != "notes"
+        },
         "rank": int(header["b"]),
         "pid": int(header["a"]),
         "world_size": int(header["c"]),
@@ -161,7 +223,8 @@ def _entry(header: Any, job_info: dict[str, Any], host: dict[str, Any], gpus: li
 
 
 def _described(path: Path, check: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    """Return what the agent or the sampler describes in a file; empty where it is missing or damaged."""
+    """Return what the agent or the sampler describes in a file; empty where it is
+    missing or damaged."""
     try:
         description: dict[str, Any] = json.loads(read_regular(path, MAX_META_BYTES))
         check(description)
@@ -171,7 +234,8 @@ def _described(path: Path, check: Callable[[dict[str, Any]], Any]) -> dict[str, 
 
 
 def _check_job_info(job_info: dict[str, Any]) -> None:
-    msgspec.convert(without_nulls({**job_info, "rank": 0}), RankInfo)  # the header has the rank
+    # the header has the rank
+    msgspec.convert(without_nulls({**job_info, "rank": 0}), RankInfo)
     msgspec.convert(job_info.get("notes", []), list[str])
 
 
@@ -180,9 +244,12 @@ _OF_DEVICE = ("link", "transfers", "kernels")
 
 
 def _trim(data: RankData, first: int, end: int | None) -> None:
-    """Keep the iterations [first, end): the agent records a little more, to see where they end."""
+    """Keep the iterations [first, end): the agent records a little more, to see where
+    they end."""
     phases, ops = data.tables["phases"], data.tables["ops"]
-    phases = data.tables["phases"] = phases[_in_range(phases, first, end)].reset_index(drop=True)
+    phases = data.tables["phases"] = phases[_in_range(phases, first, end)].reset_index(
+        drop=True
+    )
     data.tables["ops"] = select_rows(ops, _in_range(ops, first, end))
     begin_ns = data.meta.get("first_iteration_start_ns", 0)
     end_ns = phases["end_ns"].max() if end is not None and len(phases) else None
@@ -194,30 +261,47 @@ def _trim(data: RankData, first: int, end: int | None) -> None:
             rows = _with_values_at(rows, begin_ns)
         inside = rows[column] >= begin_ns
         if end_ns is not None:
-            # A window of the link's counters that begins before the end has bytes of the last copies.
-            begins_ns = rows["t_ns"] - rows["window_ns"] if table == "link" else rows[column]
+            # A window of the link's counters that begins before the end has bytes of
+            # the last copies.
+            begins_ns = (
+                rows["t_ns"] - rows["window_ns"] if table == "link" else rows[column]
+            )
             inside &= begins_ns <= (device_end_ns if table in _OF_DEVICE else end_ns)
         data.tables[table] = rows[inside].reset_index(drop=True)
 
 
 def _in_range(table: pd.DataFrame, first: int, end: int | None) -> pd.Series[bool]:
-    """Return which rows belong to the iterations [first, end); without an end, rows of no iteration belong too."""
+    """Return which rows belong to the iterations [first, end); without an end, rows of
+    no iteration belong too."""
     iteration = table["iteration"]
-    rows = iteration.ge(first) & iteration.lt(end) if end is not None else iteration.ge(first) | iteration.isna()
+    rows = (
+        iteration.ge(first) & iteration.lt(end)
+        if end is not None
+        else iteration.ge(first) | iteration.isna()
+    )
     return rows.fillna(False).astype(bool)
 
 
 def _with_values_at(memory: pd.DataFrame, begin_ns: int) -> pd.DataFrame:
     """Add a row per pool with its value at `begin_ns`."""
-    last = memory[memory["t_ns"] < begin_ns].groupby(["device", "pool"], as_index=False).tail(1)
+    last = (
+        memory[memory["t_ns"] < begin_ns]
+        .groupby(["device", "pool"], as_index=False)
+        .tail(1)
+    )
     return frame("memory", pd.concat([last.assign(t_ns=begin_ns), memory]))
 
 
 def with_stated_figures(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry of a rank whose out-of-memory errors have the figures that only their messages (of torch 2 and
-    of its CPU allocator) state, in hundredths of a unit; None where they do not."""
+    """Return the entry of a rank whose out-of-memory errors have the figures that only
+    their messages (of torch 2 and of its CPU allocator) state, in hundredths of a unit;
+    None where they do not."""
     errors = entry.get("out_of_memory")
-    return {**entry, "out_of_memory": [_complete(error) for error in errors]} if errors else entry
+    return (
+        {**entry, "out_of_memory": [_complete(error) for error in errors]}
+        if errors
+        else entry
+    )
 
 
 def _complete(record: dict[str, Any]) -> dict[str, Any]:
@@ -227,13 +311,21 @@ def _complete(record: dict[str, Any]) -> dict[str, Any]:
         if match := re.search(pattern, text):
             stated[name] = round(float(match[1]) * _UNITS[match[2]])
     allocated, unused = stated["allocated_bytes"], stated["reserved_bytes"]
-    stated["reserved_bytes"] = None if allocated is None or unused is None else allocated + unused
-    return {**record, **{name: figure for name, figure in stated.items() if record.get(name) is None}}
+    stated["reserved_bytes"] = (
+        None if allocated is None or unused is None else allocated + unused
+    )
+    return {
+        **record,
+        **{name: figure for name, figure in stated.items() if record.get(name) is None},
+    }
 
 
-def read_slices(paths: Iterable[Path], wall_to_monotonic_ns: int) -> tuple[dict[str, pd.DataFrame], list[str]]:
-    """Return the tables of the slices of a process, and a line for each file that could not be read to its end.
-    `wall_to_monotonic_ns`: added to their times, which are Unix times."""
+def read_slices(
+    paths: Iterable[Path], wall_to_monotonic_ns: int
+) -> tuple[dict[str, pd.DataFrame], list[str]]:
+    """Return the tables of the slices of a process, and a line for each file that could
+    not be read to its end. `wall_to_monotonic_ns`: added to their times, which are Unix
+    times."""
     parts = {table: [frame(table)] for table in ("transfers", "kernels", "calls")}
     problems = []
     for path in paths:
@@ -247,21 +339,33 @@ def read_slices(paths: Iterable[Path], wall_to_monotonic_ns: int) -> tuple[dict[
             problems.append(f"the copies in {path.name} could not be read ({error})")
             continue
         base_ns = trace.base_ns + wall_to_monotonic_ns
-        columns = (activities.transfers(base_ns), activities.kernels(base_ns), activities.calls(base_ns))
+        columns = (
+            activities.transfers(base_ns),
+            activities.kernels(base_ns),
+            activities.calls(base_ns),
+        )
         for table, values in zip(parts, columns, strict=True):
             parts[table].append(frame(table, values))
         if trace.stop_reason or trace.skipped:
             problems.append(
-                f"the copies in {path.name} could not all be read ({trace.stop_reason or 'some are damaged'})"
+                f"the copies in {path.name} could not all be read "
+                f"({trace.stop_reason or 'some are damaged'})"
             )
-    return {table: frame(table, pd.concat(frames)) for table, frames in parts.items()}, problems
+    return {
+        table: frame(table, pd.concat(frames)) for table, frames in parts.items()
+    }, problems
 
 
 def slice_spans(paths: Iterable[Path], phases: pd.DataFrame) -> list[tuple[int, int]]:
-    """Return the spans of time, in ns, ascending and disjoint, that the slices cover, from the names of their files.
-    The agent starts a slice just after an iteration ends: it covers the time from that end on."""
+    """Return the spans of time, in ns, ascending and disjoint, that the slices cover,
+    from the names of their files. The agent starts a slice just after an iteration
+    ends: it covers the time from that end on."""
     phase_ends = np.sort(phases["end_ns"].to_numpy(np.int64))
-    slices = sorted((int(match[1]), int(match[2])) for path in paths if (match := _SLICE.search(path.name)))
+    slices = sorted(
+        (int(match[1]), int(match[2]))
+        for path in paths
+        if (match := _SLICE.search(path.name))
+    )
     spans: list[tuple[int, int]] = []
     for start, end in slices:
         before = phase_ends[: np.searchsorted(phase_ends, start, side="right")]
@@ -274,18 +378,27 @@ def slice_spans(paths: Iterable[Path], phases: pd.DataFrame) -> list[tuple[int, 
 
 
 def unfinished_trace(path: Path) -> Trace:
-    """Open a trace whose recording goes on or was cut off, after waiting for one whose job has just ended."""
+    """Open a trace whose recording goes on or was cut off, after waiting for one whose
+    job has just ended."""
     wait_until_finished(path)
     meta = read_meta(path)
-    return recovered_traces(path, meta)[0] if meta.get("state") == "recording" else open_trace(path)
+    return (
+        recovered_traces(path, meta)[0]
+        if meta.get("state") == "recording"
+        else open_trace(path)
+    )
 
 
 def recovered_traces(path: Path, meta: dict[str, Any]) -> list[Trace]:
-    """Return a trace per training, read into memory: the first with the recording's path, others with new ones."""
+    """Return a trace per training, read into memory: the first with the recording's
+    path, others with new ones."""
     trainings = recover(path / SPOOL, meta)
     paths = [path, *islice(_free_paths(path), len(trainings) - 1)]
     note_other_trainings(trainings, [free.name for free in paths])
-    return [trace_of(free, meta, training) for free, training in zip(paths, trainings, strict=True)]
+    return [
+        trace_of(free, meta, training)
+        for free, training in zip(paths, trainings, strict=True)
+    ]
 
 
 def _free_paths(path: Path) -> Iterator[Path]:
@@ -298,12 +411,20 @@ def _free_paths(path: Path) -> Iterator[Path]:
 
 def trace_of(path: Path, meta: dict[str, Any], training: Training) -> Trace:
     """Return the trace of one training of a recording."""
-    tables = {(data.meta["rank"], table): data.tables[table] for data in training.ranks for table in TABLES}
+    tables = {
+        (data.meta["rank"], table): data.tables[table]
+        for data in training.ranks
+        for table in TABLES
+    }
     notes = [*meta.get("notes", []), *training.notes]
     meta = {**meta, "ranks": [data.meta for data in training.ranks], "notes": notes}
     for key in seams.plugs("setups"):
         # The first rank's: the others have the same configuration.
-        sections = [section for data in training.ranks if isinstance(section := data.meta.pop(key, None), dict)]
+        sections = [
+            section
+            for data in training.ranks
+            if isinstance(section := data.meta.pop(key, None), dict)
+        ]
         if sections:
             meta[key] = sections[0]
     return Trace(path, meta, lambda rank, table: tables[rank, table])

@@ -1,4 +1,5 @@
-"""Converts the records of a spool into the tables `phases`, `memory`, `link`, `gpu` and `ops`."""
+"""Converts the records of a spool into the tables `phases`, `memory`, `link`, `gpu` and
+`ops`."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ _COLUMNS: dict[str, tuple[str, float | None]] = {
 
 
 def phases_table(records: Records) -> pd.DataFrame:
-    """Return phases with their device times, their iteration, and their micro-step within it."""
+    """Return phases with their device times, their iteration, and their micro-step
+    within it."""
     rows = records[records["kind"] == kinds.PHASE]
     phases = pd.DataFrame(
         {
@@ -48,13 +50,16 @@ def phases_table(records: Records) -> pd.DataFrame:
 
 
 def memory_table(records: Records, device_names: dict[int, str] | None) -> pd.DataFrame:
-    """Return the samples of memory; `device_names` by NVML number, None: the records have the rank's numbers."""
+    """Return the samples of memory; `device_names` by NVML number, None: the records
+    have the rank's numbers."""
     rows = records[(records["kind"] == kinds.MEMORY) & (records["y"] != MISSING)]
     table = pd.DataFrame(
         {
             "t_ns": rows["x"],
             "device": _devices(rows["small"], device_names),
-            "pool": pd.Categorical.from_codes(rows["code"].astype(int), list(kinds.POOLS)).astype(str),
+            "pool": pd.Categorical.from_codes(
+                rows["code"].astype(int), list(kinds.POOLS)
+            ).astype(str),
             "bytes": rows["y"],
         }
     )
@@ -62,7 +67,8 @@ def memory_table(records: Records, device_names: dict[int, str] | None) -> pd.Da
 
 
 def link_table(records: Records, device_names: dict[int, str]) -> pd.DataFrame:
-    """Return the table `link` of the rank's devices. device_names: as in `memory_table`."""
+    """Return the table `link` of the rank's devices. device_names: as in
+    `memory_table`."""
     rows = records[records["kind"] == kinds.LINK]
     if not len(rows):
         return empty_frame("link")
@@ -90,26 +96,45 @@ def _devices(numbers: npt.NDArray[Any], names: dict[int, str] | None) -> pd.Seri
 
 
 def gpu_table(records: Records, device_names: dict[int, str]) -> pd.DataFrame:
-    """Return the table `gpu`: a row for values that were read together; `device_names` by NVML number."""
+    """Return the table `gpu`: a row for values that were read together; `device_names`
+    by NVML number."""
     rows = records[(records["kind"] == kinds.GPU_STATE) & (records["y"] != MISSING)]
     if not len(rows):
         return empty_frame("gpu")
-    samples = pd.DataFrame({"t_ns": rows["x"], "number": rows["small"], "code": rows["code"], "value": rows["y"]})
+    samples = pd.DataFrame(
+        {
+            "t_ns": rows["x"],
+            "number": rows["small"],
+            "code": rows["code"],
+            "value": rows["y"],
+        }
+    )
     samples["device"] = samples.pop("number").astype("int64").map(device_names)
-    samples = samples[samples["device"].notna()].drop_duplicates(["t_ns", "device", "code"], keep="last")
+    samples = samples[samples["device"].notna()].drop_duplicates(
+        ["t_ns", "device", "code"], keep="last"
+    )
     if samples.empty:
         return empty_frame("gpu")
-    wide = samples.set_index(["t_ns", "device", "code"])["value"].astype("Int64").unstack("code")
+    wide = (
+        samples.set_index(["t_ns", "device", "code"])["value"]
+        .astype("Int64")
+        .unstack("code")
+    )
     columns = {}
     for code, quantity in enumerate(kinds.GPU_QUANTITIES):
         if code in wide:
             column, units = _COLUMNS[quantity]
-            columns[column] = wide[code] if units is None else wide[code].astype("Float64").astype("float64") / units
+            columns[column] = (
+                wide[code]
+                if units is None
+                else wide[code].astype("Float64").astype("float64") / units
+            )
     return frame("gpu", pd.DataFrame(columns).reset_index())
 
 
 def iterations(records: Records, sequence: npt.NDArray[Any]) -> Any:
-    """Return the iteration of each phase or operation by sequence number; missing where no iteration ended after it."""
+    """Return the iteration of each phase or operation by sequence number; missing where
+    no iteration ended after it."""
     bounds = iteration_ends(records)
     numbers = pd.array([*bounds, None], dtype="Int64")
     lasts = np.maximum.accumulate(np.array([*bounds.values()], np.int64))
@@ -117,14 +142,24 @@ def iterations(records: Records, sequence: npt.NDArray[Any]) -> Any:
 
 
 def device_times(records: Records) -> pd.DataFrame:
-    """Return the columns sequence, gpu_start_ns and gpu_end_ns of phases and operations with recorded device times."""
+    """Return the columns sequence, gpu_start_ns and gpu_end_ns of phases and operations
+    with recorded device times."""
     times = records[records["kind"] == kinds.GPU_TIMES]
-    gpu = pd.DataFrame({"sequence": times["a"].astype(np.int64), "gpu_start_ns": times["x"], "gpu_end_ns": times["y"]})
-    return gpu.astype({"gpu_start_ns": "Int64", "gpu_end_ns": "Int64"}).drop_duplicates("sequence", keep="last")
+    gpu = pd.DataFrame(
+        {
+            "sequence": times["a"].astype(np.int64),
+            "gpu_start_ns": times["x"],
+            "gpu_end_ns": times["y"],
+        }
+    )
+    return gpu.astype({"gpu_start_ns": "Int64", "gpu_end_ns": "Int64"}).drop_duplicates(
+        "sequence", keep="last"
+    )
 
 
 def ops_table(records: Records) -> pd.DataFrame:
-    """Return the table `ops`. Operations on a GPU have the device's times where those were recorded."""
+    """Return the table `ops`. Operations on a GPU have the device's times where those
+    were recorded."""
     rows = records[records["kind"] == kinds.OP]
     if not len(rows):
         return empty_frame("ops")
@@ -134,7 +169,8 @@ def ops_table(records: Records) -> pd.DataFrame:
             "start_ns": rows["x"],
             "end_ns": rows["y"],
             "resource": [
-                _lane(kinds.RESOURCES[code], path) for code, path in zip(rows["c"], rows["small"], strict=True)
+                _lane(kinds.RESOURCES[code], path)
+                for code, path in zip(rows["c"], rows["small"], strict=True)
             ],
             "name": [kinds.OPS[code] for code in rows["code"]],
             "iteration": iterations(records, rows["a"]),
@@ -147,19 +183,25 @@ def ops_table(records: Records) -> pd.DataFrame:
         ops[column] = ops.pop(f"gpu_{column}").fillna(ops[column])
     ops = ops.sort_values(["start_ns", "sequence"], ignore_index=True)
     numbers = pd.Series(ops.index, index=ops["sequence"])
-    ops["parent"] = ops["parent"].map(numbers[~numbers.index.duplicated()]).astype("Int64")
+    ops["parent"] = (
+        ops["parent"].map(numbers[~numbers.index.duplicated()]).astype("Int64")
+    )
     return frame("ops", ops)
 
 
 def select_rows(ops: pd.DataFrame, keep: pd.Series[bool]) -> pd.DataFrame:
-    """Return some rows of the table, with new parents; a parent that is not among them becomes missing."""
+    """Return some rows of the table, with new parents; a parent that is not among them
+    becomes missing."""
     rows = ops[keep]
     numbers = pd.Series(range(len(rows)), index=rows.index, dtype="Int64")
-    return rows.assign(parent=rows["parent"].map(numbers).astype("Int64")).reset_index(drop=True)
+    return rows.assign(parent=rows["parent"].map(numbers).astype("Int64")).reset_index(
+        drop=True
+    )
 
 
 def _lane(resource: str, path: int) -> str:
-    """Return the name of a resource, with the number of the path of the storage if that is not the first."""
+    """Return the name of a resource, with the number of the path of the storage if that
+    is not the first."""
     has_number = resource.startswith("storage") and path not in (0, kinds.HOST)
     return f"{resource} {path}" if has_number else resource
 

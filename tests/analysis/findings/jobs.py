@@ -24,8 +24,8 @@ PARAMS = 10**9
 class Job:
     """A job with equal iterations on some ranks.
 
-    ms: lengths of `other` and the phases. slower: additional ms of a phase, by rank and phase. stalls: additional ms of
-    `other`, by iteration.
+    ms: lengths of `other` and the phases. slower: additional ms of a phase, by rank and
+    phase. stalls: additional ms of `other`, by iteration.
     """
 
     def __init__(
@@ -37,19 +37,36 @@ class Job:
         **ms: float,
     ) -> None:
         self.builder = TraceBuilder("recorded")
-        self.ms = {"other": 5.0, "forward": 100.0, "backward": 200.0, "update": 100.0, **ms}
+        self.ms = {
+            "other": 5.0,
+            "forward": 100.0,
+            "backward": 200.0,
+            "update": 100.0,
+            **ms,
+        }
         self.ranks = range(ranks)
         self.begins: dict[tuple[int, str], list[int]] = {}
         start = 0
         for iteration in range(iterations):
             ends = []
             for number in self.ranks:
-                rank = self.builder.rank(number, world_size=ranks, first_iteration_start_ns=0, host="node")
+                rank = self.builder.rank(
+                    number, world_size=ranks, first_iteration_start_ns=0, host="node"
+                )
                 now = start
                 for phase in ("other", *PHASES):
                     self.begins.setdefault((number, phase), []).append(now)
-                    stall = (stalls or {}).get(iteration, 0.0) if phase == "other" else 0.0
-                    length = round((self.ms[phase] + (slower or {}).get((number, phase), 0.0) + stall) * MS)
+                    stall = (
+                        (stalls or {}).get(iteration, 0.0) if phase == "other" else 0.0
+                    )
+                    length = round(
+                        (
+                            self.ms[phase]
+                            + (slower or {}).get((number, phase), 0.0)
+                            + stall
+                        )
+                        * MS
+                    )
                     if phase != "other":
                         rank.phase(phase, now, now + length, iteration)
                     now += length
@@ -67,14 +84,17 @@ class Job:
         kind: str | None = "pinned",
         ranks: Iterable[int] | None = None,
     ) -> Job:
-        """Add a copy to each iteration: `after` ms after the phase begins, `length` ms long."""
+        """Add a copy to each iteration: `after` ms after the phase begins, `length` ms
+        long."""
         for number in self.ranks if ranks is None else ranks:
             for begin in self.begins[number, phase]:
                 start = begin + round(after * MS)
                 memory = {"host_memory": kind} if kind is not None else {}
                 device = f"cuda:{number}"
                 end = start + round(length * MS)
-                self.builder.rank(number).transfer(direction, start, end, size, device, **memory)
+                self.builder.rank(number).transfer(
+                    direction, start, end, size, device, **memory
+                )
         return self
 
     def kernels(
@@ -86,31 +106,52 @@ class Job:
         kind: str = "compute",
         ranks: Iterable[int] | None = None,
     ) -> Job:
-        """Add kernels to each iteration, all ms: `starts` after the phase begins, each launched so long before."""
+        """Add kernels to each iteration, all ms: `starts` after the phase begins, each
+        launched so long before."""
         for number in self.ranks if ranks is None else ranks:
             begins = np.array(self.begins[number, phase])[:, None]
             begun = (begins + np.round(np.array(starts) * MS).astype(np.int64)).ravel()
-            launches = None if launched_before is None else begun - round(launched_before * MS)
-            columns = {"device": f"cuda:{number}", "kind": kind, "name": kind, "launch_ns": launches}
-            self.builder.rank(number).extend("kernels", start_ns=begun, end_ns=begun + round(length * MS), **columns)
+            launches = (
+                None if launched_before is None else begun - round(launched_before * MS)
+            )
+            columns = {
+                "device": f"cuda:{number}",
+                "kind": kind,
+                "name": kind,
+                "launch_ns": launches,
+            }
+            self.builder.rank(number).extend(
+                "kernels", start_ns=begun, end_ns=begun + round(length * MS), **columns
+            )
         return self
 
     def sample(self, phase: str, h2d: float, d2h: float) -> Job:
-        """Add a counter's sample for a phase of each iteration; h2d, d2h: shares of the link's peak."""
+        """Add a counter's sample for a phase of each iteration; h2d, d2h: shares of the
+        link's peak."""
         for number in self.ranks:
             for begin in self.begins[number, phase]:
                 window = round(self.ms[phase] * MS)
                 rates = {"h2d_bytes_per_s": h2d * PEAK, "d2h_bytes_per_s": d2h * PEAK}
-                self.builder.rank(number).link(begin + window, window, "gpm", f"cuda:{number}", **rates)
+                self.builder.rank(number).link(
+                    begin + window, window, "gpm", f"cuda:{number}", **rates
+                )
         return self
 
-    def memory(self, pool: str, sizes: dict[str, float], device: str = "cuda", rank: int | None = None) -> Job:
+    def memory(
+        self,
+        pool: str,
+        sizes: dict[str, float],
+        device: str = "cuda",
+        rank: int | None = None,
+    ) -> Job:
         """Add samples of a pool: GiB from the beginning of each phase on."""
         for number in self.ranks if rank is None else [rank]:
             name = f"cuda:{number}" if device == "cuda" else device
             for phase, size in sizes.items():
                 for begin in self.begins[number, phase]:
-                    self.builder.rank(number).memory(begin, round(size * GIB), pool, name)
+                    self.builder.rank(number).memory(
+                        begin, round(size * GIB), pool, name
+                    )
         return self
 
     def meta(self, **entries: Any) -> Job:
@@ -169,9 +210,17 @@ def devices(job: Job, peak: float | None = PEAK) -> Job:
     """Give each rank a GPU of its own."""
     for number in job.ranks:
         link = {"generation": 5, "width": 16, "peak_bytes_per_s": peak}
-        device = {"device": f"cuda:{number}", "kind": "cuda", "capacity_bytes": CAPACITY, "link": link}
+        device = {
+            "device": f"cuda:{number}",
+            "kind": "cuda",
+            "capacity_bytes": CAPACITY,
+            "link": link,
+        }
         node = number % 2
-        numa = {"cpu_nodes": [node], "memory_bytes": {str(node): 10 * GIB, str(1 - node): GIB // 2}}
+        numa = {
+            "cpu_nodes": [node],
+            "memory_bytes": {str(node): 10 * GIB, str(1 - node): GIB // 2},
+        }
         job.builder.rank(number, devices=[{**device, "numa_node": node}], numa=numa)
     job.builder.meta["host"] = {
         "name": "node",
@@ -181,16 +230,34 @@ def devices(job: Job, peak: float | None = PEAK) -> Job:
     return job.meta(threads={"torch": 32, "omp": "32"})
 
 
-def on_gpu(ranks: int = 1, slower: dict[tuple[int, str], float] | None = None, used: float = 72, **ms: Any) -> Job:
-    """Make a job with state on the GPU, step counts on the CPU as in torch, pinned batches, and the loss read back."""
+def on_gpu(
+    ranks: int = 1,
+    slower: dict[tuple[int, str], float] | None = None,
+    used: float = 72,
+    **ms: Any,
+) -> Job:
+    """Make a job with state on the GPU, step counts on the CPU as in torch, pinned
+    batches, and the loss read back."""
     job = devices(Job(ranks, slower=slower, **ms))
-    job.meta(optimizers=[{"class": "AdamW", "params": PARAMS, "state_devices": ["cpu", "cuda"]}])
+    job.meta(
+        optimizers=[
+            {"class": "AdamW", "params": PARAMS, "state_devices": ["cpu", "cuda"]}
+        ]
+    )
     add_memory(job, used)
-    job.copy("h2d", "other", 1, 1, 40_000_000).copy("d2h", "update", job.ms["update"] - 1, 0.01, 4, "pageable")
+    job.copy("h2d", "other", 1, 1, 40_000_000).copy(
+        "d2h", "update", job.ms["update"] - 1, 0.01, 4, "pageable"
+    )
     return job
 
 
-def offloaded(ranks: int = 1, peak: float | None = PEAK, ratio: Any = None, used: float = 79.5, **ms: float) -> Job:
+def offloaded(
+    ranks: int = 1,
+    peak: float | None = PEAK,
+    ratio: Any = None,
+    used: float = 79.5,
+    **ms: float,
+) -> Job:
     """Make a DeepSpeed job without problems whose optimizer is on the CPU."""
     job = devices(Job(ranks, **ms), peak)
     offload: dict[str, Any] = {"device": "cpu", "pin_memory": True}
@@ -202,8 +269,11 @@ def offloaded(ranks: int = 1, peak: float | None = PEAK, ratio: Any = None, used
     return add_memory(job, used)
 
 
-def split_by_stub(ratio: float | None, version: str | None = None, used: float = 79.5, **ms: float) -> Job:
-    """Make a job of the framework that the fixture `stub_framework` installs, with a share of the state on the CPU."""
+def split_by_stub(
+    ratio: float | None, version: str | None = None, used: float = 79.5, **ms: float
+) -> Job:
+    """Make a job of the framework that the fixture `stub_framework` installs, with a
+    share of the state on the CPU."""
     job = offloaded(used=used, **ms)
     del job.builder.meta["deepspeed"]
     job.builder.meta["stub"] = {"ratio": ratio, "version": version}
@@ -211,8 +281,8 @@ def split_by_stub(ratio: float | None, version: str | None = None, used: float =
 
 
 def add_memory(job: Job, used: float) -> Job:
-    """Add memory as torch counts it: activations grow in the forward and shrink in the backward, their blocks stay
-    reserved."""
+    """Add memory as torch counts it: activations grow in the forward and shrink in the
+    backward, their blocks stay reserved."""
     reserved = used - 1
     job.memory("device", {"other": used}).memory("reserved", {"other": reserved})
     full, empty = reserved - 0.5, reserved - 3
@@ -222,11 +292,14 @@ def add_memory(job: Job, used: float) -> Job:
 
 
 def async_copies(job: Job) -> Job:
-    """Add copies of gradients to pinned memory in the backward, and of state in both directions in the update."""
+    """Add copies of gradients to pinned memory in the backward, and of state in both
+    directions in the update."""
     job.copy("d2h", "backward", 10, 40, 2_000_000_000)
     update = job.ms["update"]
     for direction in ("h2d", "d2h"):
-        job.copy(direction, "update", 1, update - 2, round(0.8 * PEAK * (update - 2) / 1e3))
+        job.copy(
+            direction, "update", 1, update - 2, round(0.8 * PEAK * (update - 2) / 1e3)
+        )
     return job
 
 
@@ -236,7 +309,9 @@ def on_cpu(ranks: int = 1, torch: int = 16, cores: int = 16, **ms: Any) -> Job:
     cpu = {"device": "cpu", "kind": "cpu", "capacity_bytes": CAPACITY, "cores": cores}
     job.builder.meta["host"] = {"name": "node", "cpu": cpu}
     job.meta(devices=[cpu], threads={"torch": torch, "omp": None})
-    job.meta(optimizers=[{"class": "AdamW", "params": PARAMS, "state_devices": ["cpu"]}])
+    job.meta(
+        optimizers=[{"class": "AdamW", "params": PARAMS, "state_devices": ["cpu"]}]
+    )
     for pool, size in (("heap", 8), ("rss", 10), ("swap", 0)):
         job.memory(pool, {"other": size}, "cpu")
     return job

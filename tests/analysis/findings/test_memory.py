@@ -1,4 +1,5 @@
-"""The rules on device memory: `does-not-fit`, `free-memory`, `memory-outside-torch`, `fragmentation`."""
+"""The rules on device memory: `does-not-fit`, `free-memory`, `memory-outside-torch`,
+`fragmentation`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ from typing import Any
 import pytest
 
 from ebbtide.analysis.findings import Finding, Rule, Unknown
-from ebbtide.analysis.findings.rules.memory import does_not_fit, fragmentation, free_memory, memory_outside_torch
+from ebbtide.analysis.findings.rules.memory import (
+    does_not_fit,
+    fragmentation,
+    free_memory,
+    memory_outside_torch,
+)
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.state_split import StateSplit
 from ebbtide.analysis.metrics.static_split import largest_split
@@ -28,7 +34,9 @@ from tests.analysis.findings.jobs import (
 
 @pytest.mark.usefixtures("stub_framework")
 @pytest.mark.parametrize(("free", "ratio"), [(2, None), (4, 0.5), (4, 0.75)])
-def test_free_memory__gain_is_share_of_update_whose_state_fits(free: float, ratio: float | None) -> None:
+def test_free_memory__gain_is_share_of_update_whose_state_fits(
+    free: float, ratio: float | None
+) -> None:
     job = split_by_stub(ratio, used=80 - free)
     finding = job.finding(free_memory)
     offloads = PARAMS * (ratio or 1)
@@ -38,13 +46,18 @@ def test_free_memory__gain_is_share_of_update_whose_state_fits(free: float, rati
     assert 0 < fitting < offloads
     assert finding.potential_gain_ms == pytest.approx(100 * fitting / offloads)
     assert f"{free:.2f} GiB of 80.00 GiB" in finding.evidence[0]
-    assert f"{100 * fitting / offloads:.0f} % of what this rank offloads" in finding.evidence[1]
+    assert (
+        f"{100 * fitting / offloads:.0f} % of what this rank offloads"
+        in finding.evidence[1]
+    )
     split = largest_split(JobMetrics(job.trace))
     assert split is not None
     assert len(StateSplit().resident(split.ratio, 10)) == subgroups
     # On a machine that is not known no split is simulated, and none is advised.
     assert finding.action is None
-    assert finding.advice.startswith(f"`ebbtide replay {job.trace.path} --recommend --machine M` simulates")
+    assert finding.advice.startswith(
+        f"`ebbtide replay {job.trace.path} --recommend --machine M` simulates"
+    )
 
 
 def test_free_memory__advises_no_split_if_no_further_subgroup_fits() -> None:
@@ -52,15 +65,24 @@ def test_free_memory__advises_no_split_if_no_further_subgroup_fits() -> None:
 
 
 def test_does_not_fit__names_what_is_missing() -> None:
-    finding = offloaded(2, used=70).memory("device", {"backward": 83}, rank=1).finding(does_not_fit)
-    assert finding.evidence == ("it needs 83.00 GiB of the 80.00 GiB that it may use (device): 3.00 GiB are missing",)
+    finding = (
+        offloaded(2, used=70)
+        .memory("device", {"backward": 83}, rank=1)
+        .finding(does_not_fit)
+    )
+    assert finding.evidence == (
+        "it needs 83.00 GiB of the 80.00 GiB that it may use (device): 3.00 GiB are "
+        "missing",
+    )
     assert "ebbtide plan" in finding.advice
     assert offloaded(used=80).result(does_not_fit) is None
 
 
 @pytest.mark.usefixtures("stub_framework")
 @pytest.mark.parametrize(("ratio", "free"), [(None, 14), (0.5, 8)])
-def test_free_memory__advises_no_offload_if_all_state_fits(ratio: float | None, free: float) -> None:
+def test_free_memory__advises_no_offload_if_all_state_fits(
+    ratio: float | None, free: float
+) -> None:
     job = split_by_stub(ratio, used=80 - free)
     assert job.finding(free_memory).potential_gain_ms == pytest.approx(100)
     finding = free_memory(JobMetrics(job.trace, NO_OFFLOAD))
@@ -76,10 +98,14 @@ def test_free_memory__is_minimum_over_time_and_ranks() -> None:
     job = offloaded(2, used=70).memory("device", {"backward": 79.5}, rank=1)
     assert job.result(free_memory) is None
     once = offloaded(2, used=70)
-    once.builder.rank(1).memory(once.begins[1, "forward"][4] + 10, 78 * GIB, device="cuda:1")
+    once.builder.rank(1).memory(
+        once.begins[1, "forward"][4] + 10, 78 * GIB, device="cuda:1"
+    )
     assert "2.00 GiB of 80.00 GiB" in once.finding(free_memory).evidence[0]
     warm_up = offloaded(2, used=70)
-    warm_up.builder.rank(1).memory(warm_up.begins[1, "forward"][0] + 10, 80 * GIB, device="cuda:1")
+    warm_up.builder.rank(1).memory(
+        warm_up.begins[1, "forward"][0] + 10, 80 * GIB, device="cuda:1"
+    )
     assert "10.00 GiB" in warm_up.finding(free_memory).evidence[0]
 
 
@@ -99,7 +125,14 @@ def test_free_memory__is_none_for_full_device(job: Job) -> None:
 
 
 @pytest.mark.usefixtures("stub_framework")
-@pytest.mark.parametrize("job", [on_gpu(used=59), split_by_stub(0, used=59), offloaded(used=59).meta(optimizers=[])])
+@pytest.mark.parametrize(
+    "job",
+    [
+        on_gpu(used=59),
+        split_by_stub(0, used=59),
+        offloaded(used=59).meta(optimizers=[]),
+    ],
+)
 def test_free_memory__reports_quarter_of_device_without_gain(job: Job) -> None:
     finding = job.finding(free_memory)
     assert finding.potential_gain_ms is None
@@ -108,12 +141,20 @@ def test_free_memory__reports_quarter_of_device_without_gain(job: Job) -> None:
 
 def test_free_memory__accepts_any_configured_ratio() -> None:
     for ratio in ("half", -1, 7, None, [], {}):
-        assert offloaded(used=66, ratio=ratio).finding(free_memory).potential_gain_ms == pytest.approx(100)
+        assert offloaded(used=66, ratio=ratio).finding(
+            free_memory
+        ).potential_gain_ms == pytest.approx(100)
 
 
 @pytest.mark.parametrize(("gap", "reported"), [(3.9, False), (4.1, True), (20, True)])
-def test_memory_outside_torch__needs_twentieth_of_device(gap: float, reported: bool) -> None:
-    job = devices(Job(2)).memory("device", {"other": 78}).memory("reserved", {"other": 78 - gap})
+def test_memory_outside_torch__needs_twentieth_of_device(
+    gap: float, reported: bool
+) -> None:
+    job = (
+        devices(Job(2))
+        .memory("device", {"other": 78})
+        .memory("reserved", {"other": 78 - gap})
+    )
     result = job.result(memory_outside_torch)
     assert (result is not None) == reported
     if reported:
@@ -123,7 +164,11 @@ def test_memory_outside_torch__needs_twentieth_of_device(gap: float, reported: b
 
 
 def test_memory_outside_torch__ignores_temporary_memory() -> None:
-    job = devices(Job(2)).memory("device", {"other": 78}).memory("reserved", {"forward": 77, "update": 60})
+    job = (
+        devices(Job(2))
+        .memory("device", {"other": 78})
+        .memory("reserved", {"forward": 77, "update": 60})
+    )
     assert job.result(memory_outside_torch) is None
 
 
@@ -148,12 +193,21 @@ def test_fragmentation__counts_update_only_if_state_is_offloaded() -> None:
 
 
 @pytest.mark.parametrize(("gap", "reported"), [(3.9, False), (4.1, True)])
-def test_fragmentation__reports_memory_that_is_never_used(gap: float, reported: bool) -> None:
-    job = devices(Job(2)).memory("reserved", {"other": 70}).memory("allocated", {"forward": 70 - gap, "update": 30})
+def test_fragmentation__reports_memory_that_is_never_used(
+    gap: float, reported: bool
+) -> None:
+    job = (
+        devices(Job(2))
+        .memory("reserved", {"other": 70})
+        .memory("allocated", {"forward": 70 - gap, "update": 30})
+    )
     result = job.result(fragmentation)
     assert (result is not None) == reported
     if reported:
-        assert f"in the median iteration never less than {gap:.2f} GiB" in job.finding(fragmentation).evidence[0]
+        assert (
+            f"in the median iteration never less than {gap:.2f} GiB"
+            in job.finding(fragmentation).evidence[0]
+        )
         assert "expandable_segments" not in job.finding(fragmentation).advice
 
 
@@ -165,7 +219,11 @@ def without_capacity(job: Job) -> Job:
 
 @pytest.mark.parametrize("rule", [free_memory, memory_outside_torch, fragmentation])
 def test_memory_rules__ask_for_missing_records(rule: Rule) -> None:
-    for job in (devices(Job(2)), without_capacity(on_gpu()), without_capacity(offloaded())):
+    for job in (
+        devices(Job(2)),
+        without_capacity(on_gpu()),
+        without_capacity(offloaded()),
+    ):
         result = job.result(rule)
         assert isinstance(result, Unknown)
         assert result.record
@@ -173,7 +231,14 @@ def test_memory_rules__ask_for_missing_records(rule: Rule) -> None:
 
 
 def test_free_memory__infers_offload_from_state_devices() -> None:
-    cases: list[tuple[Any, bool]] = [(["cpu"], True), (["cuda"], False), (["cpu", "cuda"], False), ([], False)]
+    cases: list[tuple[Any, bool]] = [
+        (["cpu"], True),
+        (["cuda"], False),
+        (["cpu", "cuda"], False),
+        ([], False),
+    ]
     for where, offloads in cases:
-        job = on_gpu(used=78).meta(optimizers=[{"class": "AdamW", "params": PARAMS, "state_devices": where}])
+        job = on_gpu(used=78).meta(
+            optimizers=[{"class": "AdamW", "params": PARAMS, "state_devices": where}]
+        )
         assert (job.result(free_memory) is not None) == offloads

@@ -7,7 +7,11 @@ from tests.analysis.metrics.holders.test_growth import job
 
 
 def test_memory_growth__names_the_call_site_and_its_bytes() -> None:
-    (finding,) = [entry for entry in TraceAnalysis(job(5, 5)).findings().findings if entry.rule == "memory-growth"]
+    (finding,) = [
+        entry
+        for entry in TraceAnalysis(job(5, 5)).findings().findings
+        if entry.rule == "memory-growth"
+    ]
     assert finding.evidence == (
         "rank 0: each of 4 iterations leaves at least 64 B behind",
         "64 B by keep (/job/model.py:3)",

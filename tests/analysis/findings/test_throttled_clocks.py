@@ -14,24 +14,39 @@ ITERATION_MS = 405
 
 
 def gpu_samples(
-    job: Job, phase: str, clock: float | None, reasons: int | None, ranks: Iterable[int] | None = None
+    job: Job,
+    phase: str,
+    clock: float | None,
+    reasons: int | None,
+    ranks: Iterable[int] | None = None,
 ) -> Job:
     """Add samples every 10 ms of a phase of each iteration."""
     for number in job.ranks if ranks is None else ranks:
         for begin in job.begins[number, phase]:
             for after in range(0, round(job.ms[phase]), 10):
                 row = {"sm_clock_mhz": clock, "throttle_reasons": reasons}
-                job.builder.rank(number).gpu(begin + after * MS, f"cuda:{number}", **row)
+                job.builder.rank(number).gpu(
+                    begin + after * MS, f"cuda:{number}", **row
+                )
     return job
 
 
-def throttled(job: Job, clock: float, reasons: int, ranks: Iterable[int] | None = None) -> Job:
-    """Add samples of a GPU that is limited in its backwards, and runs at 2 GHz otherwise."""
+def throttled(
+    job: Job, clock: float, reasons: int, ranks: Iterable[int] | None = None
+) -> Job:
+    """Add samples of a GPU that is limited in its backwards, and runs at 2 GHz
+    otherwise."""
     for phase in ("other", "forward", "update"):
         gpu_samples(job, phase, 2000, 0)
     for number in job.ranks:
         limited = ranks is None or number in ranks
-        gpu_samples(job, "backward", clock if limited else 2000, reasons if limited else 0, [number])
+        gpu_samples(
+            job,
+            "backward",
+            clock if limited else 2000,
+            reasons if limited else 0,
+            [number],
+        )
     return job
 
 
@@ -39,7 +54,8 @@ def test_throttled_clocks__gain_is_share_of_clock_in_throttled_time() -> None:
     finding = throttled(on_gpu(), 1500, POWER).finding(throttled_clocks)
     assert finding.potential_gain_ms == pytest.approx(200 * 0.25)
     assert finding.evidence == (
-        f"rank 0: a power or thermal limit lowers the clocks for 200.0 ms of {ITERATION_MS}.0 ms (49 %), by 25 % below "
+        "rank 0: a power or thermal limit lowers the clocks for 200.0 ms of "
+        f"{ITERATION_MS}.0 ms (49 %), by 25 % below "
         "the highest SM clock on average",
         "software power cap: 49 % of the samples",
     )
@@ -62,13 +78,21 @@ def test_throttled_clocks__ignores_clocks_that_are_low_on_purpose(reasons: int) 
     assert throttled(on_gpu(), 1000, reasons).result(throttled_clocks) is None
 
 
-@pytest.mark.parametrize(("clock", "reported"), [(1890, True), (1910, False), (2000, False)])
-def test_throttled_clocks__needs_twentieth_of_clock(clock: float, reported: bool) -> None:
-    assert (throttled(on_gpu(), clock, POWER).result(throttled_clocks) is not None) == reported
+@pytest.mark.parametrize(
+    ("clock", "reported"), [(1890, True), (1910, False), (2000, False)]
+)
+def test_throttled_clocks__needs_twentieth_of_clock(
+    clock: float, reported: bool
+) -> None:
+    assert (
+        throttled(on_gpu(), clock, POWER).result(throttled_clocks) is not None
+    ) == reported
 
 
 @pytest.mark.parametrize(("backward", "reported"), [(20, False), (30, True)])
-def test_throttled_clocks__needs_tenth_of_iteration(backward: float, reported: bool) -> None:
+def test_throttled_clocks__needs_tenth_of_iteration(
+    backward: float, reported: bool
+) -> None:
     job = throttled(on_gpu(backward=backward), 1000, POWER)
     assert (job.result(throttled_clocks) is not None) == reported
 

@@ -1,4 +1,5 @@
-"""DeepSpeed jobs as `ebbtide profile` records them: sub-steps that fill the update, copies, settings."""
+"""DeepSpeed jobs as `ebbtide profile` records them: sub-steps that fill the update,
+copies, settings."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ FORWARD, BACKWARD = 100, 300
 
 
 def update_ms(subgroups: int) -> int:
-    return sum(ms for _, _, ms, _ in SUBGROUP) * subgroups + sum(ms for _, ms in BEFORE + AFTER)
+    return sum(ms for _, _, ms, _ in SUBGROUP) * subgroups + sum(
+        ms for _, ms in BEFORE + AFTER
+    )
 
 
 def deepspeed_job(
@@ -37,8 +40,8 @@ def deepspeed_job(
     counters_ms: int | None = None,
     **meta: Any,
 ) -> TraceBuilder:
-    """Make a rank with equal iterations: 100 ms forward, 300 ms backward in which gradients go down, up and down again,
-    and an update of these subgroups.
+    """Make a rank with equal iterations: 100 ms forward, 300 ms backward in which
+    gradients go down, up and down again, and an update of these subgroups.
 
     counters_ms: spacing of samples of the link; None: no samples.
     """
@@ -48,7 +51,13 @@ def deepspeed_job(
     settings = {
         "version": "0.19.8",
         "stage": 3,
-        "config": {"zero_optimization": {"stage": 3, "offload_optimizer": offload, "sub_group_size": max(sizes)}},
+        "config": {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": offload,
+                "sub_group_size": max(sizes),
+            }
+        },
         "subgroup_params": list(sizes),
         "subgroup_devices": list(devices or ("cpu",) * len(sizes)),
         "masters_pinned": False,
@@ -58,8 +67,18 @@ def deepspeed_job(
     }
     builder = TraceBuilder("recorded", deepspeed=settings)
     name = "cuda:0" if gpu else "cpu"
-    link = {"link": {"generation": 5, "width": 16, "peak_bytes_per_s": PEAK}} if gpu else {}
-    device = {"device": name, "kind": "cuda" if gpu else "cpu", "name": "a device", "capacity_bytes": 80 * GIB, **link}
+    link = (
+        {"link": {"generation": 5, "width": 16, "peak_bytes_per_s": PEAK}}
+        if gpu
+        else {}
+    )
+    device = {
+        "device": name,
+        "kind": "cuda" if gpu else "cpu",
+        "name": "a device",
+        "capacity_bytes": 80 * GIB,
+        **link,
+    }
     params = sum(sizes)
     state = {"torch.float32": 2 * params}
     rank = builder.rank(
@@ -68,17 +87,46 @@ def deepspeed_job(
         world_size=1,
         first_iteration_start_ns=0,
         threads={"torch": 16, "omp": "16"},
-        model={"classes": ["GPT"], "params": params, "total_params": params, "dtypes": {"torch.bfloat16": params}},
-        optimizers=[{"class": "DeepSpeedCPUAdam", "params": params, "state_dtypes": state, "state_devices": ["cpu"]}],
+        model={
+            "classes": ["GPT"],
+            "params": params,
+            "total_params": params,
+            "dtypes": {"torch.bfloat16": params},
+        },
+        optimizers=[
+            {
+                "class": "DeepSpeedCPUAdam",
+                "params": params,
+                "state_dtypes": state,
+                "state_devices": ["cpu"],
+            }
+        ],
     )
-    builder.meta["host"] = {"name": "node", "cpu": {"device": "cpu", "kind": "cpu", "cores": 16}}
+    builder.meta["host"] = {
+        "name": "node",
+        "cpu": {"device": "cpu", "kind": "cpu", "cores": 16},
+    }
     pool = "device" if gpu else "heap"
     now = row = 0
 
-    def op(name: str, ms: int, resource: str = "host", parent: int | None = None, **columns: Any) -> None:
+    def op(
+        name: str,
+        ms: int,
+        resource: str = "host",
+        parent: int | None = None,
+        **columns: Any,
+    ) -> None:
         nonlocal row
         times = {"start_ns": now, "end_ns": now + ms * MS}
-        rank.add("ops", **times, resource=resource, name=name, iteration=number, parent=parent, **columns)
+        rank.add(
+            "ops",
+            **times,
+            resource=resource,
+            name=name,
+            iteration=number,
+            parent=parent,
+            **columns,
+        )
         row += 1
 
     for number in range(iterations):
@@ -88,9 +136,15 @@ def deepspeed_job(
         rank.memory(now, 70 * GIB, pool, name)
         rank.phase("backward", now, now + BACKWARD * MS, number)
         if gpu and copies:
-            for direction, start, size in (("d2h", 20, 2 * params), ("h2d", 80, 2 * params), ("d2h", 140, 4 * params)):
+            for direction, start, size in (
+                ("d2h", 20, 2 * params),
+                ("h2d", 80, 2 * params),
+                ("d2h", 140, 4 * params),
+            ):
                 end = now + start * MS + round(size / PEAK * 1e9)
-                rank.transfer(direction, now + start * MS, end, size, host_memory="pinned")
+                rank.transfer(
+                    direction, now + start * MS, end, size, host_memory="pinned"
+                )
         op("reduce", 60)
         op("gradient down", 20, parent=row - 1, bytes=4 * params)
         now += BACKWARD * MS
@@ -104,7 +158,9 @@ def deepspeed_job(
                 op(step, ms, resource, subgroup=subgroup, bytes=size)
                 if gpu and copies and step == "parameters":
                     # The CPU converts first; then a pageable copy.
-                    rank.transfer("h2d", now + 5 * MS, now + ms * MS, size, host_memory="pageable")
+                    rank.transfer(
+                        "h2d", now + 5 * MS, now + ms * MS, size, host_memory="pageable"
+                    )
                 now += ms * MS
         for step, ms in AFTER:
             op(step, ms)
@@ -112,5 +168,11 @@ def deepspeed_job(
         rank.phase("update", begin, now, number)
     if counters_ms is not None:
         for end in range(counters_ms, now // MS, counters_ms):
-            rank.link(end * MS, counters_ms * MS, "gpm", h2d_bytes_per_s=1e10, d2h_bytes_per_s=2e9)
+            rank.link(
+                end * MS,
+                counters_ms * MS,
+                "gpm",
+                h2d_bytes_per_s=1e10,
+                d2h_bytes_per_s=2e9,
+            )
     return builder

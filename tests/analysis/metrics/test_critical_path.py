@@ -1,4 +1,5 @@
-"""The critical path: equal to an exhaustive longest path, of made graphs and of made runs of host and device."""
+"""The critical path: equal to an exhaustive longest path, of made graphs and of made
+runs of host and device."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.analysis import TraceAnalysis
-from ebbtide.analysis.metrics.critical_path.critical_path import path_graph, path_segments
+from ebbtide.analysis.metrics.critical_path.critical_path import (
+    path_graph,
+    path_segments,
+)
 from ebbtide.analysis.metrics.critical_path.graph import Graph
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from tests.conftest import examples
@@ -31,7 +35,9 @@ def graphs(draw: st.DrawFn) -> Graph:
         for target in range(1, count)
         for source in sorted(draw(st.sets(st.integers(0, target - 1), min_size=1)))
     ]
-    sources, targets, weights = (np.array(column, np.int64) for column in zip(*edges, strict=True))
+    sources, targets, weights = (
+        np.array(column, np.int64) for column in zip(*edges, strict=True)
+    )
     return Graph(sources, targets, weights, count)
 
 
@@ -49,15 +55,22 @@ def all_paths(graph: Graph, node: int) -> Iterator[list[int]]:
 def test_longest_path__is_that_of_an_exhaustive_search(graph: Graph) -> None:
     path = graph.longest_path()
     assert path in list(all_paths(graph, graph.count - 1))
-    longest = max(int(graph.weights[other].sum()) for other in all_paths(graph, graph.count - 1))
+    longest = max(
+        int(graph.weights[other].sum()) for other in all_paths(graph, graph.count - 1)
+    )
     assert int(graph.weights[path].sum()) == longest == graph.times()[-1]
 
 
-# A step of the host: microseconds of other code, then of the call, and what it does: launches a kernel of so many
-# microseconds on a stream, or (None) waits for the stream.
+# A step of the host: microseconds of other code, then of the call, and what it does:
+# launches a kernel of so many microseconds on a stream, or (None) waits for the stream.
 Step = tuple[int, int, int, int | None]
 STEPS = st.lists(
-    st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(0, 2), st.none() | st.integers(1, 90)),
+    st.tuples(
+        st.integers(1, 40),
+        st.integers(1, 20),
+        st.integers(0, 2),
+        st.none() | st.integers(1, 90),
+    ),
     min_size=1,
     max_size=7,
 )
@@ -84,19 +97,39 @@ class Run:
                 host = self.run(f"wait {number}", 0, host, streams.get(stream, ""))
             else:
                 streams[stream] = self.run(
-                    f"kernel {number}", kernel * US + 2 ** (2 * number + 1), host, streams.get(stream, "")
+                    f"kernel {number}",
+                    kernel * US + 2 ** (2 * number + 1),
+                    host,
+                    streams.get(stream, ""),
                 )
                 work_end = self.ends[streams[stream]]
                 work_start = work_end - self.lengths[streams[stream]]
-                self.rank.kernel(work_start, work_end, "compute", streams[stream], stream=stream, launch_ns=start)
+                self.rank.kernel(
+                    work_start,
+                    work_end,
+                    "compute",
+                    streams[stream],
+                    stream=stream,
+                    launch_ns=start,
+                )
             awaited = stream if kernel is None else None
-            self.rank.add("calls", start_ns=start, end_ns=self.ends[host], name=name, thread=1, awaited_stream=awaited)
+            self.rank.add(
+                "calls",
+                start_ns=start,
+                end_ns=self.ends[host],
+                name=name,
+                thread=1,
+                awaited_stream=awaited,
+            )
         self.end = max(self.ends.values())
 
     def run(self, name: str, length: int, *before: str) -> str:
         self.before[name] = [operation for operation in before if operation]
         self.lengths[name] = length
-        self.ends[name] = max((self.ends[operation] for operation in self.before[name]), default=0) + length
+        self.ends[name] = (
+            max((self.ends[operation] for operation in self.before[name]), default=0)
+            + length
+        )
         return name
 
     def chains(self, name: str) -> Iterator[list[str]]:
@@ -114,22 +147,33 @@ class Run:
 
 @settings(max_examples=examples(100, by_default=25))
 @given(STEPS)
-def test_path__of_a_made_run_has_the_kernels_of_the_longest_chain(steps: list[Step]) -> None:
+def test_path__of_a_made_run_has_the_kernels_of_the_longest_chain(
+    steps: list[Step],
+) -> None:
     run = Run([*steps, (1, 1, 0, 5)])
     segments = path_segments(run.builder.build(), 0, 0, run.end)
     longest = run.longest()
-    assert [s.name for s in segments if s.kind == "kernel"] == [name for name in longest if name.startswith("kernel")]
-    assert sum(s.end_ns - s.start_ns for s in segments) == sum(run.lengths[name] for name in longest) == run.end
+    assert [s.name for s in segments if s.kind == "kernel"] == [
+        name for name in longest if name.startswith("kernel")
+    ]
+    assert (
+        sum(s.end_ns - s.start_ns for s in segments)
+        == sum(run.lengths[name] for name in longest)
+        == run.end
+    )
     assert all(a.end_ns == b.start_ns for a, b in itertools.pairwise(segments))
 
 
 @settings(max_examples=examples(50, by_default=15))
 @given(STEPS, st.data())
-def test_path__less_time_off_the_path_never_shortens_the_iteration(steps: list[Step], data: st.DataObject) -> None:
+def test_path__less_time_off_the_path_never_shortens_the_iteration(
+    steps: list[Step], data: st.DataObject
+) -> None:
     run = Run([*steps, (1, 1, 0, 5)])
     built, _ = path_graph(run.builder.build(), 0, 0, run.end)
     graph = built.graph
-    assert graph.times().tolist() == built.times.tolist()  # The replay of the graph is what was recorded.
+    # The replay of the graph is what was recorded.
+    assert graph.times().tolist() == built.times.tolist()
     path = set(graph.longest_path())
     off = [edge for edge in range(len(graph.weights)) if edge not in path]
     weights = graph.weights.copy()
@@ -138,7 +182,9 @@ def test_path__less_time_off_the_path_never_shortens_the_iteration(steps: list[S
     assert replace(graph, weights=weights).times()[-1] == run.end
 
 
-def iterations(builder: TraceBuilder, rank: int, count: int = 3, length: int = 1_000 * US) -> Any:
+def iterations(
+    builder: TraceBuilder, rank: int, count: int = 3, length: int = 1_000 * US
+) -> Any:
     entry = builder.rank(rank, devices=[GPU], first_iteration_start_ns=0)
     for number in range(count):
         begin = number * length
@@ -162,9 +208,21 @@ def test_path__leads_to_the_rank_that_came_last_to_a_collective() -> None:
         entry = iterations(builder, rank)
         for number in range(3):
             at = (number * 1_000 + ahead) * US
-            entry.kernel(at + 10 * US, at + begin * US, "compute", f"gemm {rank}", stream=7, launch_ns=at + 5 * US)
             entry.kernel(
-                at + begin * US, at + 990 * US, "communication", "nccl_AllReduce", stream=7, launch_ns=at + 8 * US
+                at + 10 * US,
+                at + begin * US,
+                "compute",
+                f"gemm {rank}",
+                stream=7,
+                launch_ns=at + 5 * US,
+            )
+            entry.kernel(
+                at + begin * US,
+                at + 990 * US,
+                "communication",
+                "nccl_AllReduce",
+                stream=7,
+                launch_ns=at + 8 * US,
             )
     path = path_of(builder.build())
     assert {(part.kind, part.name): part.ms for part in path.parts} == {
@@ -182,11 +240,30 @@ def test_path__follows_a_stream_that_waits_for_another() -> None:
     entry = iterations(builder, 0)
     for number in range(3):
         at = number * 1_000 * US
-        entry.kernel(at + 10 * US, at + 400 * US, "compute", "first", stream=7, launch_ns=at + 5 * US)
-        entry.kernel(at + 402 * US, at + 1_000 * US, "compute", "second", stream=8, launch_ns=at + 20 * US)
+        entry.kernel(
+            at + 10 * US,
+            at + 400 * US,
+            "compute",
+            "first",
+            stream=7,
+            launch_ns=at + 5 * US,
+        )
+        entry.kernel(
+            at + 402 * US,
+            at + 1_000 * US,
+            "compute",
+            "second",
+            stream=8,
+            launch_ns=at + 20 * US,
+        )
     path = path_of(builder.build())
-    assert ("wait", "for another stream", 0.002) in [(part.kind, part.name, part.ms) for part in path.parts]
-    assert {part.name for part in path.parts if part.kind == "kernel"} == {"first", "second"}
+    assert ("wait", "for another stream", 0.002) in [
+        (part.kind, part.name, part.ms) for part in path.parts
+    ]
+    assert {part.name for part in path.parts if part.kind == "kernel"} == {
+        "first",
+        "second",
+    }
 
 
 def test_path__goes_through_the_thread_of_the_backward() -> None:
@@ -195,13 +272,23 @@ def test_path__goes_through_the_thread_of_the_backward() -> None:
     for number in range(3):
         at = number * 1_000 * US
         for start, end, thread in ((0, 100, 1), (510, 700, 2)):
-            entry.add("calls", start_ns=at + start * US, end_ns=at + end * US, name="cudaMalloc", thread=thread)
-        entry.kernel(at + 900 * US, at + 910 * US, "compute", "last", launch_ns=at + 899 * US)
+            entry.add(
+                "calls",
+                start_ns=at + start * US,
+                end_ns=at + end * US,
+                name="cudaMalloc",
+                thread=thread,
+            )
+        entry.kernel(
+            at + 900 * US, at + 910 * US, "compute", "last", launch_ns=at + 899 * US
+        )
     path = path_of(builder.build())
     parts = {(part.kind, part.name): part.ms for part in path.parts}
     # Until the update's first call the host runs code of the forward.
     assert parts["host", "cudaMalloc"] == pytest.approx(0.1 + 0.19)
-    assert (parts["host", "forward"], parts["host", "update"]) == pytest.approx((0.41, 0.199))
+    assert (parts["host", "forward"], parts["host", "update"]) == pytest.approx(
+        (0.41, 0.199)
+    )
 
 
 def test_path__is_none_without_kernels_or_iterations() -> None:

@@ -1,4 +1,5 @@
-"""Drift of runs whose changes are known, and healthy runs that look as if they drifted."""
+"""Drift of runs whose changes are known, and healthy runs that look as if they
+drifted."""
 
 from __future__ import annotations
 
@@ -16,14 +17,19 @@ COUNT = 60
 GPU = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": 80 * GIB}
 
 
-def steady(count: int = COUNT, slow_from: int | None = None, noise: float = 0.01) -> tuple[TraceBuilder, RankBuilder]:
-    """Make a run of iterations of 100 ms with some noise, 10 % longer from one iteration on."""
+def steady(
+    count: int = COUNT, slow_from: int | None = None, noise: float = 0.01
+) -> tuple[TraceBuilder, RankBuilder]:
+    """Make a run of iterations of 100 ms with some noise, 10 % longer from one
+    iteration on."""
     builder = TraceBuilder("recorded")
     rank = builder.rank(0, devices=[GPU], first_iteration_start_ns=0)
     random, now = np.random.default_rng(0), 0
     for number in range(count):
         length = 100 * MS * (1 + noise * random.normal())
-        length = round(length * (1.1 if slow_from is not None and number >= slow_from else 1))
+        length = round(
+            length * (1.1 if slow_from is not None and number >= slow_from else 1)
+        )
         rank.phase("forward", now, now + length // 3, number)
         rank.phase("backward", now + length // 3, now + length // 2, number)
         rank.phase("update", now + length // 2, now + length, number)
@@ -43,7 +49,12 @@ def of(builder: TraceBuilder) -> dict[str, Drift]:
 def test_find_drifts__finds_iterations_that_become_slower() -> None:
     builder, _ = steady(slow_from=32)
     (slower,) = find_drifts(builder.build())
-    assert (slower.quantity, slower.first, slower.is_gradual, slower.rank) == ("iteration_time", 32, False, None)
+    assert (slower.quantity, slower.first, slower.is_gradual, slower.rank) == (
+        "iteration_time",
+        32,
+        False,
+        None,
+    )
     assert slower.after / slower.before == pytest.approx(1.1, abs=0.01)
     finding = drift(JobMetrics(builder.build()))
     assert isinstance(finding, Finding)
@@ -62,11 +73,16 @@ def test_find_drifts__is_empty_for_steady_and_for_short_runs() -> None:
 
 
 def link_job(generations: list[int], idle_generation: int) -> TraceBuilder:
-    """Make a run with a sample of a busy link and one of an idle link in each iteration."""
+    """Make a run with a sample of a busy link and one of an idle link in each
+    iteration."""
     builder, rank = steady()
-    for number, (backward, update) in enumerate(zip(ends(rank)[1::3], ends(rank)[2::3], strict=True)):
+    for number, (backward, update) in enumerate(
+        zip(ends(rank)[1::3], ends(rank)[2::3], strict=True)
+    ):
         rates = {"h2d_bytes_per_s": 2e9, "d2h_bytes_per_s": 0.5e9}
-        rank.link(backward, 20 * MS, "gpm", generation=generations[number], width=16, **rates)
+        rank.link(
+            backward, 20 * MS, "gpm", generation=generations[number], width=16, **rates
+        )
         idle = {"h2d_bytes_per_s": 1e5, "d2h_bytes_per_s": 0.0}
         rank.link(update, 20 * MS, "gpm", generation=idle_generation, width=16, **idle)
     return builder
@@ -80,11 +96,19 @@ def test_find_drifts__finds_a_link_that_falls_to_generation_1_under_load() -> No
 
 def test_find_drifts__ignores_links_that_are_slow_while_idle() -> None:
     assert of(link_job([4] * 60, idle_generation=1)) == {}
-    # The link was idle in the last 40 iterations: nothing tells how fast it would have been.
+    # The link was idle in the last 40 iterations: nothing tells how fast it would have
+    # been.
     builder, rank = steady()
     for number, end in enumerate(ends(rank)[2::3]):
         busy = number < 20
-        rank.link(end, MS, "gpm", generation=4 if busy else 1, width=16, h2d_bytes_per_s=2e9 if busy else 0.0)
+        rank.link(
+            end,
+            MS,
+            "gpm",
+            generation=4 if busy else 1,
+            width=16,
+            h2d_bytes_per_s=2e9 if busy else 0.0,
+        )
     assert of(builder) == {}
 
 
@@ -93,7 +117,14 @@ def test_find_drifts__compares_the_link_of_a_trace_without_iterations() -> None:
     rank = builder.rank(0, devices=[GPU])
     for number in range(50):
         generation = 4 if number < 25 else 3
-        rank.link(number * MS, MS, "nvml-throughput", generation=generation, width=16, h2d_bytes_per_s=3e9)
+        rank.link(
+            number * MS,
+            MS,
+            "nvml-throughput",
+            generation=generation,
+            width=16,
+            h2d_bytes_per_s=3e9,
+        )
         rank.memory(number * MS, number * GIB)  # a job that starts
     dropped = of(builder)
     assert list(dropped) == ["link_speed"]
@@ -117,26 +148,41 @@ def test_find_drifts__finds_a_leak_of_tensors() -> None:
 
 
 @pytest.mark.parametrize("with_tensors", [True, False])
-def test_find_drifts__ignores_reserved_memory_that_batches_of_several_sizes_raise(with_tensors: bool) -> None:
+def test_find_drifts__ignores_reserved_memory_that_batches_of_several_sizes_raise(
+    with_tensors: bool,
+) -> None:
     alarms = 0
     for seed in range(6):
         builder, rank = steady()
-        sizes = 30 * GIB + (np.random.default_rng(seed).gamma(2, 2, COUNT) * GIB).astype(np.int64)
+        sizes = 30 * GIB + (
+            np.random.default_rng(seed).gamma(2, 2, COUNT) * GIB
+        ).astype(np.int64)
         reserved = np.maximum.accumulate(sizes) + GIB
         for number, end in enumerate(ends(rank)):
             rank.memory(end, int(reserved[number // 3]), "reserved")
             if with_tensors:
                 rank.memory(end, int(sizes[number // 3]), "allocated")
         alarms += bool(of(builder))
-    # Without the counts of tensors, a batch that is the largest near the end looks like a leak.
+    # Without the counts of tensors, a batch that is the largest near the end looks like
+    # a leak.
     assert alarms <= (0 if with_tensors else 1)
 
 
 def test_find_drifts__compares_clocks_of_the_busy_gpu() -> None:
     builder, rank = steady()
-    for number, (backward, update) in enumerate(zip(ends(rank)[1::3], ends(rank)[2::3], strict=True)):
-        rank.gpu(backward - 1, sm_clock_mhz=1980.0 if number < 41 else 1500.0, utilization_percent=98.0)
-        rank.gpu(update - 1, sm_clock_mhz=1980.0 if number < 10 else 300.0, utilization_percent=5.0)
+    for number, (backward, update) in enumerate(
+        zip(ends(rank)[1::3], ends(rank)[2::3], strict=True)
+    ):
+        rank.gpu(
+            backward - 1,
+            sm_clock_mhz=1980.0 if number < 41 else 1500.0,
+            utilization_percent=98.0,
+        )
+        rank.gpu(
+            update - 1,
+            sm_clock_mhz=1980.0 if number < 10 else 300.0,
+            utilization_percent=5.0,
+        )
     clock = of(builder)["sm_clock"]
     assert (clock.before, clock.after, clock.first) == (1980, 1500, 41)
 
@@ -144,9 +190,14 @@ def test_find_drifts__compares_clocks_of_the_busy_gpu() -> None:
 def test_find_drifts__compares_copies_of_one_kind() -> None:
     builder, rank = steady()
     for number, end in enumerate(ends(rank)[1::3]):
-        # Small and pageable copies become more frequent, which says nothing of the link.
+        # Small and pageable copies become more frequent, which says nothing of the
+        # link.
         rank.transfer(
-            "h2d", end - 10 * MS, end - (10 if number < 30 else 8) * MS + 4 * MS, 64 * MIB, host_memory="pinned"
+            "h2d",
+            end - 10 * MS,
+            end - (10 if number < 30 else 8) * MS + 4 * MS,
+            64 * MIB,
+            host_memory="pinned",
         )
         if number > 20:
             rank.transfer("h2d", end - MS, end, 1000, host_memory="pageable")

@@ -1,4 +1,5 @@
-"""Figures of the state of the GPUs, against closed forms and a sum over every nanosecond."""
+"""Figures of the state of the GPUs, against closed forms and a sum over every
+nanosecond."""
 
 from __future__ import annotations
 
@@ -30,18 +31,27 @@ GPU = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": 1000}
 def trained(
     iterations: int = 1, rank: int = 0, builder: TraceBuilder | None = None
 ) -> tuple[TraceBuilder, RankBuilder]:
-    """Add iterations of 100 ms other, 200 ms forward, 400 ms backward and 300 ms update, one after the other from 0."""
+    """Add iterations of 100 ms other, 200 ms forward, 400 ms backward and 300 ms
+    update, one after the other from 0."""
     builder = builder or TraceBuilder()
     one = builder.rank(rank, devices=[GPU], first_iteration_start_ns=0)
     for number in range(iterations):
         begin = number * 1000 * MS
-        for phase, start, end in (("forward", 100, 300), ("backward", 300, 700), ("update", 700, 1000)):
+        for phase, start, end in (
+            ("forward", 100, 300),
+            ("backward", 300, 700),
+            ("update", 700, 1000),
+        ):
             one.phase(phase, begin + start * MS, begin + end * MS, number)
     return builder, one
 
 
 def figures_of(trace: Trace, quantity: str) -> dict[str, tuple[float, float, float]]:
-    return {f.phase: (f.min, f.mean, f.max) for f in gpu_state(trace).figures if f.quantity == quantity}
+    return {
+        f.phase: (f.min, f.mean, f.max)
+        for f in gpu_state(trace).figures
+        if f.quantity == quantity
+    }
 
 
 def test_gpu_state__without_iterations_is_of_the_whole_trace() -> None:
@@ -51,16 +61,25 @@ def test_gpu_state__without_iterations_is_of_the_whole_trace() -> None:
     rank.gpu(0, power_w=100.0).gpu(S // 2, power_w=300.0).gpu(5 * S, power_w=200.0)
     trace = builder.build()
     mean = pytest.approx((100 / 2 + 300 + 200) / 2.5)
-    assert gpu_state(trace).figures == [GpuFigure("power", "W", None, 100.0, mean, 300.0)]
+    assert gpu_state(trace).figures == [
+        GpuFigure("power", "W", None, 100.0, mean, 300.0)
+    ]
     summary = summarize(trace)
     assert [entry["phase"] for entry in summary.as_json()["gpu"]] == [None]
-    tables = {part.name: part for part in summary_view(trace, summary, verbose=True) if isinstance(part, Table)}
+    tables = {
+        part.name: part
+        for part in summary_view(trace, summary, verbose=True)
+        if isinstance(part, Table)
+    }
     details = tables["gpu"]
     assert (details.title, [cell.text for cell in details.rows[0]]) == (
         "The GPU in the whole trace",
         ["power (W)", "100", "220", "300"],
     )
-    assert list(summary_view(trace, summary, verbose=False))[-1] == "1 note, state of the GPU, pools of memory: -v"
+    assert (
+        list(summary_view(trace, summary, verbose=False))[-1]
+        == "1 note, state of the GPU, pools of memory: -v"
+    )
     assert closing_lines(trace)[1] == "recorded: state of the GPU"
 
 
@@ -79,16 +98,25 @@ def test_gpu_state__a_value_holds_for_a_second_at_most() -> None:
     rank = builder.rank(0, devices=[GPU], first_iteration_start_ns=0)
     rank.phase("forward", 0, 4 * S, 0).phase("update", 4 * S, 6 * S, 0)
     rank.gpu(0, power_w=100.0).gpu(S + S // 2, power_w=400.0)  # nothing from 2.5 s on
-    assert figures_of(builder.build(), "power") == {"forward": (100.0, pytest.approx(250.0), 400.0)}
+    assert figures_of(builder.build(), "power") == {
+        "forward": (100.0, pytest.approx(250.0), 400.0)
+    }
 
 
-def test_gpu_state__leaves_out_warm_up_other_devices_and_unfinished_iterations() -> None:
+def test_gpu_state__leaves_out_warm_up_other_devices_and_unfinished_iterations() -> (
+    None
+):
     builder, rank = trained(iterations=5)
     rank.phase("forward", 5100 * MS, 5200 * MS)
     for tenth in range(60):
-        rank.gpu(tenth * 100 * MS, temperature_celsius=90.0 if tenth < 20 else 50.0 if tenth < 50 else 99.0)
+        rank.gpu(
+            tenth * 100 * MS,
+            temperature_celsius=90.0 if tenth < 20 else 50.0 if tenth < 50 else 99.0,
+        )
         rank.gpu(tenth * 100 * MS, "cuda:1", temperature_celsius=10.0)
-    assert set(figures_of(builder.build(), "temperature").values()) == {(50.0, 50.0, 50.0)}
+    assert set(figures_of(builder.build(), "temperature").values()) == {
+        (50.0, 50.0, 50.0)
+    }
 
 
 def test_gpu_state__takes_all_ranks_or_some() -> None:
@@ -97,7 +125,11 @@ def test_gpu_state__takes_all_ranks_or_some() -> None:
     trained(rank=1, builder=builder)[1].gpu(0, power_w=600.0)
     trained(rank=2, builder=builder)
     trace = builder.build()
-    assert figures_of(trace, "power")["backward"] == (100.0, pytest.approx((150 + 600) / 2), 600.0)
+    assert figures_of(trace, "power")["backward"] == (
+        100.0,
+        pytest.approx((150 + 600) / 2),
+        600.0,
+    )
     analysis = TraceAnalysis(trace)
     assert {figure.max for figure in analysis.gpu([0]).figures} == {100.0, 200.0}
     assert {figure.max for figure in analysis.gpu([1]).figures} == {600.0}
@@ -133,17 +165,26 @@ def test_gpu_state__throttled_is_the_time_with_a_power_or_thermal_limit() -> Non
 
 def test_gpu_state__leaves_out_missing_and_impossible_values() -> None:
     builder, rank = trained()
-    rank.gpu(0, power_w=100.0, utilization_percent=math.inf).gpu(200 * MS, power_w=None, memory_clock_mhz=5.0)
+    rank.gpu(0, power_w=100.0, utilization_percent=math.inf).gpu(
+        200 * MS, power_w=None, memory_clock_mhz=5.0
+    )
     rank.gpu(400 * MS, power_w=math.nan).gpu(500 * MS, power_w=1e308)
     trace = builder.build()
     assert set(figures_of(trace, "power").values()) == {(100.0, 100.0, 100.0)}
-    assert {figure.quantity for figure in gpu_state(trace).figures} == {"power", "memory_clock"}
+    assert {figure.quantity for figure in gpu_state(trace).figures} == {
+        "power",
+        "memory_clock",
+    }
     json.dumps(summarize(trace).as_json(), allow_nan=False)
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 60), st.sampled_from([0.0, 25.0, 100.0])), max_size=8),
-    st.lists(st.lists(st.integers(0, 6), min_size=4, max_size=4), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.integers(0, 60), st.sampled_from([0.0, 25.0, 100.0])), max_size=8
+    ),
+    st.lists(
+        st.lists(st.integers(0, 6), min_size=4, max_size=4), min_size=1, max_size=4
+    ),
 )
 def test_gpu_state__equals_a_sum_over_every_nanosecond(
     samples: list[tuple[int, float]], lengths: list[list[int]]
@@ -167,23 +208,43 @@ def test_gpu_state__equals_a_sum_over_every_nanosecond(
     for t, phase in phase_at.items():
         if t in value_at:
             values[phase].append(value_at[t])
-    # Of samples of one time the last one counts: `value_at` is filled in the order of the table.
+    # Of samples of one time the last one counts: `value_at` is filled in the order of
+    # the table.
     assert figures_of(builder.build(), "utilization") == {
-        phase: (min(v), pytest.approx(sum(v) / len(v)), max(v)) for phase, v in values.items()
+        phase: (min(v), pytest.approx(sum(v) / len(v)), max(v))
+        for phase, v in values.items()
     }
 
 
 def test_summarize__has_an_entry_per_quantity_and_phase() -> None:
     builder, rank = trained()
-    row = {"memory_utilization_percent": 2, "power_w": 3, "sm_clock_mhz": 4, "memory_clock_mhz": 5}
+    row = {
+        "memory_utilization_percent": 2,
+        "power_w": 3,
+        "sm_clock_mhz": 4,
+        "memory_clock_mhz": 5,
+    }
     rank.gpu(0, utilization_percent=1, **row, temperature_celsius=6, throttle_reasons=4)
     summary = summarize(builder.build())
     assert summary.gpu is not None
     assert [(f.quantity, f.unit, f.phase) for f in summary.gpu] == [
-        (quantity, unit, phase) for quantity, unit in UNITS.items() for phase in ITERATION_PARTS
+        (quantity, unit, phase)
+        for quantity, unit in UNITS.items()
+        for phase in ITERATION_PARTS
     ]
-    assert [f.mean for f in summary.gpu[:: len(ITERATION_PARTS)]] == [1, 2, 3, 4, 5, 6, 100]
-    assert summary.as_json()["gpu"] == TraceAnalysis(builder.build()).gpu().as_json()["gpu"]
+    assert [f.mean for f in summary.gpu[:: len(ITERATION_PARTS)]] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        100,
+    ]
+    assert (
+        summary.as_json()["gpu"]
+        == TraceAnalysis(builder.build()).gpu().as_json()["gpu"]
+    )
     assert summary.as_json()["gpu"][0] == {
         "quantity": "utilization", "unit": "%", "phase": "forward", "min": 1.0, "mean": 1.0, "max": 1.0,
     }  # fmt: skip

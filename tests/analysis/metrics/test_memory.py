@@ -18,10 +18,12 @@ MS = 10**6
 DEVICE = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": 100}
 
 samples = st.tuples(st.integers(0, 30), st.integers(0, 50))
-timeline = st.lists(samples, min_size=1, max_size=12).map(lambda rows: sorted(rows, key=lambda row: row[0]))
-distinct_times = st.dictionaries(st.integers(0, 30), st.integers(0, 50), min_size=1, max_size=12).map(
-    lambda rows: sorted(rows.items())
+timeline = st.lists(samples, min_size=1, max_size=12).map(
+    lambda rows: sorted(rows, key=lambda row: row[0])
 )
+distinct_times = st.dictionaries(
+    st.integers(0, 30), st.integers(0, 50), min_size=1, max_size=12
+).map(lambda rows: sorted(rows.items()))
 
 
 def train(rank: RankBuilder, iterations: int, gap: int = 0) -> None:
@@ -41,10 +43,18 @@ def value(rows: list[tuple[int, int]], t: int) -> int | None:
     return next((v for time, v in reversed(rows) if time <= t), None)
 
 
-def figures(result: MemoryUse, name_of_use: str, rank: int = 0) -> dict[str, tuple[int, int]]:
+def figures(
+    result: MemoryUse, name_of_use: str, rank: int = 0
+) -> dict[str, tuple[int, int]]:
     """Return (low, peak) per phase of a pool or a gap."""
-    uses = [(u.rank, u.pool, u) for u in result.pools] + [(g.rank, g.gap, g) for g in result.gaps]
-    return {use.phase: (use.low_bytes, use.peak_bytes) for r, name, use in uses if (r, name) == (rank, name_of_use)}
+    uses = [(u.rank, u.pool, u) for u in result.pools] + [
+        (g.rank, g.gap, g) for g in result.gaps
+    ]
+    return {
+        use.phase: (use.low_bytes, use.peak_bytes)
+        for r, name, use in uses
+        if (r, name) == (rank, name_of_use)
+    }
 
 
 @given(timeline, timeline)
@@ -59,7 +69,9 @@ def test_difference__is_exact_at_every_moment(upper: Any, lower: Any) -> None:
 
 
 @given(distinct_times, distinct_times, st.integers(0, 4))
-def test_memory_use__has_low_and_peak_of_each_phase(reserved: Any, allocated: Any, gap: int) -> None:
+def test_memory_use__has_low_and_peak_of_each_phase(
+    reserved: Any, allocated: Any, gap: int
+) -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[DEVICE])
     train(rank, 1, gap)
@@ -71,7 +83,9 @@ def test_memory_use__has_low_and_peak_of_each_phase(reserved: Any, allocated: An
     values = {
         "reserved": lambda t: value(reserved, t),
         "allocated": lambda t: value(allocated, t),
-        "free": lambda t: None if value(reserved, t) is None else 100 - value(reserved, t),
+        "free": lambda t: (
+            None if value(reserved, t) is None else 100 - value(reserved, t)
+        ),
         "fragmentation": lambda t: (
             None
             if value(reserved, t) is None or value(allocated, t) is None
@@ -83,7 +97,11 @@ def test_memory_use__has_low_and_peak_of_each_phase(reserved: Any, allocated: An
         for phase in ("other", *PHASES):
             span = [t for t, now in enumerate(clock) if now == phase]
             # A sample at the end of a phase belongs to it.
-            sizes = [v for t in (*span, span[-1] + 1) if (v := value_at(t)) is not None] if span else []
+            sizes = (
+                [v for t in (*span, span[-1] + 1) if (v := value_at(t)) is not None]
+                if span
+                else []
+            )
             if sizes:
                 expected[phase] = (min(sizes), max(sizes))
         assert figures(result, name) == expected
@@ -95,11 +113,14 @@ def test_memory_use__medians_are_over_steady_iterations() -> None:
     train(rank, 6)
     used = [99, 99, 10, 20, 30, 40]
     for iteration, size in enumerate(used):
-        rank.memory(30 * iteration * MS, size, "device").memory((30 * iteration + 25) * MS, size + 5, "device")
+        rank.memory(30 * iteration * MS, size, "device").memory(
+            (30 * iteration + 25) * MS, size + 5, "device"
+        )
     result = memory_use(builder.build())
     assert figures(result, "device")["backward"] == (median(used[2:]),) * 2
     # A sample at the start of the next iteration belongs to the end of the update.
-    assert figures(result, "device")["update"] == (25, 35)  # of 10 20 30 40 and of 20 30 40 45
+    # of 10 20 30 40 and of 20 30 40 45
+    assert figures(result, "device")["update"] == (25, 35)
     assert figures(result, "free")["backward"] == (75, 75)
 
 
@@ -107,14 +128,23 @@ def test_memory_use__merges_micro_steps_of_a_phase() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[DEVICE], first_iteration_start_ns=0)
     for n, phase in enumerate(("forward", "backward", "forward", "backward", "update")):
-        rank.phase(phase, 10 * n, 10 * n + 9, 0, n // 2).memory(10 * n, (30, 50, 40, 20, 10)[n])
+        rank.phase(phase, 10 * n, 10 * n + 9, 0, n // 2).memory(
+            10 * n, (30, 50, 40, 20, 10)[n]
+        )
     used = figures(memory_use(builder.build()), "device")
-    assert used == {"forward": (30, 40), "backward": (20, 50), "update": (10, 10), "other": (10, 50)}
+    assert used == {
+        "forward": (30, 40),
+        "backward": (20, 50),
+        "update": (10, 10),
+        "other": (10, 50),
+    }
 
 
 def test_memory_use__has_gaps_of_recorded_pools() -> None:
     builder = TraceBuilder()
-    for number, pools in enumerate((("device", "reserved"), ("allocated",), ("device", "reserved", "allocated"))):
+    for number, pools in enumerate(
+        (("device", "reserved"), ("allocated",), ("device", "reserved", "allocated"))
+    ):
         rank = builder.rank(number, devices=[{**DEVICE, "device": f"cuda:{number}"}])
         train(rank, 3)
         for pool in pools:
@@ -123,7 +153,11 @@ def test_memory_use__has_gaps_of_recorded_pools() -> None:
         rank.memory(0, 500, "rss", "cpu")
     result = memory_use(builder.build())
     gaps = {rank: {g.gap for g in result.gaps if g.rank == rank} for rank in range(3)}
-    assert gaps == {0: {"outside torch", "free"}, 1: set(), 2: {"outside torch", "fragmentation", "free"}}
+    assert gaps == {
+        0: {"outside torch", "free"},
+        1: set(),
+        2: {"outside torch", "fragmentation", "free"},
+    }
     assert figures(result, "outside torch", 2)["forward"] == (30, 30)
     assert figures(result, "fragmentation", 2)["forward"] == (20, 20)
     assert figures(result, "free", 2)["forward"] == (10, 10)
@@ -140,5 +174,7 @@ def test_memory_use__is_empty_without_records(iterations: int) -> None:
     rank.memory(0, 10)
     assert memory_use(builder.build()).gaps == []
     # Without iterations, figures are of the whole trace.
-    assert {use.phase is None for use in memory_use(builder.build()).pools} == {not iterations}
+    assert {use.phase is None for use in memory_use(builder.build()).pools} == {
+        not iterations
+    }
     assert memory_use(TraceBuilder().build()) == MemoryUse([], [])

@@ -1,4 +1,5 @@
-"""The split of the state between device and host: that of `twin-flow`, and that of a framework."""
+"""The split of the state between device and host: that of `twin-flow`, and that of a
+framework."""
 
 import pytest
 
@@ -33,10 +34,15 @@ def test_split_of__is_that_of_the_framework_in_findings_and_plans() -> None:
     assert workload.as_json()["deepspeed_version"] is None
 
 
-def test_gpu_only__has_gradient_buffers_of_a_framework_alone(stub_framework: None) -> None:
+def test_gpu_only__has_gradient_buffers_of_a_framework_alone(
+    stub_framework: None,
+) -> None:
     by_framework = workload_of(split_by_stub(0.5, version="3").trace)
     without = workload_of(split_by_stub(0.5).trace)
-    plans = [make_plan("gpu-only", workload, machine()) for workload in (by_framework, without)]
+    plans = [
+        make_plan("gpu-only", workload, machine())
+        for workload in (by_framework, without)
+    ]
     assert [plan.has_gradient_buffers for plan in plans] == [True, False]
     assert [plan.resident_bytes for plan in plans] == [14 * PARAMS, 12 * PARAMS]
 

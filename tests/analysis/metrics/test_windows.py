@@ -23,14 +23,22 @@ CAPACITY = 100
 DEVICE = {"device": "cuda:0", "kind": "cuda", "capacity_bytes": CAPACITY}
 
 
-def built(lengths: list[tuple[int, int, int, int]], samples: dict[int, int], copies: Any = (), **device: Any) -> Trace:
-    """A trace of iterations of `other`, forward, backward and update of so many ms, with memory and h2d copies."""
+def built(
+    lengths: list[tuple[int, int, int, int]],
+    samples: dict[int, int],
+    copies: Any = (),
+    **device: Any,
+) -> Trace:
+    """A trace of iterations of `other`, forward, backward and update of so many ms,
+    with memory and h2d copies."""
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[{**DEVICE, **device}], first_iteration_start_ns=0)
     now = 0
     for iteration, (other, *phases) in enumerate(lengths):
         now += other
-        for phase, length in zip(("forward", "backward", "update"), phases, strict=True):
+        for phase, length in zip(
+            ("forward", "backward", "update"), phases, strict=True
+        ):
             rank.phase(phase, now * MS, (now + length) * MS, iteration)
             now += length
     for t, used in samples.items():
@@ -62,10 +70,19 @@ def phase_at(lengths: list[tuple[int, int, int, int]]) -> list[tuple[int, str]]:
 
 
 iterations = st.lists(
-    st.tuples(st.integers(0, 4), st.integers(1, 6), st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=4
+    st.tuples(
+        st.integers(0, 4), st.integers(1, 6), st.integers(1, 6), st.integers(1, 6)
+    ),
+    min_size=1,
+    max_size=4,
 )
-memory = st.dictionaries(st.integers(0, 60), st.integers(0, CAPACITY), min_size=1, max_size=25)
-intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda p: (p[0], p[0] + p[1])), max_size=8)
+memory = st.dictionaries(
+    st.integers(0, 60), st.integers(0, CAPACITY), min_size=1, max_size=25
+)
+intervals = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda p: (p[0], p[0] + p[1])),
+    max_size=8,
+)
 
 
 @given(iterations, memory, st.integers(1, CAPACITY), intervals)
@@ -76,11 +93,16 @@ def test_find_windows__covers_every_free_moment_exactly(
     trace.raw_meta["ranks"][0]["transfers_recorded"] = True
     clock = phase_at(lengths)
     first = min(samples)
-    free = [CAPACITY - samples[max(s for s in samples if s <= t)] if t >= first else None for t in range(len(clock))]
+    free = [
+        CAPACITY - samples[max(s for s in samples if s <= t)] if t >= first else None
+        for t in range(len(clock))
+    ]
     covered = [False] * len(clock)
     placed = absolute(trace, find_windows(trace, min_bytes).windows)
     for start, end, window in placed:
-        assert {clock[t] for t in range(start, end)} == {(window.iteration, window.phase)}
+        assert {clock[t] for t in range(start, end)} == {
+            (window.iteration, window.phase)
+        }
         assert min(free[t] for t in range(start, end)) == window.free_bytes >= min_bytes
         busy = sum(any(a <= t < b for a, b in copies) for t in range(start, end))
         assert window.h2d_idle_share == pytest.approx(1 - busy / (end - start))
@@ -100,13 +122,19 @@ def test_guaranteed__excludes_phase_missing_in_one_iteration() -> None:
     rows = trace.phases(0)
     lacking = TraceBuilder()
     rank = lacking.rank(0, devices=[DEVICE]).memory(0, 0)
-    for row in rows[~((rows["iteration"] == 1) & (rows["phase"] == "backward"))].itertuples():
+    for row in rows[
+        ~((rows["iteration"] == 1) & (rows["phase"] == "backward"))
+    ].itertuples():
         rank.phase(row.phase, row.start_ns, row.end_ns, row.iteration)
-    assert {w.phase for w in find_windows(lacking.build(), 1).guaranteed} == {"forward", "update"}
+    assert {w.phase for w in find_windows(lacking.build(), 1).guaranteed} == {
+        "forward",
+        "update",
+    }
 
 
 def test_guaranteed__keeps_other_that_only_first_iteration_lacks() -> None:
-    # 4 ms between forward and backward in each; from the second iteration on also 6 ms before the forward.
+    # 4 ms between forward and backward in each; from the second iteration on also 6 ms
+    # before the forward.
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[DEVICE]).memory(0, 0)
     for iteration, begin in enumerate((0, 40, 80)):
@@ -128,15 +156,24 @@ def test_guaranteed__keeps_other_that_only_first_iteration_lacks() -> None:
 def test_find_windows__idle_shares_come_from_counters_and_link_peak() -> None:
     trace = built([(0, 10, 10, 10)], {0: 0}, link={"peak_bytes_per_s": 1e9})
     builder = TraceBuilder()
-    rank = builder.rank(0, **{k: v for k, v in trace.raw_meta["ranks"][0].items() if k != "rank"})
+    rank = builder.rank(
+        0, **{k: v for k, v in trace.raw_meta["ranks"][0].items() if k != "rank"}
+    )
     rank.memory(0, 0)
     for phase, begin in (("forward", 0), ("backward", 10), ("update", 20)):
         rank.phase(phase, begin * MS, (begin + 10) * MS, 0)
     for t, rate in ((10, 0.25e9), (20, 1e9), (30, 2e9)):
         rank.link(t * MS, 10 * MS, "gpm", h2d_bytes_per_s=rate)
-    shares = [(w.h2d_idle_share, w.d2h_idle_share) for w in find_windows(builder.build(), 1).windows]
+    shares = [
+        (w.h2d_idle_share, w.d2h_idle_share)
+        for w in find_windows(builder.build(), 1).windows
+    ]
     # A sample above the link's peak is rejected: the update's idle share is not known.
-    assert shares == [(pytest.approx(0.75), None), (pytest.approx(0.0), None), (None, None)]
+    assert shares == [
+        (pytest.approx(0.75), None),
+        (pytest.approx(0.0), None),
+        (None, None),
+    ]
 
 
 def test_find_windows__idle_shares_are_none_without_link_records() -> None:
@@ -146,7 +183,9 @@ def test_find_windows__idle_shares_are_none_without_link_records() -> None:
 
 def test_find_windows__trace_without_phases_counts_from_its_start() -> None:
     builder = TraceBuilder()
-    builder.rank(0, devices=[DEVICE]).memory(5 * MS, 90).memory(7 * MS, 10).memory(9 * MS, 90).memory(11 * MS, 10)
+    builder.rank(0, devices=[DEVICE]).memory(5 * MS, 90).memory(7 * MS, 10).memory(
+        9 * MS, 90
+    ).memory(11 * MS, 10)
     (window,) = find_windows(builder.build(), 50).windows
     assert (window.iteration, window.phase) == (None, None)
     assert (window.start_ms, window.end_ms) == (2.0, 4.0)
@@ -154,9 +193,15 @@ def test_find_windows__trace_without_phases_counts_from_its_start() -> None:
 
 def test_find_windows__says_what_was_not_recorded() -> None:
     without_memory = find_windows(built([(0, 1, 1, 1)], {}), 1)
-    assert (without_memory.pool, without_memory.windows, without_memory.known_ranks) == (None, [], [])
+    assert (
+        without_memory.pool,
+        without_memory.windows,
+        without_memory.known_ranks,
+    ) == (None, [], [])
     assert without_memory.missing == [NO_MEMORY]
-    without_capacity = find_windows(built([(0, 1, 1, 1)], {0: 0}, capacity_bytes=None), 1)
+    without_capacity = find_windows(
+        built([(0, 1, 1, 1)], {0: 0}, capacity_bytes=None), 1
+    )
     assert (without_capacity.windows, without_capacity.known_ranks) == ([], [])
     assert without_capacity.missing == [no_capacity(0)]
 
@@ -170,14 +215,27 @@ def on_cpu() -> TraceBuilder:
     return builder
 
 
-def test_find_windows__host_memory_has_no_room_for_optimizer_state(tmp_path: Path) -> None:
+def test_find_windows__host_memory_has_no_room_for_optimizer_state(
+    tmp_path: Path,
+) -> None:
     on_cpu().write(tmp_path / "cpu.ebb")
-    printed = json.loads(ebbtide_in_process("windows", tmp_path / "cpu.ebb", "--json").stdout)
-    assert (printed["memory"], printed["pool"], printed["capacity_bytes"]) == ("host", "heap", 4 << 30)
+    printed = json.loads(
+        ebbtide_in_process("windows", tmp_path / "cpu.ebb", "--json").stdout
+    )
+    assert (printed["memory"], printed["pool"], printed["capacity_bytes"]) == (
+        "host",
+        "heap",
+        4 << 30,
+    )
     assert printed["windows"]
-    assert {(w["resident_params"], w["streamed_params"]) for w in printed["windows"]} == {(None, None)}
+    assert {
+        (w["resident_params"], w["streamed_params"]) for w in printed["windows"]
+    } == {(None, None)}
     shown = ebbtide_in_process("windows", tmp_path / "cpu.ebb").stdout
-    assert "1.00 GiB of host memory free, of 4.00 GiB (host memory minus this job's heap)" in shown
+    assert (
+        "1.00 GiB of host memory free, of 4.00 GiB (host memory minus this job's heap)"
+        in shown
+    )
     assert not {"fits", "streams", "idle", "capacity", "device"} & set(shown.split())
     assert "never 1.82 TiB free: the host is smaller" in (
         ebbtide_in_process("windows", tmp_path / "cpu.ebb", "--min-bytes", "2TB").stdout
@@ -187,8 +245,17 @@ def test_find_windows__host_memory_has_no_room_for_optimizer_state(tmp_path: Pat
 def test_find_windows__uses_memory_and_link_of_each_rank() -> None:
     builder = TraceBuilder()
     for number, used in ((0, 10), (3, 60)):
-        device = {**DEVICE, "device": f"cuda:{number}", "link": {"peak_bytes_per_s": 1e9}}
-        rank = builder.rank(number, devices=[device], first_iteration_start_ns=0, transfers_recorded=True)
+        device = {
+            **DEVICE,
+            "device": f"cuda:{number}",
+            "link": {"peak_bytes_per_s": 1e9},
+        }
+        rank = builder.rank(
+            number,
+            devices=[device],
+            first_iteration_start_ns=0,
+            transfers_recorded=True,
+        )
         for iteration in range(2):
             for index, phase in enumerate(("forward", "backward", "update")):
                 begin = (30 * iteration + 10 * index) * MS
@@ -201,7 +268,8 @@ def test_find_windows__uses_memory_and_link_of_each_rank() -> None:
     shares = {(w.rank, w.iteration, w.phase): w.h2d_idle_share for w in result.windows}
     assert shares.pop((3, 0, "update")) == pytest.approx(0.6)
     assert set(shares.values()) == {1.0}
-    # The update of the first iteration is the busiest: 60 % of 10 ms at 1 GB/s, 12 bytes a parameter.
+    # The update of the first iteration is the busiest: 60 % of 10 ms at 1 GB/s, 12
+    # bytes a parameter.
     update = next(w for w in result.guaranteed if (w.rank, w.phase) == (3, "update"))
     assert (update.resident_params, update.streamed_params) == (3, int(0.6 * 10e6 / 12))
     assert {w.rank for w in find_windows(builder.build(), 41).windows} == {0}
@@ -212,7 +280,9 @@ def test_find_windows__names_pool_and_ranks_without_memory(tmp_path: Path) -> No
     builder = TraceBuilder()
     for number in range(2):
         device = {**DEVICE, "device": f"cuda:{number}"}
-        builder.rank(number, devices=[device], first_iteration_start_ns=0).phase("forward", 0, 10 * MS, 0)
+        builder.rank(number, devices=[device], first_iteration_start_ns=0).phase(
+            "forward", 0, 10 * MS, 0
+        )
     builder.rank(0).memory(0, 20, "allocated").memory(0, 60, "reserved")
     result = find_windows(builder.build(), 30)
     assert (result.pool, result.unrecorded_ranks) == ("reserved", [1])
@@ -220,21 +290,39 @@ def test_find_windows__names_pool_and_ranks_without_memory(tmp_path: Path) -> No
     assert find_windows(builder.build(), 50).windows == []
     path = tmp_path / "t.ebb"
     builder.write(path)
-    printed = json.loads(ebbtide_in_process("windows", path, "--min-bytes", "30", "--rank", "1", "--json").stdout)
-    assert (printed["pool"], printed["windows"], printed["unrecorded_ranks"]) == ("reserved", [], [1])
-    shown = ebbtide_in_process("windows", path, "--min-bytes", "30", "--rank", "1").stdout
+    printed = json.loads(
+        ebbtide_in_process(
+            "windows", path, "--min-bytes", "30", "--rank", "1", "--json"
+        ).stdout
+    )
+    assert (printed["pool"], printed["windows"], printed["unrecorded_ranks"]) == (
+        "reserved",
+        [],
+        [1],
+    )
+    shown = ebbtide_in_process(
+        "windows", path, "--min-bytes", "30", "--rank", "1"
+    ).stdout
     assert "rank 1: reserved memory was not recorded" in shown
     assert "never" not in shown
-    assert "capacity minus reserved" in ebbtide_in_process("windows", path, "--min-bytes", "30").stdout
+    assert (
+        "capacity minus reserved"
+        in ebbtide_in_process("windows", path, "--min-bytes", "30").stdout
+    )
 
 
 def test_find_windows__keeps_nanoseconds_of_wall_clock_times() -> None:
     start = 1_700_000_000_000_000_003
     builder = TraceBuilder()
-    rank = builder.rank(0, devices=[DEVICE], first_iteration_start_ns=start).memory(start + 7, 0)
+    rank = builder.rank(0, devices=[DEVICE], first_iteration_start_ns=start).memory(
+        start + 7, 0
+    )
     rank.phase("forward", start, start + 20, 0).memory(start + 18, 99)
     (window,) = find_windows(builder.build(), 50).windows
-    assert (window.start_ms * MS, window.end_ms * MS) == (pytest.approx(7), pytest.approx(18))
+    assert (window.start_ms * MS, window.end_ms * MS) == (
+        pytest.approx(7),
+        pytest.approx(18),
+    )
 
 
 def test_find_windows__separates_micro_steps() -> None:
@@ -250,7 +338,13 @@ def test_find_windows__separates_micro_steps() -> None:
         now += 5 * MS
     result = find_windows(builder.build(), 1)
     assert len(result.windows) == 15
-    assert [w.phase for w in result.guaranteed] == ["forward", "backward", "forward", "backward", "update"]
+    assert [w.phase for w in result.guaranteed] == [
+        "forward",
+        "backward",
+        "forward",
+        "backward",
+        "update",
+    ]
     assert [w.start_ms for w in result.guaranteed] == [0, 5, 10, 15, 20]
 
 
@@ -259,21 +353,36 @@ def test_windows__say_when_memory_is_free_throughout_the_iteration() -> None:
     lines = [str(part) for part in windows_view(always, find_windows(always, 10))]
     assert any("Free throughout the iteration: 30 B" in line for line in lines), lines
     at_times = built([(0, 9, 9, 9)], {0: 60, 9: 99})
-    assert not any("throughout" in str(part) for part in windows_view(at_times, find_windows(at_times, 40)))
+    assert not any(
+        "throughout" in str(part)
+        for part in windows_view(at_times, find_windows(at_times, 40))
+    )
 
 
 def test_windows__are_on_the_clock_of_the_gpu_as_the_summary() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[DEVICE], first_iteration_start_ns=0)
     for iteration in range(6):
-        # The host launches within 4 ms what the GPU takes 100 ms for, but waits in the update of iterations to warm up.
+        # The host launches within 4 ms what the GPU takes 100 ms for, but waits in the
+        # update of iterations to warm up.
         start = iteration * 100
-        for number, (phase, gpu) in enumerate((("forward", (0, 30)), ("backward", (30, 80)), ("update", (80, 100)))):
-            host_end = start + (90 if phase == "update" and iteration < 2 else number + 1)
+        for number, (phase, gpu) in enumerate(
+            (("forward", (0, 30)), ("backward", (30, 80)), ("update", (80, 100)))
+        ):
+            host_end = start + (
+                90 if phase == "update" and iteration < 2 else number + 1
+            )
             times = (start + number) * MS, host_end * MS, iteration
-            rank.phase(phase, *times, gpu_start_ns=(start + gpu[0]) * MS, gpu_end_ns=(start + gpu[1]) * MS)
+            rank.phase(
+                phase,
+                *times,
+                gpu_start_ns=(start + gpu[0]) * MS,
+                gpu_end_ns=(start + gpu[1]) * MS,
+            )
         # Halfway through the launches of the backward.
-        rank.memory(start * MS, 20).memory(int((start + 1.5) * MS), 60).memory((start + 2) * MS, 20)
+        rank.memory(start * MS, 20).memory(int((start + 1.5) * MS), 60).memory(
+            (start + 2) * MS, 20
+        )
     metrics = JobMetrics(builder.build())
     windows = metrics.windows(50).guaranteed
     assert [(one.phase, one.start_ms, one.end_ms) for one in windows] == [
@@ -281,6 +390,8 @@ def test_windows__are_on_the_clock_of_the_gpu_as_the_summary() -> None:
         ("backward", 30, 55),
         ("update", 80, 100),
     ]
-    assert {row.phase: row.median_ms for row in metrics.summary().phases}["forward"] == 30
+    assert {row.phase: row.median_ms for row in metrics.summary().phases}[
+        "forward"
+    ] == 30
     first = metrics.windows(50).windows[0]
     assert (first.phase, first.start_ms, first.end_ms) == ("forward", 0, 30)

@@ -56,7 +56,9 @@ def test_draw_link__draws_counters_as_sampled_h2d_up_d2h_down() -> None:
 
 def test_draw_link__draws_copies_from_start_to_end() -> None:
     rank, builder = started()
-    rank.transfer("h2d", 5 * MS, 10 * MS, 2 * 10**8).transfer("d2h", 12 * MS, 13 * MS, 10**6)
+    rank.transfer("h2d", 5 * MS, 10 * MS, 2 * 10**8).transfer(
+        "d2h", 12 * MS, 13 * MS, 10**6
+    )
     link = draw_link(builder)
     assert steps(link, "h2d (up)")[0].tolist() == [0, 5, 10, 30]
     assert steps(link, "h2d (up)")[1] == pytest.approx([0, 40, 0])
@@ -65,7 +67,9 @@ def test_draw_link__draws_copies_from_start_to_end() -> None:
 
 def test_draw_link__draws_a_line_per_kind_of_host_memory() -> None:
     rank, builder = started()
-    rank.transfer("h2d", 0, 5 * MS, 2 * 10**8, host_memory="pinned").transfer("h2d", 3 * MS, 8 * MS, 10**8)
+    rank.transfer("h2d", 0, 5 * MS, 2 * 10**8, host_memory="pinned").transfer(
+        "h2d", 3 * MS, 8 * MS, 10**8
+    )
     rank.transfer("h2d", 6 * MS, 16 * MS, 10**8, host_memory="pageable")
     rank.transfer("d2h", 0, 5 * MS, 10**8, host_memory="pinned")
     link = draw_link(builder)
@@ -75,7 +79,11 @@ def test_draw_link__draws_a_line_per_kind_of_host_memory() -> None:
         "h2d (up) unknown host memory",
         "d2h (down) pinned",
     ]
-    drawn = [patch for patch in link.patches if isinstance(patch, StepPatch) and not patch.get_fill()]
+    drawn = [
+        patch
+        for patch in link.patches
+        if isinstance(patch, StepPatch) and not patch.get_fill()
+    ]
     assert len({str(patch.get_linestyle()) for patch in drawn[:3]}) == 3
     assert value_at(link, "h2d (up) pinned", 4) == pytest.approx(40)
     assert value_at(link, "h2d (up) pageable", 7) == pytest.approx(10)
@@ -102,9 +110,19 @@ def test_draw_link__marks_samples_above_the_peak_off_scale() -> None:
     rank, builder = started()
     for t in range(1, 31):
         h2d = 4e11 if t in (7, 9) else 2e10
-        rank.link(t * MS, MS, "gpm", h2d_bytes_per_s=h2d, d2h_bytes_per_s=3e11 if t == 12 else 1e10)
+        rank.link(
+            t * MS,
+            MS,
+            "gpm",
+            h2d_bytes_per_s=h2d,
+            d2h_bytes_per_s=3e11 if t == 12 else 1e10,
+        )
     link = draw_link(builder)
-    assert labels(link)[2:5] == ["peak 50 GB/s", "2 × h2d above the peak", "1 × d2h above the peak"]
+    assert labels(link)[2:5] == [
+        "peak 50 GB/s",
+        "2 × h2d above the peak",
+        "1 × d2h above the peak",
+    ]
     top = link.get_ylim()[1]
     assert top == pytest.approx(54)
     assert line(link, "2 × h2d") == ([7, 9], [top, top])
@@ -121,7 +139,9 @@ SAMPLES = st.lists(
 
 
 @given(SAMPLES)
-def test_draw_link__draws_exactly_the_possible_samples(samples: list[tuple[int, float | None]]) -> None:
+def test_draw_link__draws_exactly_the_possible_samples(
+    samples: list[tuple[int, float | None]],
+) -> None:
     """Samples: milliseconds after the sample before, and a rate or None."""
     rank, builder = started()
     times = np.cumsum([gap for gap, _ in samples]) * MS
@@ -131,11 +151,16 @@ def test_draw_link__draws_exactly_the_possible_samples(samples: list[tuple[int, 
     moved = traffic(trace, 0, "h2d")
     (link,) = draw([trace], kind="link").axes
     if moved is None:
-        assert not any(str(patch.get_label()).startswith("h2d") for patch in link.patches)
+        assert not any(
+            str(patch.get_label()).startswith("h2d") for patch in link.patches
+        )
         return
     end = 30 * MS
     drawn = [value_at(link, "h2d (up)", t / MS - 1e-3) for t in times if t < end]
-    rates = [np.nan if rate is None or rate > 1.02 * PEAK else rate / 1e9 for _, rate in samples][: len(drawn)]
+    rates = [
+        np.nan if rate is None or rate > 1.02 * PEAK else rate / 1e9
+        for _, rate in samples
+    ][: len(drawn)]
     np.testing.assert_allclose(drawn, rates)
 
 
@@ -143,13 +168,21 @@ def test_draw_link__reduces_many_copies_to_means_with_all_bytes() -> None:
     rank, builder = started()
     starts = np.arange(0, 30 * MS, 10_000)
     rank.extend(
-        "transfers", start_ns=starts, end_ns=starts + 4000, device="cuda:0", direction="h2d", bytes=10**5, name="copy"
+        "transfers",
+        start_ns=starts,
+        end_ns=starts + 4000,
+        device="cuda:0",
+        direction="h2d",
+        bytes=10**5,
+        name="copy",
     )
     rank.meta["transfers_recorded"] = True
     link = draw_link(builder)
     edges, rates = steps(link, "h2d (up)")
     assert len(rates) == 1000
-    assert (rates * 1e9 * np.diff(edges) / 1e3).sum() == pytest.approx(len(starts) * 10**5)
+    assert (rates * 1e9 * np.diff(edges) / 1e3).sum() == pytest.approx(
+        len(starts) * 10**5
+    )
     assert "link: means over 0.03 ms each" in notes(link)
 
 

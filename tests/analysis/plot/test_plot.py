@@ -30,7 +30,13 @@ def test_draw__shows_memory_and_phases_of_a_trace() -> None:
     assert panel.get_xlabel() == "time (ms)"
     assert panel.get_title(loc="left") == "trained"
     assert notes(panel) == "a GPU · no GPU link was recorded"
-    assert labels(panel) == ["device", "capacity 100.00 MiB", "forward", "backward", "update"]
+    assert labels(panel) == [
+        "device",
+        "capacity 100.00 MiB",
+        "forward",
+        "backward",
+        "update",
+    ]
     assert panel.get_xlim() == (0, 30)
     assert bands(panel) == {
         "forward": [(0, 4), (10, 14), (20, 24)],
@@ -41,7 +47,13 @@ def test_draw__shows_memory_and_phases_of_a_trace() -> None:
 
 
 def test_draw__puts_all_traces_on_one_scale() -> None:
-    figure = draw([trained(size=30 * MIB), with_counters(), trained(5, size=2 * MIB, name="longer")])
+    figure = draw(
+        [
+            trained(size=30 * MIB),
+            with_counters(),
+            trained(5, size=2 * MIB, name="longer"),
+        ]
+    )
     assert [axes.get_ylabel() for axes in figure.axes] == [
         "memory (MiB)",
         "memory (MiB)",
@@ -51,7 +63,10 @@ def test_draw__puts_all_traces_on_one_scale() -> None:
     memory = [axes for axes in figure.axes if axes.get_ylabel() == "memory (MiB)"]
     assert {axes.get_ylim() for axes in memory} == {(0, 108)}
     assert {axes.get_xlim() for axes in figure.axes} == {(0, 50)}
-    assert len({(axes.get_position().x0, axes.get_position().x1) for axes in figure.axes}) == 1
+    assert (
+        len({(axes.get_position().x0, axes.get_position().x1) for axes in figure.axes})
+        == 1
+    )
     assert [max(steps(axes, "device")[1]) for axes in memory] == [30, 60, 2]
     # A level ends with its trace.
     assert [line(axes, "capacity")[0] for axes in memory] == [[0, 30], [0, 30], [0, 50]]
@@ -62,7 +77,11 @@ def test_draw__puts_all_links_on_one_scale() -> None:
     rank = train(builder.rank(0, devices=[GPU]))
     rank.link(10 * MS, 5 * MS, "gpm", h2d_bytes_per_s=3e6, d2h_bytes_per_s=9e10)
     one, other = draw([with_counters(), builder.build()], kind="link").axes
-    assert one.get_ylim() == other.get_ylim() == pytest.approx((-9e10 * 1.12 / 1e9, 9e10 * 1.12 / 1e9))
+    assert (
+        one.get_ylim()
+        == other.get_ylim()
+        == pytest.approx((-9e10 * 1.12 / 1e9, 9e10 * 1.12 / 1e9))
+    )
     assert one.get_ylabel() == other.get_ylabel() == "link (GB/s)"
 
 
@@ -78,7 +97,9 @@ def test_draw__aligns_traces_at_their_first_iteration() -> None:
     late = TraceBuilder()
     for number in range(3):
         start = (900 + 10 * number) * MS
-        late.rank(0, devices=[GPU]).phase("forward", start, start + 4 * MS, number).memory(start, (30 + number) * MIB)
+        late.rank(0, devices=[GPU]).phase(
+            "forward", start, start + 4 * MS, number
+        ).memory(start, (30 + number) * MIB)
     # An iteration begins where the one before ended.
     for span, times in (((0, None), [0, 10, 20, 24]), ((1, 3), [0, 6, 16, 20])):
         early, other = draw([trained(), late.build()], span=span).axes
@@ -93,7 +114,14 @@ def lagging() -> Trace:
     rank = builder.rank(0, devices=[GPU])
     for number in range(3):
         start, end = 10 * number * MS, (10 * number + 9) * MS
-        rank.phase("forward", start, end, number, gpu_start_ns=start + 3 * MS, gpu_end_ns=end + 3 * MS)
+        rank.phase(
+            "forward",
+            start,
+            end,
+            number,
+            gpu_start_ns=start + 3 * MS,
+            gpu_end_ns=end + 3 * MS,
+        )
         rank.memory(start, 30 * MIB)
     return builder.build("lagging.ebb")
 
@@ -139,7 +167,9 @@ def test_draw__draws_a_very_short_phase_as_line() -> None:
         for line in drawn.get_paths()
         if len(np.asarray(line.vertices)) == 2
     ]
-    assert np.array(ticks) == pytest.approx(np.array([[[4.0005, 0], [4.0005, 1]], [[9.0005, 0], [9.0005, 1]]]))
+    assert np.array(ticks) == pytest.approx(
+        np.array([[[4.0005, 0], [4.0005, 1]], [[9.0005, 0], [9.0005, 1]]])
+    )
 
 
 def test_draw__refuses_an_unknown_rank() -> None:
@@ -148,8 +178,12 @@ def test_draw__refuses_an_unknown_rank() -> None:
 
 
 @pytest.mark.parametrize(("span", "text"), [((3, None), "3:"), ((7, 9), "7:9")])
-def test_draw__refuses_unknown_iterations(span: tuple[int, int | None], text: str) -> None:
-    with pytest.raises(TraceError, match=rf"has no iterations {text} \(it has 0 to 2\)"):
+def test_draw__refuses_unknown_iterations(
+    span: tuple[int, int | None], text: str
+) -> None:
+    with pytest.raises(
+        TraceError, match=rf"has no iterations {text} \(it has 0 to 2\)"
+    ):
         draw([trained()], span=span)
 
 

@@ -20,7 +20,9 @@ def trace() -> Trace:
     return open_trace(RUN)
 
 
-@pytest.mark.parametrize("kind", slow(["both", "memory", "link", "windows"], but=["both"]))
+@pytest.mark.parametrize(
+    "kind", slow(["both", "memory", "link", "windows"], but=["both"])
+)
 def test_draw__has_no_overlapping_texts(trace: Trace, kind: str) -> None:
     figure = draw([trace, trace], kind=kind)
     assert overlapping(figure) == []

@@ -35,7 +35,11 @@ def crowded(name: str, iterations: int) -> Trace:
     builder = TraceBuilder()
     for number in range(3):
         rank = train(
-            builder.rank(number, devices=[{**LINKED, "name": "a card with quite a long name indeed"}]), iterations
+            builder.rank(
+                number,
+                devices=[{**LINKED, "name": "a card with quite a long name indeed"}],
+            ),
+            iterations,
         )
         for index, pool in enumerate(("reserved", "allocated", "requested", "tensors")):
             rank.memory(0, (10 + index) * MIB, pool)
@@ -43,7 +47,13 @@ def crowded(name: str, iterations: int) -> Trace:
             rank.memory(0, (500 + index) * MIB, pool, "cpu")
         for index, kind in enumerate(("pinned", "pageable", None)):
             for direction in ("h2d", "d2h"):
-                rank.transfer(direction, (3 + index) * MS, (4 + index) * MS, 10**8, host_memory=kind)
+                rank.transfer(
+                    direction,
+                    (3 + index) * MS,
+                    (4 + index) * MS,
+                    10**8,
+                    host_memory=kind,
+                )
     return builder.build(f"{name}.ebb")
 
 
@@ -51,13 +61,23 @@ def crowded(name: str, iterations: int) -> Trace:
     ("traces", "kind"),
     # "both" draws memory and windows, too.
     [
-        pytest.param(traces, kind, marks=[] if (traces, kind) in ((1, "windows"), (2, "both")) else pytest.mark.slow)
+        pytest.param(
+            traces,
+            kind,
+            marks=[]
+            if (traces, kind) in ((1, "windows"), (2, "both"))
+            else pytest.mark.slow,
+        )
         for traces in (1, 2, 6)
         for kind in KINDS
     ],
 )
 def test_draw__keeps_texts_of_crowded_traces_apart(kind: str, traces: int) -> None:
-    figure = draw([crowded(LOG.format(n), 3 + 20 * n) for n in range(traces)], kind=kind, min_bytes=MIB)
+    figure = draw(
+        [crowded(LOG.format(n), 3 + 20 * n) for n in range(traces)],
+        kind=kind,
+        min_bytes=MIB,
+    )
     assert overlapping(figure) == []
     assert outside(figure) == []
 
@@ -85,7 +105,9 @@ def test_draw__numbers_short_iterations_after_a_long_one() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[GPU]).phase("forward", 0, 9000 * MS, 0).memory(0, 5)
     for number in range(1, 40):
-        rank.phase("forward", (9000 + 3 * number) * MS, (9002 + 3 * number) * MS, number)
+        rank.phase(
+            "forward", (9000 + 3 * number) * MS, (9002 + 3 * number) * MS, number
+        )
     figure = draw([builder.build()])
     assert numbers(figure.axes[0])
     assert overlapping(figure) == []
@@ -104,19 +126,33 @@ def test_draw__shortens_long_names_in_the_middle() -> None:
 
 def test_draw__shortens_long_pool_names() -> None:
     builder = TraceBuilder()
-    train(builder.rank(0, devices=[GPU])).memory(0, 5 * MIB, "a pool of " + "very " * 60 + "small things")
+    train(builder.rank(0, devices=[GPU])).memory(
+        0, 5 * MIB, "a pool of " + "very " * 60 + "small things"
+    )
     figure = draw([builder.build()])
     assert figure.axes[0].get_position().width > 0.6
     assert outside(figure) == []
-    assert any(re.fullmatch("a pool of .*….* small things", text) for text in labels(figure.axes[0]))
+    assert any(
+        re.fullmatch("a pool of .*….* small things", text)
+        for text in labels(figure.axes[0])
+    )
 
 
 def test_draw__names_traces_of_one_name_by_path() -> None:
     figure = draw([trained(name="a/run"), trained(name="b/run"), trained(name="other")])
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["a/run.ebb", "b/run.ebb", "other"]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "a/run.ebb",
+        "b/run.ebb",
+        "other",
+    ]
 
 
-@pytest.mark.parametrize("name", slow(["a $b$ c", "$x", "_run", "two\nlines", "\udcff", "漢字", "<&>"], but=["\udcff"]))
+@pytest.mark.parametrize(
+    "name",
+    slow(
+        ["a $b$ c", "$x", "_run", "two\nlines", "\udcff", "漢字", "<&>"], but=["\udcff"]
+    ),
+)
 def test_save__writes_unusual_names_in_every_format(name: str) -> None:
     figure = draw([trained(name=name)])
     for format, begins in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):

@@ -22,7 +22,8 @@ from tests.analysis.plot.pictures import (
 
 
 def uneven() -> Trace:
-    """Build three iterations, of which the second uses more memory and the first has copies."""
+    """Build three iterations, of which the second uses more memory and the first has
+    copies."""
     builder = TraceBuilder()
     rank = train(builder.rank(0, devices=[LINKED]), 3)
     rank.memory(14 * MS + 1, 90 * MIB).memory(15 * MS, 75 * MIB)
@@ -33,9 +34,15 @@ def uneven() -> Trace:
 def test_draw_windows__draws_recurring_windows_in_each_iteration() -> None:
     trace = uneven()
     guaranteed = find_windows(trace, 20 * MIB).guaranteed
-    # All iterations have the same length here, so each of them has the times of the typical one.
+    # All iterations have the same length here, so each of them has the times of the
+    # typical one.
     expected = [
-        (10 * number + w.start_ms, 10 * number + w.end_ms, 100 - w.free_bytes / MIB, 100)
+        (
+            10 * number + w.start_ms,
+            10 * number + w.end_ms,
+            100 - w.free_bytes / MIB,
+            100,
+        )
         for w in guaranteed
         for number in range(3)
     ]
@@ -43,26 +50,40 @@ def test_draw_windows__draws_recurring_windows_in_each_iteration() -> None:
     drawn = boxes(panel, "free in every iteration")
     assert sorted(drawn) == [pytest.approx(box, abs=1e-5) for box in sorted(expected)]
     # Nothing that every iteration has is more than what one has.
-    assert max(100 - bottom for *_, bottom, _ in drawn) <= max(100 - bottom for *_, bottom, _ in boxes(panel, "≥"))
+    assert max(100 - bottom for *_, bottom, _ in drawn) <= max(
+        100 - bottom for *_, bottom, _ in boxes(panel, "≥")
+    )
 
 
 def test_draw_windows__fills_the_strip_by_idle_share() -> None:
     trace = uneven()
     windows = find_windows(trace, 1).windows
     _, strip = draw([trace], kind="windows", min_bytes=1).axes
-    assert [label.get_text() for label in strip.get_yticklabels()] == ["h2d idle", "d2h idle"]
+    assert [label.get_text() for label in strip.get_yticklabels()] == [
+        "h2d idle",
+        "d2h idle",
+    ]
     outlines, filled = strip.collections[0::2], strip.collections[1::2]
-    for direction, outlines_row, filled_row in zip(("h2d", "d2h"), outlines, filled, strict=True):
+    for direction, outlines_row, filled_row in zip(
+        ("h2d", "d2h"), outlines, filled, strict=True
+    ):
         shares = []
-        for outline, idle in zip(outlines_row.get_paths(), filled_row.get_paths(), strict=True):
+        for outline, idle in zip(
+            outlines_row.get_paths(), filled_row.get_paths(), strict=True
+        ):
             shares.append(idle.get_extents().height / outline.get_extents().height)
-        assert shares == pytest.approx([getattr(w, f"{direction}_idle_share") for w in windows])
+        assert shares == pytest.approx(
+            [getattr(w, f"{direction}_idle_share") for w in windows]
+        )
 
 
 def test_draw_windows__labels_boxes_with_least_free_bytes() -> None:
     panel, strip = draw([uneven()], kind="windows", min_bytes=20 * MIB).axes
     texts = [text.get_text() for text in panel.texts if text.get_text().endswith("MiB")]
-    expected = [f"{w.free_bytes / MIB:.2f} MiB" for w in find_windows(uneven(), 20 * MIB).windows]
+    expected = [
+        f"{w.free_bytes / MIB:.2f} MiB"
+        for w in find_windows(uneven(), 20 * MIB).windows
+    ]
     assert texts
     assert set(texts) <= set(expected)
     assert "100 %" in [text.get_text() for text in strip.texts]

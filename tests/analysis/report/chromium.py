@@ -34,11 +34,25 @@ _FLAGS = (
 
 @functools.cache
 def installed() -> tuple[str, str]:
-    """Return paths of browser and driver. Root on Debian installs them if missing; else the test is skipped."""
-    if os.geteuid() == 0 and shutil.which("apt-get") and not all(map(shutil.which, ("chromium", "chromedriver"))):
-        for command in (["update"], ["install", "--yes", "--no-install-recommends", *PACKAGES]):
+    """Return paths of browser and driver. Root on Debian installs them if missing; else
+    the test is skipped."""
+    if (
+        os.geteuid() == 0
+        and shutil.which("apt-get")
+        and not all(map(shutil.which, ("chromium", "chromedriver")))
+    ):
+        for command in (
+            ["update"],
+            ["install", "--yes", "--no-install-recommends", *PACKAGES],
+        ):
             environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-            subprocess.run(["apt-get", *command], env=environment, capture_output=True, timeout=280, check=False)
+            subprocess.run(
+                ["apt-get", *command],
+                env=environment,
+                capture_output=True,
+                timeout=280,
+                check=False,
+            )
     browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if browser is None or driver is None:
         pytest.skip(f"needs the Debian packages {' and '.join(PACKAGES)}")
@@ -47,13 +61,16 @@ def installed() -> tuple[str, str]:
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Chrome]:
-    """Start a browser with a fresh profile, which records its console and its network."""
+    """Start a browser with a fresh profile, which records its console and its
+    network."""
     browser, driver = installed()
     options = ChromeOptions()
     options.binary_location = browser
     for flag in (*_FLAGS, f"--user-data-dir={profile}"):
         options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    options.set_capability(
+        "goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"}
+    )
     chrome = Chrome(options=options, service=Service(driver))
     try:
         yield chrome
@@ -62,14 +79,26 @@ def chromium(profile: Path) -> Iterator[Chrome]:
 
 
 def errors(chrome: Chrome) -> list[str]:
-    """Return the errors of the console since the last call; a violation of the policy is one."""
-    return [entry["message"] for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]
+    """Return the errors of the console since the last call; a violation of the policy
+    is one."""
+    return [
+        entry["message"]
+        for entry in chrome.get_log("browser")
+        if entry["level"] == "SEVERE"
+    ]
 
 
 def requests(chrome: Chrome) -> list[str]:
     """Return the addresses that pages requested since the last call."""
-    messages = [json.loads(entry["message"])["message"] for entry in chrome.get_log("performance")]
-    sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
+    messages = [
+        json.loads(entry["message"])["message"]
+        for entry in chrome.get_log("performance")
+    ]
+    sent = [
+        message["params"]
+        for message in messages
+        if message["method"] == "Network.requestWillBeSent"
+    ]
     return [params["request"]["url"] for params in sent]
 
 
@@ -77,13 +106,18 @@ def point(chrome: Chrome, x: float, y: float) -> None:
     """Move the mouse to a point of the window, in two steps like a hand."""
     for step in (4, 0):
         actions = ActionChains(chrome, duration=50)
-        actions.w3c_actions.pointer_action.move_to_location(round(x) + step, round(y) + step)
+        actions.w3c_actions.pointer_action.move_to_location(
+            round(x) + step, round(y) + step
+        )
         actions.perform()
 
 
 def prefer(chrome: Chrome, **features: str) -> None:
     """Emulate media features, such as prefers_color_scheme="dark"."""
-    values = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
+    values = [
+        {"name": name.replace("_", "-"), "value": value}
+        for name, value in features.items()
+    ]
     chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": values})
 
 

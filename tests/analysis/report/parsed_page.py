@@ -24,7 +24,9 @@ class ParsedPage(HTMLParser):
         self.feed(html)
         self.close()
 
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(
+        self, tag: str, attributes: list[tuple[str, str | None]]
+    ) -> None:
         self.elements.append((tag, dict(attributes)))
         self.texts.setdefault(tag, []).append("")
         self._open.append(tag)
@@ -57,6 +59,7 @@ def parse(trace: Trace, findings: Findings = NONE, **options: Any) -> ParsedPage
 
 @functools.cache
 def plain_page() -> tuple[Page, str]:
-    """Return the content and the HTML of the page of a small trace, which several tests read."""
+    """Return the content and the HTML of the page of a small trace, which several tests
+    read."""
     content = build_page(trained().build("run.ebb"), NONE, GIB)
     return content, render_page(content)

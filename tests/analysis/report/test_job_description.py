@@ -35,4 +35,6 @@ def test_describe_job__lists_only_recorded_metadata() -> None:
 def test_describe_job__dates_an_imported_job_by_its_first_iteration() -> None:
     builder = TraceBuilder("imported", clock={"name": "unix", "wall_offset_ns": 10**9})
     builder.rank(0, first_iteration_start_ns=1_700_000_000 * 10**9)
-    assert dict(describe_job(builder.build()).head) == {"first iteration": "2023-11-14 22:13:21 UTC"}
+    assert dict(describe_job(builder.build()).head) == {
+        "first iteration": "2023-11-14 22:13:21 UTC"
+    }

@@ -1,4 +1,5 @@
-"""Tests the content of the report's timeline: lines, boxes and notes in the units of its axes."""
+"""Tests the content of the report's timeline: lines, boxes and notes in the units of
+its axes."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ from tests.analysis.metrics.deepspeed_jobs import deepspeed_job
 from tests.analysis.report.report_traces import GIB, GPU, MS, trained
 
 
-def content_of(trace: Trace, max_points: int = 10_000, min_bytes: int | None = None) -> TimelineContent:
+def content_of(
+    trace: Trace, max_points: int = 10_000, min_bytes: int | None = None
+) -> TimelineContent:
     """Return the content of rank 0's timeline, with windows if `min_bytes` is given."""
     windows = None if min_bytes is None else find_windows(trace, min_bytes, [0])
     content = timeline_content(trace, 0, windows, DetailLimits(max_points, 1000, 50))
@@ -38,10 +41,14 @@ def content_of(trace: Trace, max_points: int = 10_000, min_bytes: int | None = N
 
 def panel_of(trace: Trace, name: str, max_points: int = 10_000) -> TimelinePanel:
     """Return a panel of rank 0's timeline."""
-    return next(panel for panel in content_of(trace, max_points).panels if panel.name == name)
+    return next(
+        panel for panel in content_of(trace, max_points).panels if panel.name == name
+    )
 
 
-def test_timeline_content__measures_free_memory_above_its_pool_and_colors_unknown_pools() -> None:
+def test_timeline_content__measures_free_memory_above_its_pool_and_colors_unknown_pools() -> (
+    None
+):
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[GPU])
     for pool in ("reserved", "allocated", "mine", "yours"):
@@ -60,13 +67,17 @@ def test_timeline_content__marks_samples_above_the_peak_and_says_so() -> None:
     builder = trained()
     for number in range(10):
         rate = 9e10 if number == 4 else 1e9
-        builder.rank(0).link((number + 1) * 10 * MS, 10 * MS, "gpm", h2d_bytes_per_s=rate)
+        builder.rank(0).link(
+            (number + 1) * 10 * MS, 10 * MS, "gpm", h2d_bytes_per_s=rate
+        )
     link = panel_of(builder.build(), "link")
     (line,) = link.lines
     assert np.isnan(line.values[4])
     assert np.nanmax(line.values) == 1e9
     assert line.above_peak_ns.tolist() == [50 * MS]
-    assert panel_notes(link) == ["1 × h2d above the link's peak, which is impossible: marked at the edge"]
+    assert panel_notes(link) == [
+        "1 × h2d above the link's peak, which is impossible: marked at the edge"
+    ]
 
 
 def test_timeline_content__has_windows_between_memory_and_capacity() -> None:
@@ -97,7 +108,12 @@ def test_substep_chart_boxes__draw_nested_sub_steps_last_in_known_colors() -> No
 def test_rank_view__draws_some_of_too_many_sub_steps_and_says_so() -> None:
     job = deepspeed_job(iterations=40).build()
     view = rank_view(
-        JobMetrics(job), ShownRank(0, ""), compare_iterations(job), link_use(job), GIB, DetailLimits(10_000, 300, 50)
+        JobMetrics(job),
+        ShownRank(0, ""),
+        compare_iterations(job),
+        link_use(job),
+        GIB,
+        DetailLimits(10_000, 300, 50),
     )
     assert any("not all sub-steps are drawn" in note for note in view.timeline_notes)
     assert len(json.dumps(view.timeline)) < 300_000

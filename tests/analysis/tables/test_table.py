@@ -19,7 +19,11 @@ class Row:
     time_ms: float | None = None
 
 
-ROWS = [Row("forward", 3 * GIB, 12_345.6), Row("backward", None, 1.0), Row("update", GIB // 2)]
+ROWS = [
+    Row("forward", 3 * GIB, 12_345.6),
+    Row("backward", None, 1.0),
+    Row("update", GIB // 2),
+]
 TABLE = Table(
     "phases",
     "Phases <b>",
@@ -38,19 +42,35 @@ TABLE = Table(
 
 def test_table__has_one_unit_a_column_and_values_to_sort_by() -> None:
     phase, peak, time, half = TABLE.columns
-    assert (phase.is_number, [cell.text for cell in phase.cells]) == (False, ["forward", "backward", "update"])
-    assert (peak.unit, [cell.text for cell in peak.cells]) == ("GiB", ["3.00", "-", "0.50"])
+    assert (phase.is_number, [cell.text for cell in phase.cells]) == (
+        False,
+        ["forward", "backward", "update"],
+    )
+    assert (peak.unit, [cell.text for cell in peak.cells]) == (
+        "GiB",
+        ["3.00", "-", "0.50"],
+    )
     assert [cell.value for cell in peak.cells] == [3 * GIB, None, GIB // 2]
-    assert (time.heading, [cell.text for cell in time.cells]) == ("time ms", ["12,346", "1", "-"])
+    assert (time.heading, [cell.text for cell in time.cells]) == (
+        "time ms",
+        ["12,346", "1", "-"],
+    )
     assert [cell.is_outlier for cell in time.cells] == [False, True, False]
     assert (half.unit, half.cells[0].text) == ("%", "50")
 
 
 def test_table__omits_columns_without_values_and_rows_above_its_limit() -> None:
-    assert [column.label for column in TABLE.columns] == ["phase", "peak", "time", "half"]
+    assert [column.label for column in TABLE.columns] == [
+        "phase",
+        "peak",
+        "time",
+        "half",
+    ]
     assert (len(TABLE.rows), TABLE.cut) == (3, None)
     first = TABLE.first(1)
-    assert [[cell.text for cell in row] for row in first.rows] == [["forward", "3.00", "12,346", "50"]]
+    assert [[cell.text for cell in row] for row in first.rows] == [
+        ["forward", "3.00", "12,346", "50"]
+    ]
     assert first.cut == "The first 1 of 3 rows: ebbtide phases --json has more."
     assert not Table("empty", "", TABLE.all_columns, [])
 

@@ -15,7 +15,12 @@ ROWS = [
         "bytes": 5.5 * 2**30,
         "why": "limited by host memory",
     },
-    {"policy": "zero-offload", "ms": 6100.4, "bytes": 0.0, "why": "waits 3,812 ms for the CPU"},
+    {
+        "policy": "zero-offload",
+        "ms": 6100.4,
+        "bytes": 0.0,
+        "why": "waits 3,812 ms for the CPU",
+    },
 ]
 COLUMNS = (
     text("policy", lambda row: row["policy"]),
@@ -31,9 +36,12 @@ def lines(width: int) -> list[str]:
 
 def test_table_lines__prints_headings_in_one_line_where_there_is_space() -> None:
     assert lines(120) == [
-        "policy                             iteration ms  remark                      device memory GiB",
-        "interleaved:1@0.6,overlap=forward       4,861.6  limited by host memory                   5.50",
-        "zero-offload                            6,100.4  waits 3,812 ms for the CPU               0.00",
+        "policy                             iteration ms  remark                      "
+        "device memory GiB",
+        "interleaved:1@0.6,overlap=forward       4,861.6  limited by host memory      "
+        "             5.50",
+        "zero-offload                            6,100.4  waits 3,812 ms for the CPU  "
+        "             0.00",
     ]
 
 

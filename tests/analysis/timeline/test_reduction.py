@@ -37,4 +37,8 @@ def test_box_sampler__returns_empty_tables_as_they_are() -> None:
 
 def test_resolution__has_at_least_one_slot() -> None:
     resolution = Resolution(slots=1000, steps_per_slot=4)
-    assert [resolution.slots_within(part, 10**6) for part in (1, 10**5, 10**6)] == [1, 100, 1000]
+    assert [resolution.slots_within(part, 10**6) for part in (1, 10**5, 10**6)] == [
+        1,
+        100,
+        1000,
+    ]

@@ -17,7 +17,10 @@ from ebbtide.analysis.timeseries.step_functions import (
     union_length_by_group,
 )
 
-SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)).map(lambda s: (s[0], s[0] + s[1])), max_size=8)
+SPANS = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 8)).map(lambda s: (s[0], s[0] + s[1])),
+    max_size=8,
+)
 Spans = list[tuple[int, int]]
 
 
@@ -47,7 +50,9 @@ def test_unions__agree_with_sets_of_moments(first: Spans, second: Spans) -> None
 
 
 @given(SPANS, SPANS)
-def test_overlap_ns__counts_the_moments_of_each_interval(queries: Spans, spans: Spans) -> None:
+def test_overlap_ns__counts_the_moments_of_each_interval(
+    queries: Spans, spans: Spans
+) -> None:
     starts, ends = np.array(queries, np.int64).reshape(-1, 2).T
     expected = [len(moments([query]) & moments(spans)) for query in queries]
     assert overlap_ns(starts, ends, united(spans)).tolist() == expected
@@ -55,13 +60,20 @@ def test_overlap_ns__counts_the_moments_of_each_interval(queries: Spans, spans: 
 
 def test_union_length_by_group__does_not_overflow_for_days_in_many_groups() -> None:
     groups, day_ns = np.arange(200_000), 86_400 * 10**9
-    lengths = union_length_by_group(groups, np.zeros_like(groups), groups + day_ns, len(groups))
+    lengths = union_length_by_group(
+        groups, np.zeros_like(groups), groups + day_ns, len(groups)
+    )
     assert (lengths == groups + day_ns).all()
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), SPANS), max_size=5))
-def test_union_length_by_group__keeps_groups_apart(groups: list[tuple[int, Spans]]) -> None:
+def test_union_length_by_group__keeps_groups_apart(
+    groups: list[tuple[int, Spans]],
+) -> None:
     rows = [(group, *interval) for group, spans in groups for interval in spans]
     number, starts, ends = np.array(rows, np.int64).reshape(-1, 3).T
-    expected = [len({t for group, spans in groups if group == n for t in moments(spans)}) for n in range(4)]
+    expected = [
+        len({t for group, spans in groups if group == n for t in moments(spans)})
+        for n in range(4)
+    ]
     assert union_length_by_group(number, starts, ends, 4).tolist() == expected

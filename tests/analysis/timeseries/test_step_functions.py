@@ -10,7 +10,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ebbtide.analysis.timeseries.step_functions import cumulative, merge_times, peak_between, union_length
+from ebbtide.analysis.timeseries.step_functions import (
+    cumulative,
+    merge_times,
+    peak_between,
+    union_length,
+)
 
 Pair = tuple[int, int]
 Amount = tuple[int, int, int]
@@ -18,7 +23,9 @@ Amount = tuple[int, int, int]
 small = st.integers(0, 30)
 intervals = st.tuples(small, small).map(lambda pair: (min(pair), max(pair)))
 # (start, length, amount)
-amounts = st.lists(st.tuples(small, st.integers(0, 12), st.integers(0, 10**9)), min_size=1, max_size=12)
+amounts = st.lists(
+    st.tuples(small, st.integers(0, 12), st.integers(0, 10**9)), min_size=1, max_size=12
+)
 offsets = st.sampled_from([0, 10**15, 1_700_000_000_000_000_000])
 
 
@@ -31,7 +38,8 @@ def columns(pairs: list[Pair]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.in
 
 
 def passed(copies: list[Amount], time: int) -> Fraction:
-    """Return the exact total by a time: an amount without duration passes in the nanosecond before its end."""
+    """Return the exact total by a time: an amount without duration passes in the
+    nanosecond before its end."""
     total = Fraction(0)
     for start, length, amount in copies:
         end = start + length
@@ -52,16 +60,24 @@ def totals(copies: list[Amount], times: list[int], offset: int = 0) -> list[floa
     st.lists(intervals, max_size=8),
     offsets,
 )
-def test_peak_between__is_largest_value_in_interval(samples: list[Pair], spans: list[Pair], offset: int) -> None:
+def test_peak_between__is_largest_value_in_interval(
+    samples: list[Pair], spans: list[Pair], offset: int
+) -> None:
     samples.sort(key=lambda sample: sample[0])
     times, values = columns(samples)
     starts, ends = columns(spans)
     got = peak_between(times + offset, values, starts + offset, ends + offset)
     assert len(got) == len(spans)
     for peak, (start, end) in zip(got.tolist(), spans, strict=True):
-        values_at = [[v for t, v in samples if t <= times][-1:] for times in range(start, end + 1)]
-        # Of several samples times one time inside the interval each has been the value, if for no time times all.
-        values_inside = [v for last in values_at for v in last] + [v for t, v in samples if start < t <= end]
+        values_at = [
+            [v for t, v in samples if t <= times][-1:]
+            for times in range(start, end + 1)
+        ]
+        # Of several samples times one time inside the interval each has been the value,
+        # if for no time times all.
+        values_inside = [v for last in values_at for v in last] + [
+            v for t, v in samples if start < t <= end
+        ]
         if values_inside:
             assert peak == max(values_inside)
         else:
@@ -103,17 +119,27 @@ def test_cumulative__is_constant_in_long_pause_after_overlapping_copies() -> Non
 
 
 def test_cumulative__is_zero_without_amounts() -> None:
-    assert cumulative(ints([]), ints([]), np.array([], np.float64))(ints([1, 2])).tolist() == [0, 0]
+    assert cumulative(ints([]), ints([]), np.array([], np.float64))(
+        ints([1, 2])
+    ).tolist() == [0, 0]
 
 
 @given(st.lists(intervals, max_size=12), offsets)
-def test_union_length__equals_count_of_covered_nanoseconds(pairs: list[Pair], offset: int) -> None:
+def test_union_length__equals_count_of_covered_nanoseconds(
+    pairs: list[Pair], offset: int
+) -> None:
     starts, ends = columns(pairs)
     covered = {time for start, end in pairs for time in range(start, end)}
     assert union_length(starts + offset, ends + offset) == len(covered)
 
 
-@given(st.lists(small | offsets), st.lists(small | offsets), st.sampled_from([np.int64, np.float64]))
-def test_merge_times__is_the_sorted_union(first: list[int], second: list[int], kind: type) -> None:
+@given(
+    st.lists(small | offsets),
+    st.lists(small | offsets),
+    st.sampled_from([np.int64, np.float64]),
+)
+def test_merge_times__is_the_sorted_union(
+    first: list[int], second: list[int], kind: type
+) -> None:
     a, b = np.array(sorted(first), kind), np.array(sorted(second), kind)
     assert list(merge_times(a, b)) == list(np.union1d(a, b))

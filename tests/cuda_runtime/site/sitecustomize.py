@@ -1,4 +1,5 @@
-"""Prepares each Python process on the stand-in: replaces kernels of CUDA once their modules are imported."""
+"""Prepares each Python process on the stand-in: replaces kernels of CUDA once their
+modules are imported."""
 
 import atexit
 import faulthandler
@@ -12,12 +13,15 @@ from pathlib import Path
 # By modules of the job, those of the stand-in that replace kernels in them.
 INSTALLERS = {
     "torch": "tests.cuda_runtime.kernels",
-    "ebbtide.interleave.engine.numerics.triton_kernel": "tests.cuda_runtime.triton_kernels",
+    "ebbtide.interleave.engine.numerics.triton_kernel": (
+        "tests.cuda_runtime.triton_kernels"
+    ),
 }
 
 
 class InstallingLoader:
-    """A loader that calls `install` of a module of the stand-in when another one has loaded a module of the job."""
+    """A loader that calls `install` of a module of the stand-in when another one has
+    loaded a module of the job."""
 
     def __init__(self, loader, installer):
         self._loader = loader
@@ -37,15 +41,18 @@ class InstallingLoader:
 
 
 class AfterImport:
-    """A finder that calls `install` of a module of the stand-in after the import of one of the job."""
+    """A finder that calls `install` of a module of the stand-in after the import of one
+    of the job."""
 
     def __init__(self, installers):
         self._installers = dict(installers)
         self._is_searching = False
 
     def find_spec(self, name, path=None, target=None):
-        """Return the spec of other finders, with a loader that installs kernels; None for other modules."""
-        # Pytest's finder, which comes first, takes modules of packages that have plugins.
+        """Return the spec of other finders, with a loader that installs kernels; None
+        for other modules."""
+        # Pytest's finder, which comes first, takes modules of packages that have
+        # plugins.
         sys.meta_path.remove(self)
         sys.meta_path.insert(0, self)
         if self._is_searching or name not in self._installers:

@@ -1,4 +1,5 @@
-"""Checks of advice against the job that it is given for: simulated again, and counted by the framework's own bytes."""
+"""Checks of advice against the job that it is given for: simulated again, and counted
+by the framework's own bytes."""
 
 from __future__ import annotations
 
@@ -10,8 +11,16 @@ from ebbtide.analysis.findings import find
 from ebbtide.analysis.metrics.state_split import Framework
 from ebbtide.features.advise.changes import leave_system_share
 from ebbtide.features.advise.choice import fits_memory
-from ebbtide.features.advise.job.sources import BatchSettings, job_of_trace, job_of_workload
-from ebbtide.features.advise.machine_plan import MachinePlan, place_as_it_is, plan_for_machine
+from ebbtide.features.advise.job.sources import (
+    BatchSettings,
+    job_of_trace,
+    job_of_workload,
+)
+from ebbtide.features.advise.machine_plan import (
+    MachinePlan,
+    place_as_it_is,
+    plan_for_machine,
+)
 from ebbtide.features.advise.recommendation import Recommendation, recommend
 from ebbtide.features.advise.trace_advice import TraceAdviser
 from ebbtide.interleave.model.workload import Workload
@@ -68,9 +77,13 @@ def advised_policy(action: dict[str, Any]) -> str:
     settings = action["settings"]
     if action["kind"] == "policy":
         overlap = settings["overlap"]
-        return str(settings["policy"]) + (f",overlap={overlap}" if overlap != "none" else "")
+        return str(settings["policy"]) + (
+            f",overlap={overlap}" if overlap != "none" else ""
+        )
     offload = settings["offload_optimizer"]
-    return "gpu-only" if offload["device"] == "none" else f"twin-flow:{offload['ratio']:g}"
+    return (
+        "gpu-only" if offload["device"] == "none" else f"twin-flow:{offload['ratio']:g}"
+    )
 
 
 def check(action: dict[str, Any] | None, case: Case) -> int:
@@ -80,7 +93,11 @@ def check(action: dict[str, Any] | None, case: Case) -> int:
     policy = advised_policy(action)
     steps = steps_of(policy, case)
     iteration_ms = steps.iteration_s * 1e3
-    assert abs(action["simulated_ms"] / iteration_ms - 1) < 1e-6, (policy, action, iteration_ms)
+    assert abs(action["simulated_ms"] / iteration_ms - 1) < 1e-6, (
+        policy,
+        action,
+        iteration_ms,
+    )
     assert action["fits"]
     assert fits_memory(steps, case.machine), policy
     check_bytes(policy, case)
@@ -105,39 +122,64 @@ def check_bytes(policy: str, case: Case) -> None:
     if policy.startswith("twin-flow:"):
         resident = workload.split.resident(float(policy.partition(":")[2]), len(sizes))
         assert (state + 4) * sum(sizes[resident.start : resident.stop]) <= free + 1
-    if policy == "gpu-only" and workload.framework is not None and not case.machine.unified_memory:
+    if (
+        policy == "gpu-only"
+        and workload.framework is not None
+        and not case.machine.unified_memory
+    ):
         assert (state + workload.grad_bytes) * sum(sizes) <= free + 1
 
 
 def check_recommendation(advice: Recommendation, case: Case) -> int:
-    """Check the setting and the split of a recommendation, and that what is kept is no setting."""
+    """Check the setting and the split of a recommendation, and that what is kept is no
+    setting."""
     checked = check(advice.action, case)
     if advice.split is not None:
-        offload = advice.split.deepspeed_config["zero_optimization"]["offload_optimizer"]
-        action = {"kind": "deepspeed", "settings": {"offload_optimizer": offload}, "fits": True}
-        times = {"simulated_ms": advice.split.iteration_ms, "present_ms": advice.present.iteration_ms}
+        offload = advice.split.deepspeed_config["zero_optimization"][
+            "offload_optimizer"
+        ]
+        action = {
+            "kind": "deepspeed",
+            "settings": {"offload_optimizer": offload},
+            "fits": True,
+        }
+        times = {
+            "simulated_ms": advice.split.iteration_ms,
+            "present_ms": advice.present.iteration_ms,
+        }
         checked += check(action | times, case)
     return checked
 
 
 def check_plan(plan: MachinePlan) -> int:
     """Check the setting of a plan."""
-    return check(plan.advice, Case(plan.placed.placed.workload, plan.placed.shared, plan.placed.recorded))
+    return check(
+        plan.advice,
+        Case(plan.placed.placed.workload, plan.placed.shared, plan.placed.recorded),
+    )
 
 
 def check_findings(trace: Trace) -> int:
-    """Check the settings in the findings of a trace, on its own machine; the report has the same findings."""
+    """Check the settings in the findings of a trace, on its own machine; the report has
+    the same findings."""
     machine = own_machine(trace)
     if machine is None:
         return 0
-    case = Case(workload_of(trace), share_box(machine, None, trace), recorded_job(trace))
+    case = Case(
+        workload_of(trace), share_box(machine, None, trace), recorded_job(trace)
+    )
     actions = [finding.action for finding in find(trace, TraceAdviser(trace)).findings]
-    return sum(check(action.as_json(), case) for action in actions if action is not None)
+    return sum(
+        check(action.as_json(), case) for action in actions if action is not None
+    )
 
 
 def case_of(trace: Trace, machine: Machine) -> Case:
     """Return the job of a trace on a machine, as `replay --recommend` takes it."""
-    workload, rates = workload_of(trace), leave_system_share(share_box(machine, None, trace))
+    workload, rates = (
+        workload_of(trace),
+        leave_system_share(share_box(machine, None, trace)),
+    )
     if note_other_machine(workload, rates, trace) is workload:
         return Case(workload, rates, recorded_job(trace))
     placed = place_as_it_is(trace, machine)
@@ -145,18 +187,28 @@ def case_of(trace: Trace, machine: Machine) -> Case:
 
 
 def check_trace(trace: Trace, machine: Machine) -> int:
-    """Check the recommendation and the plan of a trace for a machine, which name the same best policy."""
+    """Check the recommendation and the plan of a trace for a machine, which name the
+    same best policy."""
     case = case_of(trace, machine)
-    advice, plan = recommend(*case), plan_for_machine(job_of_trace(trace, BatchSettings()), machine)
+    advice, plan = (
+        recommend(*case),
+        plan_for_machine(job_of_trace(trace, BatchSettings()), machine),
+    )
     if plan.policy is not None and plan.change is None:
         assert advice.policy == plan.policy
-        assert abs(advice.setups[0].iteration_ms / (plan.iteration_ms or 1.0) - 1) < 1e-6
+        assert (
+            abs(advice.setups[0].iteration_ms / (plan.iteration_ms or 1.0) - 1) < 1e-6
+        )
     return check_recommendation(advice, case) + check_plan(plan)
 
 
 def check_workload(random: random.Random) -> int:
-    """Check the recommendation and the plan for a random workload on a random machine."""
-    machine, job = preset(random.choice(MACHINES)).for_ranks(1), RecordedJob(policy=random.choice(POLICIES))
+    """Check the recommendation and the plan for a random workload on a random
+    machine."""
+    machine, job = (
+        preset(random.choice(MACHINES)).for_ranks(1),
+        RecordedJob(policy=random.choice(POLICIES)),
+    )
     case = Case(random_workload(random), leave_system_share(machine), job)
     plan = plan_for_machine(job_of_workload(case.workload, BatchSettings()), machine)
     return check_recommendation(recommend(*case), case) + check_plan(plan)
@@ -168,7 +220,10 @@ def random_workload(random: random.Random) -> Workload:
     sizes = tuple(max(1, round(size * random.uniform(0.2, 2))) for _ in range(count))
     forward, backward = (10 ** random.uniform(-2, 0.7) for _ in range(2))
     most = sum(sizes) * 18
-    steps = tuple((at * (forward + backward), most * random.random() ** 2) for at in (0.0, 0.3, 0.7, 1.0))
+    steps = tuple(
+        (at * (forward + backward), most * random.random() ** 2)
+        for at in (0.0, 0.3, 0.7, 1.0)
+    )
     return Workload(
         "random",
         sum(sizes),
@@ -178,10 +233,16 @@ def random_workload(random: random.Random) -> Workload:
         backward_s=backward,
         gpu_free=steps,
         clipping=random.random() < 0.7,
-        framework=random.choice([None, Framework("deepspeed", "0.13.3"), Framework("deepspeed", "0.19.8")]),
+        framework=random.choice(
+            [None, Framework("deepspeed", "0.13.3"), Framework("deepspeed", "0.19.8")]
+        ),
     )
 
 
 def traces(folder: Path) -> list[Path]:
     """Return the traces of a folder that can be replayed."""
-    return [path for path in sorted(folder.glob("*.ebb")) if path.stem != "a100-torch-profiler"]
+    return [
+        path
+        for path in sorted(folder.glob("*.ebb"))
+        if path.stem != "a100-torch-profiler"
+    ]

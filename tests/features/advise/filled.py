@@ -13,6 +13,15 @@ VALUES = {
 
 
 def filled(lines: str) -> str:
-    """Return code, or a configuration as JSON, with values for all that is to be filled in."""
-    lines = re.sub(r"(\w+)=\.\.\.,  # fill in: .*", lambda match: f"{match[1]}={VALUES[match[1]]},", lines)
-    return re.sub(r'"(\w+)": "fill in: [^"]*"', lambda match: f'"{match[1]}": {VALUES[match[1]]}', lines)
+    """Return code, or a configuration as JSON, with values for all that is to be filled
+    in."""
+    lines = re.sub(
+        r"(\w+)=\.\.\.,  # fill in: .*",
+        lambda match: f"{match[1]}={VALUES[match[1]]},",
+        lines,
+    )
+    return re.sub(
+        r'"(\w+)": "fill in: [^"]*"',
+        lambda match: f'"{match[1]}": {VALUES[match[1]]}',
+        lines,
+    )

@@ -11,13 +11,26 @@ from ebbtide.features.advise.job.training_job import TrainingJob
 from ebbtide.machines.machine import Machine
 from tests.interleave.job_files import machine
 
-GPU = {"flops_per_s": {"bfloat16": 300e12}, "memory_bytes_per_s": 2e12, "peer_bytes_per_s": 300e9}
+GPU = {
+    "flops_per_s": {"bfloat16": 300e12},
+    "memory_bytes_per_s": 2e12,
+    "peer_bytes_per_s": 300e9,
+}
 BOX = {"ranks": 8, "cpu_update_params_per_s": 8e9, "host_memory_bytes_per_s": 400e9}
 
 
-def sized(params: float = 2e9, ranks: int = 1, micro_batch: int = 1, checkpointing: bool = False) -> TrainingJob:
+def sized(
+    params: float = 2e9,
+    ranks: int = 1,
+    micro_batch: int = 1,
+    checkpointing: bool = False,
+) -> TrainingJob:
     """Return a job of a size, in a few subgroups."""
-    job = job_of_size(shape_of(int(params), 2048, 50_000), BatchSettings(ranks, micro_batch), checkpointing)
+    job = job_of_size(
+        shape_of(int(params), 2048, 50_000),
+        BatchSettings(ranks, micro_batch),
+        checkpointing,
+    )
     return replace(job, workload=replace(job.workload, subgroup_params=int(params / 4)))
 
 

@@ -46,7 +46,9 @@ def test_explain__gains_add_up_to_the_whole(job: Workload, target: Machine) -> N
     steps = explain(job, target)
     assert steps[0].gain_ms == 0
     total = steps[0].iteration_ms - steps[-1].iteration_ms
-    assert sum(step.gain_ms for step in steps) == pytest.approx(total, abs=1e-9 * steps[0].iteration_ms)
+    assert sum(step.gain_ms for step in steps) == pytest.approx(
+        total, abs=1e-9 * steps[0].iteration_ms
+    )
     # Without known free memory the ladder ends before shares and windows.
     assert [step.policy for step in steps] == LADDER[:4]
     for step in steps:
@@ -87,5 +89,7 @@ def test_explain__leaves_out_steps_that_lack_a_rate() -> None:
 
 @pytest.mark.slow
 def test_explain__leaves_out_updates_on_the_gpu_if_their_rate_is_not_known() -> None:
-    on_cpu = explain(workload(subgroup_params=7e8), machine(gpu_update_params_per_s=None))
+    on_cpu = explain(
+        workload(subgroup_params=7e8), machine(gpu_update_params_per_s=None)
+    )
     assert [step.policy for step in on_cpu] == [*LADDER[:3], *LADDER[4:]]

@@ -1,6 +1,8 @@
-"""No advice is slower than the job it is given for, repeats its setting, or does not fit.
+"""No advice is slower than the job it is given for, repeats its setting, or does not
+fit.
 
-`benchmarks/advice.py` runs these checks on all traces, 12 machines and 300 random workloads."""
+`benchmarks/advice.py` runs these checks on all traces, 12 machines and 300 random
+workloads."""
 
 from __future__ import annotations
 
@@ -30,9 +32,14 @@ A100 = "a100-40gb-published"
         slow_case("h100-20b-async", "h100-80gb-pcie"),
     ],
 )
-def test_advice__gains_and_is_the_same_in_replay_and_plan(name: str, machine_name: str) -> None:
+def test_advice__gains_and_is_the_same_in_replay_and_plan(
+    name: str, machine_name: str
+) -> None:
     trace = open_trace(TRACES / f"{name}.ebb")
-    assert checks.check_findings(trace) + checks.check_trace(trace, preset(machine_name)) >= 2
+    assert (
+        checks.check_findings(trace) + checks.check_trace(trace, preset(machine_name))
+        >= 2
+    )
 
 
 @pytest.mark.parametrize("seed", range(examples(20, by_default=2)))
@@ -46,12 +53,19 @@ def without_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("factor", [None, slow_case(0.96)])
-def test_checks__find_a_loss_where_the_rule_is_taken_out(factor: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that has the best policy, or whose recorded iteration is shorter than the simulated one of any other."""
+def test_checks__find_a_loss_where_the_rule_is_taken_out(
+    factor: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that has the best policy, or whose recorded iteration is shorter than the
+    simulated one of any other."""
     best = recommend(workload(), machine()).setups[0]
     recorded_s = best.iteration_ms / 1e3 * factor if factor is not None else None
     policy = best.policy if factor is None else "zero-offload"
-    case = checks.Case(workload(), machine(), RecordedJob(policy=policy, iteration_s=recorded_s, machine="box"))
+    case = checks.Case(
+        workload(),
+        machine(),
+        RecordedJob(policy=policy, iteration_s=recorded_s, machine="box"),
+    )
     assert checks.check_recommendation(recommend(*case), case) == 0
     without_rule(monkeypatch)
     with pytest.raises(AssertionError):

@@ -15,7 +15,12 @@ from ebbtide.features.advise.job.compute_times import (
     RecordedKernels,
     combined_factor,
 )
-from ebbtide.features.advise.job.decoder import RUNTIMES, Implementation, checkpointed_share, shape_of
+from ebbtide.features.advise.job.decoder import (
+    RUNTIMES,
+    Implementation,
+    checkpointed_share,
+    shape_of,
+)
 from ebbtide.features.advise.job.sources import BatchSettings, job_of_size
 from ebbtide.features.advise.job.training_job import ComputeTimes, TunableSettings
 from ebbtide.machines.catalog import preset
@@ -27,7 +32,10 @@ from ebbtide.machines.kernels.efficiency import (
     CardClass,
     kernel_share,
 )
-from ebbtide.machines.kernels.time_priors import COLLECTIVE_EFFICIENCY, PYTHON_OPERATION_NS
+from ebbtide.machines.kernels.time_priors import (
+    COLLECTIVE_EFFICIENCY,
+    PYTHON_OPERATION_NS,
+)
 from ebbtide.machines.machine import GpuCompute
 from tests.features.advise.jobs import gpu_machine
 
@@ -38,19 +46,33 @@ def gpu(flops: float, memory: float = 2e12) -> GpuCompute:
     return GpuCompute("GPU", None, {"bfloat16": flops}, memory, 300e9)
 
 
-def recorded(flops: float | None, kernels: RecordedKernels | None = None) -> RecordedCompute:
-    """Return the compute of a job that took 1 s and 3 s on a GPU with a peak, or with none that is known."""
+def recorded(
+    flops: float | None, kernels: RecordedKernels | None = None
+) -> RecordedCompute:
+    """Return the compute of a job that took 1 s and 3 s on a GPU with a peak, or with
+    none that is known."""
     own = None if flops is None else gpu(flops)
-    return RecordedCompute(1.0, 3.0, 0.5, own, "recorded GPU", kernels, 1.0, ONE_RANK, 2.0, 1e9)
+    return RecordedCompute(
+        1.0, 3.0, 0.5, own, "recorded GPU", kernels, 1.0, ONE_RANK, 2.0, 1e9
+    )
 
 
-def on_gpu(compute: RecordedCompute, flops: float, settings: TunableSettings = ONE_RANK) -> ComputeTimes:
-    values = {"flops_per_s": {"bfloat16": flops}, "memory_bytes_per_s": 2e12, "peer_bytes_per_s": 300e9}
+def on_gpu(
+    compute: RecordedCompute, flops: float, settings: TunableSettings = ONE_RANK
+) -> ComputeTimes:
+    values = {
+        "flops_per_s": {"bfloat16": flops},
+        "memory_bytes_per_s": 2e12,
+        "peer_bytes_per_s": 300e9,
+    }
     return compute.times(gpu_machine(gpu=values), settings, 1)
 
 
-def times_of_size(params: float, implementation: Implementation, **settings: Any) -> ComputeTimes:
-    """Return the times of a decoder of this size on an H100: one sequence of 2,048 tokens unless others are given."""
+def times_of_size(
+    params: float, implementation: Implementation, **settings: Any
+) -> ComputeTimes:
+    """Return the times of a decoder of this size on an H100: one sequence of 2,048
+    tokens unless others are given."""
     machine = preset(settings.pop("machine", "h100-80gb"))
     checkpointing = settings.pop("checkpointing", False)
     shape = shape_of(int(params), settings.get("sequence", 2048), 50_304)
@@ -62,7 +84,8 @@ FUSED = Implementation("fused", FLASH_3)
 
 
 def test_times__of_a_size_follow_its_operations_and_the_shares_of_the_peak() -> None:
-    """Six operations per weight and token at the share of large products, and attention; recomputation is a forward."""
+    """Six operations per weight and token at the share of large products, and
+    attention; recomputation is a forward."""
     shape, tokens = shape_of(int(30e9), 2048, 50_304), 8 * 2048
     times = times_of_size(30e9, FUSED, micro_batch=8)
     least_s = 3 * shape.forward_flops(tokens) / 989.5e12
@@ -73,7 +96,8 @@ def test_times__of_a_size_follow_its_operations_and_the_shares_of_the_peak() -> 
 
 
 def test_times__small_products_and_short_jobs_reach_less_of_the_peak() -> None:
-    """The time per operation falls with the tokens of a micro-batch, and with the width."""
+    """The time per operation falls with the tokens of a micro-batch, and with the
+    width."""
 
     def per_flop(params: float, micro_batch: int) -> float:
         flops = shape_of(int(params), 2048, 50_304).forward_flops(2048 * micro_batch)
@@ -83,12 +107,18 @@ def test_times__small_products_and_short_jobs_reach_less_of_the_peak() -> None:
     assert per_flop(0.3e9, 8) > 1.2 * per_flop(7e9, 8)
 
 
-def test_times__depend_on_the_implementation_and_span_all_where_it_is_not_stated() -> None:
-    """FlashAttention 3 is faster than 2, which is faster than scores in memory; eager kernels are slower."""
+def test_times__depend_on_the_implementation_and_span_all_where_it_is_not_stated() -> (
+    None
+):
+    """FlashAttention 3 is faster than 2, which is faster than scores in memory; eager
+    kernels are slower."""
 
     def seconds(implementation: Implementation) -> tuple[float, float, float]:
         times = times_of_size(8e9, implementation, sequence=16_384)
-        total, side = times.forward_s + times.backward_s, times.factor**DEVIATIONS_OF_RANGE
+        total, side = (
+            times.forward_s + times.backward_s,
+            times.factor**DEVIATIONS_OF_RANGE,
+        )
         return total / side, total, total * side
 
     kinds = [Implementation("fused", kind) for kind in (FLASH_3, FLASH_2, "math")]
@@ -101,7 +131,8 @@ def test_times__depend_on_the_implementation_and_span_all_where_it_is_not_stated
 
 
 def test_times__small_models_wait_for_launches() -> None:
-    """One sequence of 16 tokens takes the time in which the host issues all operations."""
+    """One sequence of 16 tokens takes the time in which the host issues all
+    operations."""
     shape = shape_of(int(1e9), 16, 50_304)
     times = times_of_size(1e9, Implementation("eager", FLASH_2), sequence=16)
     operations = RUNTIMES["eager"].forward.launches
@@ -109,17 +140,28 @@ def test_times__small_models_wait_for_launches() -> None:
 
 
 def test_times__of_deepspeed_hide_neither_exchanges_nor_copies_of_gradients() -> None:
-    shown = [times_of_size(13e9, Implementation(name, FLASH_2), ranks=4) for name in ("eager", "deepspeed")]
+    shown = [
+        times_of_size(13e9, Implementation(name, FLASH_2), ranks=4)
+        for name in ("eager", "deepspeed")
+    ]
     alone = times_of_size(13e9, Implementation("deepspeed", FLASH_2))
-    copies_s = [4 * 13e9 / ranks / preset("h100-80gb").d2h_bytes_per_s for ranks in (1, 4)]
+    copies_s = [
+        4 * 13e9 / ranks / preset("h100-80gb").d2h_bytes_per_s for ranks in (1, 4)
+    ]
     compute_s = alone.forward_s + alone.backward_s - copies_s[0]
     total_s = shown[1].forward_s + shown[1].backward_s
-    assert total_s == pytest.approx(compute_s + shown[1].collectives_s + copies_s[1], rel=1e-3)
+    assert total_s == pytest.approx(
+        compute_s + shown[1].collectives_s + copies_s[1], rel=1e-3
+    )
     assert shown[0].forward_s + shown[0].backward_s < total_s
 
 
 def test_times__of_a_recording_are_scaled_by_peaks() -> None:
-    same, twice, unknown = on_gpu(recorded(3e14), 3e14), on_gpu(recorded(3e14), 6e14), on_gpu(recorded(None), 3e14)
+    same, twice, unknown = (
+        on_gpu(recorded(3e14), 3e14),
+        on_gpu(recorded(3e14), 6e14),
+        on_gpu(recorded(None), 3e14),
+    )
     assert (same.forward_s, same.backward_s, same.other_s) == (1.0, 3.0, 0.5)
     assert (twice.forward_s, twice.backward_s, unknown.forward_s) == (0.5, 1.5, 1.0)
     factors = [same.factor, twice.factor, unknown.factor]
@@ -127,16 +169,22 @@ def test_times__of_a_recording_are_scaled_by_peaks() -> None:
 
 
 def test_times__of_kernels_follow_the_roofline() -> None:
-    """One kernel of 1 s of arithmetic at the rate of products, and one of 1 s of memory, as fast on both GPUs."""
+    """One kernel of 1 s of arithmetic at the rate of products, and one of 1 s of
+    memory, as fast on both GPUs."""
     share = kernel_share(PRODUCT, "GPU", CardClass.OTHER).median
     kernels = RecordedKernels(np.array([share * 3e14, 1.0]), np.array([1.0, 2e12]), 2.0)
     assert on_gpu(recorded(3e14, kernels), 6e14).forward_s == pytest.approx(0.75)
-    assert on_gpu(recorded(3e14, kernels), 1e12).forward_s == pytest.approx((300 + 1) / 2)
+    assert on_gpu(recorded(3e14, kernels), 1e12).forward_s == pytest.approx(
+        (300 + 1) / 2
+    )
 
 
 def test_times__more_ranks_exchange_parameters() -> None:
     compute = recorded(3e14)
-    alone, shared = on_gpu(compute, 3e14), on_gpu(compute, 3e14, TunableSettings(4, 1, False, False))
+    alone, shared = (
+        on_gpu(compute, 3e14),
+        on_gpu(compute, 3e14, TunableSettings(4, 1, False, False)),
+    )
     exchange_s = 3 * 2e9 * 3 / 4 / (300e9 * COLLECTIVE_EFFICIENCY.typical)
     assert shared.collectives_s == pytest.approx(exchange_s)
     total = shared.forward_s + shared.backward_s
@@ -151,9 +199,12 @@ def test_combined_factor__adds_squares_of_logarithms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "layers", "hidden"), [(6.7e9, 32, 4096), (13e9, 40, 5140), (65e9, 80, 8192), (175e9, 96, 12288)]
+    ("params", "layers", "hidden"),
+    [(6.7e9, 32, 4096), (13e9, 40, 5140), (65e9, 80, 8192), (175e9, 96, 12288)],
 )
-def test_shape_of__guesses_published_decoders(params: float, layers: int, hidden: int) -> None:
+def test_shape_of__guesses_published_decoders(
+    params: float, layers: int, hidden: int
+) -> None:
     shape = shape_of(int(params), 2048, 50_000)
     assert shape.layers == pytest.approx(layers, rel=0.25)
     assert shape.hidden == pytest.approx(hidden, rel=0.15)
@@ -161,7 +212,8 @@ def test_shape_of__guesses_published_decoders(params: float, layers: int, hidden
 
 
 def test_activations__full_checkpointing_keeps_inputs_and_one_layer() -> None:
-    """34 bytes per token and hidden unit of each layer, or 2 and those of one layer (Korthikanti et al. 2022)."""
+    """34 bytes per token and hidden unit of each layer, or 2 and those of one layer
+    (Korthikanti et al. 2022)."""
     shape = shape_of(int(6.7e9), 2048, 50_000, 32, 4096)
     assert shape.kept_bytes(2048, checkpointing=False) == 2048 * 4096 * 32 * 34
     assert shape.kept_bytes(2048, checkpointing=True) == 2048 * 4096 * 32 * 2

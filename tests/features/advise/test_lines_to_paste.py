@@ -18,16 +18,35 @@ from tests.interleave.job_files import machine, workload
     [
         ({"stage": 3}, "enable("),
         # enable() refuses it.
-        ({"stage": 3, "offload_param": {"device": "cpu"}}, "optimizer = InterleavedAdamW("),
+        (
+            {"stage": 3, "offload_param": {"device": "cpu"}},
+            "optimizer = InterleavedAdamW(",
+        ),
         (None, "optimizer = InterleavedAdamW("),
     ],
 )
-def test_lines_to_paste__put_state_into_storage(zero: dict[str, object] | None, call: str) -> None:
+def test_lines_to_paste__put_state_into_storage(
+    zero: dict[str, object] | None, call: str
+) -> None:
     job = workload()
-    short = machine(host_memory_bytes=20e9, storage=[{"read_bytes_per_s": 6e9, "write_bytes_per_s": 5e9}])
-    choice = PolicyChoice(simulate_steps(make_plan("pipelined", job, short), job, short))
-    recorded = RecordedJob() if zero is None else RecordedJob({"zero_optimization": zero}, 3)
-    settings = TunableSettings(ranks=1, micro_batch=None, checkpointing=False, offload=True)
-    lines = lines_to_paste(choice, PasteContext(recorded, short, "box.json"), settings).python
+    short = machine(
+        host_memory_bytes=20e9,
+        storage=[{"read_bytes_per_s": 6e9, "write_bytes_per_s": 5e9}],
+    )
+    choice = PolicyChoice(
+        simulate_steps(make_plan("pipelined", job, short), job, short)
+    )
+    recorded = (
+        RecordedJob() if zero is None else RecordedJob({"zero_optimization": zero}, 3)
+    )
+    settings = TunableSettings(
+        ranks=1, micro_batch=None, checkpointing=False, offload=True
+    )
+    lines = lines_to_paste(
+        choice, PasteContext(recorded, short, "box.json"), settings
+    ).python
     assert f"\n{call}\n" in lines
-    assert "    storage=...,  # fill in: a folder on each drive\n    host_memory_budget=20_000_000_000,\n" in lines
+    assert (
+        "    storage=...,  # fill in: a folder on each drive\n    "
+        "host_memory_budget=20_000_000_000,\n" in lines
+    )

@@ -13,7 +13,13 @@ from ebbtide.errors import MachineError
 from ebbtide.features.advise import choice
 from ebbtide.features.advise.job.memory import place
 from ebbtide.features.advise.job.sources import BatchSettings, job_of_workload
-from ebbtide.features.advise.machine_plan import MachinePlan, PlanRequest, fastest_plans, place_job, plan_for_machine
+from ebbtide.features.advise.machine_plan import (
+    MachinePlan,
+    PlanRequest,
+    fastest_plans,
+    place_job,
+    plan_for_machine,
+)
 from ebbtide.interleave.model.workload import workload_from
 from ebbtide.interleave.policies import as_policies
 from ebbtide.interleave.simulation.simulator import Steps
@@ -21,7 +27,15 @@ from tests.conftest import examples, slow_case
 from tests.features.advise.jobs import gpu_machine, sized
 from tests.interleave.job_files import WORKLOAD, machine
 
-FIGURES = ("policy", "device_bytes", "host_bytes", "iteration_ms", "tokens_per_s", "limited_by", "code")
+FIGURES = (
+    "policy",
+    "device_bytes",
+    "host_bytes",
+    "iteration_ms",
+    "tokens_per_s",
+    "limited_by",
+    "code",
+)
 
 
 @settings(max_examples=examples(8, by_default=2))
@@ -63,7 +77,9 @@ def test_plan_for_machine__costs_the_hosts_for_the_time_of_a_billion_tokens() ->
     assert plan.tokens_per_s is not None
     assert plan.cost_per_billion_tokens is not None
     assert plan.tokens_per_s == pytest.approx(2048 / plan.iteration_ms * 1e3)
-    assert plan.cost_per_billion_tokens == pytest.approx(3.6 / 3600 * 1e9 / plan.tokens_per_s)
+    assert plan.cost_per_billion_tokens == pytest.approx(
+        3.6 / 3600 * 1e9 / plan.tokens_per_s
+    )
     assert plan.cost_low is not None
     assert plan.cost_high is not None
     assert plan.cost_low < plan.cost_per_billion_tokens < plan.cost_high
@@ -74,11 +90,20 @@ def test_plan_for_machine__costs_the_hosts_for_the_time_of_a_billion_tokens() ->
 
 @pytest.mark.parametrize(
     ("device", "ranks", "checkpointing"),
-    [(9e9, 2, True), (80e9, 1, False), slow_case(9e9, 1, False), slow_case(80e9, 2, True)],
+    [
+        (9e9, 2, True),
+        (80e9, 1, False),
+        slow_case(9e9, 1, False),
+        slow_case(80e9, 2, True),
+    ],
 )
-def test_plan_for_machine__its_lines_are_python(device: float, ranks: int, checkpointing: bool) -> None:
+def test_plan_for_machine__its_lines_are_python(
+    device: float, ranks: int, checkpointing: bool
+) -> None:
     job = sized(ranks=ranks, checkpointing=checkpointing)
-    plan = plan_for_machine(job, gpu_machine(gpu_memory_bytes=device, host_memory_bytes=4e11))
+    plan = plan_for_machine(
+        job, gpu_machine(gpu_memory_bytes=device, host_memory_bytes=4e11)
+    )
     assert plan.code is not None
     compile(plan.code, "plan", "exec")
     assert plan.settings is not None
@@ -89,27 +114,43 @@ def test_plan_for_machine__its_lines_are_python(device: float, ranks: int, check
 
 def test_plan_for_machine__keeps_to_the_requested_policies() -> None:
     policies = ("zero-offload", "interleaved:2")
-    plan = plan_for_machine(sized(), gpu_machine(), PlanRequest(policies=as_policies(policies)))
+    plan = plan_for_machine(
+        sized(), gpu_machine(), PlanRequest(policies=as_policies(policies))
+    )
     assert {time.policy for time in plan.policies} == set(policies)
     assert plan.change == {"policy": plan.policy}
     assert plan.policy == plan.policies[0].policy
     assert (
-        plan_for_machine(sized(), gpu_machine(), PlanRequest(policies=as_policies(("gpu-only",)))).policy == "gpu-only"
+        plan_for_machine(
+            sized(), gpu_machine(), PlanRequest(policies=as_policies(("gpu-only",)))
+        ).policy
+        == "gpu-only"
     )
 
 
 def test_plan_for_machine__names_what_limits_the_iteration() -> None:
-    """A slow CPU, a slow link and slow host memory, with everything offloaded; and a GPU without offload."""
+    """A slow CPU, a slow link and slow host memory, with everything offloaded; and a
+    GPU without offload."""
     offload = PlanRequest(policies=as_policies(("zero-offload",)))
     rates = {"box": None, "host_memory_bytes_per_s": 1e13}
     slow_cpu = gpu_machine(**rates, cpu_update_params_per_s=1e8)
     assert plan_for_machine(sized(), slow_cpu, offload).limited_by == "cpu update"
     slow_memory = gpu_machine(box=None, host_memory_bytes_per_s=2e9)
     assert plan_for_machine(sized(), slow_memory, offload).limited_by == "host memory"
-    slow_link = gpu_machine(**rates, h2d_pageable_bytes_per_s=1e8, cpu_update_params_per_s=1e11)
+    slow_link = gpu_machine(
+        **rates, h2d_pageable_bytes_per_s=1e8, cpu_update_params_per_s=1e11
+    )
     assert plan_for_machine(sized(), slow_link, offload).limited_by == "h2d"
-    assert plan_for_machine(sized(micro_batch=8), gpu_machine(gpu_memory_bytes=4e11)).limited_by == "compute"
-    slow_peers = gpu_machine(gpu_memory_bytes=4e11, gpu={"flops_per_s": {"bfloat16": 3e14}, "peer_bytes_per_s": 1e9})
+    assert (
+        plan_for_machine(
+            sized(micro_batch=8), gpu_machine(gpu_memory_bytes=4e11)
+        ).limited_by
+        == "compute"
+    )
+    slow_peers = gpu_machine(
+        gpu_memory_bytes=4e11,
+        gpu={"flops_per_s": {"bfloat16": 3e14}, "peer_bytes_per_s": 1e9},
+    )
     assert plan_for_machine(sized(ranks=8), slow_peers).limited_by == "collectives"
 
 
@@ -119,7 +160,8 @@ def test_plan_for_machine__needs_the_peak_of_the_gpu_for_a_size() -> None:
 
 
 def test_plan_for_machine__says_what_is_missing_where_nothing_helps() -> None:
-    """Activations of one layer and the logits need more than the device has with any number of ranks."""
+    """Activations of one layer and the logits need more than the device has with any
+    number of ranks."""
     plan = plan_for_machine(sized(), gpu_machine(gpu_memory_bytes=1.2e9))
     assert plan.policy is None
     assert "of device memory are missing" in plan.notes[0]
@@ -131,7 +173,9 @@ def test_plan_for_machine__free_memory_of_a_workload_file_stays() -> None:
     assert free is not None
     assert [at_s for at_s, _ in free] == pytest.approx([0.0, 0.2, 0.8])
     assert [size for _, size in free] == [20e9, 6e9, 30e9]
-    smaller = place(job, job.settings, replace(machine(), gpu_memory_bytes=10e9)).workload.gpu_free
+    smaller = place(
+        job, job.settings, replace(machine(), gpu_memory_bytes=10e9)
+    ).workload.gpu_free
     assert smaller is not None
     assert max(size for _, size in smaller) == 10e9
 
@@ -139,14 +183,25 @@ def test_plan_for_machine__free_memory_of_a_workload_file_stays() -> None:
 def test_fastest_plans__times_those_that_may_be_among_the_first() -> None:
     job = sized()
     offloading = {"gpu_memory_bytes": 24e9, "host_memory_bytes": 2e11}
-    slower = gpu_machine(name="slower", h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, **offloading)
-    targets = [slower, gpu_machine(name="searched", **offloading), gpu_machine(name="whole")]
+    slower = gpu_machine(
+        name="slower", h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, **offloading
+    )
+    targets = [
+        slower,
+        gpu_machine(name="searched", **offloading),
+        gpu_machine(name="whole"),
+    ]
     first, second, third = dict(
         sorted(fastest_plans([place_job(job, one) for one in targets], "iteration", 2))
     ).values()
     expected = [plan_for_machine(job, one).as_json() for one in targets]
     assert [second.as_json(), third.as_json()] == expected[1:]
-    assert (first.policy, first.iteration_ms, first.policies, first.code) == (None, None, (), None)
+    assert (first.policy, first.iteration_ms, first.policies, first.code) == (
+        None,
+        None,
+        (),
+        None,
+    )
     # What a line above the table says of it does not need its times.
     assert (first.fits, list(first.change or {}), first.settings) == (
         False,
@@ -158,7 +213,11 @@ def test_fastest_plans__times_those_that_may_be_among_the_first() -> None:
 
 def test_fastest_plans__times_all_where_costs_are_not_known() -> None:
     target = gpu_machine(gpu_memory_bytes=24e9, host_memory_bytes=2e11)
-    plans = dict(fastest_plans([place_job(sized(), target), place_job(sized(), target)], "cost", 1))
+    plans = dict(
+        fastest_plans(
+            [place_job(sized(), target), place_job(sized(), target)], "cost", 1
+        )
+    )
     assert None not in {plan.policy for plan in plans.values()}
 
 
@@ -171,7 +230,9 @@ def test_plan_for_machine__searches_for_the_overlap_of_deepspeed_only_for_its_li
         asked.append(option)
 
     monkeypatch.setattr(choice, "choose_overlap", choose)
-    plan = plan_for_machine(sized(), gpu_machine(gpu_memory_bytes=24e9, host_memory_bytes=2e11))
+    plan = plan_for_machine(
+        sized(), gpu_machine(gpu_memory_bytes=24e9, host_memory_bytes=2e11)
+    )
     assert asked == [choice.OPTIMIZER_OVERLAP]
     assert plan.choice is not None
     assert plan.choice.deepspeed_overlap is None

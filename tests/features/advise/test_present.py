@@ -1,4 +1,5 @@
-"""Advice ranks plans by their rating: one whose iterations do not settle is never advised where another settles."""
+"""Advice ranks plans by their rating: one whose iterations do not settle is never
+advised where another settles."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from tests.interleave.job_files import machine, workload
 
 
 def steps_of(policy: str) -> Steps:
-    return simulate_steps(make_plan(policy, workload(), machine()), workload(), machine())
+    return simulate_steps(
+        make_plan(policy, workload(), machine()), workload(), machine()
+    )
 
 
 def unsettled(steps: Steps) -> Steps:
@@ -35,7 +38,9 @@ def test_present__is_not_slower_than_a_plan_that_does_not_settle() -> None:
     assert Present(unsettled(slow)).is_slower_than(fast)
 
 
-def test_choose_policy__prefers_a_plan_that_settles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_policy__prefers_a_plan_that_settles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def simulate(plan: Plan, job: Workload, rates: Machine) -> Steps:
         steps = simulate_steps(plan, job, rates)
         return unsettled(steps) if plan.policy.startswith("adaptive") else steps
@@ -46,4 +51,6 @@ def test_choose_policy__prefers_a_plan_that_settles(monkeypatch: pytest.MonkeyPa
     settled = [steps for steps in chosen.others if steps.settles]
     assert settled
     assert chosen.best.rating_s <= min(steps.rating_s for steps in settled)
-    assert [steps.plan.policy for steps in chosen.others if not steps.settles] == ["adaptive"]
+    assert [steps.plan.policy for steps in chosen.others if not steps.settles] == [
+        "adaptive"
+    ]

@@ -1,4 +1,5 @@
-"""Plans of the published jobs, restricted to the policies that were measured: their order, and their ranges."""
+"""Plans of the published jobs, restricted to the policies that were measured: their
+order, and their ranges."""
 
 from __future__ import annotations
 
@@ -21,16 +22,21 @@ TIE = 0.05
 
 @pytest.mark.parametrize("name", slow(list(PRESETS), but=["a100-40gb-published"]))
 def test_plan__of_one_run_has_the_order_of_all_measured_policies(name: str) -> None:
-    """Rates are fitted to these runs; forward and backward are those of one of them. benchmarks/ leaves runs out."""
+    """Rates are fitted to these runs; forward and backward are those of one of them.
+    benchmarks/ leaves runs out."""
     machine = preset(name)
-    job = job_of_trace(open_trace(TRACES / f"{PRESETS[name]}-async.ebb"), BatchSettings())
+    job = job_of_trace(
+        open_trace(TRACES / f"{PRESETS[name]}-async.ebb"), BatchSettings()
+    )
     times, holding = [], 0
     for path in sorted(TRACES.glob(f"{PRESETS[name]}*.ebb")):
         trace = open_trace(path)
         measured, policy = summarize(trace).iteration_ms, recorded_policy(trace)
         assert measured is not None
         assert policy is not None
-        plan = plan_for_machine(job, machine, PlanRequest(policies=as_policies((policy,))))
+        plan = plan_for_machine(
+            job, machine, PlanRequest(policies=as_policies((policy,)))
+        )
         assert (plan.fits, plan.policy) == (True, policy)
         assert plan.iteration_ms is not None
         assert plan.iteration_low_ms is not None
@@ -40,6 +46,8 @@ def test_plan__of_one_run_has_the_order_of_all_measured_policies(name: str) -> N
         times.append((measured, plan.iteration_ms))
         holding += plan.iteration_low_ms <= measured <= plan.iteration_high_ms
     assert holding >= 0.8 * len(times)
-    for (measured, predicted), (other_measured, other_predicted) in combinations(times, 2):
+    for (measured, predicted), (other_measured, other_predicted) in combinations(
+        times, 2
+    ):
         if max(measured, other_measured) > (1 + TIE) * min(measured, other_measured):
             assert (measured > other_measured) == (predicted > other_predicted)

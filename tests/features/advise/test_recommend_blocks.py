@@ -1,4 +1,5 @@
-"""The printed blocks: DeepSpeed reads each configuration, and real jobs of two steps run with each, as printed."""
+"""The printed blocks: DeepSpeed reads each configuration, and real jobs of two steps
+run with each, as printed."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ WORKLOAD: dict[str, Any] = {
     "subgroup_params": 9_000,
     "forward_s": 0.2,
     "backward_s": 0.6,
-    "gpu_free_bytes": [{"at_s": 0, "bytes": 250e3}, {"at_s": 0.2, "bytes": 260e3}, {"at_s": 0.8, "bytes": 350e3}],
+    "gpu_free_bytes": [
+        {"at_s": 0, "bytes": 250e3},
+        {"at_s": 0.2, "bytes": 260e3},
+        {"at_s": 0.8, "bytes": 350e3},
+    ],
 }
 STEPS = 2
 
@@ -44,14 +49,18 @@ def recommendation(workload: str) -> str:
         folder = Path(name)
         (folder / "w.json").write_text(workload)
         (folder / "m.json").write_text(json.dumps(MACHINE))
-        command = "replay --workload w.json --machine m.json --policy zero-offload --recommend --all"
+        command = (
+            "replay --workload w.json --machine m.json --policy zero-offload "
+            "--recommend --all"
+        )
         done = ebbtide_in_process(*command.split(), cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def printed_blocks(policy: str) -> dict[str, list[str]]:
-    """Print a recommendation, and return the policy's string and its blocks: JSON, and lines of Python."""
+    """Print a recommendation, and return the policy's string and its blocks: JSON, and
+    lines of Python."""
     changes: dict[str, dict[str, float]] = {
         "gpu-only": {"gpu_free_bytes": 1e9},
         # Phases about as short as the update, which has much to gain there.
@@ -71,14 +80,20 @@ def printed_blocks(policy: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("policy", slow(POLICIES, but=POLICIES[1:]))
-def test_recommend__deepspeed_reads_each_printed_configuration(policy: str, deepspeed_extensions: None) -> None:
+def test_recommend__deepspeed_reads_each_printed_configuration(
+    policy: str, deepspeed_extensions: None
+) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     blocks = printed_blocks(policy)
     (text,) = blocks["json"]
     config = DeepSpeedConfig(json.loads(text))
     zero = config.zero_config
-    assert (zero.stage, zero.sub_group_size, config.gradient_clipping) == (3, 9_000, 1.0)
+    assert (zero.stage, zero.sub_group_size, config.gradient_clipping) == (
+        3,
+        9_000,
+        1.0,
+    )
     assert config.bfloat16_config.enabled
     offload = zero.offload_optimizer
     assert offload is not None
@@ -101,16 +116,30 @@ def test_recommend__jobs_run_with_the_blocks_as_printed(
     (tmp_path / "m.json").write_text(json.dumps(MACHINE))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        rank = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+        }
         port = {"MASTER_PORT": str(probe.getsockname()[1])}
-    environment = {**os.environ, **rank, **port, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        **rank,
+        **port,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
     done = run_process([sys.executable, "-m", __name__], cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.splitlines()[-1] == ("2 jobs" if policy in ENGINE_POLICIES else "1 job")
+    assert done.stdout.splitlines()[-1] == (
+        "2 jobs" if policy in ENGINE_POLICIES else "1 job"
+    )
 
 
 def run_deepspeed(policy: str, config: str, code: str | None) -> None:
-    """Run a job of DeepSpeed with a printed configuration, and printed lines before it."""
+    """Run a job of DeepSpeed with a printed configuration, and printed lines before
+    it."""
     import deepspeed
 
     from tests.features.deepspeed.engine.training import Model, train
@@ -137,14 +166,17 @@ def run_deepspeed(policy: str, config: str, code: str | None) -> None:
         assert not hasattr(engine.optimizer, "ebbtide_policy")
     else:
         # DeepSpeed runs another overlap.
-        expected = f"adaptive,overlap={DEEPSPEED_OVERLAP}" if policy == OVERLAPPED else policy
+        expected = (
+            f"adaptive,overlap={DEEPSPEED_OVERLAP}" if policy == OVERLAPPED else policy
+        )
         assert engine.optimizer.ebbtide_policy == expected
         assert engine.optimizer.last_schedule.plan.policy == expected
     engine.destroy()
 
 
 def run_torch(policy: str, code: str) -> None:
-    """Run a job without DeepSpeed with printed lines, which need a name `model` and make `optimizer`."""
+    """Run a job without DeepSpeed with printed lines, which need a name `model` and
+    make `optimizer`."""
     from tests.features.deepspeed.engine.training import WIDTH, Model
 
     torch.manual_seed(0)
@@ -154,14 +186,20 @@ def run_torch(policy: str, code: str) -> None:
     exec(code, names)
     optimizer = names["optimizer"]
     for _ in range(STEPS):
-        loss = F.cross_entropy(model(torch.randn(4, WIDTH, dtype=torch.bfloat16)).float(), torch.randint(0, 7, (4,)))
+        loss = F.cross_entropy(
+            model(torch.randn(4, WIDTH, dtype=torch.bfloat16)).float(),
+            torch.randint(0, 7, (4,)),
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         assert torch.isfinite(loss)
     optimizer.synchronize()
     assert optimizer.last_schedule.plan.policy == policy
-    assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert any(
+        not torch.equal(old, new)
+        for old, new in zip(before, model.parameters(), strict=True)
+    )
     optimizer.close()
 
 

@@ -1,4 +1,5 @@
-"""The text of `ebbtide replay --recommend`: no loss, nothing that the job has, and no invented value."""
+"""The text of `ebbtide replay --recommend`: no loss, nothing that the job has, and no
+invented value."""
 
 from __future__ import annotations
 
@@ -21,16 +22,23 @@ def printed(advice: Recommendation, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_recommend__compares_with_the_jobs_own_policy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recommend__compares_with_the_jobs_own_policy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     advice = recommended(policy="zero-offload,grads=async")
     assert advice.action is not None
     before, after = advice.action["present_ms"], advice.action["simulated_ms"]
     assert before == advice.present.iteration_ms
-    assert f": {before:,.0f} -> {after:,.0f} ms ({before / after:.2f}x, simulated)" in printed(advice, capsys)
+    assert (
+        f": {before:,.0f} -> {after:,.0f} ms ({before / after:.2f}x, simulated)"
+        in printed(advice, capsys)
+    )
     assert advice.as_json()["advice"] == advice.action
 
 
-def test_recommend__advises_no_loss_against_the_recorded_iteration(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recommend__advises_no_loss_against_the_recorded_iteration(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     best_s = recommended().setups[0].iteration_ms / 1e3
     job = {"policy": "zero-offload", "machine": "box"}
     slower = recommended(**job, iteration_s=best_s * 1.05)
@@ -40,24 +48,38 @@ def test_recommend__advises_no_loss_against_the_recorded_iteration(capsys: pytes
         advice = recommended(**job, iteration_s=recorded_s)
         assert (advice.action, advice.split) == (None, None)
         assert all(system.iteration_ms < recorded_s * 1e3 for system in advice.systems)
-        assert printed(advice, capsys).startswith(f"Nothing to change: {recorded_s * 1e3:,.0f} ms with zero-offload")
+        assert printed(advice, capsys).startswith(
+            f"Nothing to change: {recorded_s * 1e3:,.0f} ms with zero-offload"
+        )
     # Recorded on another machine, it says nothing of this one.
-    assert recommended(**job | {"machine": "other"}, iteration_s=best_s * 0.96).action is not None
+    assert (
+        recommended(**job | {"machine": "other"}, iteration_s=best_s * 0.96).action
+        is not None
+    )
 
 
-def test_recommend__does_not_repeat_the_present_setting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recommend__does_not_repeat_the_present_setting(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     best = recommended().policy
     advice = recommended(policy=best)
     assert (advice.action, advice.policy) == (None, best)
     assert "Nothing to change" in printed(advice, capsys)
 
 
-def test_recommend__marks_values_that_are_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recommend__marks_values_that_are_not_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     text = printed(recommended(), capsys)
-    assert re.search(r"^    lr=\.\.\.,  # fill in: your learning rate", text, re.MULTILINE)
+    assert re.search(
+        r"^    lr=\.\.\.,  # fill in: your learning rate", text, re.MULTILINE
+    )
     assert re.search(r"^    max_grad_norm=\.\.\.,  # fill in: ", text, re.MULTILINE)
     assert "values marked `fill in` are not known" in text
-    config = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}, "train_micro_batch_size_per_gpu": 2}
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+        "train_micro_batch_size_per_gpu": 2,
+    }
     text = printed(recommended(config=config, stage=3), capsys)
     assert "    lr=0.0003,\n" in text
     assert "fill in" not in text

@@ -1,4 +1,5 @@
-"""Layers of a dry run, and the memory of its plans beside dry runs of the job with and without checkpointing."""
+"""Layers of a dry run, and the memory of its plans beside dry runs of the job with and
+without checkpointing."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ NARROW = {"width": 128, "samples": 2**15}
 
 
 class WideNorm(nn.Module):
-    """A norm that keeps an fp32 copy of its input, and not the input, for the backward."""
+    """A norm that keeps an fp32 copy of its input, and not the input, for the
+    backward."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -49,7 +51,9 @@ class WideNorm(nn.Module):
 
     def forward(self, x: Any) -> Any:
         wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        return self.weight * (
+            wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        ).to(x.dtype)
 
 
 class Layer(nn.Module):
@@ -57,17 +61,27 @@ class Layer(nn.Module):
 
     def __init__(self, norm: Callable[[int], nn.Module], width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = norm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.up, self.down = (
+            norm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x: Any) -> Any:
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Model(nn.Module):
-    """A stack of layers, each recomputed in the backward or not, from an input on the host or not, a norm and a
-    head."""
+    """A stack of layers, each recomputed in the backward or not, from an input on the
+    host or not, a norm and a head."""
 
-    def __init__(self, recomputes: bool, offloads: bool, norm: Callable[[int], nn.Module], width: int) -> None:
+    def __init__(
+        self,
+        recomputes: bool,
+        offloads: bool,
+        norm: Callable[[int], nn.Module],
+        width: int,
+    ) -> None:
         super().__init__()
         self.token = nn.Embedding(1000, width)
         self.layers = nn.ModuleList(Layer(norm, width) for _ in range(LAYERS))
@@ -78,7 +92,11 @@ class Model(nn.Module):
         x = self.token(tokens)
         for layer in self.layers:
             with save_on_cpu() if self.offloads else nullcontext():
-                x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
+                x = (
+                    checkpoint(layer, x, use_reentrant=False)
+                    if self.recomputes
+                    else layer(x)
+                )
         return self.head(self.norm(x))
 
 
@@ -92,7 +110,9 @@ def _dry_run(
     gib: int = 8,
     offloads: bool = False,
 ) -> Trace:
-    options = DryRunOptions(iterations=2, capacity_bytes=gib * 2**30, machine=find_machine("h100-80gb"))
+    options = DryRunOptions(
+        iterations=2, capacity_bytes=gib * 2**30, machine=find_machine("h100-80gb")
+    )
     with DryRun(options) as run:
         model = Model(recomputes, offloads, norm, width).to("cuda", torch.bfloat16)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -114,7 +134,9 @@ def _peak_bytes(trace: Trace) -> float:
     rows = categorized_allocations(trace, 0, "cuda:0")
     rows = rows[rows["category"] != "optimizer_state"]
     phases = trace.phases(0)
-    begin = phases.loc[phases["iteration"] == phases["iteration"].max(), "start_ns"].min()
+    begin = phases.loc[
+        phases["iteration"] == phases["iteration"].max(), "start_ns"
+    ].min()
     times = np.concatenate([rows["start_ns"], rows["end_ns"]])
     changes = np.concatenate([rows["bytes"], -rows["bytes"]])
     order = np.argsort(times, kind="stable")
@@ -122,7 +144,8 @@ def _peak_bytes(trace: Trace) -> float:
 
 
 @pytest.mark.parametrize(
-    ("recorded", "norm"), [(False, nn.LayerNorm), slow_case(True, nn.LayerNorm), slow_case(True, WideNorm)]
+    ("recorded", "norm"),
+    [(False, nn.LayerNorm), slow_case(True, nn.LayerNorm), slow_case(True, WideNorm)],
 )
 def test_with_trace_layers__has_the_memory_of_a_dry_run_with_that_checkpointing(
     recorded: bool, norm: Callable[[int], nn.Module]
@@ -131,27 +154,37 @@ def test_with_trace_layers__has_the_memory_of_a_dry_run_with_that_checkpointing(
     workload = replace(_workload(trace), gradients_held_until_step=True)
     capacity = (capacity_bytes(trace, 0) or 0) - workload.gpu_slack_bytes
     for recomputes in (False, True):
-        plan = LayerChoice((False,) * LAYERS, (int(recomputes),) * LAYERS).plan(workload)
+        plan = LayerChoice((False,) * LAYERS, (int(recomputes),) * LAYERS).plan(
+            workload
+        )
         placed = place(workload, plan)
         assert capacity - (placed.min_free_bytes or 0.0) == pytest.approx(
             _peak_bytes(_dry_run(recomputes, norm=norm)), rel=0.03
         )
 
 
-def test_with_trace_layers__has_the_memory_of_a_dry_run_with_inputs_on_the_host() -> None:
+def test_with_trace_layers__has_the_memory_of_a_dry_run_with_inputs_on_the_host() -> (
+    None
+):
     trace = _dry_run(False, **NARROW)
     workload = replace(_workload(trace), gradients_held_until_step=True)
     capacity = (capacity_bytes(trace, 0) or 0) - workload.gpu_slack_bytes
     # The job's copies end with each layer, so that one slot is the nearest.
-    plan = LayerChoice((False,) * LAYERS, (~1,) * LAYERS, activation_slots=1).plan(workload)
+    plan = LayerChoice((False,) * LAYERS, (~1,) * LAYERS, activation_slots=1).plan(
+        workload
+    )
     planned = capacity - (place(workload, plan).min_free_bytes or 0.0)
-    assert planned == pytest.approx(_peak_bytes(_dry_run(True, offloads=True, **NARROW)), rel=0.03)
+    assert planned == pytest.approx(
+        _peak_bytes(_dry_run(True, offloads=True, **NARROW)), rel=0.03
+    )
     assert planned < 0.95 * _peak_bytes(_dry_run(True, **NARROW))
 
 
 def test_with_trace_layers__takes_recomputation_out_of_the_backward() -> None:
     kept, recomputed = _workload(_dry_run(False)), _workload(_dry_run(True))
-    assert [layer.name for layer in kept.layers] == [f"layers.{number}" for number in range(LAYERS)]
+    assert [layer.name for layer in kept.layers] == [
+        f"layers.{number}" for number in range(LAYERS)
+    ]
     assert {layer.params for layer in kept.layers} == {8 * WIDTH**2 + 7 * WIDTH}
     assert recomputed.backward_s == pytest.approx(kept.backward_s, rel=0.1)
     for one, other in zip(kept.layers, recomputed.layers, strict=True):
@@ -169,7 +202,9 @@ def test_with_trace_layers__has_a_chunk_for_each_micro_step() -> None:
     assert two.layers[1].forms[0].nbytes == 2 * one.layers[1].forms[0].nbytes
 
 
-def test_with_trace_layers__leaves_traces_of_several_ranks_and_without_kernels() -> None:
+def test_with_trace_layers__leaves_traces_of_several_ranks_and_without_kernels() -> (
+    None
+):
     trace = _dry_run(False)
     workload = workload_of(trace)
     with pytest.MonkeyPatch.context() as patch:
@@ -183,13 +218,16 @@ def _finding(trace: Trace, rule: str) -> Finding | None:
 
 
 def test_advice__is_relative_to_the_iteration_of_the_trace() -> None:
-    """All state is on the device: `gpu-only` is the job as it is, in replay and plan, and findings begin there."""
+    """All state is on the device: `gpu-only` is the job as it is, in replay and plan,
+    and findings begin there."""
     trace = _dry_run(True)
     metrics = JobMetrics(trace)
     (result,) = replay_trace(trace, policies=["gpu-only"]).results
     assert result.update_ms == pytest.approx(metrics.phase_ms("update"))
     assert result.iteration_ms == pytest.approx(metrics.iteration_ms, rel=0.01)
-    plan = plan_for_machine(job_of_trace(trace, BatchSettings()), find_machine("h100-80gb"))
+    plan = plan_for_machine(
+        job_of_trace(trace, BatchSettings()), find_machine("h100-80gb")
+    )
     assert (plan.policy, plan.fits) == ("gpu-only", True)
     assert plan.iteration_ms == pytest.approx(result.iteration_ms)
     finding = _finding(trace, "recomputation")
@@ -203,9 +241,19 @@ def test_recomputation__is_reported_where_activations_could_be_kept() -> None:
     finding = _finding(_dry_run(True), "recomputation")
     assert isinstance(finding, Finding)
     assert finding.action is not None
-    assert finding.action.settings == {"keep": LAYERS, "recompute": 0, "offload": 0, "recompute-offload": 0}
+    assert finding.action.settings == {
+        "keep": LAYERS,
+        "recompute": 0,
+        "offload": 0,
+        "recompute-offload": 0,
+    }
     # The four layers' forwards are less than a quarter of the iteration.
-    assert 0.06 < (finding.potential_gain_ms or 0.0) / (JobMetrics(_dry_run(True)).iteration_ms or 1.0) < 0.25
+    assert (
+        0.06
+        < (finding.potential_gain_ms or 0.0)
+        / (JobMetrics(_dry_run(True)).iteration_ms or 1.0)
+        < 0.25
+    )
     assert _finding(_dry_run(False), "recomputation") is None
 
 
@@ -213,29 +261,49 @@ def test_recomputation__is_reported_where_activations_could_be_kept() -> None:
 WIDE = {"width": 4096, "samples": 2**18}
 
 
-def test_activation_offload__is_reported_where_it_is_faster_than_recomputation_and_fits() -> None:
+def test_activation_offload__is_reported_where_it_is_faster_than_recomputation_and_fits() -> (
+    None
+):
     trace = _dry_run(False, gib=88, **WIDE)
     finding = _finding(trace, "activation-offload")
     assert finding is not None
     assert finding.action is not None
-    assert finding.action.settings == {"keep": 2, "recompute": 0, "offload": 2, "recompute-offload": 0}
+    assert finding.action.settings == {
+        "keep": 2,
+        "recompute": 0,
+        "offload": 2,
+        "recompute-offload": 0,
+    }
     # The last offloaded layer stays in its slot on the device.
-    assert f"{bytes_text(_workload(trace).layers[0].forms[0].nbytes)} to the host in the forward" in finding.advice
+    assert (
+        f"{bytes_text(_workload(trace).layers[0].forms[0].nbytes)} to the host in the "
+        "forward" in finding.advice
+    )
     assert finding.potential_gain_ms == finding.action.gain_ms
-    assert (finding.potential_gain_ms or 0.0) > 0.06 * (finding.action.iteration_ms or 0.0)
+    assert (finding.potential_gain_ms or 0.0) > 0.06 * (
+        finding.action.iteration_ms or 0.0
+    )
     # The layers' forwards, which the alternative repeats, bound the gain.
     assert (finding.potential_gain_ms or 0.0) < 1e3 * _workload(trace).forward_s
 
 
-@pytest.mark.parametrize("gib", [slow_case(128, id="fits"), pytest.param(72, id="too short for offload")])
-def test_activation_offload__is_silent_where_activations_fit_or_recomputation_is_needed(gib: int) -> None:
+@pytest.mark.parametrize(
+    "gib", [slow_case(128, id="fits"), pytest.param(72, id="too short for offload")]
+)
+def test_activation_offload__is_silent_where_activations_fit_or_recomputation_is_needed(
+    gib: int,
+) -> None:
     trace = _dry_run(False, gib=gib, **WIDE)
     assert (JobMetrics(trace).always_free_bytes or 0) * (gib - 100) > 0
     assert _finding(trace, "activation-offload") is None
 
 
 def test_with_trace_layers__leaves_jobs_without_lists_of_modules() -> None:
-    with DryRun(DryRunOptions(iterations=2, capacity_bytes=2**30, machine=find_machine("h100-80gb"))) as run:
+    with DryRun(
+        DryRunOptions(
+            iterations=2, capacity_bytes=2**30, machine=find_machine("h100-80gb")
+        )
+    ) as run:
         model = nn.Sequential()
         model.add_module("first", nn.Linear(WIDTH, WIDTH))
         model = model.to("cuda")

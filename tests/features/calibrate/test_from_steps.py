@@ -1,4 +1,5 @@
-"""Tests of rates from the sub-steps of recorded DeepSpeed jobs, whose rates are given."""
+"""Tests of rates from the sub-steps of recorded DeepSpeed jobs, whose rates are
+given."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from ebbtide.features.calibrate.fitting.samples import step_rates
 from tests.analysis.findings.jobs import offloaded, on_cpu
 from tests.analysis.metrics.deepspeed_jobs import SIZE, deepspeed_job
 
-# For each subgroup of 1e8 parameters: 40 ms update, 20 ms parameters, 15 ms of them copies. A step has 10 ms overhead.
+# For each subgroup of 1e8 parameters: 40 ms update, 20 ms parameters, 15 ms of them
+# copies. A step has 10 ms overhead.
 UPDATE, CAST, PAGEABLE, OVERHEAD = SIZE / 0.04, SIZE / 0.005, 2 * SIZE / 0.015, 0.01
 
 
@@ -42,28 +44,41 @@ def test_step_rates__counts_the_cpus_part_of_a_static_split() -> None:
     steps = step_rates(job.build())
     assert steps is not None
     # In this synthetic job all five take 40 ms. Three of them run on the CPU.
-    assert steps.rates["cpu_update_params_per_s"] == pytest.approx(UPDATE * 3 / 5, rel=1e-3)
+    assert steps.rates["cpu_update_params_per_s"] == pytest.approx(
+        UPDATE * 3 / 5, rel=1e-3
+    )
     assert "cpu_cast_params_per_s" not in steps.rates
 
 
-def test_machine_of__without_a_gpu_has_cpu_rates_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_machine_of__without_a_gpu_has_cpu_rates_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     deepspeed_job(gpu=False).write(tmp_path / "run.ebb")
     machine = machine_of([tmp_path / "run.ebb"], "here")
     assert machine.cpu_update_params_per_s == pytest.approx(UPDATE, rel=1e-3)
     assert machine.cpu_cast_params_per_s == pytest.approx(SIZE / 0.02, rel=1e-3)
-    assert (machine.h2d_bytes_per_s, machine.gpu_update_params_per_s, machine.h2d_pageable_bytes_per_s) == (
+    assert (
+        machine.h2d_bytes_per_s,
+        machine.gpu_update_params_per_s,
+        machine.h2d_pageable_bytes_per_s,
+    ) == (
         None,
         None,
         None,
     )
     output = tmp_path / "machine.json"
-    assert run(["calibrate", "--from-trace", str(tmp_path / "run.ebb"), "-o", str(output)]) == 0
+    assert (
+        run(["calibrate", "--from-trace", str(tmp_path / "run.ebb"), "-o", str(output)])
+        == 0
+    )
     out, err = capsys.readouterr()
     assert re.search(r"update on the CPU .* measured", out)
     assert "are not known" in err
 
 
-def test_machine_of__takes_measured_rates_and_explains_the_update(tmp_path: Path) -> None:
+def test_machine_of__takes_measured_rates_and_explains_the_update(
+    tmp_path: Path,
+) -> None:
     deepspeed_job().write(tmp_path / "run.ebb")
     machine = machine_of([tmp_path / "run.ebb"], "box")
     assert machine.cpu_update_params_per_s == pytest.approx(UPDATE, rel=1e-3)
@@ -81,7 +96,9 @@ def test_machine_of__takes_measured_rates_and_explains_the_update(tmp_path: Path
         (("adaptive",), "whose plan follows the machine"),
     ],
 )
-def test_machine_of__refuses_unsuitable_traces(jobs: tuple[str, ...], message: str, tmp_path: Path) -> None:
+def test_machine_of__refuses_unsuitable_traces(
+    jobs: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
     builders = {
         "cpu": deepspeed_job(gpu=False),
         "gpu": deepspeed_job(),

@@ -1,4 +1,5 @@
-"""Calibration on a real GPU. Without one only the arithmetic of link.py, gpu.py and counters.py is tested."""
+"""Calibration on a real GPU. Without one only the arithmetic of link.py, gpu.py and
+counters.py is tested."""
 
 from __future__ import annotations
 
@@ -44,11 +45,16 @@ def test_calibrate__rates_of_copies_are_plausible(measured: dict[str, Any]) -> N
     rates = [measured[f"{direction}_bytes_per_s"] for direction in DIRECTIONS]
     assert max(rates) * 0.8 < measured["duplex_bytes_per_s"] < sum(rates) * 1.05
     for direction in DIRECTIONS:
-        assert measured[f"{direction}_pageable_bytes_per_s"] < 1.1 * measured[f"{direction}_bytes_per_s"]
+        assert (
+            measured[f"{direction}_pageable_bytes_per_s"]
+            < 1.1 * measured[f"{direction}_bytes_per_s"]
+        )
 
 
 @pytest.mark.real_gpu
-def test_calibrate__pinned_copies_stay_below_the_peak_of_pcie(measured: dict[str, Any]) -> None:
+def test_calibrate__pinned_copies_stay_below_the_peak_of_pcie(
+    measured: dict[str, Any],
+) -> None:
     import torch
 
     from ebbtide.profiler.sampler.gpu import open_gpus
@@ -56,7 +62,11 @@ def test_calibrate__pinned_copies_stay_below_the_peak_of_pcie(measured: dict[str
 
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     nvml = Nvml()
-    card = next(description for gpu in open_gpus(nvml).gpus if (description := gpu.describe())["uuid"] == uuid)
+    card = next(
+        description
+        for gpu in open_gpus(nvml).gpus
+        if (description := gpu.describe())["uuid"] == uuid
+    )
     nvml.close()
     peak = card["link"]["peak_bytes_per_s"]
     if peak is None:
@@ -66,21 +76,33 @@ def test_calibrate__pinned_copies_stay_below_the_peak_of_pcie(measured: dict[str
 
 
 @pytest.mark.real_gpu
-def test_calibrate__the_gpu_updates_faster_than_the_cpu(measured: dict[str, Any]) -> None:
+def test_calibrate__the_gpu_updates_faster_than_the_cpu(
+    measured: dict[str, Any],
+) -> None:
     assert measured["gpu_update_params_per_s"] > measured["cpu_update_params_per_s"]
 
 
 @pytest.mark.real_gpu
-def test_calibrate__the_gpu_casts_faster_than_the_cpu_and_than_it_updates(measured: dict[str, Any]) -> None:
+def test_calibrate__the_gpu_casts_faster_than_the_cpu_and_than_it_updates(
+    measured: dict[str, Any],
+) -> None:
     assert measured["gpu_cast_params_per_s"] > measured["cpu_cast_params_per_s"]
     assert measured["gpu_cast_params_per_s"] > measured["gpu_update_params_per_s"]
     assert "on the GPU" in measured["measured"]["operation_s"]["how"]
 
 
-def test_calibrate__the_machine_suffices_for_every_policy(measured: dict[str, Any], tmp_path: Path) -> None:
+def test_calibrate__the_machine_suffices_for_every_policy(
+    measured: dict[str, Any], tmp_path: Path
+) -> None:
     machine, workload = tmp_path / "machine.json", tmp_path / "workload.json"
     machine.write_text(json.dumps(measured))
-    job = {"params": 1e9, "subgroup_params": 1e8, "forward_s": 0.2, "backward_s": 0.4, "gpu_free_bytes": 8e9}
+    job = {
+        "params": 1e9,
+        "subgroup_params": 1e8,
+        "forward_s": 0.2,
+        "backward_s": 0.4,
+        "gpu_free_bytes": 8e9,
+    }
     workload.write_text(json.dumps(job))
     run = ebbtide("replay", "--workload", workload, "--machine", machine, "--json")
     assert run.returncode == 0, run.stderr

@@ -1,4 +1,5 @@
-"""Measurement of arithmetic and device memory. The same code runs on the CPU here, and on a GPU where there is one."""
+"""Measurement of arithmetic and device memory. The same code runs on the CPU here, and
+on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from ebbtide.features.calibrate.record import Record, Setup, Timing
 from ebbtide.machines.machine import GpuCompute
 
 CPU = torch.device("cpu")
-SETUP = Setup(Ranks(), threads=1, cores=1, working_set=1 << 20, window_s=0.0, device=None)
+SETUP = Setup(
+    Ranks(), threads=1, cores=1, working_set=1 << 20, window_s=0.0, device=None
+)
 
 
 @pytest.mark.parametrize("precision", ["float32", "tf32", "float16", "bfloat16"])
@@ -34,7 +37,9 @@ def test_measure_product__counts_the_operations_of_all_products(
     # One run shows how long another takes, and one before each is not measured.
     in_a_run = len(products) / (timing.runs + 3)
     assert flops_per_s * timing.seconds == pytest.approx(in_a_run * 2 * size**3)
-    dtype = torch.float32 if precision in ("float32", "tf32") else getattr(torch, precision)
+    dtype = (
+        torch.float32 if precision in ("float32", "tf32") else getattr(torch, precision)
+    )
     assert set(products) == {(dtype, "high" if precision == "tf32" else "highest")}
     assert torch.get_float32_matmul_precision() == before
 
@@ -45,7 +50,9 @@ def test_measure_device_memory__counts_bytes_read_and_written() -> None:
     assert bytes_per_s * timing.seconds == pytest.approx(gpu._LAUNCHED * 2 * size)
 
 
-@pytest.mark.parametrize(("window_s", "measured"), [(0.0, 1), (31.0, 1), (32.0, 8), (255.0, 8), (256.0, 64)])
+@pytest.mark.parametrize(
+    ("window_s", "measured"), [(0.0, 1), (31.0, 1), (32.0, 8), (255.0, 8), (256.0, 64)]
+)
 def test_time_launches__measures_the_largest_size_whose_runs_fit_the_window(
     window_s: float, measured: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,14 +68,18 @@ def test_time_launches__measures_the_largest_size_whose_runs_fit_the_window(
         return launch
 
     monkeypatch.setattr("time.perf_counter", lambda: now_s)
-    size, timing = gpu._time_launches(prepare, [1, 8, 64], CPU, replace(SETUP, window_s=window_s))
+    size, timing = gpu._time_launches(
+        prepare, [1, 8, 64], CPU, replace(SETUP, window_s=window_s)
+    )
     assert (size, timing.seconds) == (measured, pytest.approx(measured))
 
 
 def test_record__a_gpu_and_how_it_was_measured_become_part_of_the_file() -> None:
     record = Record()
     record.describe("gpu.memory_bytes_per_s", "copies", Timing(0.1, 3, 0.02))
-    assert record.measured == {"gpu.memory_bytes_per_s": {"how": "copies", "runs": 3, "spread": 0.02}}
+    assert record.measured == {
+        "gpu.memory_bytes_per_s": {"how": "copies", "runs": 3, "spread": 0.02}
+    }
     assert record.rates == {}
 
 
@@ -87,7 +98,11 @@ def compute() -> GpuCompute:
 @pytest.mark.gpu
 def test_measure_compute__measures_each_precision(compute: GpuCompute) -> None:
     assert compute.name == torch.cuda.get_device_name(0)
-    assert {"float32", "float16"} <= set(compute.flops_per_s) <= {"float32", "tf32", "float16", "bfloat16"}
+    assert (
+        {"float32", "float16"}
+        <= set(compute.flops_per_s)
+        <= {"float32", "tf32", "float16", "bfloat16"}
+    )
     assert min(compute.flops_per_s.values()) > 0
 
 

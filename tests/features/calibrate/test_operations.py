@@ -15,12 +15,18 @@ from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 
-SETUP = Setup(Ranks(), threads=1, cores=1, working_set=1 << 20, window_s=0.0, device=None)
+SETUP = Setup(
+    Ranks(), threads=1, cores=1, working_set=1 << 20, window_s=0.0, device=None
+)
 
 
-@pytest.mark.parametrize("policy", ["interleaved:2", "interleaved:3@0.5", "pipelined", "gpu-only"])
+@pytest.mark.parametrize(
+    "policy", ["interleaved:2", "interleaved:3@0.5", "pipelined", "gpu-only"]
+)
 @pytest.mark.parametrize("seconds", [1e-4, 0.5])
-def test_operation_s__is_that_of_the_machine_on_which_a_plan_was_simulated(policy: str, seconds: float) -> None:
+def test_operation_s__is_that_of_the_machine_on_which_a_plan_was_simulated(
+    policy: str, seconds: float
+) -> None:
     tiny = Workload("tiny", 32, 1, forward_s=0.0, backward_s=0.0)
     machine = Machine(
         h2d_bytes_per_s=1e12,
@@ -44,7 +50,9 @@ def test_measure_operation__runs_the_executor_and_says_on_which_device() -> None
     assert record.notes == []
 
 
-def test_measure_operation__an_engine_that_cannot_run_leaves_it_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_operation__an_engine_that_cannot_run_leaves_it_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise EngineError("no compiler for GPU kernels")
 

@@ -64,7 +64,9 @@ def test_ranks__wait_for_each_other_and_exchange_their_rates(count: int) -> None
     with join_ranks(count, wait_and_gather) as ranks:
         for _ in range(3):
             ranks.wait()
-        assert ranks.gather({"rate": 0.0}) == [{"rate": float(rank)} for rank in range(count)]
+        assert ranks.gather({"rate": 0.0}) == [
+            {"rate": float(rank)} for rank in range(count)
+        ]
         helpers = ranks.helpers
     assert not any(helper.is_alive() for helper in helpers)
 
@@ -72,9 +74,14 @@ def test_ranks__wait_for_each_other_and_exchange_their_rates(count: int) -> None
 @pytest.mark.parametrize("count", [2, slow_case(3)])
 @pytest.mark.parametrize(
     ("work", "message"),
-    [slow_case(fail, "rank 1: the GPU has no room"), slow_case(die, "one of {count} ranks was killed")],
+    [
+        slow_case(fail, "rank 1: the GPU has no room"),
+        slow_case(die, "one of {count} ranks was killed"),
+    ],
 )
-def test_ranks__stop_when_a_rank_fails_or_dies(work: Callable[[Ranks], object], message: str, count: int) -> None:
+def test_ranks__stop_when_a_rank_fails_or_dies(
+    work: Callable[[Ranks], object], message: str, count: int
+) -> None:
     with join_ranks(count, work) as ranks:
         ranks.wait()
         with pytest.raises(MachineError, match=message.format(count=count)):
@@ -83,17 +90,24 @@ def test_ranks__stop_when_a_rank_fails_or_dies(work: Callable[[Ranks], object], 
 
 @pytest.mark.slow
 def test_ranks__stop_when_a_rank_dies_before_it_connects() -> None:
-    with pytest.raises(MachineError, match="one of 2 ranks was killed"), join_ranks(2, DiesAtStart()):
+    with (
+        pytest.raises(MachineError, match="one of 2 ranks was killed"),
+        join_ranks(2, DiesAtStart()),
+    ):
         pass
 
 
 @pytest.mark.slow
-def test_ranks__stop_when_a_rank_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks__stop_when_a_rank_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # Long enough to start a process.
     monkeypatch.setattr(ranks_module, "_TIMEOUT_S", 20.0)
     with join_ranks(2, hang) as ranks:
         ranks.wait()
-        with pytest.raises(MachineError, match="one of 2 ranks has ended, or did not answer for 20 s"):
+        with pytest.raises(
+            MachineError, match="one of 2 ranks has ended, or did not answer for 20 s"
+        ):
             ranks.wait()
 
 
@@ -113,17 +127,30 @@ def test_ranks__an_error_of_the_first_rank_ends_all() -> None:
 
 
 def join_launched(rank: int, port: int, folder: str) -> None:
-    """Join as a rank that DeepSpeed's launcher has started, which sets LOCAL_SIZE and no LOCAL_WORLD_SIZE."""
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_SIZE": 2, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in own.items()}, MASTER_ADDR="127.0.0.1")
+    """Join as a rank that DeepSpeed's launcher has started, which sets LOCAL_SIZE and
+    no LOCAL_WORLD_SIZE."""
+    own = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 2,
+        "LOCAL_SIZE": 2,
+        "MASTER_PORT": port,
+    }
+    os.environ.update(
+        {name: str(value) for name, value in own.items()}, MASTER_ADDR="127.0.0.1"
+    )
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     with join_ranks(None, wait_and_gather) as ranks:
         wait_and_gather(ranks)
-        Path(folder, str(rank)).write_text(f"{ranks.count} {ranks.local_rank} {ranks.local_count}")
+        Path(folder, str(rank)).write_text(
+            f"{ranks.count} {ranks.local_rank} {ranks.local_count}"
+        )
 
 
 @pytest.mark.slow
-def test_ranks__of_the_launcher_of_deepspeed_measure_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks__of_the_launcher_of_deepspeed_measure_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # This process is one of the ranks.
     monkeypatch.setattr(os, "environ", os.environ.copy())
     with socket.socket() as free:
@@ -134,7 +161,10 @@ def test_ranks__of_the_launcher_of_deepspeed_measure_together(tmp_path: Path, mo
     other.start()
     join_launched(0, port, str(tmp_path))
     other.join(120)
-    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2 0 2", "2 1 2"]
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [
+        "2 0 2",
+        "2 1 2",
+    ]
 
 
 def test_ranks__a_single_rank_waits_for_nobody() -> None:

@@ -16,7 +16,9 @@ from ebbtide.features.calibrate import storage
 from ebbtide.features.calibrate.ranks import Ranks
 from ebbtide.features.calibrate.record import Record, Setup
 
-SETUP = Setup(Ranks(), threads=1, cores=1, working_set=1 << 20, window_s=0.05, device=None)
+SETUP = Setup(
+    Ranks(), threads=1, cores=1, working_set=1 << 20, window_s=0.05, device=None
+)
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +36,9 @@ def test_measure_storage__measures_all_rates_and_leaves_nothing(tmp_path: Path) 
     (path,) = record.storage
     assert path.path == str(tmp_path)
     # A drive of today, or the page cache under it.
-    assert all(1e6 < rate < 1e12 for rate in (path.read_bytes_per_s, path.write_bytes_per_s))
+    assert all(
+        1e6 < rate < 1e12 for rate in (path.read_bytes_per_s, path.write_bytes_per_s)
+    )
     assert path.duplex_bytes_per_s is not None
     assert path.duplex_bytes_per_s > 1e6
     free = os.statvfs(tmp_path)
@@ -50,17 +54,26 @@ def test_measure_storage__interrupted_leaves_nothing(tmp_path: Path) -> None:
     before, threads = open_files(), threading.active_count()
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
-        # While blocks are read: files of 32 MB are filled by then, or the interrupt comes while they are.
+        # While blocks are read: files of 32 MB are filled by then, or the interrupt
+        # comes while they are.
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
-            storage.measure_storage(tmp_path, Setup(Ranks(), 1, 1, 1 << 20, 10.0, None), Record())
+            storage.measure_storage(
+                tmp_path, Setup(Ranks(), 1, 1, 1 << 20, 10.0, None), Record()
+            )
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, previous)
-    assert (list(tmp_path.iterdir()), open_files(), threading.active_count()) == ([], before, threads)
+    assert (list(tmp_path.iterdir()), open_files(), threading.active_count()) == (
+        [],
+        before,
+        threads,
+    )
 
 
-def test_measure_storage__without_o_direct_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_storage__without_o_direct_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.open
 
     def open_without_direct(path: Any, flags: int, *rest: Any, **options: Any) -> int:
@@ -83,7 +96,9 @@ def test_measure_storage__says_that_a_tmpfs_is_host_memory() -> None:
     assert any("which is host memory" in note for note in record.notes)
 
 
-def test_measure_storage__refuses_what_it_cannot_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_storage__refuses_what_it_cannot_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(MachineError, match="is not a folder"):
         storage.measure_storage(tmp_path / "missing", SETUP, Record())
     monkeypatch.setattr(storage, "_FILE_BYTES", 1)

@@ -18,11 +18,16 @@ from tests.interleave.job_files import machine
 POOL_NOTE = "free device memory: capacity minus device"
 
 
-def configured(job: Job, offload: Any = None, version: str = "0.19.5", **zero: Any) -> Job:
+def configured(
+    job: Job, offload: Any = None, version: str = "0.19.5", **zero: Any
+) -> Job:
     """Add a DeepSpeed configuration to a job."""
     config = {
         "gradient_clipping": 1.0,
-        "zero_optimization": {"offload_optimizer": offload or {"device": "cpu"}, **zero},
+        "zero_optimization": {
+            "offload_optimizer": offload or {"device": "cpu"},
+            **zero,
+        },
     }
     job.builder.meta["deepspeed"] = {"version": version, "config": config}
     return job
@@ -37,10 +42,12 @@ def test_workload_of__reads_a_recorded_deepspeed_job() -> None:
     assert (job.params, job.sizes, job.subgroup_params) == (sum(sizes), sizes, SIZE)
     assert (job.param_bytes, job.state_bytes, job.clipping) == (2, 12, True)
     assert recorded_policy(trace) == "twin-flow:0.5,grads=async"
-    # Copying blocked the host for 20 ms of the backward, as measured; the replay is without it.
+    # Copying blocked the host for 20 ms of the backward, as measured; the replay is
+    # without it.
     assert job.backward_s == pytest.approx(0.28)
     assert job.notes == (
-        "the recorded backward waited about 20 ms for gradient copies (an estimate): replayed without that wait",
+        "the recorded backward waited about 20 ms for gradient copies (an estimate): "
+        "replayed without that wait",
         POOL_NOTE,
     )
     # Resident state counts as free: its real share, 100 of 175 M parameters.
@@ -56,9 +63,14 @@ def test_recorded_policy__is_that_of_ebbtides_engine_if_it_ran() -> None:
     assert workload_of(trace).framework is None
 
 
-@pytest.mark.parametrize(("version", "resident"), [("0.13.3+c7da512a", {2, 3, 4}), ("0.19.5", {0, 1})])
-def test_workload_of__keeps_the_version_that_rounds_resident_subgroups(version: str, resident: set[int]) -> None:
-    """Half of five subgroups: int(2.5) on the CPU up to 0.17, int(2.5) on the GPU from 0.18 on."""
+@pytest.mark.parametrize(
+    ("version", "resident"), [("0.13.3+c7da512a", {2, 3, 4}), ("0.19.5", {0, 1})]
+)
+def test_workload_of__keeps_the_version_that_rounds_resident_subgroups(
+    version: str, resident: set[int]
+) -> None:
+    """Half of five subgroups: int(2.5) on the CPU up to 0.17, int(2.5) on the GPU from
+    0.18 on."""
     builder = deepspeed_job(sizes=(SIZE,) * 5, ratio=0.5)
     builder.meta["deepspeed"]["version"] = version
     trace = builder.build()
@@ -68,13 +80,20 @@ def test_workload_of__keeps_the_version_that_rounds_resident_subgroups(version: 
     assert make_plan(policy, workload_of(trace), machine()).resident == resident
 
 
-@pytest.mark.parametrize(("stage", "policy"), [(2, "zero-offload,grads=async"), (3, "twin-flow:0.3,grads=async")])
-def test_recorded_policy__has_a_ratio_under_zero_3_only(stage: int, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "policy"),
+    [(2, "zero-offload,grads=async"), (3, "twin-flow:0.3,grads=async")],
+)
+def test_recorded_policy__has_a_ratio_under_zero_3_only(
+    stage: int, policy: str
+) -> None:
     assert recorded_policy(deepspeed_job(ratio=0.3, stage=stage).build()) == policy
 
 
 @pytest.mark.parametrize("clipping", [0.0, None, 1.0])
-def test_workload_of__clips_under_deepspeed_with_any_configuration(clipping: float | None) -> None:
+def test_workload_of__clips_under_deepspeed_with_any_configuration(
+    clipping: float | None,
+) -> None:
     job = configured(offloaded(1))
     job.builder.meta["deepspeed"]["config"]["gradient_clipping"] = clipping
     assert workload_of(job.trace) == workload_of(configured(offloaded(1)).trace)
@@ -86,7 +105,11 @@ CONFIGURATIONS = [
     ({"device": "cpu"}, "0.19.4+cu12", "zero-offload,grads=blocking"),
     ({"device": "cpu"}, "0.20", "zero-offload,grads=async"),
     ({"device": "cpu", "ratio": 0.3}, "0.19.5", "twin-flow:0.3,grads=async"),
-    ({"device": "cpu", "part_grads_async": False}, "1.0", "zero-offload,grads=blocking"),
+    (
+        {"device": "cpu", "part_grads_async": False},
+        "1.0",
+        "zero-offload,grads=blocking",
+    ),
     (
         {"device": "cpu", "prefetch_optimizer": True, "prefetch_optimizer_gap": 3},
         "1.0",
@@ -99,7 +122,11 @@ CONFIGURATIONS = [
     ),
     ({"device": "nvme"}, "1.0", None),
     ({"device": "cpu", "ratio": "auto"}, "1.0", None),
-    ({"device": "cpu", "prefetch_optimizer": True, "prefetch_optimizer_gap": "auto"}, "1.0", None),
+    (
+        {"device": "cpu", "prefetch_optimizer": True, "prefetch_optimizer_gap": "auto"},
+        "1.0",
+        None,
+    ),
     ("cpu", "1.0", None),
 ]
 
@@ -109,10 +136,16 @@ def test_recorded_policy__follows_from_the_configuration() -> None:
         trace = configured(offloaded(1), offload, version).trace
         assert recorded_policy(trace) == policy
         if policy is not None:
-            assert replay(workload_of(trace), machine(), [policy]).results[0].policy == policy
+            assert (
+                replay(workload_of(trace), machine(), [policy]).results[0].policy
+                == policy
+            )
 
 
-@pytest.mark.parametrize("config", [None, "ds.json", [], {"zero_optimization": []}, {"zero_optimization": {}}])
+@pytest.mark.parametrize(
+    "config",
+    [None, "ds.json", [], {"zero_optimization": []}, {"zero_optimization": {}}],
+)
 def test_recorded_policy__is_none_for_malformed_configurations(config: Any) -> None:
     job = offloaded(1)
     job.builder.meta["deepspeed"] = {"config": config}
@@ -120,10 +153,16 @@ def test_recorded_policy__is_none_for_malformed_configurations(config: Any) -> N
     assert workload_of(job.trace).params == PARAMS
 
 
-@pytest.mark.parametrize("printed", [[6 * 10**8, 4 * 10**8], [2 * 10**9, -(10**9)], "many", None])
+@pytest.mark.parametrize(
+    "printed", [[6 * 10**8, 4 * 10**8], [2 * 10**9, -(10**9)], "many", None]
+)
 def test_subgroups__are_those_printed_or_configured(printed: Any) -> None:
     job = configured(offloaded(1), sub_group_size=25e7)
     job.builder.meta["deepspeed"]["subgroup_params"] = printed
     is_valid = printed == [6 * 10**8, 4 * 10**8]
-    assert workload_of(job.trace).subgroups == (tuple(printed) if is_valid else (25 * 10**7,) * 4)
-    assert workload_of(configured(offloaded(1), sub_group_size=1e12).trace).subgroups == (PARAMS,)
+    assert workload_of(job.trace).subgroups == (
+        tuple(printed) if is_valid else (25 * 10**7,) * 4
+    )
+    assert workload_of(
+        configured(offloaded(1), sub_group_size=1e12).trace
+    ).subgroups == (PARAMS,)

@@ -1,4 +1,5 @@
-"""Runs a function in a forked process: a dry run changes torch, and a fork costs less than another import of it."""
+"""Runs a function in a forked process: a dry run changes torch, and a fork costs less
+than another import of it."""
 
 from __future__ import annotations
 
@@ -11,13 +12,14 @@ from typing import Any
 
 import torch
 
-# With its first backward, autograd starts a thread for each device, and a process that has such threads cannot fork.
-# This one comes before any test has made a device known.
+# With its first backward, autograd starts a thread for each device, and a process that
+# has such threads cannot fork. This one comes before any test has made a device known.
 torch.zeros(1, requires_grad=True).sum().backward()
 
 
 def run_forked(function: Callable[[], Any]) -> Any:
-    """Return the result of a function that ran in a child. Raises AssertionError with its traceback if it raised."""
+    """Return the result of a function that ran in a child. Raises AssertionError with
+    its traceback if it raised."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:

@@ -1,4 +1,5 @@
-"""Jobs whose memory others have recorded on a GPU and published, rebuilt from their descriptions."""
+"""Jobs whose memory others have recorded on a GPU and published, rebuilt from their
+descriptions."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from torch import nn
 
 from tests.features.dryrun import published_medium_model as medium
 from tests.features.dryrun.memory_lines import MemoryLine, profiler_line, snapshot_line
-from tests.features.dryrun.published_model import BATCH, VOCABULARY, PublishedModel, SimpleAdamW, published_loss
+from tests.features.dryrun.published_model import (
+    BATCH,
+    VOCABULARY,
+    PublishedModel,
+    SimpleAdamW,
+    published_loss,
+)
 from tests.features.dryrun.published_resnet import ResNet50
 
 PUBLISHED = Path(__file__).parents[4] / "shared" / "published" / "snapshots"
@@ -24,7 +31,9 @@ LINEAR_SOURCE = "shreyansh26/MLSys-Experiments at 16debf2, model_memory_usage/"
 RESNET_SOURCE = "pytorch/kineto at be239c0, tb_plugin/samples/resnet50_num_workers_0/"
 
 # Whether an optimizer steps, and the context.
-_LARGE_ORDER = [(full_step, context) for full_step in (False, True) for context in (128, 256, 512)]
+_LARGE_ORDER = [
+    (full_step, context) for full_step in (False, True) for context in (128, 256, 512)
+]
 
 
 @dataclass(frozen=True)
@@ -48,17 +57,26 @@ class PublishedJob:
     relative: bool = False
 
     def path(self) -> Path | None:
-        """Return its file, None where it is missing. `EBBTIDE_PUBLISHED` names one more folder to search."""
+        """Return its file, None where it is missing. `EBBTIDE_PUBLISHED` names one more
+        folder to search."""
         folders = [PUBLISHED, Path(os.environ.get("EBBTIDE_PUBLISHED", PUBLISHED))]
-        return next((folder / self.name for folder in folders if (folder / self.name).exists()), None)
+        return next(
+            (folder / self.name for folder in folders if (folder / self.name).exists()),
+            None,
+        )
 
     def measured(self, path: Path) -> MemoryLine:
         """Read its file."""
-        return profiler_line(path, "ProfilerStep#6") if path.suffix == ".gz" else snapshot_line(path)
+        return (
+            profiler_line(path, "ProfilerStep#6")
+            if path.suffix == ".gz"
+            else snapshot_line(path)
+        )
 
 
 def _large_script(number: int, autocast: bool) -> Iterator[str]:
-    """The script that recorded the large model: a job after another in one process; the first ones are not recorded."""
+    """The script that recorded the large model: a job after another in one process; the
+    first ones are not recorded."""
     for full_step, context in _LARGE_ORDER[:number]:
         for _ in _large(context, full_step, autocast):
             pass
@@ -68,7 +86,9 @@ def _large_script(number: int, autocast: bool) -> Iterator[str]:
 
 def _large(context: int, full_step: bool, autocast: bool) -> Iterator[str]:
     model = PublishedModel(context)
-    tokens, targets = (torch.randint(0, VOCABULARY, (BATCH, context)).to("cuda") for _ in range(2))
+    tokens, targets = (
+        torch.randint(0, VOCABULARY, (BATCH, context)).to("cuda") for _ in range(2)
+    )
     optimizer = SimpleAdamW(model.parameters())
     with torch.autocast("cuda", torch.bfloat16) if autocast else nullcontext():
         torch.cuda.empty_cache()
@@ -84,13 +104,18 @@ def _large(context: int, full_step: bool, autocast: bool) -> Iterator[str]:
 
 
 def _medium_data(steps: int, context: int) -> torch.Tensor:
-    return torch.randint(0, medium.VOCABULARY, (steps, medium.BATCH, context), device="cuda")
+    return torch.randint(
+        0, medium.VOCABULARY, (steps, medium.BATCH, context), device="cuda"
+    )
 
 
 def _medium_inference(context: int, autocast: bool) -> Iterator[str]:
     model = medium.MediumModel(context)
     warm_up, inputs = _medium_data(5, context), _medium_data(1, context)
-    with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+    with (
+        torch.inference_mode(),
+        torch.autocast("cuda", torch.bfloat16, enabled=autocast),
+    ):
         for tokens in warm_up:
             model(tokens)
         yield "forward"
@@ -136,11 +161,16 @@ def _linear(gradients: bool) -> Iterator[str]:
 
 def _resnet() -> Iterator[str]:
     model = ResNet50().cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, foreach=False)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.001, momentum=0.9, foreach=False
+    )
     for step in range(3):
         if step == 2:
             yield "forward"
-        images, labels = torch.randn(32, 3, 224, 224).cuda(), torch.randint(0, 10, (32,)).cuda()
+        images, labels = (
+            torch.randn(32, 3, 224, 224).cuda(),
+            torch.randint(0, 10, (32,)).cuda(),
+        )
         outputs = model(images)
         loss = torch.nn.functional.cross_entropy(outputs, labels)
         optimizer.zero_grad(set_to_none=False)
@@ -159,17 +189,38 @@ def _jobs() -> Iterator[PublishedJob]:
         kind = "fullstep" if full_step else "forward"
         for autocast in (False, True) if not full_step else (False,):
             name = f"cs336-ctx{context}-{kind}{'-autocast' if autocast else ''}.pickle"
-            yield PublishedJob(name, LARGE_SOURCE, h100, "h100-80gb", partial(_large_script, number, autocast))
+            yield PublishedJob(
+                name,
+                LARGE_SOURCE,
+                h100,
+                "h100-80gb",
+                partial(_large_script, number, autocast),
+            )
     for context in (128, 256, 512, 1024):
         for kind, run in (
             ("inference", partial(_medium_inference, context, context == 512)),
             ("training", partial(_medium_training, context, context >= 512)),
         ):
             name = f"cs336-medium-ctx{context}-{kind}.pickle"
-            yield PublishedJob(name, MEDIUM_SOURCE, "not named, not Hopper", "a100-80gb-sxm", run)
+            yield PublishedJob(
+                name, MEDIUM_SOURCE, "not named, not Hopper", "a100-80gb-sxm", run
+            )
     for name, gradients in (("linear-grad", True), ("linear-no-grad", False)):
-        yield PublishedJob(f"{name}.pickle", LINEAR_SOURCE, "Hopper", "h100-80gb", partial(_linear, gradients))
-    yield PublishedJob("resnet50-v100.json.gz", RESNET_SOURCE, "V100 32 GB", "v100", _resnet, relative=True)
+        yield PublishedJob(
+            f"{name}.pickle",
+            LINEAR_SOURCE,
+            "Hopper",
+            "h100-80gb",
+            partial(_linear, gradients),
+        )
+    yield PublishedJob(
+        "resnet50-v100.json.gz",
+        RESNET_SOURCE,
+        "V100 32 GB",
+        "v100",
+        _resnet,
+        relative=True,
+    )
 
 
 JOBS = {job.name.split(".")[0]: job for job in _jobs()}

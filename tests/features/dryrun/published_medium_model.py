@@ -1,4 +1,5 @@
-"""The model of the published `cs336-medium-*` snapshots, rebuilt from its description."""
+"""The model of the published `cs336-medium-*` snapshots, rebuilt from its
+description."""
 
 from __future__ import annotations
 
@@ -41,8 +42,12 @@ class MediumRotation(nn.Module):
     def __init__(self, context: int) -> None:
         super().__init__()
         size = WIDTH // HEADS
-        angles = torch.outer(torch.arange(context), 10_000.0 ** (-torch.arange(0, size, 2) / size))
-        self.register_buffer("waves", torch.stack((torch.cos(angles), torch.sin(angles))).to("cuda"))
+        angles = torch.outer(
+            torch.arange(context), 10_000.0 ** (-torch.arange(0, size, 2) / size)
+        )
+        self.register_buffer(
+            "waves", torch.stack((torch.cos(angles), torch.sin(angles))).to("cuda")
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         even, odd_part = x.reshape(*x.shape[:-1], -1, 2).movedim(-1, 0).unbind(0)
@@ -64,13 +69,17 @@ class MediumAttention(nn.Module):
 
     def __init__(self, rotation: MediumRotation) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.o = (MediumProjection(WIDTH, WIDTH) for _ in range(4))
+        self.q, self.k, self.v, self.o = (
+            MediumProjection(WIDTH, WIDTH) for _ in range(4)
+        )
         self.rotation = rotation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
         q, k, v = self.q(x), self.k(x), self.v(x)
-        q, k, v = (part.view(batch, length, HEADS, -1).transpose(1, 2) for part in (q, k, v))
+        q, k, v = (
+            part.view(batch, length, HEADS, -1).transpose(1, 2) for part in (q, k, v)
+        )
         q, k = self.rotation(q), self.rotation(k)
         order = torch.arange(length, device="cuda")
         mask = (order[:, None] >= order[None])[None]
@@ -78,7 +87,9 @@ class MediumAttention(nn.Module):
         return self.o(attended.transpose(1, 2).reshape(batch, length, WIDTH))
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
     scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / math.sqrt(WIDTH // HEADS)
     scores = torch.where(mask, scores, float("-inf"))
     weights = medium_softmax(scores)
@@ -143,7 +154,8 @@ def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 class ReplacingAdamW(torch.optim.Optimizer):
-    """AdamW written out that makes new moments in each step, and zeros that it uses in the first one only."""
+    """AdamW written out that makes new moments in each step, and zeros that it uses in
+    the first one only."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01})

@@ -19,7 +19,8 @@ class Projection(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs, device="cuda"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # As einsum of torch 2.7 did; that of 2.13 exchanges the operands, and its result is contiguous.
+        # As einsum of torch 2.7 did; that of 2.13 exchanges the operands, and its
+        # result is contiguous.
         product = torch.bmm(self.weight.unsqueeze(0), x.flatten(0, -2).t().unsqueeze(0))
         return product.squeeze(0).t().view(*x.shape[:-1], -1)
 
@@ -43,7 +44,8 @@ class Rotation(nn.Module):
         super().__init__()
         size = WIDTH // HEADS
         angles = torch.outer(
-            torch.arange(context, device="cuda"), 10_000 ** (-torch.arange(0, size, 2, device="cuda") / size)
+            torch.arange(context, device="cuda"),
+            10_000 ** (-torch.arange(0, size, 2, device="cuda") / size),
         )
         self.register_buffer("cos", torch.cos(angles))
         self.register_buffer("sin", torch.sin(angles))
@@ -74,7 +76,10 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
-        q, k, v = (f(x).view(batch, length, HEADS, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(x).view(batch, length, HEADS, -1).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        )
         positions = torch.arange(length, device="cuda").expand(batch, length)
         q, k = self.rotation(q, positions), self.rotation(k, positions)
         mask = ~torch.triu(torch.ones(length, length, device="cuda"), diagonal=1).bool()
@@ -91,7 +96,11 @@ class Block(nn.Module):
     def __init__(self, context: int) -> None:
         super().__init__()
         self.norm_1, self.attention, self.norm_2 = Norm(), Attention(context), Norm()
-        self.w1, self.w2, self.w3 = Projection(WIDTH, HIDDEN), Projection(HIDDEN, WIDTH), Projection(WIDTH, HIDDEN)
+        self.w1, self.w2, self.w3 = (
+            Projection(WIDTH, HIDDEN),
+            Projection(HIDDEN, WIDTH),
+            Projection(WIDTH, HIDDEN),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm_1(x))
@@ -126,7 +135,8 @@ def published_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 class SimpleAdamW(torch.optim.Optimizer):
-    """AdamW written out, one parameter at a time, with the two temporaries that the snapshot shows."""
+    """AdamW written out, one parameter at a time, with the two temporaries that the
+    snapshot shows."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01})
@@ -137,8 +147,15 @@ class SimpleAdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 state = self.state[parameter]
                 if not state:
-                    state["m"], state["v"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                    state["m"], state["v"] = (
+                        torch.zeros_like(parameter),
+                        torch.zeros_like(parameter),
+                    )
                 state["m"].mul_(0.9).add_(parameter.grad, alpha=0.1)
-                state["v"].mul_(0.999).addcmul_(parameter.grad, parameter.grad, value=0.001)
-                parameter.addcdiv_(state["m"], state["v"].sqrt() + group["eps"], value=-group["lr"])
+                state["v"].mul_(0.999).addcmul_(
+                    parameter.grad, parameter.grad, value=0.001
+                )
+                parameter.addcdiv_(
+                    state["m"], state["v"].sqrt() + group["eps"], value=-group["lr"]
+                )
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])

@@ -1,4 +1,5 @@
-"""ResNet-50 (He et al., arXiv:1512.03385, with the stride in the 3 x 3 convolution), as torchvision builds it."""
+"""ResNet-50 (He et al., arXiv:1512.03385, with the stride in the 3 x 3 convolution), as
+torchvision builds it."""
 
 from __future__ import annotations
 
@@ -14,10 +15,16 @@ class Bottleneck(nn.Module):
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
-        self.conv_1, self.norm_1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv_1, self.norm_1 = (
+            nn.Conv2d(inputs, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
         self.conv_2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
         self.norm_2 = nn.BatchNorm2d(width)
-        self.conv_3, self.norm_3 = nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width)
+        self.conv_3, self.norm_3 = (
+            nn.Conv2d(width, 4 * width, 1, bias=False),
+            nn.BatchNorm2d(4 * width),
+        )
         self.shortcut: nn.Module | None = None
         if inputs != 4 * width:
             projection = nn.Conv2d(inputs, 4 * width, 1, stride, bias=False)

@@ -31,14 +31,20 @@ def test_caching_allocator__rounds_blocks_and_segments() -> None:
     for size, allocated, reserved in SIZES:
         allocator = CachingAllocator()
         allocator.allocate(size)
-        assert (allocator.allocated_bytes, allocator.reserved_bytes, allocator.segments_allocated) == (
+        assert (
+            allocator.allocated_bytes,
+            allocator.reserved_bytes,
+            allocator.segments_allocated,
+        ) == (
             allocated,
             reserved,
             1,
         )
 
 
-def test_caching_allocator__merges_neighbours_and_reuses_the_smallest_block_that_fits() -> None:
+def test_caching_allocator__merges_neighbours_and_reuses_the_smallest_block_that_fits() -> (
+    None
+):
     allocator = CachingAllocator()
     blocks = [allocator.allocate(4 * MIB) for _ in range(5)]
     assert allocator.reserved_bytes == 20 * MIB
@@ -56,11 +62,14 @@ def test_caching_allocator__merges_neighbours_and_reuses_the_smallest_block_that
     assert (allocator.reserved_bytes, allocator.allocated_bytes) == (0, 0)
 
 
-def test_caching_allocator__keeps_the_rest_of_a_large_block_that_is_too_small_to_split() -> None:
+def test_caching_allocator__keeps_the_rest_of_a_large_block_that_is_too_small_to_split() -> (
+    None
+):
     allocator = CachingAllocator()
     block = allocator.allocate(11 * MIB)
     allocator.free(block)
-    # 12 MiB are free: the rest of 1 MiB stays with the block, one of more than 1 MiB does not.
+    # 12 MiB are free: the rest of 1 MiB stays with the block, one of more than 1 MiB
+    # does not.
     assert allocator.allocate(11 * MIB).size == 12 * MIB
     allocator.free(block)
     assert allocator.allocate(11 * MIB - 512).size == 11 * MIB - 512
@@ -76,8 +85,14 @@ def test_caching_allocator__takes_the_segments_of_a_real_run(name: str) -> None:
     allocator = CachingAllocator()
     rows = allocation_rows(snapshot, 0, start_ns=0)
     older = rows[rows["start_ns"] == 0].sort_values("address")
-    live = {address: allocator.allocate(size) for address, size in zip(older["address"], older["bytes"], strict=True)}
-    reserved_before, segments_before = allocator.reserved_bytes, allocator.segments_allocated
+    live = {
+        address: allocator.allocate(size)
+        for address, size in zip(older["address"], older["bytes"], strict=True)
+    }
+    reserved_before, segments_before = (
+        allocator.reserved_bytes,
+        allocator.segments_allocated,
+    )
     segments = grown = errors = 0
     events = np.concatenate([*snapshot.events[0].blocks(*ACTIONS)])
     for number, address, size in events[["action", "address", "bytes"]].tolist():
@@ -90,7 +105,11 @@ def test_caching_allocator__takes_the_segments_of_a_real_run(name: str) -> None:
         elif action == "free_completed" and address in live:
             allocator.free(live.pop(address))
     assert segments > 200
-    assert (allocator.segments_allocated - segments_before, allocator.reserved_bytes - reserved_before, errors) == (
+    assert (
+        allocator.segments_allocated - segments_before,
+        allocator.reserved_bytes - reserved_before,
+        errors,
+    ) == (
         segments,
         grown,
         0,

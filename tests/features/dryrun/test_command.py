@@ -1,4 +1,5 @@
-"""`ebbtide dry-run`: the trace of an unmodified script, its exit statuses, and the commands that read the trace."""
+"""`ebbtide dry-run`: the trace of an unmodified script, its exit statuses, and the
+commands that read the trace."""
 
 from __future__ import annotations
 
@@ -24,8 +25,11 @@ SIZES = ["--layers", "2", "--width", "64", "--context", "64"]
 assert session  # imported here, so that forked processes have it
 
 
-def dry_run(output: Path, *job: str, capacity_bytes: int | None = None) -> tuple[int, str]:
-    """Run the process of a dry run in a fork. Returns its exit status and what it wrote to stderr."""
+def dry_run(
+    output: Path, *job: str, capacity_bytes: int | None = None
+) -> tuple[int, str]:
+    """Run the process of a dry run in a fork. Returns its exit status and what it wrote
+    to stderr."""
     settings = {
         "iterations": 2,
         "capacity_bytes": capacity_bytes,
@@ -47,9 +51,12 @@ def dry_run(output: Path, *job: str, capacity_bytes: int | None = None) -> tuple
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The trace of the example, with two micro-steps per iteration, on a device of 1 GB."""
+    """The trace of the example, with two micro-steps per iteration, on a device of 1
+    GB."""
     path = tmp_path_factory.mktemp("dry") / "run.ebb"
-    status, log = dry_run(path, str(EXAMPLE), *SIZES, "--accumulate", "2", capacity_bytes=10**9)
+    status, log = dry_run(
+        path, str(EXAMPLE), *SIZES, "--accumulate", "2", capacity_bytes=10**9
+    )
     assert status == 0, log
     assert f"next: ebbtide plan {path}" in log
     return path
@@ -64,15 +71,34 @@ def test_dry_run__ends_with_a_screen_that_says_whether_the_job_fits(
         (
             2**20,
             0,
-            "memory  fits: 0.59 of 1.00 MiB reserved at the peak, 0.40 to spare beside the CUDA context",
+            "memory  fits: 0.59 of 1.00 MiB reserved at the peak, 0.40 to spare "
+            "beside the CUDA context",
         ),
-        (2**19, 0, "memory  does not fit: 600.00 of 512.00 KiB reserved at the peak, 97.77 too much"),
-        (630_000, 0, "memory  fits barely: 600.00 of 615.23 KiB reserved at the peak, 5.47 to spare"),
-        (2**19, 130, "memory  incomplete, the job ended with status 130: 600.00 of 512.00 KiB reserved so far"),
+        (
+            2**19,
+            0,
+            "memory  does not fit: 600.00 of 512.00 KiB reserved at the peak, 97.77 "
+            "too much",
+        ),
+        (
+            630_000,
+            0,
+            "memory  fits barely: 600.00 of 615.23 KiB reserved at the peak, 5.47 to "
+            "spare",
+        ),
+        (
+            2**19,
+            130,
+            "memory  incomplete, the job ended with status 130: 600.00 of 512.00 KiB "
+            "reserved so far",
+        ),
     ):
         prediction = {"context_bytes": 10_000, "reserved_bytes": [512_000, 614_400]}
         builder = TraceBuilder("predicted", exit={"code": code}, prediction=prediction)
-        rank = builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda", "capacity_bytes": capacity}])
+        rank = builder.rank(
+            0,
+            devices=[{"device": "cuda:0", "kind": "cuda", "capacity_bytes": capacity}],
+        )
         rank.memory(0, 614_400, "reserved")
         rank.memory(0, 600_000, "requested")
         builder.write(Path("run.ebb"), True)
@@ -80,7 +106,10 @@ def test_dry_run__ends_with_a_screen_that_says_whether_the_job_fits(
         lines = capsys.readouterr().err.splitlines()
         assert lines[0] == "run.ebb: predicted by a dry run, not measured"
         assert verdict in " ".join(map(str.strip, lines))
-        assert "500.00 to 600.00 KiB reserved, by what cuDNN takes for convolutions" in " ".join(map(str.strip, lines))
+        assert (
+            "500.00 to 600.00 KiB reserved, by what cuDNN takes for convolutions"
+            in " ".join(map(str.strip, lines))
+        )
         assert "time    not known: no optimizer stepped" in lines
         assert lines[-1] == "next: ebbtide plan run.ebb"
         assert max(map(len, lines)) <= 80
@@ -92,11 +121,15 @@ def test_dry_run__names_varying_batches_and_limits_of_the_host(
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
     host = {"all": [3 * 2**30, 2.0**31], "pinned": [2**30, None]}
-    prediction = {"reserved_bytes": [2**20, 2**21], "batches": [[4, 121], [4, 512]], "host_bytes": host}
+    prediction = {
+        "reserved_bytes": [2**20, 2**21],
+        "batches": [[4, 121], [4, 512]],
+        "host_bytes": host,
+    }
     builder = TraceBuilder("predicted", prediction=prediction)
-    builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda", "capacity_bytes": 2**22}]).memory(
-        0, 2**21, "reserved"
-    )
+    builder.rank(
+        0, devices=[{"device": "cuda:0", "kind": "cuda", "capacity_bytes": 2**22}]
+    ).memory(0, 2**21, "reserved")
     builder.write(Path("run.ebb"))
     print_dry_run(Path("run.ebb"))
     text = " ".join(capsys.readouterr().err.split())
@@ -110,7 +143,9 @@ def test_dry_run__says_what_to_do_where_no_tensor_is_on_the_gpu(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     builder = TraceBuilder("predicted", prediction={})
-    builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda", "capacity_bytes": 2**30}])
+    builder.rank(
+        0, devices=[{"device": "cuda:0", "kind": "cuda", "capacity_bytes": 2**30}]
+    )
     builder.write(Path("run.ebb"))
     assert print_dry_run(Path("run.ebb"))
     text = " ".join(capsys.readouterr().err.split())
@@ -120,7 +155,11 @@ def test_dry_run__says_what_to_do_where_no_tensor_is_on_the_gpu(
 
 def test_dry_run__writes_a_predicted_trace(trace: Path) -> None:
     run = open_trace(trace)
-    assert (run.meta.source, run.meta.warmup_iterations, run.meta.exit.code) == ("predicted", 1, 0)
+    assert (run.meta.source, run.meta.warmup_iterations, run.meta.exit.code) == (
+        "predicted",
+        1,
+        0,
+    )
     phases = run.phases(0)
     assert phases["iteration"].tolist() == [0] * 5 + [1] * 5
     assert phases["micro_step"].tolist() == [0, 0, 1, 1, 1] * 2
@@ -132,14 +171,18 @@ def test_dry_run__writes_a_predicted_trace(trace: Path) -> None:
     assert blocks.loc[blocks["category"] == "parameter", "bytes"].sum() == parameters
     # Blocks held at a time add up to the pool.
     peak = memory.loc[memory[memory["pool"] == "requested"]["bytes"].idxmax()]
-    alive = (blocks["start_ns"] <= peak["t_ns"]) & (blocks["end_ns"].fillna(1 << 62) > peak["t_ns"])
+    alive = (blocks["start_ns"] <= peak["t_ns"]) & (
+        blocks["end_ns"].fillna(1 << 62) > peak["t_ns"]
+    )
     assert blocks.loc[alive, "bytes"].sum() == peak["bytes"]
     tokens = 8 * 64 * 8
     assert (run.transfers(0)["bytes"] == tokens).sum() == 2 * 2 * 2
 
 
 def test_dry_run__without_an_update_still_has_its_memory(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text("import torch; x = torch.ones(1000, 1000, device='cuda')")
+    (tmp_path / "job.py").write_text(
+        "import torch; x = torch.ones(1000, 1000, device='cuda')"
+    )
     assert dry_run(tmp_path / "run.ebb", str(tmp_path / "job.py"))[0] == 0
     run = open_trace(tmp_path / "run.ebb")
     assert run.memory(0)["bytes"].max() >= 4_000_000
@@ -150,30 +193,53 @@ def test_dry_run__without_an_update_still_has_its_memory(tmp_path: Path) -> None
     ("command", "expected"),
     [
         (["python", "train.py", "-x"], (sys.executable, [], ["train.py", "-x"])),
-        (["python3", "-u", "-X", "dev", "-m", "a", "b"], (sys.executable, ["-u", "-X", "dev"], ["-m", "a", "b"])),
+        (
+            ["python3", "-u", "-X", "dev", "-m", "a", "b"],
+            (sys.executable, ["-u", "-X", "dev"], ["-m", "a", "b"]),
+        ),
         (["train.py", "1"], (sys.executable, [], ["train.py", "1"])),
     ],
 )
-def test_split_command__finds_interpreter_and_script(command: list[str], expected: Any) -> None:
+def test_split_command__finds_interpreter_and_script(
+    command: list[str], expected: Any
+) -> None:
     assert split_command(command) == expected
 
 
-@pytest.mark.parametrize("command", [["ls"], ["python"], ["python", "-m"], ["/nowhere/python", "x.py"]])
+@pytest.mark.parametrize(
+    "command", [["ls"], ["python"], ["python", "-m"], ["/nowhere/python", "x.py"]]
+)
 def test_split_command__refuses_what_is_not_a_script(command: list[str]) -> None:
     with pytest.raises(DryRunError):
         split_command(command)
 
 
-def test_dry_run__refuses_an_output_that_exists(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run__refuses_an_output_that_exists(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_command(["dry-run", "-o", str(trace), "--", "python", "x.py"]) == 2
     assert "exists already" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_dry_run__runs_from_the_command_line(tmp_path: Path) -> None:
-    words = ["dry-run", "--gpu", "a100-40gb-published", "-o", "run.ebb", "--", "python", str(EXAMPLE), *SIZES]
+    words = [
+        "dry-run",
+        "--gpu",
+        "a100-40gb-published",
+        "-o",
+        "run.ebb",
+        "--",
+        "python",
+        str(EXAMPLE),
+        *SIZES,
+    ]
     result = subprocess.run(
-        [sys.executable, "-m", "ebbtide", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "ebbtide", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert result.returncode == 0, result.stderr
     assert "on cuda" in result.stdout

@@ -1,4 +1,5 @@
-"""`ebbtide dry-run --model` and `--config`: what they refuse, and the memory of jobs that they make."""
+"""`ebbtide dry-run --model` and `--config`: what they refuse, and the memory of jobs
+that they make."""
 
 from __future__ import annotations
 
@@ -22,13 +23,21 @@ from tests.conftest import ebbtide, ebbtide_in_process
         (["--method", "lora", "--", "python", "x.py"], "--method is for --model"),
         (["--batch", "2", "--config", "x.yaml"], "--batch is for --model"),
         (["--model", "qwen3-8b", "--method", "dora"], "'full', 'lora', 'qlora'"),
-        (["--model", "qwen3-8b", "--strategy", "fsdp"], "--strategy fsdp is for several ranks"),
-        (["--model", "qwen3-8b", "--sequence", "100000"], "longer than the 40,960 positions"),
+        (
+            ["--model", "qwen3-8b", "--strategy", "fsdp"],
+            "--strategy fsdp is for several ranks",
+        ),
+        (
+            ["--model", "qwen3-8b", "--sequence", "100000"],
+            "longer than the 40,960 positions",
+        ),
         (["--model", "./nowhere"], "there is no ./nowhere"),
         (["--config", "nowhere.yaml"], "nowhere.yaml cannot be read"),
     ],
 )
-def test_dry_run__refuses_in_a_line(words: list[str], message: str, tmp_path: Path) -> None:
+def test_dry_run__refuses_in_a_line(
+    words: list[str], message: str, tmp_path: Path
+) -> None:
     assert message in refused(ebbtide_in_process("dry-run", *words, cwd=tmp_path))
     assert list(tmp_path.iterdir()) == []
 
@@ -45,9 +54,20 @@ WHOLE = 4 * ATTENTION_AND_NORMS + 256
 
 
 def dry_run(folder: Path, *words: str) -> dict[str, Any]:
-    """Return the bytes by category at the end of a dry run of the model above, and the verdict."""
+    """Return the bytes by category at the end of a dry run of the model above, and the
+    verdict."""
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    process = ebbtide("dry-run", "--model", ".", "--capacity", "8GB", "-o", "run.ebb", *words, cwd=folder)
+    process = ebbtide(
+        "dry-run",
+        "--model",
+        ".",
+        "--capacity",
+        "8GB",
+        "-o",
+        "run.ebb",
+        *words,
+        cwd=folder,
+    )
     assert process.returncode == 0, process.stderr
     assert "memory  fits" in process.stderr
     blocks = open_trace(folder / "run.ebb").allocations(0)
@@ -59,11 +79,23 @@ def dry_run(folder: Path, *words: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("words", "parameter_bytes", "state_bytes"),
     [
-        (["--checkpointing", "--batch", "2", "--sequence", "128"], 2 * PARAMETERS, 4 * PARAMETERS),
+        (
+            ["--checkpointing", "--batch", "2", "--sequence", "128"],
+            2 * PARAMETERS,
+            4 * PARAMETERS,
+        ),
         (["--precision", "bf16-mixed", "--ranks", "2"], 4 * PARAMETERS, 8 * PARAMETERS),
-        (["--strategy", "fsdp", "--ranks", "4"], 2 * PARAMETERS // 4, 4 * PARAMETERS // 4),
+        (
+            ["--strategy", "fsdp", "--ranks", "4"],
+            2 * PARAMETERS // 4,
+            4 * PARAMETERS // 4,
+        ),
         (["--strategy", "zero2", "--ranks", "4"], 2 * PARAMETERS, 12 * PARAMETERS // 4),
-        (["--strategy", "zero3", "--ranks", "4"], 2 * (PARAMETERS // 4 + WHOLE), 12 * PARAMETERS // 4),
+        (
+            ["--strategy", "zero3", "--ranks", "4"],
+            2 * (PARAMETERS // 4 + WHOLE),
+            12 * PARAMETERS // 4,
+        ),
         (["--strategy", "offload"], 2 * PARAMETERS, 0),
     ],
 )

@@ -12,9 +12,13 @@ from ebbtide.features.dryrun.device.cuda_stubs import CudaStubs
 from ebbtide.features.dryrun.errors import DryRunError
 
 
-def build(version: str, cuda: str | None = None, file: str = torch.__file__) -> SimpleNamespace:
+def build(
+    version: str, cuda: str | None = None, file: str = torch.__file__
+) -> SimpleNamespace:
     """Return a module like torch."""
-    return SimpleNamespace(__version__=version, version=SimpleNamespace(cuda=cuda, hip=None), __file__=file)
+    return SimpleNamespace(
+        __version__=version, version=SimpleNamespace(cuda=cuda, hip=None), __file__=file
+    )
 
 
 @pytest.mark.parametrize(
@@ -24,7 +28,9 @@ def build(version: str, cuda: str | None = None, file: str = torch.__file__) -> 
         ("2.12.0+cpu", None, "needs torch 2.13"),
     ],
 )
-def test_cuda_stubs__refuse_other_versions(version: str, cuda: str | None, line: str) -> None:
+def test_cuda_stubs__refuse_other_versions(
+    version: str, cuda: str | None, line: str
+) -> None:
     with pytest.raises(DryRunError, match=line):
         CudaStubs(build(version, cuda), devices=1)
 
@@ -33,7 +39,13 @@ def test_cuda_stubs__refuse_another_layout(tmp_path: Path) -> None:
     header = Path("include", "ATen", "detail", "AcceleratorHooksInterface.h")
     text = (Path(torch.__file__).parent / header).read_text(encoding="utf-8")
     (tmp_path / header).parent.mkdir(parents=True)
-    swapped = text.replace("isBuilt", "later").replace("isAvailable", "isBuilt").replace("later", "isAvailable")
+    swapped = (
+        text.replace("isBuilt", "later")
+        .replace("isAvailable", "isBuilt")
+        .replace("later", "isAvailable")
+    )
     (tmp_path / header).write_text(swapped, encoding="utf-8")
     with pytest.raises(DryRunError, match="layout"):
-        CudaStubs(build(torch.__version__, file=str(tmp_path / "__init__.py")), devices=1)
+        CudaStubs(
+            build(torch.__version__, file=str(tmp_path / "__init__.py")), devices=1
+        )

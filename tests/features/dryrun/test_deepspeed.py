@@ -1,4 +1,5 @@
-"""DeepSpeed in a dry run: what it holds, against real runs; phases, copies and the entry of the trace."""
+"""DeepSpeed in a dry run: what it holds, against real runs; phases, copies and the
+entry of the trace."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.profiler.trace import open_trace
 from tests.conftest import phases_of
 from tests.features.dryrun.forked import run_forked
-from tests.features.dryrun.zero_partitions import CPU, config, dry_run, forget_groups, run_for_real, train
+from tests.features.dryrun.zero_partitions import (
+    CPU,
+    config,
+    dry_run,
+    forget_groups,
+    run_for_real,
+    train,
+)
 
 OFFLOAD = {"offload_optimizer": CPU}
 QUICK = {"stage 3 offloaded": config(3, OFFLOAD)}
@@ -40,7 +48,11 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cases"), [(2, QUICK), *(pytest.param(ranks, CASES, marks=pytest.mark.slow) for ranks in (1, 2, 3))]
+    ("ranks", "cases"),
+    [
+        (2, QUICK),
+        *(pytest.param(ranks, CASES, marks=pytest.mark.slow) for ranks in (1, 2, 3)),
+    ],
 )
 def test_zero__holds_what_real_ranks_hold(
     ranks: int, cases: dict[str, dict[str, Any]], deepspeed_extensions: None
@@ -53,8 +65,12 @@ def test_zero__holds_what_real_ranks_hold(
 
 
 @pytest.mark.slow
-def test_dry_run__of_a_deepspeed_job_gives_the_trace_of_a_recorded_one(tmp_path: Path) -> None:
-    settings = config(3, {"offload_optimizer": {**CPU, "pin_memory": True}}, accumulate=2)
+def test_dry_run__of_a_deepspeed_job_gives_the_trace_of_a_recorded_one(
+    tmp_path: Path,
+) -> None:
+    settings = config(
+        3, {"offload_optimizer": {**CPU, "pin_memory": True}}, accumulate=2
+    )
 
     def predict() -> list[str]:
         forget_groups()
@@ -73,10 +89,16 @@ def test_dry_run__of_a_deepspeed_job_gives_the_trace_of_a_recorded_one(tmp_path:
     assert set(job.subgroup_devices) == {"cpu"}
     params = sum(job.subgroup_params)
     assert trace.meta.ranks[0].model.params == params
-    # Gradients in half precision go down twice, the first ones up for the sum, and this down in fp32. Parameters go up.
+    # Gradients in half precision go down twice, the first ones up for the sum, and this
+    # down in fp32. Parameters go up.
     copies = trace.transfers(0)
-    pinned = copies[copies["host_memory"] == "pinned"].groupby("direction")["bytes"].sum()
-    assert dict(pinned) == {"d2h": 2 * (2 + 2 + 4) * params, "h2d": 2 * (2 + 2) * params}
+    pinned = (
+        copies[copies["host_memory"] == "pinned"].groupby("direction")["bytes"].sum()
+    )
+    assert dict(pinned) == {
+        "d2h": 2 * (2 + 2 + 4) * params,
+        "h2d": 2 * (2 + 2) * params,
+    }
     assert list(workload_of(trace).sizes) == list(job.subgroup_params)
     assert any("host memory of this rank" in note for note in notes)
     peaks = trace.memory(0).groupby("pool")["bytes"].max()

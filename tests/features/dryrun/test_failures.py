@@ -1,4 +1,5 @@
-"""Jobs that cannot be dry-run, and jobs that fail by themselves: a line with place and remedy, or the job's own end."""
+"""Jobs that cannot be dry-run, and jobs that fail by themselves: a line with place and
+remedy, or the job's own end."""
 
 from __future__ import annotations
 
@@ -34,8 +35,10 @@ SHAPE = "the shape of its result depends on values"
 # Name -> (script, operation, remedy): status 2, and nothing but a line.
 CANNOT = {
     "own operator": (
-        'library = torch.library.Library("own", "DEF"); library.define("scale(Tensor x) -> Tensor")\n'
-        'library.impl("scale", lambda x: x, "CUDA"); step(torch.ops.own.scale(model(x)))',
+        'library = torch.library.Library("own", "DEF"); library.define("scale(Tensor '
+        'x) -> Tensor")\n'
+        'library.impl("scale", lambda x: x, "CUDA"); '
+        'step(torch.ops.own.scale(model(x)))',
         "own.scale",
         "register one with torch.library.register_fake",
     ),
@@ -60,7 +63,8 @@ CANNOT = {
     ),
     "extension of CUDA, quoted": (
         'from torch.utils.cpp_extension import load\ntry: load("own", ["own.cu"])\n'
-        'except Exception as error: message = str(error)\nraise ModuleNotFoundError(f"no kernels: {message}")',
+        'except Exception as error: message = str(error)\nraise '
+        'ModuleNotFoundError(f"no kernels: {message}")',
         "torch.utils.cpp_extension.load('own')", COMPILED,
     ),
     "library of CUDA": ('import ctypes; ctypes.CDLL("libcudart.so.99")', "libcudart.so.99", COMPILED),
@@ -89,18 +93,21 @@ CANNOT = {
         'torch.save(model, "m.pt"); torch.load("m.pt", weights_only=False)', "torch.load", "save its state_dict()"
     ),
     "object of another rank": (
-        'import torch.distributed as d; d.init_process_group("nccl"); d.recv_object_list([None], src=1)',
+        'import torch.distributed as d; d.init_process_group("nccl"); '
+        'd.recv_object_list([None], src=1)',
         "recv_object_list",
         "make it in the script itself",
     ),
     "thread that the job waits for": (
-        "import threading, queue; results = queue.Queue(); run = lambda: results.put(x.to_sparse_csr())\n"
+        "import threading, queue; results = queue.Queue(); run = lambda: "
+        "results.put(x.to_sparse_csr())\n"
         "threading.Thread(target=run).start(); step(results.get())",
         "_to_sparse_csr",
         "no implementation for fake tensors",
     ),
     "thread whose result is not used": (
-        "import threading; thread = threading.Thread(target=lambda: x.numpy()); thread.start(); thread.join()\n"
+        "import threading; thread = threading.Thread(target=lambda: x.numpy()); "
+        "thread.start(); thread.join()\n"
         + TRAIN.format("model(x)"),
         ".numpy()",
         "fake tensors have no values",
@@ -111,19 +118,22 @@ CANNOT = {
     ),
     "process that the job forks": (
         "import multiprocessing\ndef train():\n    " + TRAIN.format("model(x)") + "\n"
-        'process = multiprocessing.get_context("spawn").Process(target=train); process.start(); process.join()',
+        'process = multiprocessing.get_context("spawn").Process(target=train); '
+        'process.start(); process.join()',
         "a training in a process that the job forks",
         "or by torch.multiprocessing.spawn",
     ),
     "sample of a data set": (
         "class Data(torch.utils.data.Dataset):\n    __len__ = lambda data: 2\n"
         "    __getitem__ = lambda data, index: x[index].numpy()\n"
-        "for batch in torch.utils.data.DataLoader(Data(), num_workers=1, pin_memory=True): pass",
+        "for batch in torch.utils.data.DataLoader(Data(), num_workers=1, "
+        "pin_memory=True): pass",
         ".numpy()",
         "fake tensors have no values",
     ),
     "worker of its own": (
-        'import subprocess, sys; subprocess.run([sys.executable, "-c", "raise SystemExit(1)"], check=True)',
+        'import subprocess, sys; subprocess.run([sys.executable, "-c", "raise '
+        'SystemExit(1)"], check=True)',
         "-c raise SystemExit(1)",
         "start the training in the script's own process",
     ),
@@ -131,61 +141,104 @@ CANNOT = {
 # Name -> (script, status, last line but that about the status): the job's own end.
 FAILED = {
     "syntax": ("def f(:", 1, "SyntaxError: invalid syntax"),
-    "package": ("import nowhere_to_be_found", 1, "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
-    "file": ('torch.load("missing.pt")', 1, "FileNotFoundError: [Errno 2] No such file or directory: 'missing.pt'"),
-    "library": ('torch.ops.load_library("own.so")', 1, "OSError: Could not load this library"),
+    "package": (
+        "import nowhere_to_be_found",
+        1,
+        "ModuleNotFoundError: No module named 'nowhere_to_be_found'",
+    ),
+    "file": (
+        'torch.load("missing.pt")',
+        1,
+        "FileNotFoundError: [Errno 2] No such file or directory: 'missing.pt'",
+    ),
+    "library": (
+        'torch.ops.load_library("own.so")',
+        1,
+        "OSError: Could not load this library",
+    ),
     "own error": ('raise ValueError("of the job")', 1, "ValueError: of the job"),
     "shapes": ("model(x.t())", 1, "RuntimeError: a and b must have same reduction dim"),
-    "devices": ("model(torch.ones(4, 8))", 1, "Expected all tensors to be on the same device"),
-    "device": ('model.to("cuda:1")', 1, "AcceleratorError: CUDA error: invalid device ordinal"),
+    "devices": (
+        "model(torch.ones(4, 8))",
+        1,
+        "Expected all tensors to be on the same device",
+    ),
+    "device": (
+        'model.to("cuda:1")',
+        1,
+        "AcceleratorError: CUDA error: invalid device ordinal",
+    ),
     "own backward": (
-        "class F(torch.autograd.Function):\n    forward = staticmethod(lambda ctx, y: y.clone())\n"
-        "    @staticmethod\n    def backward(ctx, g): raise KeyError(3)\nstep(F.apply(model(x)))",
+        "class F(torch.autograd.Function):\n    forward = staticmethod(lambda ctx, y: "
+        "y.clone())\n"
+        "    @staticmethod\n    def backward(ctx, g): raise "
+        "KeyError(3)\nstep(F.apply(model(x)))",
         1,
         "KeyError: 3",
     ),
-    "compiler": ('torch.compile(model, backend="none")(x)', 1, "InvalidBackend: Invalid backend: 'none'"),
+    "compiler": (
+        'torch.compile(model, backend="none")(x)',
+        1,
+        "InvalidBackend: Invalid backend: 'none'",
+    ),
     "sample": (
         "class Data(torch.utils.data.Dataset):\n    __len__ = lambda data: 4\n"
-        "    __getitem__ = lambda data, index: torch.ones(8) if index < 2 else {}[index]\n"
-        "for batch in torch.utils.data.DataLoader(Data(), 2, num_workers=1): step(model(batch.cuda()))",
+        "    __getitem__ = lambda data, index: torch.ones(8) if index < 2 else "
+        "{}[index]\n"
+        "for batch in torch.utils.data.DataLoader(Data(), 2, num_workers=1): "
+        "step(model(batch.cuda()))",
         1,
         "KeyError: 2",
     ),
-    "other process": ('import subprocess; subprocess.run(["false"], check=True)', 1, "CalledProcessError"),
+    "other process": (
+        'import subprocess; subprocess.run(["false"], check=True)',
+        1,
+        "CalledProcessError",
+    ),
     "exit status": ("raise SystemExit(3)", 3, ""),
     "exit status of a usage": ("raise SystemExit(2)", 2, ""),
 }
 # Name -> script: runs to its end.
 WORKS = {
     "memory that no device has": (
-        'try: torch.empty(10**15, device="cuda")\nexcept torch.cuda.OutOfMemoryError: pass\n' + TRAIN.format("model(x)")
+        'try: torch.empty(10**15, device="cuda")\nexcept torch.cuda.OutOfMemoryError: '
+        "pass\n" + TRAIN.format("model(x)")
     ),
-    "runtime": "torch.cuda.profiler.start(); torch.cuda.cudart().cudaMemGetInfo(0); " + "step(model(x))",
-    "stream of a priority": "with torch.cuda.stream(torch.cuda.Stream(priority=-1)): step(model(x))",
-    "value that decides": "y = model(x)\nif y.sum().item() > 1e9: raise ValueError\nstep(y)",
+    "runtime": "torch.cuda.profiler.start(); torch.cuda.cudart().cudaMemGetInfo(0); "
+    + "step(model(x))",
+    "stream of a priority": (
+        "with torch.cuda.stream(torch.cuda.Stream(priority=-1)): step(model(x))"
+    ),
+    "value that decides": (
+        "y = model(x)\nif y.sum().item() > 1e9: raise ValueError\nstep(y)"
+    ),
     "boolean index": "y = model(x); step(y[y > 0])",
     "no training": "model(x)",
-    "folder of its own": 'import os; os.mkdir("own"); os.chdir("own")\n' + TRAIN.format("model(x)"),
+    "folder of its own": 'import os; os.mkdir("own"); os.chdir("own")\n'
+    + TRAIN.format("model(x)"),
     "training in a thread": (
-        "import threading; thread = threading.Thread(target=lambda: [step(model(x)) for _ in range(9)])\n"
+        "import threading; thread = threading.Thread(target=lambda: [step(model(x)) "
+        "for _ in range(9)])\n"
         "thread.start(); thread.join(); raise ValueError"
     ),
     "training in a thread that is not joined": (
-        "import threading; threading.Thread(target=lambda: [step(model(x)) for _ in range(9)]).start()"
+        "import threading; threading.Thread(target=lambda: [step(model(x)) for _ in "
+        "range(9)]).start()"
     ),
 }
 # Goes on in the main thread when another one has failed, as in Python.
 THREAD = (
     'import threading\ndef fail(): raise ValueError("of a thread")\n'
-    "thread = threading.Thread(target=fail); thread.start(); thread.join()\n" + TRAIN.format("model(x)")
+    "thread = threading.Thread(target=fail); thread.start(); thread.join()\n"
+    + TRAIN.format("model(x)")
 )
 SIGTERM_LINE = "ebbtide: incomplete: the job ended with status 143; no trace is written"
 CRASH = "import ctypes\ndef read(): ctypes.string_at(0)\nread()\n"
 
 
 def run_jobs(folder: Path, scripts: dict[str, str]) -> dict[str, tuple[int, str]]:
-    """Run dry runs of scripts one after the other. Returns the exit status and the lines on stderr by the name."""
+    """Run dry runs of scripts one after the other. Returns the exit status and the
+    lines on stderr by the name."""
     os.chdir(folder)
     threading.excepthook = threading.__excepthook__  # not that of pytest
     results = {}
@@ -196,7 +249,12 @@ def run_jobs(folder: Path, scripts: dict[str, str]) -> dict[str, tuple[int, str]
 
 
 def run_job(job: Sequence[str]) -> tuple[int, str]:
-    settings = {"iterations": 2, "capacity_bytes": 10**9, "device_name": "dry run", "force": True}
+    settings = {
+        "iterations": 2,
+        "capacity_bytes": 10**9,
+        "device_name": "dry run",
+        "force": True,
+    }
     path, log = list(sys.path), io.StringIO()
     with contextlib.redirect_stderr(log), contextlib.redirect_stdout(io.StringIO()):
         status = child.main(["run.ebb", json.dumps(settings), *job])
@@ -206,14 +264,20 @@ def run_job(job: Sequence[str]) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    scripts = {name: case[0] for name, case in [*CANNOT.items(), *FAILED.items()]} | WORKS | {"thread": THREAD}
+    scripts = (
+        {name: case[0] for name, case in [*CANNOT.items(), *FAILED.items()]}
+        | WORKS
+        | {"thread": THREAD}
+    )
     folder = tmp_path_factory.mktemp("failures")
     results: dict[str, tuple[int, str]] = run_forked(lambda: run_jobs(folder, scripts))
     return results
 
 
 @pytest.mark.parametrize("name", CANNOT)
-def test_job_that_cannot_be_dry_run__ends_with_a_line(name: str, results: dict[str, tuple[int, str]]) -> None:
+def test_job_that_cannot_be_dry_run__ends_with_a_line(
+    name: str, results: dict[str, tuple[int, str]]
+) -> None:
     status, log = results[name]
     _, operation, remedy = CANNOT[name]
     lines = [line for line in log.splitlines() if line.startswith("ebbtide:")]
@@ -225,16 +289,23 @@ def test_job_that_cannot_be_dry_run__ends_with_a_line(name: str, results: dict[s
 
 
 @pytest.mark.parametrize("name", FAILED)
-def test_job_that_fails__keeps_its_own_end(name: str, results: dict[str, tuple[int, str]]) -> None:
+def test_job_that_fails__keeps_its_own_end(
+    name: str, results: dict[str, tuple[int, str]]
+) -> None:
     status, log = results[name]
     _, expected, line = FAILED[name]
     assert (status, line in log) == (expected, True), log
-    assert log.splitlines()[-1] == f"ebbtide: incomplete: the job ended with status {status}; no trace is written"
+    assert (
+        log.splitlines()[-1]
+        == f"ebbtide: incomplete: the job ended with status {status}; no trace is written"
+    )
     assert "dryrun" not in log
 
 
 @pytest.mark.parametrize("name", WORKS)
-def test_job__that_looks_unusual_is_dry_run(name: str, results: dict[str, tuple[int, str]]) -> None:
+def test_job__that_looks_unusual_is_dry_run(
+    name: str, results: dict[str, tuple[int, str]]
+) -> None:
     assert results[name][0] == 0, results[name][1]
 
 
@@ -244,18 +315,26 @@ def test_thread__that_fails_leaves_the_job(results: dict[str, tuple[int, str]]) 
 
 
 @pytest.mark.parametrize("name", [name for name in WORKS if "training in" in name])
-def test_training_in_a_thread__ends_after_its_iterations(name: str, results: dict[str, tuple[int, str]]) -> None:
+def test_training_in_a_thread__ends_after_its_iterations(
+    name: str, results: dict[str, tuple[int, str]]
+) -> None:
     assert results[name] == (0, "")
 
 
 def test_explain_crash__names_the_call_and_the_line_of_the_job(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(CRASH)
     run = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "job.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-X", "faulthandler", "job.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == -signal.SIGSEGV
     line = explain_crash("SIGSEGV", run.stderr)
-    assert line.startswith("cannot dry-run a call in string_at: it ended the job with SIGSEGV"), line
+    assert line.startswith(
+        "cannot dry-run a call in string_at: it ended the job with SIGSEGV"
+    ), line
     assert line.endswith(
         f"leave it out for the dry run, or register a fake implementation with "
         f"torch.library.register_fake ({tmp_path}/job.py:2)"
@@ -263,9 +342,15 @@ def test_explain_crash__names_the_call_and_the_line_of_the_job(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("job", "line"), [(["nowhere.py"], "No such file or directory"), (["-m", "nowhere_at_all"], "nowhere_at_all")]
+    ("job", "line"),
+    [
+        (["nowhere.py"], "No such file or directory"),
+        (["-m", "nowhere_at_all"], "nowhere_at_all"),
+    ],
 )
-def test_program__that_is_missing_is_named(job: list[str], line: str, tmp_path: Path) -> None:
+def test_program__that_is_missing_is_named(
+    job: list[str], line: str, tmp_path: Path
+) -> None:
     def run() -> tuple[int, str]:
         os.chdir(tmp_path)
         return run_job(job)
@@ -288,7 +373,9 @@ def test_program__that_is_missing_is_named(job: list[str], line: str, tmp_path: 
         ("os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)", -9, ""),
     ],
 )  # fmt: skip
-def test_dry_run__that_a_signal_ends_says_so(script: str, status: int, line: str, tmp_path: Path) -> None:
+def test_dry_run__that_a_signal_ends_says_so(
+    script: str, status: int, line: str, tmp_path: Path
+) -> None:
     (tmp_path / "job.py").write_text(
         "import os, signal, time\nopen('notes', 'a').write('more')\n"
         "open('new', 'w').close(); os.rename('new', 'newer')\n"
@@ -297,7 +384,17 @@ def test_dry_run__that_a_signal_ends_says_so(script: str, status: int, line: str
     (tmp_path / "notes").write_text("my notes")
     folder = tmp_path / "temporary"
     folder.mkdir()
-    command = [sys.executable, "-m", "ebbtide", "dry-run", "-o", "run.ebb", "--", "python", "job.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "ebbtide",
+        "dry-run",
+        "-o",
+        "run.ebb",
+        "--",
+        "python",
+        "job.py",
+    ]
     run = subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True,
         start_new_session=True, check=False,

@@ -1,4 +1,5 @@
-"""The file system of a dry run: the job sees its own changes, and the disk keeps the user's files."""
+"""The file system of a dry run: the job sees its own changes, and the disk keeps the
+user's files."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ import pytest
 from ebbtide.features.dryrun.errors import CannotFakeError
 from ebbtide.features.dryrun.files import view as view_module
 from ebbtide.features.dryrun.files.patching import FileFunctions
-from ebbtide.features.dryrun.files.user_files import changing_program, fork_processes, patch_writers
+from ebbtide.features.dryrun.files.user_files import (
+    changing_program,
+    fork_processes,
+    patch_writers,
+)
 from ebbtide.features.dryrun.files.view import FileView, guard
 from ebbtide.profiler.agent.patches import Patches
 
@@ -26,13 +31,22 @@ CAPTURED_OPEN = builtins.open
 
 def tree(folder: Path) -> dict[str, bytes | None]:
     """Return every path below a folder with its content."""
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of the user, which must be as it was after the test, with file functions that go through a view."""
-    for name in ("out/step-1/model.bin", "out/step-2/model.bin", "out/log.txt", "data/train.bin"):
+    """A folder of the user, which must be as it was after the test, with file functions
+    that go through a view."""
+    for name in (
+        "out/step-1/model.bin",
+        "out/step-2/model.bin",
+        "out/log.txt",
+        "data/train.bin",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     monkeypatch.chdir(tmp_path)
@@ -79,8 +93,13 @@ def test_rmtree__hides_a_folder_that_can_be_made_again(folder: Path) -> None:
         Path("out/log.txt").write_text("")
     os.makedirs("out/step-3")
     Path("out/step-3/model.bin").write_text("3")
-    assert [(path, sorted(names)) for path, names, _ in os.walk("out")] == [("out", ["step-3"]), ("out/step-3", [])]
-    assert [entry.path for entry in os.scandir("out/step-3")] == ["out/step-3/model.bin"]
+    assert [(path, sorted(names)) for path, names, _ in os.walk("out")] == [
+        ("out", ["step-3"]),
+        ("out/step-3", []),
+    ]
+    assert [entry.path for entry in os.scandir("out/step-3")] == [
+        "out/step-3/model.bin"
+    ]
     with pytest.raises(OSError, match="not empty"):
         os.rmdir("out")
 
@@ -98,7 +117,9 @@ def test_rename__of_the_users_files_holds_for_the_job_alone(folder: Path) -> Non
     assert not os.path.exists("out/step-2")
 
 
-def test_replace__of_a_checkpoint_by_a_new_one_works_again_and_again(folder: Path) -> None:
+def test_replace__of_a_checkpoint_by_a_new_one_works_again_and_again(
+    folder: Path,
+) -> None:
     for content in ("1", "2", "3"):
         Path("model.tmp").write_text(content)
         os.replace("model.tmp", "out/step-1/model.bin")
@@ -145,7 +166,9 @@ def _write_new() -> None:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_new_files__of_a_process_that_is_started_afresh_are_removed_at_the_end(folder: Path, method: str) -> None:
+def test_new_files__of_a_process_that_is_started_afresh_are_removed_at_the_end(
+    folder: Path, method: str
+) -> None:
     patches = Patches()
     fork_processes(multiprocessing.context, patches)
     try:
@@ -166,18 +189,24 @@ def test_guard__refuses_functions_that_were_taken_before(folder: Path) -> None:
         lambda: posix.truncate("out/log.txt", 1),
         lambda: os.remove("log.txt", dir_fd=os.open("out", os.O_RDONLY)),
     ):
-        with pytest.raises(PermissionError, match="a dry run changes no file that exists"):
+        with pytest.raises(
+            PermissionError, match="a dry run changes no file that exists"
+        ):
             call()
 
 
-def test_large_file__is_not_copied_to_be_changed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_file__is_not_copied_to_be_changed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(view_module, "_MAX_COPIED_BYTES", 3)
     with pytest.raises(CannotFakeError, match=r"a change of .*train.bin: it exists"):
         Path("data/train.bin").open("r+b").close()
     Path("data/train.bin").write_text("needs no copy")
 
 
-def test_caches__are_written_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches__are_written_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     view, patches = FileView(), Patches()
     FileFunctions(view, lambda _path: None).install(patches)
@@ -190,7 +219,9 @@ def test_caches__are_written_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "hub/model.safetensors").read_text() == "downloaded"
 
 
-def test_databases__are_copied_to_be_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_databases__are_copied_to_be_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     database = tmp_path / "study.db"
     with sqlite3.connect(database) as connection:
         connection.execute("CREATE TABLE trials (loss REAL)")
@@ -204,7 +235,9 @@ def test_databases__are_copied_to_be_changed(tmp_path: Path, monkeypatch: pytest
                 sqlite3.connect(database).execute("INSERT INTO trials VALUES (1.0)")
         with sqlite3.connect(database) as copy:
             copy.execute("INSERT INTO trials VALUES (1.0)")
-        assert sqlite3.connect(database).execute("SELECT COUNT(*) FROM trials").fetchone() == (1,)
+        assert sqlite3.connect(database).execute(
+            "SELECT COUNT(*) FROM trials"
+        ).fetchone() == (1,)
     finally:
         patches.undo()
         view.close()
@@ -226,18 +259,29 @@ def test_changing_program__is_found_in_text_and_words() -> None:
         assert changing_program(command) == program
 
 
-def test_made__is_listed_on_the_disk_though_the_job_closes_descriptors(tmp_path: Path) -> None:
+def test_made__is_listed_on_the_disk_though_the_job_closes_descriptors(
+    tmp_path: Path,
+) -> None:
     view = FileView()
     (tmp_path / "a").touch()
     view.note_made(str(tmp_path / "a"))
-    links = {number: os.path.realpath(f"/proc/self/fd/{number}") for number in map(int, posix.listdir("/proc/self/fd"))}
+    links = {
+        number: os.path.realpath(f"/proc/self/fd/{number}")
+        for number in map(int, posix.listdir("/proc/self/fd"))
+    }
     # Opening the list for each file would take longer than the file.
-    (number,) = (number for number, path in links.items() if path == os.path.join(view.folder, "made"))
+    (number,) = (
+        number
+        for number, path in links.items()
+        if path == os.path.join(view.folder, "made")
+    )
     with open(tmp_path / "b", "w") as other:
         os.dup2(other.fileno(), number)
         view.note_made(str(tmp_path / "b"))
         assert os.path.getsize(tmp_path / "b") == 0
-        assert [os.path.basename(path) for path in view_module.made_in(view.folder)] == ["a", "b"]
+        assert [
+            os.path.basename(path) for path in view_module.made_in(view.folder)
+        ] == ["a", "b"]
         view.close()
         assert os.fstat(number)
         os.close(number)

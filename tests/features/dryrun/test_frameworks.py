@@ -1,4 +1,5 @@
-"""Jobs with frameworks, unmodified: Trainer of transformers, Lightning, accelerate, and convolutions with offload."""
+"""Jobs with frameworks, unmodified: Trainer of transformers, Lightning, accelerate, and
+convolutions with offload."""
 
 from __future__ import annotations
 
@@ -154,7 +155,13 @@ raise KeyboardInterrupt
 """
 
 
-def dry_run(folder: Path, script: str, *arguments: str, status: int = 0, capacity_bytes: int | None = None) -> Path:
+def dry_run(
+    folder: Path,
+    script: str,
+    *arguments: str,
+    status: int = 0,
+    capacity_bytes: int | None = None,
+) -> Path:
     """Return the trace of a script that ends after two iterations, run in a fork."""
     (folder / "job.py").write_text(script)
     settings = {
@@ -165,7 +172,9 @@ def dry_run(folder: Path, script: str, *arguments: str, status: int = 0, capacit
         os.chdir(folder)
         with open("log", "w", encoding="utf-8") as file:
             sys.stdout = sys.stderr = file
-            return child.main([str(folder / "run.ebb"), json.dumps(settings), "job.py", *arguments])
+            return child.main(
+                [str(folder / "run.ebb"), json.dumps(settings), "job.py", *arguments]
+            )
 
     assert run_forked(start) == status, (folder / "log").read_text(encoding="utf-8")
     return folder / "run.ebb"
@@ -186,8 +195,11 @@ def test_dry_run__runs_frameworks_unmodified(
     trace = open_trace(dry_run(tmp_path, script))
     phases = trace.phases(0)
     finished = phases[phases["iteration"].notna()]
-    assert finished.groupby("iteration")["phase"].value_counts().unstack().to_dict("index") == {
-        iteration: {"forward": forwards, "backward": backwards, "update": 1} for iteration in (0, 1)
+    assert finished.groupby("iteration")["phase"].value_counts().unstack().to_dict(
+        "index"
+    ) == {
+        iteration: {"forward": forwards, "backward": backwards, "update": 1}
+        for iteration in (0, 1)
     }
     assert any(note in line for line in trace.notes)
     assert (trace.allocations(0)["category"] == "optimizer_state").any()
@@ -195,7 +207,10 @@ def test_dry_run__runs_frameworks_unmodified(
 
 def contents(folder: Path) -> dict[str, bytes | None]:
     """Return every path below a folder with its content."""
-    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+    return {
+        str(path): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
 
 
 @pytest.mark.slow
@@ -205,8 +220,14 @@ def test_dry_run__leaves_checkpoints_as_they_are(tmp_path: Path) -> None:
     output.mkdir()
     (output / "best.pt").write_bytes(b"the best of last week")
     before = contents(output)
-    arguments = "--data tokens.bin --output output --layers 2 --width 64 --heads 2 --context 64 --vocabulary 512"
-    training = "--batch 2 --accumulation 2 --evaluate-every 1 --evaluation-batches 2 --dtype float16"
+    arguments = (
+        "--data tokens.bin --output output --layers 2 --width 64 --heads 2 --context "
+        "64 --vocabulary 512"
+    )
+    training = (
+        "--batch 2 --accumulation 2 --evaluate-every 1 --evaluation-batches 2 --dtype "
+        "float16"
+    )
     script = (EXAMPLES / "pretrain.py").read_text(encoding="utf-8")
     trace = open_trace(dry_run(tmp_path, script, *arguments.split(), *training.split()))
     assert contents(output) == before
@@ -220,23 +241,35 @@ def test_dry_run__leaves_checkpoints_as_they_are(tmp_path: Path) -> None:
     assert (counts["backward"], counts["update"]) == (2, 1)
 
 
-def test_dry_run__ends_a_loop_that_waits_for_a_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run__ends_a_loop_that_waits_for_a_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shadow_values, "MAX_READS", 10)
     assert not dry_run(tmp_path, LOOP_WITHOUT_OPTIMIZER, status=2).exists()
     lines = (tmp_path / "log").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 1
-    assert lines[0].startswith("ebbtide: incomplete: the job read 10 values that a dry run does not have")
+    assert lines[0].startswith(
+        "ebbtide: incomplete: the job read 10 values that a dry run does not have"
+    )
     assert lines[0].endswith("no trace is written (job.py:5)")
 
 
 @pytest.mark.parametrize(
     ("script", "batch"),
-    [pytest.param(BATCH_SEARCH, 19, id="accelerate"), slow_case(BATCH_TRIALS, 16, id="Lightning")],
+    [
+        pytest.param(BATCH_SEARCH, 19, id="accelerate"),
+        slow_case(BATCH_TRIALS, 16, id="Lightning"),
+    ],
 )
-def test_dry_run__lets_a_search_for_the_batch_size_run_out_of_memory(script: str, batch: int, tmp_path: Path) -> None:
+def test_dry_run__lets_a_search_for_the_batch_size_run_out_of_memory(
+    script: str, batch: int, tmp_path: Path
+) -> None:
     trace = open_trace(dry_run(tmp_path, script, capacity_bytes=600 << 20))
-    # 4 MiB for each unit of the batch and for its result, beside weights and workspaces: 21 and 32 do not fit.
-    assert (tmp_path / "log").read_text(encoding="utf-8").rsplit("batch size ", 1)[1].split()[0] == str(batch)
+    # 4 MiB for each unit of the batch and for its result, beside weights and
+    # workspaces: 21 and 32 do not fit.
+    assert (tmp_path / "log").read_text(encoding="utf-8").rsplit("batch size ", 1)[
+        1
+    ].split()[0] == str(batch)
     reserved = trace.memory(0)
     peak = reserved[reserved["pool"] == "reserved"]["bytes"].max()
     assert 128 << 20 < peak < 300 << 20

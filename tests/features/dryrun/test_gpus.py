@@ -11,7 +11,10 @@ from ebbtide.machines.machine import GpuCompute
 CAPABILITIES = {
     **dict.fromkeys(("a10", "rtx3060", "rtx3090"), (8, 6)),
     **dict.fromkeys(("l40s", "rtx4060", "rtx4090"), (8, 9)),
-    **dict.fromkeys(("a100-40gb-pcie", "a100-40gb-sxm", "a100-80gb-sxm", "a100-40gb-published"), (8, 0)),
+    **dict.fromkeys(
+        ("a100-40gb-pcie", "a100-40gb-sxm", "a100-80gb-sxm", "a100-40gb-published"),
+        (8, 0),
+    ),
     **dict.fromkeys(("b200", "gb200"), (10, 0)),
     "gb300": (10, 3),
     **dict.fromkeys(("rtx5090", "rtx-pro-6000"), (12, 0)),
@@ -27,10 +30,14 @@ def test_dry_run__every_preset_has_a_name_a_capability_and_a_workspace() -> None
         # Hopper, and as on Hopper where the GPU is not of CUDA.
         capability = capability_of(_device_name(machine), machine.gpu)
         assert capability == CAPABILITIES.get(name, (9, 0))
-        assert (workspace_bytes(capability) == 32 << 20) == (capability[0] in (9, 10, 12))
+        assert (workspace_bytes(capability) == 32 << 20) == (
+            capability[0] in (9, 10, 12)
+        )
 
 
-def test_capability_of__a_name_alone_is_looked_up_and_any_other_counts_as_an_h100() -> None:
+def test_capability_of__a_name_alone_is_looked_up_and_any_other_counts_as_an_h100() -> (
+    None
+):
     assert capability_of("a10") == (8, 6)
     assert capability_of("dry run") == capability_of("a10", GpuCompute()) == (9, 0)
     assert _device_name(None) == "dry run"

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 
 from ebbtide.features.dryrun.errors import DryRunError
-from ebbtide.features.dryrun.launch import JobLaunched, launcher_followed, split_command, stated_ranks
+from ebbtide.features.dryrun.launch import (
+    JobLaunched,
+    launcher_followed,
+    split_command,
+    stated_ranks,
+)
 from ebbtide.profiler.trace import open_trace
 from tests.conftest import ebbtide
 from tests.features.dryrun.forked import run_forked
@@ -23,17 +28,28 @@ def test_split_command__runs_torchrun_of_its_own_interpreter() -> None:
 
 
 def test_stated_ranks__are_those_of_a_launchers_options() -> None:
-    assert stated_ranks(["/v/bin/accelerate", "launch", "--num_processes", "4", "train.py"]) == 4
+    assert (
+        stated_ranks(
+            ["/v/bin/accelerate", "launch", "--num_processes", "4", "train.py"]
+        )
+        == 4
+    )
     assert stated_ranks(["/v/bin/tune", "run", "--nproc_per_node=2", "recipe"]) == 2
     assert stated_ranks(["/v/bin/deepspeed", "--num_gpus=8", "train.py"]) == 8
     assert stated_ranks(["train.py", "--num_processes", "4"]) is None
 
 
-def test_split_command__finds_console_scripts_and_refuses_other_programs(tmp_path: Path) -> None:
+def test_split_command__finds_console_scripts_and_refuses_other_programs(
+    tmp_path: Path,
+) -> None:
     script = tmp_path / "tune"
     script.write_text(f"#!{sys.executable}\nprint('tuned')\n")
     script.chmod(0o755)
-    assert split_command([str(script), "run"]) == (sys.executable, [], [str(script), "run"])
+    assert split_command([str(script), "run"]) == (
+        sys.executable,
+        [],
+        [str(script), "run"],
+    )
     with pytest.raises(DryRunError, match="ls is none"):
         split_command(["ls", "-l"])
     with pytest.raises(DryRunError, match="no-such-launcher is not found"):
@@ -79,7 +95,11 @@ for step in range(3):
 @pytest.mark.parametrize(
     ("launcher", "job", "line"),
     [
-        ("torchrun --nproc-per-node 2 --nnodes 1:2", TORCH_JOB, "ranks 4 DistributedDataParallel ['--lr', '1']"),
+        (
+            "torchrun --nproc-per-node 2 --nnodes 1:2",
+            TORCH_JOB,
+            "ranks 4 DistributedDataParallel ['--lr', '1']",
+        ),
         (
             "torchrun --nproc-per-node 2 --nnodes 1:2",
             JOB,
@@ -97,14 +117,17 @@ for step in range(3):
         ),
         ("accelerate launch", JOB, "ranks 1 Sequential ['--lr', '1']"),
         (
-            "accelerate launch --num_processes 2 --mixed_precision bf16 --use_fsdp --fsdp_version 2",
+            "accelerate launch --num_processes 2 --mixed_precision bf16 --use_fsdp "
+            "--fsdp_version 2",
             JOB,
             "ranks 2 FSDPSequential ['--lr', '1']",
         ),
         ("deepspeed --num_gpus 2", DEEPSPEED_JOB, "ranks 2 DeepSpeedEngine []"),
     ],
 )
-def test_dry_run__follows_launchers_to_their_job(launcher: str, job: str, line: str, tmp_path: Path) -> None:
+def test_dry_run__follows_launchers_to_their_job(
+    launcher: str, job: str, line: str, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(job)
     program, *words = launcher.split()
     command = [Path(sys.executable).parent / program, *words, "train.py", "--lr", "1"]
@@ -122,15 +145,21 @@ def test_dry_run__follows_launchers_to_their_job(launcher: str, job: str, line: 
         (["--unknown", "t.py"], "unrecognized arguments: --unknown"),
     ],
 )
-def test_dry_run__says_what_a_launcher_cannot_start(words: list[str], message: str, tmp_path: Path) -> None:
-    process = ebbtide("dry-run", "-o", "run.ebb", "--", "torchrun", *words, cwd=tmp_path)
+def test_dry_run__says_what_a_launcher_cannot_start(
+    words: list[str], message: str, tmp_path: Path
+) -> None:
+    process = ebbtide(
+        "dry-run", "-o", "run.ebb", "--", "torchrun", *words, cwd=tmp_path
+    )
     assert process.returncode == 2
     assert message in process.stderr
     assert "Traceback" not in process.stderr
 
 
 @pytest.mark.parametrize("function", ["execvpe", "execv"])
-def test_launcher_followed__sees_a_job_that_replaces_the_launcher(function: str) -> None:
+def test_launcher_followed__sees_a_job_that_replaces_the_launcher(
+    function: str,
+) -> None:
     command = [sys.executable, "-m", "accelerate.commands.launch", "train.py"]
 
     def launch() -> Any:

@@ -1,4 +1,5 @@
-"""Quantized parameters, kernels of libraries, attention, and tensors made of others, in a dry run."""
+"""Quantized parameters, kernels of libraries, attention, and tensors made of others, in
+a dry run."""
 
 from __future__ import annotations
 
@@ -11,13 +12,23 @@ import torch
 from torch import nn
 
 from tests.features.dryrun.forked import run_forked
-from tests.features.dryrun.test_session import BATCH, LAYER_BYTES, WIDTH, dry_run, held_bytes, train
+from tests.features.dryrun.test_session import (
+    BATCH,
+    LAYER_BYTES,
+    WIDTH,
+    dry_run,
+    held_bytes,
+    train,
+)
 
 
 class _Quantized(nn.Parameter):
-    """A parameter that takes a byte an element once it is on the device, as those of bitsandbytes do."""
+    """A parameter that takes a byte an element once it is on the device, as those of
+    bitsandbytes do."""
 
-    def __new__(cls, data: Any = None, requires_grad: bool = False, scale: Any = None) -> Any:
+    def __new__(
+        cls, data: Any = None, requires_grad: bool = False, scale: Any = None
+    ) -> Any:
         made = torch.Tensor._make_subclass(cls, data, requires_grad)
         made.scale = scale
         made.data = data
@@ -26,7 +37,9 @@ class _Quantized(nn.Parameter):
     def to(self, *args: Any, **kwargs: Any) -> Any:
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if self.data.dtype == torch.int8:
-            return _Quantized(super().to(device=device, dtype=dtype), scale=self.scale.to(device))
+            return _Quantized(
+                super().to(device=device, dtype=dtype), scale=self.scale.to(device)
+            )
         values = self.data.contiguous().to(device)
         self.scale = values.abs().amax(dim=1)
         self.data = (127 * values / self.scale[:, None]).to(torch.int8)
@@ -40,10 +53,14 @@ class _QuantizedLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Any) -> Any:
-        return x @ (self.weight.float() * self.weight.scale[:, None] / 127).t() + self.bias
+        return (
+            x @ (self.weight.float() * self.weight.scale[:, None] / 127).t() + self.bias
+        )
 
 
-def test_parameter_subclass__keeps_its_class_attributes_and_size_on_the_device() -> None:
+def test_parameter_subclass__keeps_its_class_attributes_and_size_on_the_device() -> (
+    None
+):
     def observe(width: int) -> Any:
         weights = []
 
@@ -57,7 +74,11 @@ def test_parameter_subclass__keeps_its_class_attributes_and_size_on_the_device()
 
         run, _ = dry_run(job)
         weight = weights[0]
-        kinds = isinstance(weight, _Quantized), isinstance(weight, nn.Parameter), weight.scale.device.type
+        kinds = (
+            isinstance(weight, _Quantized),
+            isinstance(weight, nn.Parameter),
+            weight.scale.device.type,
+        )
         return (*kinds, str(weight.dtype)), held_bytes(run, "parameter")
 
     # Weights of the host are real below 65,536 elements, and fake beyond.
@@ -67,9 +88,14 @@ def test_parameter_subclass__keeps_its_class_attributes_and_size_on_the_device()
         assert parameter_bytes == width * width + 4 * width
 
 
-def test_product__with_another_type_of_its_result_has_the_flops_of_the_product() -> None:
+def test_product__with_another_type_of_its_result_has_the_flops_of_the_product() -> (
+    None
+):
     def job() -> None:
-        a, b = torch.ones(64, 128, device="cuda").half(), torch.ones(128, 32, device="cuda").half()
+        a, b = (
+            torch.ones(64, 128, device="cuda").half(),
+            torch.ones(128, 32, device="cuda").half(),
+        )
         torch.mm(a, b)
         torch.mm(a, b, out_dtype=torch.float32)
         torch.addmm(torch.ones(64, 32, device="cuda"), a, b, out_dtype=torch.float32)
@@ -85,18 +111,26 @@ def test_product__with_another_type_of_its_result_has_the_flops_of_the_product()
 def test_tensor__of_values_on_the_device_has_these() -> None:
     def job() -> Any:
         scale = torch.tensor([4.0, 2.0], device="cuda")
-        return torch.tensor([scale[0], [*scale][1] * 3, 5.0]).tolist(), torch.as_tensor([scale]).tolist()
+        return torch.tensor([scale[0], [*scale][1] * 3, 5.0]).tolist(), torch.as_tensor(
+            [scale]
+        ).tolist()
 
     assert run_forked(lambda: dry_run(job)[1]) == ([4.0, 6.0, 5.0], [[4.0, 2.0]])
 
 
 def test_list__of_a_tensor_is_read_at_once() -> None:
     def job() -> Any:
-        return torch.randn(200, 1_000, device="cuda").tolist(), torch.ones((), device="cuda").tolist()
+        return torch.randn(200, 1_000, device="cuda").tolist(), torch.ones(
+            (), device="cuda"
+        ).tolist()
 
     def observe() -> Any:
         run, (values, value) = dry_run(job)
-        return [(copy.direction, copy.size) for copy in run.clock.copies], values == [[1.0] * 1_000] * 200, value
+        return (
+            [(copy.direction, copy.size) for copy in run.clock.copies],
+            values == [[1.0] * 1_000] * 200,
+            value,
+        )
 
     assert run_forked(observe) == ([("d2h", 800_000), ("d2h", 4)], True, 1.0)
 
@@ -106,7 +140,11 @@ def test_meta__moves_parameters_away_as_torch_does() -> None:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
         before = model[0].weight
         model.to("meta")
-        return model[0].weight is before, model[0].weight.device.type, isinstance(model[0].weight, nn.Parameter)
+        return (
+            model[0].weight is before,
+            model[0].weight.device.type,
+            isinstance(model[0].weight, nn.Parameter),
+        )
 
     assert run_forked(lambda: dry_run(job)[1]) == (False, "meta", True)
 
@@ -129,7 +167,9 @@ def test_operation__whose_library_asks_for_a_size_has_the_least_one() -> None:
 
     shape, notes = run_forked(observe)
     assert shape == (0,)
-    assert any("ebbtide_tests.outliers" in note and "smallest size" in note for note in notes)
+    assert any(
+        "ebbtide_tests.outliers" in note and "smallest size" in note for note in notes
+    )
 
 
 def test_triton_kernel__counts_with_the_bytes_of_its_arguments() -> None:
@@ -143,7 +183,11 @@ def test_triton_kernel__counts_with_the_bytes_of_its_arguments() -> None:
 
     def observe() -> Any:
         run, _ = dry_run(job)
-        works = [kernel.work.bytes for kernel in run.clock.kernels if kernel.work.name == "double"]
+        works = [
+            kernel.work.bytes
+            for kernel in run.clock.kernels
+            if kernel.work.name == "double"
+        ]
         return works, run.notes()
 
     works, notes = run_forked(observe)
@@ -155,7 +199,9 @@ def test_functions_of_cuda__take_keywords() -> None:
     def job() -> Any:
         torch.cuda.synchronize(device="cuda")
         torch.cuda.reset_peak_memory_stats(device=0)
-        return torch.cuda.memory_allocated(device="cuda"), len(torch.cuda.get_rng_state(device="cuda"))
+        return torch.cuda.memory_allocated(device="cuda"), len(
+            torch.cuda.get_rng_state(device="cuda")
+        )
 
     assert run_forked(lambda: dry_run(job)[1]) == (0, 16)
 
@@ -164,19 +210,32 @@ def test_flex_attention__holds_its_result_and_no_scores() -> None:
     def job() -> Any:
         from torch.nn.attention.flex_attention import flex_attention
 
-        tensors = [torch.randn(2, 4, 256, 64, device="cuda", requires_grad=True) for _ in range(3)]
+        tensors = [
+            torch.randn(2, 4, 256, 64, device="cuda", requires_grad=True)
+            for _ in range(3)
+        ]
         before = torch.cuda.memory_allocated()
         result = torch.compile(flex_attention)(*tensors)
         kept = torch.cuda.memory_allocated() - before
         result.sum().backward()
-        return kept, torch.cuda.max_memory_allocated() - before, [tuple(tensor.grad.shape) for tensor in tensors]
+        return (
+            kept,
+            torch.cuda.max_memory_allocated() - before,
+            [tuple(tensor.grad.shape) for tensor in tensors],
+        )
 
     def observe() -> Any:
         run, result = dry_run(job)
-        return result, [kernel.work.flops for kernel in run.clock.kernels if kernel.work.flops]
+        return result, [
+            kernel.work.flops for kernel in run.clock.kernels if kernel.work.flops
+        ]
 
     (kept, most, shapes), flops = run_forked(observe)
-    tensor_bytes, scores_bytes, row_bytes = 4 * 2 * 4 * 256 * 64, 4 * 2 * 4 * 256 * 256, 4 * 2 * 4 * 256
+    tensor_bytes, scores_bytes, row_bytes = (
+        4 * 2 * 4 * 256 * 64,
+        4 * 2 * 4 * 256 * 256,
+        4 * 2 * 4 * 256,
+    )
     # Sums and maxima of rows, and an empty mask of blocks.
     assert tensor_bytes + 2 * row_bytes <= kept <= tensor_bytes + 3 * row_bytes
     assert most < 6 * tensor_bytes + scores_bytes
@@ -206,11 +265,14 @@ def test_notes__name_torch_compile_where_compiled_code_ran(calls: bool) -> None:
 
 def test_torchvision__runs_without_its_operators(tmp_path: Path) -> None:
     (tmp_path / "torchvision").mkdir()
-    (tmp_path / "torchvision" / "__init__.py").write_text("from . import extension, _meta_registrations\n")
+    (tmp_path / "torchvision" / "__init__.py").write_text(
+        "from . import extension, _meta_registrations\n"
+    )
     (tmp_path / "torchvision" / "_meta_registrations.py").write_text(
         "import torch\n"
         "def kept(boxes, scores, limit):\n"
-        "    return boxes.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64)\n"
+        "    return boxes.new_empty(torch.library.get_ctx().new_dynamic_size(), "
+        "dtype=torch.int64)\n"
         "torch.library.register_fake('torchvision::nms')(kept)\n"
         "def align(image, boxes, scale, height, width, ratio, aligned):\n"
         "    return image.new_empty(len(boxes), image.shape[1], height, width)\n"
@@ -226,14 +288,17 @@ def test_torchvision__runs_without_its_operators(tmp_path: Path) -> None:
 
         assert torchvision.extension._has_ops()
         operators, boxes = torch.ops.torchvision, torch.ones(3, 4, device="cuda")
-        features = operators.roi_align(torch.ones(1, 2, 8, 8, device="cuda"), boxes, 0.5, 7, 7, 2, False)
+        features = operators.roi_align(
+            torch.ones(1, 2, 8, 8, device="cuda"), boxes, 0.5, 7, 7, 2, False
+        )
         return operators.nms(boxes, boxes[:, 0], 0.5).shape, features.shape
 
     assert run_forked(lambda: dry_run(job)[1]) == ((3,), (3, 2, 7, 7))
 
 
 def test_replaced_functions__can_be_classified_by_dynamo() -> None:
-    """Libraries that compile functions while a dry run lasts make dynamo read the functions of torch again."""
+    """Libraries that compile functions while a dry run lasts make dynamo read the
+    functions of torch again."""
 
     def job() -> None:
         rules = torch._dynamo.trace_rules.get_torch_obj_rule_map
@@ -259,7 +324,11 @@ def test_unknown_values__compare_as_placeholders() -> None:
     def job() -> Any:
         unknown, one = torch.rand(3, device="cuda"), torch.ones(3, device="cuda")
         other_shape = torch.rand(2, device="cuda")
-        return [torch.equal(unknown, one), torch.equal(unknown, 2 * one), torch.equal(unknown, other_shape)]
+        return [
+            torch.equal(unknown, one),
+            torch.equal(unknown, 2 * one),
+            torch.equal(unknown, other_shape),
+        ]
 
     assert run_forked(lambda: dry_run(job)[1]) == [True, False, False]
 
@@ -268,7 +337,11 @@ def test_truncated_normal__ends_though_its_values_are_not_known() -> None:
     def job() -> Any:
         weight = torch.empty(WIDTH, WIDTH, device="cuda")
         torch.nn.init.trunc_normal_(weight, std=0.02, a=-0.04, b=0.04)
-        return float(torch.nn.init.trunc_normal_(torch.empty(100), std=0.02, a=-0.04, b=0.04).abs().max())
+        return float(
+            torch.nn.init.trunc_normal_(torch.empty(100), std=0.02, a=-0.04, b=0.04)
+            .abs()
+            .max()
+        )
 
     assert 0 < run_forked(lambda: dry_run(job)[1]) <= 0.04
 
@@ -287,8 +360,12 @@ def test_generator__takes_a_state_that_was_on_the_device() -> None:
 
 def test_optimizers__that_step_in_the_backward_end_iterations() -> None:
     def job() -> None:
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to("cuda")
-        optimizers = {weight: torch.optim.AdamW([weight]) for weight in model.parameters()}
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to(
+            "cuda"
+        )
+        optimizers = {
+            weight: torch.optim.AdamW([weight]) for weight in model.parameters()
+        }
 
         def step(weight: Any) -> None:
             optimizers[weight].step()
@@ -301,7 +378,9 @@ def test_optimizers__that_step_in_the_backward_end_iterations() -> None:
 
     def observe() -> Any:
         run, _ = dry_run(job)
-        return [(phase.phase, phase.iteration) for phase in run.tracker.phases], held_bytes(run, "optimizer_state")
+        return [
+            (phase.phase, phase.iteration) for phase in run.tracker.phases
+        ], held_bytes(run, "optimizer_state")
 
     phases, state_bytes = run_forked(observe)
     assert phases == [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)]
@@ -313,8 +392,16 @@ def test_swap_tensors__gives_a_parameter_the_content_of_another_type() -> None:
         layer = nn.Linear(WIDTH, WIDTH)
         torch.relu(layer.weight)
         weight = layer.weight
-        torch.utils.swap_tensors(layer.weight, nn.Parameter(torch.zeros(WIDTH, 4, device="cuda"), requires_grad=False))
-        return layer.weight is weight, tuple(weight.shape), weight.device.type, isinstance(weight, nn.Parameter)
+        torch.utils.swap_tensors(
+            layer.weight,
+            nn.Parameter(torch.zeros(WIDTH, 4, device="cuda"), requires_grad=False),
+        )
+        return (
+            layer.weight is weight,
+            tuple(weight.shape),
+            weight.device.type,
+            isinstance(weight, nn.Parameter),
+        )
 
     assert run_forked(lambda: dry_run(job)[1]) == (True, (WIDTH, 4), "cuda", True)
 

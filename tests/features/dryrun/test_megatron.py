@@ -55,7 +55,10 @@ def test_phases_of_megatron__are_its_own_backward_and_one_update(
         from megatron.core.pipeline_parallel import schedules  # type: ignore[import-not-found]
 
         model = nn.Linear(WIDTH, WIDTH).to(device)
-        parts = [optimizers.FP32Optimizer(torch.optim.SGD([weight])) for weight in model.parameters()]
+        parts = [
+            optimizers.FP32Optimizer(torch.optim.SGD([weight]))
+            for weight in model.parameters()
+        ]
         optimizer = optimizers.ChainedOptimizer(parts)
         for _ in range(steps):
             output = model(torch.ones(BATCH, WIDTH, device=device))
@@ -64,10 +67,17 @@ def test_phases_of_megatron__are_its_own_backward_and_one_update(
 
     def observe() -> Any:
         if not is_recorded:
-            return [(phase.phase, phase.iteration) for phase in dry_run(job)[0].tracker.phases]
+            return [
+                (phase.phase, phase.iteration)
+                for phase in dry_run(job)[0].tracker.phases
+            ]
         with Tracer(tmp_path / "run.ebb"):
             job("cpu", 2)
         phases = open_trace(tmp_path / "run.ebb").phases(0)
         return list(zip(phases["phase"], phases["iteration"], strict=True))
 
-    assert run_forked(observe) == [(name, number) for number in (0, 1) for name in ("forward", "backward", "update")]
+    assert run_forked(observe) == [
+        (name, number)
+        for number in (0, 1)
+        for name in ("forward", "backward", "update")
+    ]

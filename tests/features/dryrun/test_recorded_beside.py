@@ -1,4 +1,5 @@
-"""The same jobs recorded on the CPU and dry-run for a GPU: the bytes of tensors at the ends of phases."""
+"""The same jobs recorded on the CPU and dry-run for a GPU: the bytes of tensors at the
+ends of phases."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from tests.conftest import slow
 from tests.features.dryrun.forked import run_forked
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_gpt.py"
-# Allocations are recorded from the third iteration on. The one after it holds nothing that is older than the record.
+# Allocations are recorded from the third iteration on. The one after it holds nothing
+# that is older than the record.
 FIRST_RECORDED, COMPARED, STEPS = 2, 3, 5
 CATEGORIES = ("parameter", "gradient", "optimizer_state", "activation")
 # The phases of an iteration, and the bytes of each category at their ends.
@@ -39,8 +41,16 @@ class Attending(nn.Module):
 
     def __init__(self, width: int, recompute: bool) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down, self.recompute = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), recompute
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.up, self.down, self.recompute = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+            recompute,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.recompute:
@@ -49,7 +59,9 @@ class Attending(nn.Module):
         return checkpoint(self.run, x, use_reentrant=False, preserve_rng_state=False)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        )
         with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
@@ -57,7 +69,11 @@ class Attending(nn.Module):
 
 
 def decoder(recompute: bool = False) -> nn.Module:
-    return nn.Sequential(nn.Embedding(64, 128), *(Attending(128, recompute) for _ in range(2)), nn.Linear(128, 64))
+    return nn.Sequential(
+        nn.Embedding(64, 128),
+        *(Attending(128, recompute) for _ in range(2)),
+        nn.Linear(128, 64),
+    )
 
 
 def train(
@@ -67,7 +83,8 @@ def train(
     make_optimizer: Callable[[Any], torch.optim.Optimizer],
     accumulate: int = 1,
 ) -> int:
-    """Train, and return the bytes of the counters of steps, which an optimizer that is not fused keeps on the host."""
+    """Train, and return the bytes of the counters of steps, which an optimizer that is
+    not fused keeps on the host."""
     torch.manual_seed(0)
     model = make_model().to(device)
     optimizer = make_optimizer(model.parameters())
@@ -82,9 +99,16 @@ def train(
 
 def train_example(device: str) -> int:
     """Run the example as it is, with the attention that both devices have."""
-    words = f"train_gpt.py --layers 2 --width 64 --heads 4 --context 32 --batch 2 --steps {STEPS} --device {device}"
+    words = (
+        "train_gpt.py --layers 2 --width 64 --heads 4 --context 32 --batch 2 --steps "
+        f"{STEPS} --device {device}"
+    )
     attention = nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH)
-    with mock.patch.object(sys, "argv", words.split()), redirect_stdout(io.StringIO()), attention:
+    with (
+        mock.patch.object(sys, "argv", words.split()),
+        redirect_stdout(io.StringIO()),
+        attention,
+    ):
         names = runpy.run_path(str(EXAMPLE), run_name="__main__")
     with torch.device("meta"):
         return 4 * len(list(names["GPT"](1, 1, 2, 64, 4).parameters()))
@@ -103,12 +127,19 @@ def rows(device: str) -> torch.Tensor:
 
 
 def layers() -> nn.Module:
-    return nn.Sequential(nn.Linear(96, 256), nn.GELU(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 8))
+    return nn.Sequential(
+        nn.Linear(96, 256), nn.GELU(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 8)
+    )
 
 
 def convolutions() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3, stride=2), nn.Sigmoid(), nn.Flatten(), nn.Linear(288, 8)
+        nn.Conv2d(3, 16, 3),
+        nn.ReLU(),
+        nn.Conv2d(16, 8, 3, stride=2),
+        nn.Sigmoid(),
+        nn.Flatten(),
+        nn.Linear(288, 8),
     )
 
 
@@ -118,19 +149,30 @@ JOBS: dict[str, Callable[[str], int]] = {
     "decoder": lambda device: train(device, decoder, tokens, ADAMW),
     "checkpointing": lambda device: train(device, lambda: decoder(True), tokens, ADAMW),
     "accumulation": lambda device: train(device, layers, rows, ADAMW, accumulate=3),
-    "convolutions": lambda device: train(device, convolutions, images, lambda p: torch.optim.SGD(p, 0.1, 0.9)),
-    "foreach": lambda device: train(device, layers, rows, lambda p: torch.optim.Adam(p, foreach=True)),
-    "fused": lambda device: train(device, layers, rows, lambda p: torch.optim.AdamW(p, fused=True)),
-    "one by one": lambda device: train(device, layers, rows, lambda p: torch.optim.RMSprop(p, foreach=False)),
+    "convolutions": lambda device: train(
+        device, convolutions, images, lambda p: torch.optim.SGD(p, 0.1, 0.9)
+    ),
+    "foreach": lambda device: train(
+        device, layers, rows, lambda p: torch.optim.Adam(p, foreach=True)
+    ),
+    "fused": lambda device: train(
+        device, layers, rows, lambda p: torch.optim.AdamW(p, fused=True)
+    ),
+    "one by one": lambda device: train(
+        device, layers, rows, lambda p: torch.optim.RMSprop(p, foreach=False)
+    ),
 }
 
 
 def sizes_at_phase_ends(trace: Trace, device: str) -> PhaseSizes:
-    """Return the phases of the compared iteration, and the bytes of each category at their ends."""
+    """Return the phases of the compared iteration, and the bytes of each category at
+    their ends."""
     lines = memory_by_category(trace, 0, device)
     phases = trace.phases(0)
     sizes = []
-    for row in phases[phases["iteration"] == COMPARED].sort_values("start_ns").itertuples():
+    for row in (
+        phases[phases["iteration"] == COMPARED].sort_values("start_ns").itertuples()
+    ):
         by_category = {}
         for category in CATEGORIES:
             times, values = lines[category]
@@ -154,11 +196,20 @@ def predict_for_gpu(job: Callable[[str], int], path: Path) -> PhaseSizes:
 
 
 @pytest.mark.parametrize("name", slow(JOBS, but={"accumulation"}))
-def test_dry_run__holds_the_bytes_of_the_same_job_on_the_cpu(name: str, tmp_path: Path) -> None:
-    recorded, counters = run_forked(lambda: record_on_cpu(JOBS[name], tmp_path / "recorded.ebb"))
-    predicted = run_forked(lambda: predict_for_gpu(JOBS[name], tmp_path / "predicted.ebb"))
+def test_dry_run__holds_the_bytes_of_the_same_job_on_the_cpu(
+    name: str, tmp_path: Path
+) -> None:
+    recorded, counters = run_forked(
+        lambda: record_on_cpu(JOBS[name], tmp_path / "recorded.ebb")
+    )
+    predicted = run_forked(
+        lambda: predict_for_gpu(JOBS[name], tmp_path / "predicted.ebb")
+    )
     assert [phase for phase, _ in recorded][-1] == "update"
-    assert all(by_category["parameter"] and by_category["optimizer_state"] > counters for _, by_category in recorded)
+    assert all(
+        by_category["parameter"] and by_category["optimizer_state"] > counters
+        for _, by_category in recorded
+    )
     for _, by_category in recorded:
         by_category["optimizer_state"] -= counters
     assert predicted == recorded

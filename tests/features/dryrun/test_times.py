@@ -1,4 +1,5 @@
-"""Times of a dry run: work of kernels, queues of host and device, ranges, and what a trace has of them."""
+"""Times of a dry run: work of kernels, queues of host and device, ranges, and what a
+trace has of them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ from torch.nn import functional as F
 
 from ebbtide.analysis.metrics.activity.activity import gpu_activity
 from ebbtide.analysis.metrics.iterations import median_ms
-from ebbtide.analysis.metrics.prediction import TimeRange, predicted_range, prediction_line
+from ebbtide.analysis.metrics.prediction import (
+    TimeRange,
+    predicted_range,
+    prediction_line,
+)
 from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.features.dryrun.session import DryRun, DryRunOptions
@@ -29,13 +34,20 @@ MACHINE = Machine(
     d2h_bytes_per_s=20e9,
     gpu=GpuCompute(
         compute_capability="8.0",
-        flops_per_s={"float32": 10e12, "tf32": 50e12, "bfloat16": PEAK, "float16": PEAK},
+        flops_per_s={
+            "float32": 10e12,
+            "tf32": 50e12,
+            "bfloat16": PEAK,
+            "float16": PEAK,
+        },
         memory_bytes_per_s=MEMORY_RATE,
     ),
 )
 
 
-def observe(job: Callable[[], Any], look: Callable[[DryRun], Any], iterations: int = 2) -> Any:
+def observe(
+    job: Callable[[], Any], look: Callable[[DryRun], Any], iterations: int = 2
+) -> Any:
     """Return what `look` sees of the dry run of a job, in a process of its own."""
 
     def run_job() -> Any:
@@ -51,19 +63,35 @@ def kernels_of(job: Callable[[], Any]) -> list[Any]:
     return observe(
         job,
         lambda run: [
-            (k.work.name.removeprefix("aten::"), k.work.kind, k.work.flops, k.work.bytes, k.work.precision)
+            (
+                k.work.name.removeprefix("aten::"),
+                k.work.kind,
+                k.work.flops,
+                k.work.bytes,
+                k.work.precision,
+            )
             for k in run.clock.kernels
         ],
     )
 
 
 def train(layers: int, width: int, batch: int, steps: int = 5) -> None:
-    """Train a chain of layers in half precision, with a named range per step, and read the loss."""
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).cuda().bfloat16()
+    """Train a chain of layers in half precision, with a named range per step, and read
+    the loss."""
+    model = (
+        nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        .cuda()
+        .bfloat16()
+    )
     optimizer = torch.optim.SGD(model.parameters())
     for _ in range(steps):
         with torch.cuda.nvtx.range("step"):
-            loss = model(torch.randn(batch, width, device="cuda", dtype=torch.bfloat16)).float().square().mean()
+            loss = (
+                model(torch.randn(batch, width, device="cuda", dtype=torch.bfloat16))
+                .float()
+                .square()
+                .mean()
+            )
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -72,11 +100,21 @@ def train(layers: int, width: int, batch: int, steps: int = 5) -> None:
 
 def test_kernel_work__has_the_flops_and_bytes_of_forward_and_backward() -> None:
     def job() -> None:
-        weight = torch.empty(WIDTH, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        x = torch.empty(BATCH, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        (x @ weight).backward(torch.empty(BATCH, WIDTH, device="cuda", dtype=torch.bfloat16))
+        weight = torch.empty(
+            WIDTH, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True
+        )
+        x = torch.empty(
+            BATCH, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True
+        )
+        (x @ weight).backward(
+            torch.empty(BATCH, WIDTH, device="cuda", dtype=torch.bfloat16)
+        )
 
-    flops, small, large = 2 * BATCH * WIDTH * WIDTH, 2 * BATCH * WIDTH, 2 * WIDTH * WIDTH
+    flops, small, large = (
+        2 * BATCH * WIDTH * WIDTH,
+        2 * BATCH * WIDTH,
+        2 * WIDTH * WIDTH,
+    )
     product = ("mm", "compute", flops, 2 * small + large, "bfloat16")
     # Neither `empty` nor the transposed views have kernels.
     assert kernels_of(job) == [product] * 3
@@ -102,7 +140,9 @@ def test_kernel_work__counts_only_what_is_read_and_written() -> None:
 
 
 @pytest.mark.parametrize(("allow", "precision"), [(False, "float32"), (True, "tf32")])
-def test_kernel_work__of_float32_products_runs_in_tf32_where_it_is_allowed(allow: bool, precision: str) -> None:
+def test_kernel_work__of_float32_products_runs_in_tf32_where_it_is_allowed(
+    allow: bool, precision: str
+) -> None:
     def job() -> None:
         torch.backends.cuda.matmul.allow_tf32 = allow
         torch.empty(8, 8, device="cuda") @ torch.empty(8, 8, device="cuda")
@@ -110,31 +150,61 @@ def test_kernel_work__of_float32_products_runs_in_tf32_where_it_is_allowed(allow
     assert kernels_of(job)[0][4] == precision
 
 
-def test_kernel_work__of_products_in_half_precision_sees_rows_that_are_not_aligned() -> None:
-    """Logits of 257 classes, their two gradients, and products whose odd dimension counts rows alone or is float32."""
+def test_kernel_work__of_products_in_half_precision_sees_rows_that_are_not_aligned() -> (
+    None
+):
+    """Logits of 257 classes, their two gradients, and products whose odd dimension
+    counts rows alone or is float32."""
 
     def job() -> None:
-        for classes, tokens, dtype in ((257, 64, torch.bfloat16), (264, 61, torch.bfloat16), (257, 64, torch.float32)):
-            weight = torch.empty(classes, WIDTH, device="cuda", dtype=dtype, requires_grad=True)
-            x = torch.empty(tokens, WIDTH, device="cuda", dtype=dtype, requires_grad=True)
+        for classes, tokens, dtype in (
+            (257, 64, torch.bfloat16),
+            (264, 61, torch.bfloat16),
+            (257, 64, torch.float32),
+        ):
+            weight = torch.empty(
+                classes, WIDTH, device="cuda", dtype=dtype, requires_grad=True
+            )
+            x = torch.empty(
+                tokens, WIDTH, device="cuda", dtype=dtype, requires_grad=True
+            )
             logits = F.linear(x, weight)
             logits.backward(torch.empty_like(logits))
 
-    aligned = observe(job, lambda run: [k.work.size.is_aligned for k in run.clock.kernels if "mm" in k.work.name])
+    aligned = observe(
+        job,
+        lambda run: [
+            k.work.size.is_aligned for k in run.clock.kernels if "mm" in k.work.name
+        ],
+    )
     assert aligned == [False] * 3 + [True] * 6
 
 
-def test_kernel_work__of_attention_halves_a_causal_mask_and_covers_convolutions() -> None:
+def test_kernel_work__of_attention_halves_a_causal_mask_and_covers_convolutions() -> (
+    None
+):
     def job(causal: bool) -> None:
-        q, k, v = (torch.empty(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+        q, k, v = (
+            torch.empty(
+                2, 4, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True
+            )
+            for _ in "qkv"
+        )
         F.scaled_dot_product_attention(q, k, v, is_causal=causal).sum().backward()
         image = torch.empty(2, 3, 32, 32, device="cuda", dtype=torch.bfloat16)
         F.conv2d(
-            image, torch.empty(8, 3, 3, 3, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            image,
+            torch.empty(
+                8, 3, 3, 3, device="cuda", dtype=torch.bfloat16, requires_grad=True
+            ),
         ).sum().backward()
 
     full, causal = (
-        {name: flops for name, _, flops, _, _ in kernels_of(lambda causal=causal: job(causal)) if flops}
+        {
+            name: flops
+            for name, _, flops, _, _ in kernels_of(lambda causal=causal: job(causal))
+            if flops
+        }
         for causal in (False, True)
     )
     attention = 4 * 2 * 4 * 256 * 256 * 64
@@ -142,25 +212,35 @@ def test_kernel_work__of_attention_halves_a_causal_mask_and_covers_convolutions(
     assert full["_scaled_dot_product_flash_attention_backward"] == 2.5 * attention
     assert full["convolution"] == 2 * 2 * 8 * 30 * 30 * 3 * 9
     assert full["convolution_backward"] == full["convolution"]  # of the weight alone
-    assert {name: full[name] / causal[name] for name in full if "attention" in name} == dict.fromkeys(
-        (name for name in full if "attention" in name), 2.0
-    )
+    assert {
+        name: full[name] / causal[name] for name in full if "attention" in name
+    } == dict.fromkeys((name for name in full if "attention" in name), 2.0)
 
 
 def test_rms_norm__is_one_kernel_that_keeps_no_copies_in_float32() -> None:
     def job() -> None:
-        x = torch.empty(BATCH, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        weight = torch.empty(WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        x = torch.empty(
+            BATCH, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True
+        )
+        weight = torch.empty(
+            WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True
+        )
         F.rms_norm(x, (WIDTH,), weight).backward(torch.empty_like(x))
 
-    assert [kernel[0] for kernel in kernels_of(job)] == ["_fused_rms_norm", "_fused_rms_norm_backward"]
+    assert [kernel[0] for kernel in kernels_of(job)] == [
+        "_fused_rms_norm",
+        "_fused_rms_norm_backward",
+    ]
 
 
 def test_clock__of_large_kernels_is_a_roofline_within_its_priors() -> None:
     size = 8192
 
     def job() -> None:
-        a, b = (torch.empty(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        a, b = (
+            torch.empty(size, size, device="cuda", dtype=torch.bfloat16)
+            for _ in range(2)
+        )
         a @ b
         a + b
 
@@ -168,7 +248,9 @@ def test_clock__of_large_kernels_is_a_roofline_within_its_priors() -> None:
         return [run.clock.rates.kernel_ns(kernel.work) for kernel in run.clock.kernels]
 
     for times, best_ns in zip(
-        observe(job, look), (1e9 * 2 * size**3 / PEAK, 1e9 * 3 * 2 * size**2 / MEMORY_RATE), strict=True
+        observe(job, look),
+        (1e9 * 2 * size**3 / PEAK, 1e9 * 3 * 2 * size**2 / MEMORY_RATE),
+        strict=True,
     ):
         assert times == sorted(times)
         assert best_ns < times[0]
@@ -204,7 +286,9 @@ def test_host__waits_for_what_synchronizes_and_for_nothing_else() -> None:
             return job()
         raise AssertionError
 
-    product, copy, synchronize, second, event, third, item, elapsed = run_forked(measure)
+    product, copy, synchronize, second, event, third, item, elapsed = run_forked(
+        measure
+    )
     assert max(product, copy, second, third) < 0.1
     # The copy of 0.27 GB is queued after the product, in the order of their stream.
     assert synchronize == pytest.approx(elapsed + 1e3 * (4 << 26) / 20e9, rel=0.01)
@@ -227,7 +311,9 @@ def test_streams__run_beside_each_other_until_one_waits() -> None:
     def look(run: DryRun) -> Any:
         return [(k.stream, k.start_ns, k.end_ns) for k in run.clock.kernels]
 
-    (side, start, end), (main, second_start, second_end), (_, third_start, _) = observe(job, look)
+    (side, start, end), (main, second_start, second_end), (_, third_start, _) = observe(
+        job, look
+    )
     assert (side, main) == (1, 0)
     assert start < second_start < end
     assert third_start == max(end, second_end)
@@ -248,14 +334,19 @@ def test_host__stops_at_a_full_queue_of_launches() -> None:
     assert all(before[2] <= after[1] for before, after in pairwise(rows))
 
 
-@pytest.mark.parametrize(("width", "batch", "is_launch_bound"), [(64, 8, True), (4096, 4096, False)])
-def test_trace__shows_idle_time_of_launch_bound_jobs_only(width: int, batch: int, is_launch_bound: bool) -> None:
+@pytest.mark.parametrize(
+    ("width", "batch", "is_launch_bound"), [(64, 8, True), (4096, 4096, False)]
+)
+def test_trace__shows_idle_time_of_launch_bound_jobs_only(
+    width: int, batch: int, is_launch_bound: bool
+) -> None:
     def look(run: DryRun) -> Any:
         trace = trace_of_run(run, ["job"]).build()
         activity = gpu_activity(trace)
         backward = activity.phases[1]
         ranges = {
-            part: predicted_range(trace, part) for part in ("iteration", "forward", "backward", "update", "other")
+            part: predicted_range(trace, part)
+            for part in ("iteration", "forward", "backward", "update", "other")
         }
         medians = {part: median_ms(trace, part) for part in ranges}
         summary = summarize(trace).as_json()
@@ -264,16 +355,27 @@ def test_trace__shows_idle_time_of_launch_bound_jobs_only(width: int, batch: int
             ranges,
             medians,
             prediction_line(trace),
-            (summary["predicted"], summary["iteration_low_ms"], summary["phases"][0]["high_ms"]),
-            trace.kernels(0)[["flops", "bytes", "launch_ns", "operator"]].isna().any().any(),
+            (
+                summary["predicted"],
+                summary["iteration_low_ms"],
+                summary["phases"][0]["high_ms"],
+            ),
+            trace.kernels(0)[["flops", "bytes", "launch_ns", "operator"]]
+            .isna()
+            .any()
+            .any(),
         )
 
-    idle_share, ranges, medians, line, printed, has_gaps = observe(lambda: train(8, width, batch), look)
+    idle_share, ranges, medians, line, printed, has_gaps = observe(
+        lambda: train(8, width, batch), look
+    )
     assert (idle_share > 0.5) == is_launch_bound
     for part, median in medians.items():
         assert isinstance(ranges[part], TimeRange)
         assert ranges[part].low_ms <= median <= ranges[part].high_ms, part
-    assert ranges["iteration"].high_ms < 3 * ranges["iteration"].low_ms or is_launch_bound
+    assert (
+        ranges["iteration"].high_ms < 3 * ranges["iteration"].low_ms or is_launch_bound
+    )
     assert line == "predicted by a dry run, not measured (machine a machine)"
     assert printed == (True, ranges["iteration"].low_ms, ranges["forward"].high_ms)
     assert not has_gaps
@@ -296,7 +398,9 @@ def test_dry_run__names_forwards_without_gradients() -> None:
         trace = trace_of_run(run).build()
         ops, phases = trace.ops(0), trace.phases(0)
         overlap = [
-            bool(((phases["gpu_start_ns"] < end) & (phases["gpu_end_ns"] > start)).any())
+            bool(
+                ((phases["gpu_start_ns"] < end) & (phases["gpu_end_ns"] > start)).any()
+            )
             for start, end in zip(ops["start_ns"], ops["end_ns"], strict=True)
         ]
         lengths = (ops["end_ns"] - ops["start_ns"]).min()
@@ -310,7 +414,9 @@ def test_dry_run__names_forwards_without_gradients() -> None:
             other_ms,
         )
 
-    phases, iterations, overlap, shortest_ns, named_ms, other_ms = observe(job, look, iterations=3)
+    phases, iterations, overlap, shortest_ns, named_ms, other_ms = observe(
+        job, look, iterations=3
+    )
     assert phases == ["forward", "backward", "update"] * 3
     assert iterations == [0, 1, 1, 2, 2]
     assert not overlap

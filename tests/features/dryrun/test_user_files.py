@@ -1,4 +1,5 @@
-"""The user's files in a dry run: nothing is saved, nothing large is read, and what is opened for writing is listed."""
+"""The user's files in a dry run: nothing is saved, nothing large is read, and what is
+opened for writing is listed."""
 
 from __future__ import annotations
 
@@ -30,13 +31,16 @@ def test_save__writes_nothing_and_counts_bytes(tmp_path: Path) -> None:
         with DryRun() as run:
             weight = torch.zeros(1_000_000, device="cuda")
             torch.save({"weight": weight, "view": weight[:10]}, checkpoint)
-            safetensors.torch.save_file({"weight": weight}, tmp_path / "model.safetensors")
+            safetensors.torch.save_file(
+                {"weight": weight}, tmp_path / "model.safetensors"
+            )
         return run.user_files.lines()
 
     lines = run_forked(observe)
     assert lines == [
         "the job saved 2 times, 7.63 MiB in all: nothing of it was written",
-        f"files that the job changed, removed or renamed are as they were: {checkpoint}",
+        "files that the job changed, removed or renamed are as they were: "
+        f"{checkpoint}",
     ]
     assert checkpoint.read_bytes() == b"the user's own"
     assert list(tmp_path.iterdir()) == [checkpoint]
@@ -48,7 +52,11 @@ def test_load__gives_fake_tensors_of_the_right_shape(
 ) -> None:
     monkeypatch.setattr(user_files, "_MAX_READ_BYTES", max_read_bytes)
     path = tmp_path / "model.pt"
-    content = {"weight": torch.ones(ELEMENTS, dtype=torch.bfloat16), "step": torch.tensor(7), "name": "x"}
+    content = {
+        "weight": torch.ones(ELEMENTS, dtype=torch.bfloat16),
+        "step": torch.tensor(7),
+        "name": "x",
+    }
     torch.save(content, path)
     before = path.read_bytes()
 
@@ -57,7 +65,14 @@ def test_load__gives_fake_tensors_of_the_right_shape(
             loaded = torch.load(path, map_location="cuda")
             weight = loaded["weight"]
             step = loaded["step"].item()
-        return type(weight).__name__, str(weight.device), tuple(weight.shape), str(weight.dtype), loaded["name"], step
+        return (
+            type(weight).__name__,
+            str(weight.device),
+            tuple(weight.shape),
+            str(weight.dtype),
+            loaded["name"],
+            step,
+        )
 
     *facts, step = run_forked(observe)
     assert facts == ["FakeTensor", "cuda:0", (ELEMENTS,), "torch.bfloat16", "x"]
@@ -69,7 +84,9 @@ def test_load__gives_fake_tensors_of_the_right_shape(
 def test_safetensors__gives_fake_tensors_from_the_header_alone(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file(
-        {"weight": torch.ones(400, 300, dtype=torch.float16), "bias": torch.ones(300)}, path, {"format": "pt"}
+        {"weight": torch.ones(400, 300, dtype=torch.float16), "bias": torch.ones(300)},
+        path,
+        {"format": "pt"},
     )
     # Without the data behind its header.
     header = path.read_bytes()[: 8 + int.from_bytes(path.read_bytes()[:8], "little")]
@@ -82,7 +99,14 @@ def test_safetensors__gives_fake_tensors_from_the_header_alone(tmp_path: Path) -
                 part = file.get_slice("weight")[:100]
                 names, metadata = sorted(file.keys()), file.metadata()
         weight = tensors["weight"]
-        return type(weight).__name__, str(weight.device), str(weight.dtype), tuple(part.shape), names, metadata
+        return (
+            type(weight).__name__,
+            str(weight.device),
+            str(weight.dtype),
+            tuple(part.shape),
+            names,
+            metadata,
+        )
 
     assert run_forked(observe) == (
         "FakeTensor",
@@ -99,7 +123,9 @@ def test_safetensors__gives_fake_tensors_from_the_header_alone(tmp_path: Path) -
 def test_safetensors__gives_small_tensors_their_values(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     groups = torch.arange(6, dtype=torch.int32).reshape(2, 3)
-    safetensors.torch.save_file({"groups": groups, "scale": torch.tensor(0.5), "none": torch.ones(0)}, path)
+    safetensors.torch.save_file(
+        {"groups": groups, "scale": torch.tensor(0.5), "none": torch.ones(0)}, path
+    )
     content = path.read_bytes()
 
     def observe() -> Any:
@@ -111,7 +137,10 @@ def test_safetensors__gives_small_tensors_their_values(tmp_path: Path) -> None:
                 for loaded in (tensors, safetensors.torch.load(content))
             ]
 
-    assert run_forked(observe) == [{"groups": [[0, 1, 2], [3, 4, 5]], "scale": 0.5, "none": []}] * 2
+    assert (
+        run_forked(observe)
+        == [{"groups": [[0, 1, 2], [3, 4, 5]], "scale": 0.5, "none": []}] * 2
+    )
 
 
 def test_opened_files__are_listed_where_they_are_written(tmp_path: Path) -> None:
@@ -125,7 +154,9 @@ def test_opened_files__are_listed_where_they_are_written(tmp_path: Path) -> None
         return run.user_files.lines()
 
     log = tmp_path / "log.txt"
-    assert run_forked(observe) == [f"the job opened files for writing; new ones were removed again: {log}"]
+    assert run_forked(observe) == [
+        f"the job opened files for writing; new ones were removed again: {log}"
+    ]
     assert not log.exists()
 
 
@@ -138,21 +169,41 @@ def test_torch_load__gives_back_what_was_saved_in_the_run(tmp_path: Path) -> Non
             net(torch.ones(2, 300, device="cuda")).sum().backward()
             optimizer.step()
             bytes_before = run.memory.requested_bytes
-            torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, tmp_path / "a.pt")
+            torch.save(
+                {
+                    "model": net.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "epoch": 3,
+                },
+                tmp_path / "a.pt",
+            )
             kept = run.memory.requested_bytes - bytes_before
-            os.replace(shutil.copy(tmp_path / "a.pt", tmp_path / "b.pt"), tmp_path / "c.pt")
+            os.replace(
+                shutil.copy(tmp_path / "a.pt", tmp_path / "b.pt"), tmp_path / "c.pt"
+            )
             loaded = torch.load(tmp_path / "c.pt", weights_only=True)
             net.load_state_dict(loaded["model"])
             optimizer.load_state_dict(loaded["optimizer"])
-            on_host = torch.load(tmp_path / "a.pt", map_location="cpu")["model"]["weight"].device.type
+            on_host = torch.load(tmp_path / "a.pt", map_location="cpu")["model"][
+                "weight"
+            ].device.type
             buffer = io.BytesIO()
             torch.save(net, buffer)
             buffer.seek(0)
-            with pytest.raises(RuntimeError, match=r"torch.load of a Linear .* save its state_dict"):
+            with pytest.raises(
+                RuntimeError, match=r"torch.load of a Linear .* save its state_dict"
+            ):
                 torch.load(buffer, weights_only=False)
         weight = loaded["model"]["weight"]
         step = loaded["optimizer"]["state"][0]["step"].item()
-        return kept, weight.device.type, tuple(weight.shape), step, loaded["epoch"], on_host
+        return (
+            kept,
+            weight.device.type,
+            tuple(weight.shape),
+            step,
+            loaded["epoch"],
+            on_host,
+        )
 
     assert run_forked(observe) == (0, "cuda", (300, 300), 1.0, 3, "cpu")
     assert list(tmp_path.iterdir()) == []
@@ -163,16 +214,25 @@ def test_safetensors__gives_back_what_was_saved_in_the_run(tmp_path: Path) -> No
 
     def observe() -> Any:
         with DryRun():
-            net = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 3)).cuda()
+            net = torch.nn.Sequential(
+                torch.nn.Linear(300, 300), torch.nn.Linear(300, 3)
+            ).cuda()
             net[0].bias = net[1].bias
             safetensors.torch.save_model(net, str(path), {"format": "pt"})
             tensors = safetensors.torch.load_file(path, device="cuda")
             again = safetensors.torch.load(safetensors.torch.save(tensors))
-        return {name: (tuple(tensor.shape), tensor.device.type) for name, tensor in tensors.items()}, sorted(again)
+        return {
+            name: (tuple(tensor.shape), tensor.device.type)
+            for name, tensor in tensors.items()
+        }, sorted(again)
 
     shapes, again = run_forked(observe)
     # `save_model` leaves out the second name of shared weights.
-    assert shapes == {"0.bias": ((3,), "cuda"), "0.weight": ((300, 300), "cuda"), "1.weight": ((3, 300), "cuda")}
+    assert shapes == {
+        "0.bias": ((3,), "cuda"),
+        "0.weight": ((300, 300), "cuda"),
+        "1.weight": ((3, 300), "cuda"),
+    }
     assert again == sorted(shapes)
     assert not path.exists()
 
@@ -190,14 +250,20 @@ def test_distributed_checkpoint__writes_nothing(tmp_path: Path) -> None:
                 dcp.load(state, checkpoint_id=tmp_path / "step-3")
         return run.user_files.lines()[:1]
 
-    assert run_forked(observe) == ["the job saved 2 times, 7.63 MiB in all: nothing of it was written"]
+    assert run_forked(observe) == [
+        "the job saved 2 times, 7.63 MiB in all: nothing of it was written"
+    ]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_loggers__do_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mlflow").mkdir()
-    (tmp_path / "mlflow" / "__init__.py").write_text("raise RuntimeError('contacts a server')")
-    (tmp_path / "wandb.py").write_text("def init(**options):\n    return options\n\nlogin = None\n")
+    (tmp_path / "mlflow" / "__init__.py").write_text(
+        "raise RuntimeError('contacts a server')"
+    )
+    (tmp_path / "wandb.py").write_text(
+        "def init(**options):\n    return options\n\nlogin = None\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "online")
 
@@ -217,7 +283,12 @@ def test_loggers__do_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
             with pytest.raises(ModuleNotFoundError):
                 import neptune  # noqa: F401 - not installed
-            return double(2), wandb.init(mode="online"), os.environ["WANDB_MODE"], os.path.join("a", str(run))
+            return (
+                double(2),
+                wandb.init(mode="online"),
+                os.environ["WANDB_MODE"],
+                os.path.join("a", str(run)),
+            )
 
     assert run_forked(observe) == (4, {"mode": "disabled"}, "disabled", "a/dry-run")
 
@@ -230,7 +301,9 @@ def test_programs_that_change_files__are_not_run(tmp_path: Path) -> None:
         with DryRun() as run:
             status = os.system(f"rm -rf {checkpoint}")
             subprocess.run(["bash", "-c", f"mv {checkpoint} {tmp_path}/x"], check=True)
-            text = subprocess.run(["echo", "text"], capture_output=True, text=True, check=True).stdout
+            text = subprocess.run(
+                ["echo", "text"], capture_output=True, text=True, check=True
+            ).stdout
         return status, text, run.user_files.lines()
 
     assert run_forked(observe) == (

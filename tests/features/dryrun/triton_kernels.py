@@ -13,4 +13,8 @@ def double(source: Any, target: Any, width: Any, BLOCK: tl.constexpr) -> None:
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     row = tl.program_id(0) * width
-    tl.store(target + row + columns, 2 * tl.load(source + row + columns, mask=inside), mask=inside)
+    tl.store(
+        target + row + columns,
+        2 * tl.load(source + row + columns, mask=inside),
+        mask=inside,
+    )

@@ -32,8 +32,15 @@ def folder(tmp_path: Path) -> Path:
     """A folder with a trace of two ranks, a file and a folder."""
     builder = TraceBuilder("recorded")
     for rank in (0, 1):
-        one = builder.rank(rank).phase("forward", 0, 2000, 0).transfer("h2d", 10, 500, 64).memory(5, 9)
-        one.extend("memory", t_ns=range(3000), device="cpu", pool="rss", bytes=range(3000))
+        one = (
+            builder.rank(rank)
+            .phase("forward", 0, 2000, 0)
+            .transfer("h2d", 10, 500, 64)
+            .memory(5, 9)
+        )
+        one.extend(
+            "memory", t_ns=range(3000), device="cpu", pool="rss", bytes=range(3000)
+        )
     builder.write(tmp_path / "a.ebb")
     (tmp_path / "file.json").write_text("kept")
     (tmp_path / "folder").mkdir()
@@ -43,10 +50,17 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_export_and_tables__force_replaces_existing_output(folder: Path) -> None:
-    assert ebbtide_in_process("export", "a.ebb", "-o", "file.json", "--force", cwd=folder).returncode == 0
+    assert (
+        ebbtide_in_process(
+            "export", "a.ebb", "-o", "file.json", "--force", cwd=folder
+        ).returncode
+        == 0
+    )
     check((folder / "file.json").read_text())
     for format in ("csv", "parquet"):
-        run = ebbtide_in_process("export", "a.ebb", "-o", "out", "--format", format, "--force", cwd=folder)
+        run = ebbtide_in_process(
+            "export", "a.ebb", "-o", "out", "--format", format, "--force", cwd=folder
+        )
         assert (run.returncode, run.stdout) == (0, "")
         assert "no table of windows" in run.stderr
         assert (folder / "out" / f"link.{format}").exists()
@@ -85,11 +99,23 @@ def test_export_and_tables__bad_input_is_one_line_and_writes_nothing(
     assert contents(folder) == before
 
 
-@pytest.mark.parametrize("command_line", ["export a.ebb -o x.json", slow_case("export --format csv a.ebb -o out")])
-def test_export_and_tables__a_full_file_system_leaves_no_partial_output(folder: Path, command_line: str) -> None:
+@pytest.mark.parametrize(
+    "command_line",
+    ["export a.ebb -o x.json", slow_case("export --format csv a.ebb -o out")],
+)
+def test_export_and_tables__a_full_file_system_leaves_no_partial_output(
+    folder: Path, command_line: str
+) -> None:
     """A limit on the size of files fails as a full disk does: while writing."""
     before = contents(folder)
     limited = f"ulimit -f 8; exec {sys.executable} -B -m ebbtide {command_line}"
-    run = subprocess.run(["bash", "-c", limited], cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+    run = subprocess.run(
+        ["bash", "-c", limited],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert "cannot write" in refused(run)
     assert contents(folder) == before

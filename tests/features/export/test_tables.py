@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.analysis.metrics.windows import find_windows
 from ebbtide.errors import UserError
-from ebbtide.features.export.tables import FORMATS, iterations_table, raw_table, write_tables
+from ebbtide.features.export.tables import (
+    FORMATS,
+    iterations_table,
+    raw_table,
+    write_tables,
+)
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace, TraceBuilder
 from ebbtide.profiler.trace.schema import TABLES
@@ -28,7 +33,8 @@ ALL = [*TABLES, "iterations", "windows"]
 
 
 def trained(gpu_times: bool = False, ranks: int = 2) -> Trace:
-    """Three iterations of 1 ms other, 2 ms forward, 4 ms backward and 3 ms update per rank."""
+    """Three iterations of 1 ms other, 2 ms forward, 4 ms backward and 3 ms update per
+    rank."""
     builder = TraceBuilder()
     for rank in range(ranks):
         one = builder.rank(rank, devices=[GPU], first_iteration_start_ns=START)
@@ -37,13 +43,19 @@ def trained(gpu_times: bool = False, ranks: int = 2) -> Trace:
             now += MS
             for phase, length in (("forward", 2), ("backward", 4), ("update", 3)):
                 end = now + length * MS
-                one.phase(phase, now, end, number, 0, *((now, end) if gpu_times else ()))
+                one.phase(
+                    phase, now, end, number, 0, *((now, end) if gpu_times else ())
+                )
                 one.memory(now, (rank + length) * GIB)
-                one.transfer("h2d", now, now + MS, 100 * length + rank, name='say "h2d", please')
+                one.transfer(
+                    "h2d", now, now + MS, 100 * length + rank, name='say "h2d", please'
+                )
                 now = end
         one.add("ops", start_ns=START, end_ns=START + 5, resource="cpu", name="step")
         one.link(START, 10, "gpm", h2d_bytes_per_s=0.1)
-        one.gpu(START, utilization_percent=97.5, throttle_reasons=4).gpu(START + 5, power_w=402.5)
+        one.gpu(START, utilization_percent=97.5, throttle_reasons=4).gpu(
+            START + 5, power_w=402.5
+        )
     return builder.build()
 
 
@@ -54,12 +66,19 @@ def read_table(folder: Path, name: str, format: str) -> pd.DataFrame:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("gpu_times", [True, slow_case(False)])
-def test_write_tables__writes_files_that_pandas_reads_back(tmp_path: Path, format: str, gpu_times: bool) -> None:
+def test_write_tables__writes_files_that_pandas_reads_back(
+    tmp_path: Path, format: str, gpu_times: bool
+) -> None:
     trace = trained(gpu_times)
     assert write_tables(trace, tmp_path / "out", format, GIB) == []
-    assert sorted(os.listdir(tmp_path / "out")) == sorted([*(f"{name}.{format}" for name in ALL), "tables.json"])
+    assert sorted(os.listdir(tmp_path / "out")) == sorted(
+        [*(f"{name}.{format}" for name in ALL), "tables.json"]
+    )
     expected = {name: raw_table(trace, name) for name in TABLES}
-    expected |= {"iterations": iterations_table(trace), "windows": find_windows(trace, GIB).to_pandas()}
+    expected |= {
+        "iterations": iterations_table(trace),
+        "windows": find_windows(trace, GIB).to_pandas(),
+    }
     for name, table in expected.items():
         back = read_table(tmp_path / "out", name, format)
         assert list(back.columns) == list(table.columns)
@@ -72,15 +91,26 @@ def test_raw_table__has_every_rank_with_its_number() -> None:
     for name in TABLES:
         trace = trained()
         table = raw_table(trace, name)
-        assert list(table.columns) == ["rank", *(column.name for column in TABLES[name])]
+        assert list(table.columns) == [
+            "rank",
+            *(column.name for column in TABLES[name]),
+        ]
         for rank in trace.ranks:
-            part = table[table["rank"] == rank].drop(columns="rank").reset_index(drop=True)
+            part = (
+                table[table["rank"] == rank].drop(columns="rank").reset_index(drop=True)
+            )
             pd.testing.assert_frame_equal(part, trace.table(rank, name))
         assert len(table) == sum(len(trace.table(rank, name)) for rank in trace.ranks)
 
 
-@given(st.lists(st.lists(st.integers(0, 10**7), min_size=4, max_size=4), min_size=1, max_size=7))
-def test_iterations_table__has_the_medians_of_the_summary(lengths: list[list[int]]) -> None:
+@given(
+    st.lists(
+        st.lists(st.integers(0, 10**7), min_size=4, max_size=4), min_size=1, max_size=7
+    )
+)
+def test_iterations_table__has_the_medians_of_the_summary(
+    lengths: list[list[int]],
+) -> None:
     builder = TraceBuilder()
     now = START
     one = builder.rank(0, devices=[GPU], first_iteration_start_ns=now)
@@ -106,7 +136,10 @@ def test_write_tables__leaves_unrecorded_cells_empty(tmp_path: Path) -> None:
     builder = TraceBuilder()
     builder.rank(0).phase("forward", 0, MS, 0)
     (note,) = write_tables(builder.build("x.ebb"), tmp_path / "out", "csv", GIB)
-    assert note.startswith("no table of windows: no memory of a device was recorded; `ebbtide profile` records it")
+    assert note.startswith(
+        "no table of windows: no memory of a device was recorded; `ebbtide profile` "
+        "records it"
+    )
     assert not (tmp_path / "out" / "windows.csv").exists()
     assert (tmp_path / "out" / "phases.csv").read_text() == (
         "rank,iteration,micro_step,phase,start_ns,end_ns,gpu_start_ns,gpu_end_ns\n0,0,0,forward,0,1000000,,\n"
@@ -117,7 +150,9 @@ def test_write_tables__leaves_unrecorded_cells_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_write_tables__writes_tables_without_rows_for_an_empty_trace(tmp_path: Path, format: str) -> None:
+def test_write_tables__writes_tables_without_rows_for_an_empty_trace(
+    tmp_path: Path, format: str
+) -> None:
     write_tables(TraceBuilder().build(), tmp_path / "out", format, GIB)
     for name in (*TABLES, "iterations"):
         table = read_table(tmp_path / "out", name, format)
@@ -143,7 +178,9 @@ def test_write_tables__force_replaces_only_tables(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--force"):
         write_tables(trace, out, "csv", GIB)
     write_tables(trace, out, "parquet", GIB, force=True)
-    assert sorted(os.listdir(out)) == sorted([*(f"{name}.parquet" for name in ALL), "tables.json"])
+    assert sorted(os.listdir(out)) == sorted(
+        [*(f"{name}.parquet" for name in ALL), "tables.json"]
+    )
     (out / "my-notes.txt").write_text("kept")
     before = sorted(os.listdir(out))
     with pytest.raises(UserError, match="contains other files"):
@@ -153,9 +190,18 @@ def test_write_tables__force_replaces_only_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "manifest", ["", "[]", '{"format": "other"}', '{"format": "ebbtide-tables", "files": 3}', "[" * 10**5]
+    "manifest",
+    [
+        "",
+        "[]",
+        '{"format": "other"}',
+        '{"format": "ebbtide-tables", "files": 3}',
+        "[" * 10**5,
+    ],
 )
-def test_write_tables__force_keeps_a_folder_with_a_wrong_manifest(tmp_path: Path, manifest: str) -> None:
+def test_write_tables__force_keeps_a_folder_with_a_wrong_manifest(
+    tmp_path: Path, manifest: str
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "tables.json").write_text(manifest)
     with pytest.raises(UserError, match="is not a folder of tables"):

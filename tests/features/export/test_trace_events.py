@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from ebbtide.features.export import trace_events
 from ebbtide.features.export.trace_events import microseconds
 from ebbtide.profiler.trace import TraceBuilder
-from tests.features.export.trace_event_file import check, export_and_read, rows, slices, values_of
+from tests.features.export.trace_event_file import (
+    check,
+    export_and_read,
+    rows,
+    slices,
+    values_of,
+)
 
 BROKEN = [
     '{"ph":"X","pid":1,"tid":2,"ts":0,"dur":-1,"cat":"c","name":"n","args":{}}',
@@ -69,17 +75,27 @@ def test_slices__that_touch_do_not_overlap_in_perfetto(tmp_path: Path) -> None:
     assert len(slices(file, "iteration")) == 2999
 
 
-def test_slices__of_many_rows_are_written_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices__of_many_rows_are_written_in_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trace_events, "_CHUNK", 7)
     builder = TraceBuilder()
     start = np.arange(100) * 10
     builder.rank(0).extend(
-        "transfers", start_ns=start, end_ns=start + 15, device="cuda:0", direction="h2d", bytes=start + 1, name="copy"
+        "transfers",
+        start_ns=start,
+        end_ns=start + 15,
+        device="cuda:0",
+        direction="h2d",
+        bytes=start + 1,
+        name="copy",
     )
     trace = builder.build()
     file = export_and_read(trace, tmp_path / "x.json")
     columns = ("start_ns", "end_ns", "bytes")
-    assert values_of(slices(file, "copy"), *columns) == rows(trace.transfers(0), *columns)
+    assert values_of(slices(file, "copy"), *columns) == rows(
+        trace.transfers(0), *columns
+    )
 
 
 def test_name_events__replace_invalid_unicode(tmp_path: Path) -> None:

@@ -19,9 +19,14 @@ Event = dict[str, Any]
 
 
 def export_and_read(trace: Trace, path: Path) -> dict[str, Any]:
-    """Export a trace, check the file, and return its contents with numbers as decimals."""
+    """Export a trace, check the file, and return its contents with numbers as
+    decimals."""
     write_chrome_trace(trace, path)
-    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text(encoding="utf-8")
+    text = (
+        gzip.decompress(path.read_bytes()).decode()
+        if path.suffix == ".gz"
+        else path.read_text(encoding="utf-8")
+    )
     check(text)
     contents: dict[str, Any] = json.loads(text, parse_float=Decimal)
     return contents
@@ -35,10 +40,13 @@ def ns(value: Any) -> int:
 
 
 def slices(file: dict[str, Any], category: str, pid: int = 1) -> list[Event]:
-    """Return the slices of a category, with start_ns and end_ns on the trace's clock and the name of their track."""
+    """Return the slices of a category, with start_ns and end_ns on the trace's clock
+    and the name of their track."""
     events = file["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    selected = [e for e in events if e["ph"] == "X" and e["cat"] == category and e["pid"] == pid]
+    selected = [
+        e for e in events if e["ph"] == "X" and e["cat"] == category and e["pid"] == pid
+    ]
     for event in selected:
         event["track"] = tracks[event["tid"]]
         event["start_ns"] = file["otherData"]["start_ns"] + ns(event["ts"])
@@ -55,19 +63,27 @@ def flows(file: dict[str, Any]) -> dict[int, tuple[Event, Event]]:
 def counter(file: dict[str, Any], name: str, pid: int = 1) -> list[tuple[int, Any]]:
     """Return (time ns, value) of a counter."""
     start = file["otherData"]["start_ns"]
-    events = [e for e in file["traceEvents"] if e["ph"] == "C" and e["name"] == name and e["pid"] == pid]
+    events = [
+        e
+        for e in file["traceEvents"]
+        if e["ph"] == "C" and e["name"] == name and e["pid"] == pid
+    ]
     return [(start + ns(e["ts"]), *e["args"].values()) for e in events]
 
 
 def rows(table: pd.DataFrame, *columns: str) -> Counter[tuple[Any, ...]]:
     """Count the rows of a table by the values of some columns."""
     values = table[list(columns)].astype(object)
-    return Counter(values.where(values.notna(), None).itertuples(index=False, name=None))
+    return Counter(
+        values.where(values.notna(), None).itertuples(index=False, name=None)
+    )
 
 
 def values_of(events: list[Event], *keys: str) -> Counter[tuple[Any, ...]]:
     """Count events by the values of some keys or arguments."""
-    return Counter(tuple(e[key] if key in e else e["args"][key] for key in keys) for e in events)
+    return Counter(
+        tuple(e[key] if key in e else e["args"][key] for key in keys) for e in events
+    )
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -80,7 +96,11 @@ def no_constant(text: str) -> None:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+    )
 
 
 def is_int(value: Any) -> bool:
@@ -88,16 +108,26 @@ def is_int(value: Any) -> bool:
 
 
 def check(text: str) -> None:
-    """Raise AssertionError if a file breaks a rule of the format, or of Perfetto's readers."""
+    """Raise AssertionError if a file breaks a rule of the format, or of Perfetto's
+    readers."""
     file = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
-    assert set(file) == {"displayTimeUnit", "baseTimeNanoseconds", "otherData", "traceEvents"}
+    assert set(file) == {
+        "displayTimeUnit",
+        "baseTimeNanoseconds",
+        "otherData",
+        "traceEvents",
+    }
     assert file["displayTimeUnit"] in ("ns", "ms")
     assert is_int(file["baseTimeNanoseconds"])
     assert isinstance(file["traceEvents"], list)
     for event in file["traceEvents"]:
-        {"X": check_slice, "C": check_counter, "M": check_metadata, "s": check_flow, "f": check_flow}[event["ph"]](
-            event
-        )
+        {
+            "X": check_slice,
+            "C": check_counter,
+            "M": check_metadata,
+            "s": check_flow,
+            "f": check_flow,
+        }[event["ph"]](event)
         assert is_int(event["pid"])
         assert event["pid"] > 0  # 0 is the idle task
     check_names(file["traceEvents"])
@@ -130,12 +160,14 @@ def check_counter(event: Event) -> None:
 def check_flow(event: Event) -> None:
     keys = {"ph", "pid", "tid", "ts", "id", "cat", "name"}
     assert set(event) == (keys if event["ph"] == "s" else keys | {"bp"})
-    assert event.get("bp", "e") == "e"  # bound to the slice that is open at its time, not to the next one
+    # bound to the slice that is open at its time, not to the next one
+    assert event.get("bp", "e") == "e"
     assert is_int(event["id"])
 
 
 def check_flows(events: list[Event]) -> None:
-    """Check that each flow has one start and one later end, each within a slice of its track that is written before."""
+    """Check that each flow has one start and one later end, each within a slice of its
+    track that is written before."""
     sides: dict[str, dict[int, Any]] = {"s": {}, "f": {}}
     slices: set[tuple[int, Any]] = set()
     for event in events:
@@ -151,17 +183,29 @@ def check_flows(events: list[Event]) -> None:
 
 def check_metadata(event: Event) -> None:
     subject, _, kind = event["name"].partition("_")
-    assert set(event) == {"ph", "pid", "name", "args"} | ({"tid"} if subject == "thread" else set())
+    assert set(event) == {"ph", "pid", "name", "args"} | (
+        {"tid"} if subject == "thread" else set()
+    )
     assert subject in ("process", "thread")
-    key, is_valid = {"name": ("name", lambda v: isinstance(v, str)), "sort_index": ("sort_index", is_int)}[kind]
+    key, is_valid = {
+        "name": ("name", lambda v: isinstance(v, str)),
+        "sort_index": ("sort_index", is_int),
+    }[kind]
     assert set(event["args"]) == {key}
     assert is_valid(event["args"][key])
 
 
 def check_names(events: list[Event]) -> None:
-    """Check that names and numbers of tracks are unique, also among processes: Perfetto identifies by them alone."""
-    processes = Counter(e["pid"] for e in events if e["name"] == "process_name" and e["ph"] == "M")
-    threads = Counter((e["pid"], e["tid"]) for e in events if e["name"] == "thread_name" and e["ph"] == "M")
+    """Check that names and numbers of tracks are unique, also among processes: Perfetto
+    identifies by them alone."""
+    processes = Counter(
+        e["pid"] for e in events if e["name"] == "process_name" and e["ph"] == "M"
+    )
+    threads = Counter(
+        (e["pid"], e["tid"])
+        for e in events
+        if e["name"] == "thread_name" and e["ph"] == "M"
+    )
     assert set(processes.values()) | set(threads.values()) <= {1}
     assert set(processes) == {e["pid"] for e in events}
     assert set(threads) == {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
@@ -169,7 +213,11 @@ def check_names(events: list[Event]) -> None:
     assert len(set(tids)) == len(tids)
     assert not set(tids) & set(processes)
     for pid in processes:
-        names = [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == pid]
+        names = [
+            e["args"]["name"]
+            for e in events
+            if e["name"] == "thread_name" and e["pid"] == pid
+        ]
         assert len(set(names)) == len(names)
 
 
@@ -183,9 +231,11 @@ def check_counters_in_order(events: list[Event]) -> None:
 
 
 def check_nesting(events: list[Event]) -> None:
-    """Check that slices of a track nest or do not overlap, by times as Perfetto has them (truncated to nanoseconds).
+    """Check that slices of a track nest or do not overlap, by times as Perfetto has
+    them (truncated to nanoseconds).
 
-    Slices that begin together are taken in the order of the file, and again with the longest first.
+    Slices that begin together are taken in the order of the file, and again with the
+    longest first.
     """
     tracks: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for event in events:

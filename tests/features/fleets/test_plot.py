@@ -28,8 +28,12 @@ def test_heat_maps__are_the_time_behind_the_median_rank() -> None:
 def test_draw_ranks__has_a_cell_per_rank_and_iteration() -> None:
     job = fleet(5, 6, {3: {"backward": 1.25}}, noise=0.0)
     figure = draw([job], (1, 4), kind="ranks")
-    assert [axes.get_ylabel().split("\n")[0] for axes in figure.axes] == list(heat_maps(job))
-    (mesh,) = [artist for artist in figure.axes[2].collections if isinstance(artist, QuadMesh)]
+    assert [axes.get_ylabel().split("\n")[0] for axes in figure.axes] == list(
+        heat_maps(job)
+    )
+    (mesh,) = [
+        artist for artist in figure.axes[2].collections if isinstance(artist, QuadMesh)
+    ]
     cells = np.asarray(mesh.get_array())
     assert cells.shape == (5, 3)
     assert cells[3] == pytest.approx(100.0)
@@ -37,16 +41,22 @@ def test_draw_ranks__has_a_cell_per_rank_and_iteration() -> None:
     assert (colors[3] != colors[2]).any()
     texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert "rank 3: slow backward" in texts
-    assert "5 ranks, 1 of them differ" in " ".join(text.get_text() for text in figure.axes[0].texts)
+    assert "5 ranks, 1 of them differ" in " ".join(
+        text.get_text() for text in figure.axes[0].texts
+    )
 
 
 def test_draw_ranks__says_that_ranks_agree() -> None:
     figure = draw([fleet(5, 6, {}, noise=0.0)], kind="ranks")
-    assert "5 ranks, which agree: none of them differs" in " ".join(text.get_text() for text in figure.axes[0].texts)
+    assert "5 ranks, which agree: none of them differs" in " ".join(
+        text.get_text() for text in figure.axes[0].texts
+    )
 
 
 @pytest.mark.parametrize(("ranks", "span"), [(1, (0, None)), (3, (0, 1))])
-def test_draw_ranks__needs_ranks_and_steady_iterations(ranks: int, span: tuple[int, int | None]) -> None:
+def test_draw_ranks__needs_ranks_and_steady_iterations(
+    ranks: int, span: tuple[int, int | None]
+) -> None:
     job = fleet(ranks, 6)
     job.raw_meta["warmup_iterations"] = 2
     with pytest.raises(TraceError, match="ranks cannot be compared: it has"):

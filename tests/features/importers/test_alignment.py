@@ -27,40 +27,76 @@ def kineto(path: Path, begin_ns: int) -> Path:
         ("optimizer", 7000, 9000),
     ]
     events = [
-        {"ph": "X", "cat": "user_annotation", "name": name, "ts": ts, "dur": end - ts, "args": {}}
+        {
+            "ph": "X",
+            "cat": "user_annotation",
+            "name": name,
+            "ts": ts,
+            "dur": end - ts,
+            "args": {},
+        }
         for name, ts, end in marks
     ]
     copy = {"device": 0, "stream": 7, "bytes": 64, "correlation": 5}
     events.append(
-        {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 2000, "dur": 5, "args": copy}
+        {
+            "ph": "X",
+            "cat": "gpu_memcpy",
+            "name": "Memcpy HtoD (Pinned -> Device)",
+            "ts": 2000,
+            "dur": 5,
+            "args": copy,
+        }
     )
-    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events, "baseTimeNanoseconds": begin_ns}))
+    path.write_text(
+        json.dumps(
+            {"schemaVersion": 1, "traceEvents": events, "baseTimeNanoseconds": begin_ns}
+        )
+    )
     return path
 
 
 def monitor(path: Path, begin_ns: int) -> Path:
-    rows = "".join(f"{begin_ns + n * MS},0,{n * 10**9},{(80 - n) * 10**9},{n},0\n" for n in range(9))
-    path.write_text("timestamp,gpu,mem_used,mem_free,rxpci [MiB/s],txpci [MiB/s]\n" + rows)
+    rows = "".join(
+        f"{begin_ns + n * MS},0,{n * 10**9},{(80 - n) * 10**9},{n},0\n"
+        for n in range(9)
+    )
+    path.write_text(
+        "timestamp,gpu,mem_used,mem_free,rxpci [MiB/s],txpci [MiB/s]\n" + rows
+    )
     return path
 
 
 def test_import_trace__refuses_files_without_common_time(tmp_path: Path) -> None:
-    files = [kineto(tmp_path / "a.json", START), monitor(tmp_path / "m.csv", START + HOUR)]
-    with pytest.raises(SourceError, match=r"m\.csv begins .* after .*a\.json has ended.*--align start") as error:
+    files = [
+        kineto(tmp_path / "a.json", START),
+        monitor(tmp_path / "m.csv", START + HOUR),
+    ]
+    with pytest.raises(
+        SourceError, match=r"m\.csv begins .* after .*a\.json has ended.*--align start"
+    ) as error:
         import_trace(files, tmp_path / "run.ebb")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run.ebb").exists()
-    import_trace([files[0], monitor(tmp_path / "n.csv", START + 5 * MS)], tmp_path / "run.ebb")
+    import_trace(
+        [files[0], monitor(tmp_path / "n.csv", START + 5 * MS)], tmp_path / "run.ebb"
+    )
 
 
 def test_import_trace__refuses_ranks_without_common_time(tmp_path: Path) -> None:
-    files = [kineto(tmp_path / f"rank{number}.json", START + number * HOUR) for number in (0, 1)]
+    files = [
+        kineto(tmp_path / f"rank{number}.json", START + number * HOUR)
+        for number in (0, 1)
+    ]
     with pytest.raises(SourceError, match="share no time"):
         import_trace(files, tmp_path / "run.ebb")
 
 
 def test_import_trace__moves_files_to_the_beginning_of_another(tmp_path: Path) -> None:
-    files = [kineto(tmp_path / "a.json", START), monitor(tmp_path / "m.csv", START + HOUR)]
+    files = [
+        kineto(tmp_path / "a.json", START),
+        monitor(tmp_path / "m.csv", START + HOUR),
+    ]
     for align, begin in (("start", START), (str(files[1]), START + HOUR)):
         trace = import_trace(files, tmp_path / "run.ebb", force=True, align=align)
         phases, memory, link = trace.phases(0), trace.memory(0), trace.link(0)
@@ -76,19 +112,28 @@ def test_import_trace__moves_files_to_the_beginning_of_another(tmp_path: Path) -
 
 
 def host(path: Path, rank: int, begin_ns: int) -> Path:
-    builder = TraceBuilder("recorded", clock={"name": "monotonic", "host": path.name, "wall_offset_ns": 100})
+    builder = TraceBuilder(
+        "recorded",
+        clock={"name": "monotonic", "host": path.name, "wall_offset_ns": 100},
+    )
     builder.rank(rank, devices=[]).phase("forward", begin_ns, begin_ns + MS, 0)
     builder.write(path)
     return path
 
 
-def test_merge__refuses_traces_without_common_time_unless_aligned(tmp_path: Path) -> None:
+def test_merge__refuses_traces_without_common_time_unless_aligned(
+    tmp_path: Path,
+) -> None:
     traces = [open_trace(host(tmp_path / f"{n}.ebb", n, n * HOUR)) for n in (0, 1)]
-    with pytest.raises(TraceError, match=r"1\.ebb begins .* after .*0\.ebb has ended.*--align start"):
+    with pytest.raises(
+        TraceError, match=r"1\.ebb begins .* after .*0\.ebb has ended.*--align start"
+    ):
         merge(traces, tmp_path / "all.ebb")
     merged = merge(traces, tmp_path / "all.ebb", align="start")
     assert [merged.phases(rank)["start_ns"].item() for rank in (0, 1)] == [0, 0]
-    merged = merge(traces, tmp_path / "all.ebb", force=True, align=str(tmp_path / "1.ebb"))
+    merged = merge(
+        traces, tmp_path / "all.ebb", force=True, align=str(tmp_path / "1.ebb")
+    )
     assert [merged.phases(rank)["start_ns"].item() for rank in (0, 1)] == [HOUR, HOUR]
     with pytest.raises(TraceError, match="name one of the traces"):
         merge(traces, tmp_path / "other.ebb", align="nowhere.ebb")

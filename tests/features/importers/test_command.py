@@ -14,16 +14,26 @@ from tests.cli.test_bad_input import contents, refused
 from tests.conftest import Run
 
 DATA = Path(__file__).with_name("data")
-PUBLISHED = Path(__file__).parents[4] / "shared" / "published" / "deep-optimizer-states" / "h100-20B"
+PUBLISHED = (
+    Path(__file__).parents[4]
+    / "shared"
+    / "published"
+    / "deep-optimizer-states"
+    / "h100-20B"
+)
 LAUNCHER = DATA / "deepspeed-0.19.8-zero3-launcher.log"
 START = 1_713_142_360 * 10**9
 MONITOR = "timestamp,gpu,mem_used,mem_free,rxpci [MiB/s],txpci [MiB/s]\n" + "".join(
-    f"{START + n * 10**9},{gpu},{n * 10**9},{(80 - n) * 10**9},{n},0\n" for n in range(9) for gpu in (0, 1)
+    f"{START + n * 10**9},{gpu},{n * 10**9},{(80 - n) * 10**9},{n},0\n"
+    for n in range(9)
+    for gpu in (0, 1)
 )
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Run]:
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., Run]:
     """Return a function that runs a command line in this process."""
     monkeypatch.chdir(tmp_path)
 
@@ -57,22 +67,34 @@ BAD = [
     ("import folder -o x.ebb", "folder has no file to import: it contains nothing"),
     ("import empty -o x.ebb", "is empty"),
     ("import novel.txt -o x.ebb", "nvml-monitor, megatron-log, deepspeed-log"),
-    ("import novel.txt --format deepspeed-log -o x.ebb", "turn on wall_clock_breakdown"),
+    (
+        "import novel.txt --format deepspeed-log -o x.ebb",
+        "turn on wall_clock_breakdown",
+    ),
     ("import quiet.log -o x.ebb", "turn on wall_clock_breakdown"),
     ("import run.log --format log -o x.ebb", "'log' is not a format: choose one of"),
     ("import run.log --format nvml-monitor -o x.ebb", "has no header with a timestamp"),
     ("import m.csv --format deepspeed-log -o x.ebb", "turn on wall_clock_breakdown"),
     ("import bare.csv -o x.ebb", "not csv,noheader"),
     ("import cut.gz -o x.ebb", "cut.gz is damaged"),
-    ("import run.log m.csv -o x.ebb", "run.log has no dates, so it cannot be combined with other files"),
+    (
+        "import run.log m.csv -o x.ebb",
+        "run.log has no dates, so it cannot be combined with other files",
+    ),
     ("import run.log run.log -o x.ebb", "two DeepSpeed logs"),
     ("import m.csv m.csv -o x.ebb", "cover the same devices"),
     ("import m.csv -o file", "exists already"),
     ("import m.csv -o file --force", "replaces only traces"),
     ("import m.csv -o file/x.ebb", "cannot write"),
     ("import m.csv -o x.ebb --capacity lots", "'lots' is not a size"),
-    ("import m.csv -o x.ebb --capacity 80", "--capacity 80 B is less than the 7.45 GiB that were in use on cuda:0"),
-    ("import m.csv -o x.ebb --link 7x16", "'7x16' is not a link: write generation x lanes, e.g. 5x16"),
+    (
+        "import m.csv -o x.ebb --capacity 80",
+        "--capacity 80 B is less than the 7.45 GiB that were in use on cuda:0",
+    ),
+    (
+        "import m.csv -o x.ebb --link 7x16",
+        "'7x16' is not a link: write generation x lanes, e.g. 5x16",
+    ),
     ("import m.csv -o x.ebb --link 5x3", "5x16"),
     ("import m.csv -o x.ebb --nonsense", "--nonsense"),
 ]
@@ -87,15 +109,32 @@ def test_import__bad_input_is_one_line_and_changes_no_file(
     assert contents(folder) == before
 
 
-@pytest.mark.skipif(not PUBLISHED.exists(), reason="the published measurements are not here (shared/published)")
-def test_import__a_published_run_up_to_its_windows(tmp_path: Path, command: Callable[..., Run]) -> None:
+@pytest.mark.skipif(
+    not PUBLISHED.exists(),
+    reason="the published measurements are not here (shared/published)",
+)
+def test_import__a_published_run_up_to_its_windows(
+    tmp_path: Path, command: Callable[..., Run]
+) -> None:
     log = next(PUBLISHED.glob("*ratio0.5*prefetch1*.log"))
     files = [log, log.with_name(f"{log.stem}-monitor.csv")]
     done = command("import", *files, "-o", tmp_path / "x.ebb", "--link", "5x16")
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     summary = json.loads(command("summary", tmp_path / "x.ebb", "--json").stdout)
-    assert (summary["iterations"], summary["ranks"], summary["memory"]["pool"]) == (10, 4, "device")
-    assert all(value is not None for phase in summary["phases"] for value in phase.values())
-    windows = json.loads(command("windows", tmp_path / "x.ebb", "--json", "--min-bytes", "8GiB").stdout)
+    assert (summary["iterations"], summary["ranks"], summary["memory"]["pool"]) == (
+        10,
+        4,
+        "device",
+    )
+    assert all(
+        value is not None for phase in summary["phases"] for value in phase.values()
+    )
+    windows = json.loads(
+        command("windows", tmp_path / "x.ebb", "--json", "--min-bytes", "8GiB").stdout
+    )
     assert {w["rank"] for w in windows["windows"]} == {0, 1, 2, 3}
-    assert all(w[f"{direction}_idle_share"] is not None for w in windows["windows"] for direction in ("h2d", "d2h"))
+    assert all(
+        w[f"{direction}_idle_share"] is not None
+        for w in windows["windows"]
+        for direction in ("h2d", "d2h")
+    )

@@ -41,7 +41,9 @@ def test_expand_folders__notes_files_of_other_formats(tmp_path: Path) -> None:
     trace = import_trace([folder], tmp_path / "run.ebb")
     assert trace.ranks == [0, 1]
     (note,) = [note for note in trace.notes if "name others" in note]
-    assert note.startswith("run: the 2 files of the format kineto are imported; name others")
+    assert note.startswith(
+        "run: the 2 files of the format kineto are imported; name others"
+    )
     for name in ("monitor.csv", "notes.txt", "checkpoints", "empty.log"):
         assert name in note
     both = import_trace([folder, folder / "monitor.csv"], tmp_path / "both.ebb")
@@ -54,13 +56,19 @@ def test_expand_folders__notes_files_of_other_formats(tmp_path: Path) -> None:
 def test_expand_folders__refuses_folders_without_files(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / ".hidden").touch()
-    with pytest.raises(SourceError, match="empty has no file to import: it contains nothing"):
+    with pytest.raises(
+        SourceError, match="empty has no file to import: it contains nothing"
+    ):
         import_trace([tmp_path / "empty"], tmp_path / "x.ebb")
     (tmp_path / "empty" / "notes.txt").write_text("lr was too high\n")
-    with pytest.raises(SourceError, match=r"empty has no file to import: it contains notes\.txt"):
+    with pytest.raises(
+        SourceError, match=r"empty has no file to import: it contains notes\.txt"
+    ):
         import_trace([tmp_path / "empty"], tmp_path / "x.ebb")
     with pytest.raises(SourceError, match="has no file of the format nsys to import"):
-        import_trace([profiles(tmp_path / "run", "a.json")], tmp_path / "x.ebb", format="nsys")
+        import_trace(
+            [profiles(tmp_path / "run", "a.json")], tmp_path / "x.ebb", format="nsys"
+        )
     import_trace([tmp_path / "run"], tmp_path / "run.ebb")
     with pytest.raises(SourceError, match=r"run\.ebb is a trace already"):
         import_trace([tmp_path / "run.ebb"], tmp_path / "x.ebb")
@@ -68,12 +76,16 @@ def test_expand_folders__refuses_folders_without_files(tmp_path: Path) -> None:
 
 
 def test_expand_folders__refuses_several_steps_of_one_process(tmp_path: Path) -> None:
-    names = [f"node-1_77.{1_700_000_000_000_000_000 + n}.pt.trace.json" for n in range(3)]
+    names = [
+        f"node-1_77.{1_700_000_000_000_000_000 + n}.pt.trace.json" for n in range(3)
+    ]
     folder = tmp_path / "traces"
     folder.mkdir()
     for name in [*names, "node-1_78.1700000000000000000.pt.trace.json"]:
         (folder / name).write_text('{"schemaVersion": 1, "traceEvents": []}')
-    with pytest.raises(SourceError, match="has 3 files of the process node-1_77, one per cycle") as error:
+    with pytest.raises(
+        SourceError, match="has 3 files of the process node-1_77, one per cycle"
+    ) as error:
         import_trace([folder], tmp_path / "x.ebb")
     assert all(name in str(error.value) for name in names)
     assert "\n" not in str(error.value)

@@ -1,4 +1,5 @@
-"""Import as a whole: combinations of files, and fuzzing that gives either a trace or one clear error."""
+"""Import as a whole: combinations of files, and fuzzing that gives either a trace or
+one clear error."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ DATA = Path(__file__).parent / "data"
 PUBLISHED = Path(__file__).parents[4] / "shared" / "published" / "deep-optimizer-states"
 TODAY = sorted(DATA.glob("*.log"))
 published = pytest.mark.skipif(
-    not PUBLISHED.exists(), reason="the published measurements are not here (shared/published)"
+    not PUBLISHED.exists(),
+    reason="the published measurements are not here (shared/published)",
 )
 MONITOR = "timestamp,gpu,mem_used,mem_free,rxpci,txpci\n" + "".join(
     f"{1_713_142_360_000_000_000 + n * 10**9},{gpu},{n * 10**9},{(80 - n) * 10**9},{n},0\n"
@@ -77,7 +79,9 @@ def import_outcome(files: list[Path], folder: Path, **options: Any) -> str:
 CHANGES: dict[str, Callable[[random.Random, bytes], bytes]] = {}
 
 
-def change(function: Callable[[random.Random, bytes], bytes]) -> Callable[[random.Random, bytes], bytes]:
+def change(
+    function: Callable[[random.Random, bytes], bytes],
+) -> Callable[[random.Random, bytes], bytes]:
     CHANGES[function.__name__] = function
     return function
 
@@ -92,7 +96,11 @@ def flipped(rng: random.Random, data: bytes) -> bytes:
 
 @change
 def cut(rng: random.Random, data: bytes) -> bytes:
-    return data[rng.randrange(len(data)) :] if rng.random() < 0.3 else data[: rng.randrange(1, len(data))]
+    return (
+        data[rng.randrange(len(data)) :]
+        if rng.random() < 0.3
+        else data[: rng.randrange(1, len(data))]
+    )
 
 
 @change
@@ -108,7 +116,11 @@ def swapped(rng: random.Random, data: bytes) -> bytes:
 def doubled(rng: random.Random, data: bytes) -> bytes:
     lines = data.splitlines(keepends=True)
     start = rng.randrange(len(lines))
-    return b"".join(lines[: rng.randrange(len(lines))] + lines[start : start + 300] * rng.choice([1, 3]) + lines)
+    return b"".join(
+        lines[: rng.randrange(len(lines))]
+        + lines[start : start + 300] * rng.choice([1, 3])
+        + lines
+    )
 
 
 @change
@@ -149,13 +161,21 @@ def spliced(rng: random.Random, data: bytes) -> bytes:
 
 
 def shortened(log: Path) -> bytes:
-    """Return the parts of a log that the importer reads, without the reports of installed operators."""
+    """Return the parts of a log that the importer reads, without the reports of
+    installed operators."""
     lines = log.read_bytes().splitlines(keepends=True)
-    return b"".join(line[:1000] for line in lines if b"...." not in line or b"version" in line or b"world" in line)
+    return b"".join(
+        line[:1000]
+        for line in lines
+        if b"...." not in line or b"version" in line or b"world" in line
+    )
 
 
-def fuzz(tmp_path: Path, contents: list[tuple[str, bytes]], seeds: range) -> dict[str, int]:
-    """Apply every change to one of the files for each seed, and count the traces and errors."""
+def fuzz(
+    tmp_path: Path, contents: list[tuple[str, bytes]], seeds: range
+) -> dict[str, int]:
+    """Apply every change to one of the files for each seed, and count the traces and
+    errors."""
     counts = {"trace": 0, "error": 0}
     for seed in seeds:
         for number, (name, function) in enumerate(CHANGES.items()):
@@ -166,54 +186,96 @@ def fuzz(tmp_path: Path, contents: list[tuple[str, bytes]], seeds: range) -> dic
             with seeded(f"{seed} {name}") as rng:
                 for position, (file, data) in enumerate(contents):
                     files.append(folder / file)
-                    files[-1].write_bytes(function(rng, data) if position == victim else data)
-                result = import_outcome(files, folder, hardware=Hardware(80 * 10**9, (5, 16)))
+                    files[-1].write_bytes(
+                        function(rng, data) if position == victim else data
+                    )
+                result = import_outcome(
+                    files, folder, hardware=Hardware(80 * 10**9, (5, 16))
+                )
                 counts[result] += 1
                 if result == "error":
                     # With a given format the importer reads further into the file.
                     names = {".log": "deepspeed-log", ".csv": "nvml-monitor"}
-                    import_outcome([files[victim]], folder, format=names[files[victim].suffix])
+                    import_outcome(
+                        [files[victim]], folder, format=names[files[victim].suffix]
+                    )
     return counts
 
 
 @pytest.mark.slow
 @published
-def test_import_trace__gives_a_trace_or_one_error_for_changed_published_files(tmp_path: Path) -> None:
+def test_import_trace__gives_a_trace_or_one_error_for_changed_published_files(
+    tmp_path: Path,
+) -> None:
     counts = fuzz(tmp_path, h100_files(), range(examples(2, by_default=1)))
     assert min(counts.values()) > 0
 
 
 def h100_files() -> list[tuple[str, bytes]]:
     log = next(PUBLISHED.glob("h100-20B/*ratio1.0*prefetch0-flush_async1*.log"))
-    rows = log.with_name(f"{log.stem}-monitor.csv").read_bytes().splitlines(keepends=True)
+    rows = (
+        log.with_name(f"{log.stem}-monitor.csv").read_bytes().splitlines(keepends=True)
+    )
     return [("run.log", shortened(log)), ("m.csv", b"".join([rows[0], *rows[1::20]]))]
 
 
-@pytest.mark.parametrize("log", [TODAY[0], *map(slow_case, TODAY[1:])], ids=lambda log: log.stem)
-def test_import_trace__gives_a_trace_or_one_error_for_changed_logs(tmp_path: Path, log: Path) -> None:
-    assert fuzz(tmp_path, [("run.log", log.read_bytes())], range(examples(2, by_default=1)))["trace"] > 0
+@pytest.mark.parametrize(
+    "log", [TODAY[0], *map(slow_case, TODAY[1:])], ids=lambda log: log.stem
+)
+def test_import_trace__gives_a_trace_or_one_error_for_changed_logs(
+    tmp_path: Path, log: Path
+) -> None:
+    assert (
+        fuzz(
+            tmp_path, [("run.log", log.read_bytes())], range(examples(2, by_default=1))
+        )["trace"]
+        > 0
+    )
 
 
 QUERY = "timestamp, index, memory.used [MiB], memory.total [MiB]\n" + "".join(
-    f"2024/04/15 00:52:{n:02}.000, {gpu}, {n} MiB, 81559 MiB\n" for n in range(9) for gpu in (0, 1)
+    f"2024/04/15 00:52:{n:02}.000, {gpu}, {n} MiB, 81559 MiB\n"
+    for n in range(9)
+    for gpu in (0, 1)
 )
 DMON = "#Time  gpu  fb  rxpci  txpci\n#HH:MM:SS  Idx  MB  MB/s  MB/s\n" + "".join(
     f" 23:59:{n:02}  0  {n}  -  5\n" for n in range(9)
 )
 
 
-@pytest.mark.parametrize("text", [slow_case(MONITOR), QUERY, slow_case(DMON)], ids=["script", "query", "dmon"])
-def test_import_trace__gives_a_trace_or_one_error_for_changed_monitor_files(tmp_path: Path, text: str) -> None:
-    assert fuzz(tmp_path, [("m.csv", text.encode())], range(examples(2, by_default=1)))["trace"] > 0
+@pytest.mark.parametrize(
+    "text",
+    [slow_case(MONITOR), QUERY, slow_case(DMON)],
+    ids=["script", "query", "dmon"],
+)
+def test_import_trace__gives_a_trace_or_one_error_for_changed_monitor_files(
+    tmp_path: Path, text: str
+) -> None:
+    assert (
+        fuzz(tmp_path, [("m.csv", text.encode())], range(examples(2, by_default=1)))[
+            "trace"
+        ]
+        > 0
+    )
 
 
 def test_recognize__refuses_noise(tmp_path: Path) -> None:
     rng = random.Random(1)
     file = tmp_path / "x"
-    for data in (rng.randbytes(200_000), b"\0" * 100_000, b"x", b"\n" * 10_000, b"{" * 100_000, b"#", b",,,\n" * 9):
+    for data in (
+        rng.randbytes(200_000),
+        b"\0" * 100_000,
+        b"x",
+        b"\n" * 10_000,
+        b"{" * 100_000,
+        b"#",
+        b",,,\n" * 9,
+    ):
         for contents in (data, gzip.compress(data)):
             file.write_bytes(contents)
-            with pytest.raises(SourceError, match="has no format that ebbtide recognizes") as error:
+            with pytest.raises(
+                SourceError, match="has no format that ebbtide recognizes"
+            ) as error:
                 recognize(Source(file))
             assert all(name in str(error.value) for name in find_importers())
             for name in ("deepspeed-log", "nvml-monitor"):
@@ -225,12 +287,16 @@ def write(path: Path, text: str | bytes) -> Path:
     return path
 
 
-def test_import_trace__applies_hardware_to_every_device_or_notes_that_it_is_missing(tmp_path: Path) -> None:
+def test_import_trace__applies_hardware_to_every_device_or_notes_that_it_is_missing(
+    tmp_path: Path,
+) -> None:
     file = write(tmp_path / "m.csv", MONITOR.replace(",mem_free", ",other"))
     notes = import_trace([file], tmp_path / "a.ebb").notes
     assert [note for note in notes if "import with --capacity 80GB" in note]
     assert [note for note in notes if "import with --link 5x16" in note]
-    trace = import_trace([file], tmp_path / "b.ebb", hardware=Hardware(80 * 10**9, (4, 16)))
+    trace = import_trace(
+        [file], tmp_path / "b.ebb", hardware=Hardware(80 * 10**9, (4, 16))
+    )
     for rank in (0, 1):
         (device,) = trace.rank(rank).devices
         assert device.capacity_bytes == 80 * 10**9

@@ -40,11 +40,17 @@ def test_find_importers__asks_strict_importers_first() -> None:
     assert all(name == importer.format for name, importer in find_importers().items())
 
 
-def test_import_trace__uses_an_importer_of_a_new_sub_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_trace__uses_an_importer_of_a_new_sub_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "packages" / "diary").mkdir(parents=True)
     (tmp_path / "packages" / "diary" / "__init__.py").write_text(NEW_IMPORTER)
-    monkeypatch.setattr(importers, "__path__", [*importers.__path__, str(tmp_path / "packages")])
-    monkeypatch.setitem(importers.FEATURE.seams["importers"], "diary", "diary:IMPORTERS")
+    monkeypatch.setattr(
+        importers, "__path__", [*importers.__path__, str(tmp_path / "packages")]
+    )
+    monkeypatch.setitem(
+        importers.FEATURE.seams["importers"], "diary", "diary:IMPORTERS"
+    )
     (tmp_path / "today.txt").write_text("Dear diary, the loss went down.")
     find_importers.cache_clear()
     try:
@@ -53,4 +59,6 @@ def test_import_trace__uses_an_importer_of_a_new_sub_package(tmp_path: Path, mon
         find_importers.cache_clear()
         sys.modules.pop("ebbtide.features.importers.diary", None)
     assert trace.phases(0)["phase"].tolist() == ["forward"]
-    assert [(file.format, file.file) for file in trace.meta.imported] == [("diary", "today.txt")]
+    assert [(file.format, file.file) for file in trace.meta.imported] == [
+        ("diary", "today.txt")
+    ]

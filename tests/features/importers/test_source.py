@@ -1,4 +1,5 @@
-"""Files to import that are unreadable, packed, damaged, or made to fill a disk or the memory."""
+"""Files to import that are unreadable, packed, damaged, or made to fill a disk or the
+memory."""
 
 from __future__ import annotations
 
@@ -66,12 +67,20 @@ def test_source__refuses_a_file_without_permission(tmp_path: Path) -> None:
 
 
 def test_source__has_the_same_contents_packed_or_not(tmp_path: Path) -> None:
-    text = "\ufeffone\r\ntwo\rthree\n".encode() + b"\xff" + os.urandom(100_000).hex().encode()
+    text = (
+        "\ufeffone\r\ntwo\rthree\n".encode()
+        + b"\xff"
+        + os.urandom(100_000).hex().encode()
+    )
     (tmp_path / "plain").write_bytes(text)
     (tmp_path / "packed").write_bytes(gzip.compress(text))
     # gzip files may be put one after another.
-    (tmp_path / "members").write_bytes(gzip.compress(text[:5000]) + gzip.compress(text[5000:]))
-    plain, *others = (Source(tmp_path / name) for name in ("plain", "packed", "members"))
+    (tmp_path / "members").write_bytes(
+        gzip.compress(text[:5000]) + gzip.compress(text[5000:])
+    )
+    plain, *others = (
+        Source(tmp_path / name) for name in ("plain", "packed", "members")
+    )
     for source in others:
         assert source.head == plain.head == text[: 1 << 16]
         with source.open() as file:
@@ -86,10 +95,17 @@ def test_source__has_the_same_contents_packed_or_not(tmp_path: Path) -> None:
 def test_open__refuses_a_cut_or_damaged_gzip_file(tmp_path: Path) -> None:
     packed = gzip.compress(os.urandom(200_000).hex().encode())
     file = tmp_path / "x.gz"
-    for contents in (packed[:-1], packed[: len(packed) // 2], packed[:5], packed[:-4] + b"\0\0\0\0"):
+    for contents in (
+        packed[:-1],
+        packed[: len(packed) // 2],
+        packed[:5],
+        packed[:-4] + b"\0\0\0\0",
+    ):
         file.write_bytes(contents)
         assert "is damaged or in another format" in refused_to_the_end(file)
-    file.write_bytes(packed[: len(packed) // 2] + b"\xff" * 100 + packed[len(packed) // 2 + 100 :])
+    file.write_bytes(
+        packed[: len(packed) // 2] + b"\xff" * 100 + packed[len(packed) // 2 + 100 :]
+    )
     assert "is damaged" in refused_to_the_end(file)
 
 
@@ -132,13 +148,35 @@ print(process_bytes("VmHWM") - before)
     ("start", "unit", "format", "says"),
     [
         slow_case("DeepSpeed ", "x", "deepspeed-log", "has neither timers"),
-        pytest.param("DeepSpeed time (ms) |", " | a: 1", "deepspeed-log", "has neither timers", marks=pytest.mark.slow),
-        pytest.param("DeepSpeed ", "\0", "deepspeed-log", "has neither timers", marks=pytest.mark.slow),
         pytest.param(
-            "[2024-04-15 10:00:00,000] json = {", '"a": {', "deepspeed-log", "has neither", marks=pytest.mark.slow
+            "DeepSpeed time (ms) |",
+            " | a: 1",
+            "deepspeed-log",
+            "has neither timers",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "DeepSpeed ",
+            "\0",
+            "deepspeed-log",
+            "has neither timers",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "[2024-04-15 10:00:00,000] json = {",
+            '"a": {',
+            "deepspeed-log",
+            "has neither",
+            marks=pytest.mark.slow,
         ),
         ("timestamp,gpu,mem_used\n", "1,2,", "nvml-monitor", "is not a table of text"),
-        pytest.param("# gpu fb\n# Idx MB\n", " 0 5", "nvml-monitor", "is not a table of text", marks=pytest.mark.slow),
+        pytest.param(
+            "# gpu fb\n# Idx MB\n",
+            " 0 5",
+            "nvml-monitor",
+            "is not a table of text",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_import_trace__a_line_of_200_mb_does_not_fill_the_memory(
@@ -151,7 +189,15 @@ def test_import_trace__a_line_of_200_mb_does_not_fill_the_memory(
         out.write(start.encode())
         for _ in range(200):
             out.write(block)
-    command = [sys.executable, "-c", textwrap.dedent(BIG), file, small, format, tmp_path / "x.ebb"]
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(BIG),
+        file,
+        small,
+        format,
+        tmp_path / "x.ebb",
+    ]
     run = run_process(command)
     file.unlink()
     assert run.returncode == 0, run.stderr

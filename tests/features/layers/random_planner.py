@@ -7,7 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from ebbtide.features.layers.engine import orders
 from ebbtide.features.layers.engine.moving import MovedLayers
-from ebbtide.features.layers.engine.orders import LayerOptions, LayerOrders, MeasuredLayer, PassTimes
+from ebbtide.features.layers.engine.orders import (
+    LayerOptions,
+    LayerOrders,
+    MeasuredLayer,
+    PassTimes,
+)
 from ebbtide.features.layers.layer_choice import LayerChoice, plan_of_choice
 from ebbtide.features.layers.model import place
 from ebbtide.interleave.policies import make_plan
@@ -17,7 +22,8 @@ _FORMS = (0, 1, ~0, ~0, ~1, ~1)
 
 
 class RandomPlanner:
-    """Makes random orders in place of the best ones, with the memory that their plan needs as budget."""
+    """Makes random orders in place of the best ones, with the memory that their plan
+    needs as budget."""
 
     def __init__(self, draw: random.Random, is_limited: bool = True) -> None:
         self._draw = draw
@@ -37,9 +43,16 @@ class RandomPlanner:
         machine = orders.machine_of_rates(rates)
         workload = orders.workload_of_layers(layers, 1e9, machine, options, outside)
         forms = tuple(draw.choice(_FORMS) for _ in layers)
-        streamed = tuple(options.weights is not None and draw.random() < 0.6 for _ in layers)
+        streamed = tuple(
+            options.weights is not None and draw.random() < 0.6 for _ in layers
+        )
         choice = LayerChoice(streamed, forms, draw.randint(1, 3), draw.randint(1, 3))
-        plan = plan_of_choice(choice, workload, machine, lambda placed, _: make_plan("gpu-only", placed, machine)).plan
+        plan = plan_of_choice(
+            choice,
+            workload,
+            machine,
+            lambda placed, _: make_plan("gpu-only", placed, machine),
+        ).plan
         assert plan.layers is not None
         placed = place(workload, plan.layers)
         assert self.moved is not None

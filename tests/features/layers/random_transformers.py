@@ -1,4 +1,5 @@
-"""Tiny models of transformers with random weights and options, and their training with ebbtide or without."""
+"""Tiny models of transformers with random weights and options, and their training with
+ebbtide or without."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from typing import Any
 import torch
 
 from ebbtide.features.layers.engine.model_layers import layer_modules
-from ebbtide.interleave import InterleavedOptimizer, move_layers, offload_activations, stream_weights
+from ebbtide.interleave import (
+    InterleavedOptimizer,
+    move_layers,
+    offload_activations,
+    stream_weights,
+)
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from tests.interleave.engine.grid.draw import ACTIVATIONS, MOVES, WEIGHTS
 from tests.interleave.engine.grid.models import add_adapters
@@ -34,11 +40,21 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 GROUPED = {**SIZES, "num_key_value_heads": 1}
-GPT2 = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32}
+GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 16,
+    "n_layer": 3,
+    "n_head": 2,
+    "n_positions": 32,
+}
 BART = {
     "vocab_size": VOCABULARY,
     "d_model": 16,
-    **{f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in (("layers", 3), ("ffn_dim", 24))},
+    **{
+        f"{side}_{name}": size
+        for side in ("encoder", "decoder")
+        for name, size in (("layers", 3), ("ffn_dim", 24))
+    },
     "encoder_attention_heads": 2,
     "decoder_attention_heads": 2,
     "max_position_embeddings": 32,
@@ -60,8 +76,17 @@ T5 = {
     "decoder_start_token_id": 0,
 }
 IMAGES = {"image_size": 8, "patch_size": 4, "num_channels": 3, "num_labels": 5}
-VIT = {**{name: SIZES[name] for name in SIZES if "size" in name or "num_" in name}, **IMAGES}
-CONVNEXT = {"num_channels": 3, "patch_size": 2, "depths": [2, 3], "hidden_sizes": [8, 16], "num_stages": 2}
+VIT = {
+    **{name: SIZES[name] for name in SIZES if "size" in name or "num_" in name},
+    **IMAGES,
+}
+CONVNEXT = {
+    "num_channels": 3,
+    "patch_size": 2,
+    "depths": [2, 3],
+    "hidden_sizes": [8, 16],
+    "num_stages": 2,
+}
 SPEECH = {
     **SIZES,
     "conv_dim": (8, 8),
@@ -74,7 +99,12 @@ SPEECH = {
     "feat_extract_norm": "layer",
     "ctc_loss_reduction": "mean",
 }
-WHISPER = {**BART, "num_mel_bins": 4, "max_source_positions": 8, "max_target_positions": 16}
+WHISPER = {
+    **BART,
+    "num_mel_bins": 4,
+    "max_source_positions": 8,
+    "max_target_positions": 16,
+}
 EXPERTS = {**GROUPED, "num_local_experts": 3, "num_experts_per_tok": 2}
 QWEN_EXPERTS = {
     **GROUPED,
@@ -83,7 +113,13 @@ QWEN_EXPERTS = {
     "moe_intermediate_size": 8,
     "shared_expert_intermediate_size": 8,
 }
-MAMBA = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 3, "state_size": 4, "pad_token_id": 0}
+MAMBA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "state_size": 4,
+    "pad_token_id": 0,
+}
 
 # By name: the class of the model, its configuration and the kind of its inputs.
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -94,7 +130,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "GPTNeoX": ("GPTNeoXForCausalLM", SIZES, "text"),
     "Llama": ("LlamaForCausalLM", GROUPED, "text"),
     "Qwen2": ("Qwen2ForCausalLM", GROUPED, "text"),
-    "Gemma2": ("Gemma2ForCausalLM", {**GROUPED, "head_dim": 8, "sliding_window": 4}, "text"),
+    "Gemma2": (
+        "Gemma2ForCausalLM",
+        {**GROUPED, "head_dim": 8, "sliding_window": 4},
+        "text",
+    ),
     "Phi": ("PhiForCausalLM", GROUPED, "text"),
     "Bloom": ("BloomForCausalLM", {**GPT2, "hidden_size": 16}, "text"),
     "T5": ("T5ForConditionalGeneration", T5, "text"),
@@ -181,17 +221,34 @@ class ModelJob:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            results += [(name, value.detach().clone()) for name, value in model.state_dict().items()]
+            results += [
+                (name, value.detach().clone())
+                for name, value in model.state_dict().items()
+            ]
         return results
 
     def _open(self, model: Any, is_plain: bool, stack: ExitStack) -> Any:
-        params = [{"params": [param for param in model.parameters() if param.requires_grad], "lr": 1e-2}]
+        params = [
+            {
+                "params": [
+                    param for param in model.parameters() if param.requires_grad
+                ],
+                "lr": 1e-2,
+            }
+        ]
         if is_plain:
             return ReferenceOptimizer(params, "adamw")
         device = EmulatedDevice(None, 2e7, 2e7)
         stack.callback(device.close)
-        options = {"activations": self.activations, "memory_budget": self.memory_budget, "device": device}
-        calls = [partial(stream_weights, weights=self.weights, device=device), partial(offload_activations, **options)]
+        options = {
+            "activations": self.activations,
+            "memory_budget": self.memory_budget,
+            "device": device,
+        }
+        calls = [
+            partial(stream_weights, weights=self.weights, device=device),
+            partial(offload_activations, **options),
+        ]
         if self.moves == "one call":
             calls = [partial(move_layers, weights=self.weights, **options)]
         elif self.moves == "activations first":
@@ -218,7 +275,10 @@ def random_model_job(seed: int) -> ModelJob:
     source = random.Random(seed)
     draw: Callable[..., Any] = source.choice
     gradients = draw(("kept", "streamed"))
-    trained, weights = draw(("all", "all", "last layers", "adapters")), draw(("streamed:1", "streamed:2", "streamed"))
+    trained, weights = (
+        draw(("all", "all", "last layers", "adapters")),
+        draw(("streamed:1", "streamed:2", "streamed")),
+    )
     moves = draw(MOVES)
     return ModelJob(
         seed=seed,
@@ -229,7 +289,9 @@ def random_model_job(seed: int) -> ModelJob:
         trained=trained,
         weights=weights if draw(("auto", "fixed")) == "fixed" else draw(WEIGHTS),
         activations=draw(ACTIVATIONS[:-1]),
-        overlap="forward" if gradients == "kept" else draw(("forward", "backward", "both")),
+        overlap="forward"
+        if gradients == "kept"
+        else draw(("forward", "backward", "both")),
         gradients=gradients,
         memory_budget=draw((None, 5e4)),
         moves=moves,

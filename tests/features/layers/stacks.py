@@ -55,7 +55,10 @@ def train(model: Any, steps: int = 1) -> list[torch.Tensor]:
         model.zero_grad()
         loss = model(torch.randn(LENGTH, WIDTH)).square().mean()
         loss.backward()
-        results += [loss.detach(), *(param.grad.clone() for param in model.parameters())]
+        results += [
+            loss.detach(),
+            *(param.grad.clone() for param in model.parameters()),
+        ]
     return results
 
 
@@ -64,7 +67,11 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 
 def interleaved(
-    model: nn.Module, device: EmulatedDevice | None, overlap: Any, gradients: Any, lr: float = 0.01
+    model: nn.Module,
+    device: EmulatedDevice | None,
+    overlap: Any,
+    gradients: Any,
+    lr: float = 0.01,
 ) -> InterleavedAdamW:
     """Return an optimizer of several subgroups with late updates, or without."""
     return InterleavedAdamW(

@@ -1,4 +1,5 @@
-"""Activations of layers that a plan moves: choices, memory, errors, and what is left behind."""
+"""Activations of layers that a plan moves: choices, memory, errors, and what is left
+behind."""
 
 from __future__ import annotations
 
@@ -20,14 +21,20 @@ from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
 from tests.features.layers.stacks import LAYER_BYTES, LENGTH, WIDTH, same, stack, train
 
 
-def offloaded(model: nn.Module, layers: float | None = None, **rates: float) -> MovedLayers:
+def offloaded(
+    model: nn.Module, layers: float | None = None, **rates: float
+) -> MovedLayers:
     """Offload activations within the memory of some layers."""
     budget = None if layers is None else layers * LAYER_BYTES
-    return offload_activations(model, memory_budget=budget, device=EmulatedDevice(**rates))
+    return offload_activations(
+        model, memory_budget=budget, device=EmulatedDevice(**rates)
+    )
 
 
 @pytest.mark.parametrize("layers", [None, 9, 3.2, 2.2, 1.2])
-def test_offload_activations__has_the_bits_of_the_plain_job_within_the_budget(layers: float | None) -> None:
+def test_offload_activations__has_the_bits_of_the_plain_job_within_the_budget(
+    layers: float | None,
+) -> None:
     expected, model = train(stack(), 5), stack()
     with offloaded(model, layers) as activations:
         assert same(train(model, 5), expected)
@@ -37,7 +44,11 @@ def test_offload_activations__has_the_bits_of_the_plain_job_within_the_budget(la
         if layers is not None:
             assert 0 < activations.peak_bytes <= layers * LAYER_BYTES
         choices = set(activations.choices.values())
-    assert choices == {"keep"} if layers in (None, 9) else choices > {"keep"} or choices == {"recompute"}
+    assert (
+        choices == {"keep"}
+        if layers in (None, 9)
+        else choices > {"keep"} or choices == {"recompute"}
+    )
     assert "forward" not in vars(model.layers[0])
 
 
@@ -45,7 +56,9 @@ def test_offload_activations__offloads_inputs_of_what_it_recomputes() -> None:
     expected, peaks = train(stack(8), 5), []
     for kind in ("recompute", "recompute-offload"):
         model, budget = stack(8), 8 * LAYER_BYTES
-        with offload_activations(model, memory_budget=budget, device=EmulatedDevice(), activations=kind) as one:
+        with offload_activations(
+            model, memory_budget=budget, device=EmulatedDevice(), activations=kind
+        ) as one:
             assert same(train(model, 5), expected)
             # The last ones stay in their slots.
             assert set(one.choices.values()) == {kind, "recompute"}
@@ -76,14 +89,20 @@ def test_offload_activations__shares_the_capacity_with_what_is_there() -> None:
     device.release(state)
 
 
-def test_offload_activations__never_copies_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_activations__never_copies_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, copied = stack(), []
     own = {param.untyped_storage().data_ptr() for param in model.parameters()}
     device = EmulatedDevice()
     copy_pairs = device.copy
 
-    def recorded(direction: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        copied.extend(tensor.untyped_storage().data_ptr() for pair in pairs for tensor in pair)
+    def recorded(
+        direction: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        copied.extend(
+            tensor.untyped_storage().data_ptr() for pair in pairs for tensor in pair
+        )
         copy_pairs(direction, pairs)
 
     monkeypatch.setattr(device, "copy", recorded)
@@ -93,9 +112,14 @@ def test_offload_activations__never_copies_parameters(monkeypatch: pytest.Monkey
     assert not own.intersection(copied)
 
 
-def test_offload_activations__budget_below_one_layer_is_an_error_that_names_the_layer() -> None:
+def test_offload_activations__budget_below_one_layer_is_an_error_that_names_the_layer() -> (
+    None
+):
     model = stack()
-    with offloaded(model, 0.4), pytest.raises(DeviceMemoryError, match=r"layer layers\.0: layers need"):
+    with (
+        offloaded(model, 0.4),
+        pytest.raises(DeviceMemoryError, match=r"layer layers\.0: layers need"),
+    ):
         train(model)
 
 
@@ -106,13 +130,17 @@ def edited(value: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("layers", [9, 2.2])
-def test_offload_activations__edits_in_place_are_errors_before_anything_is_wrong(steps: int, layers: float) -> None:
+def test_offload_activations__edits_in_place_are_errors_before_anything_is_wrong(
+    steps: int, layers: float
+) -> None:
     model = stack()
     with offloaded(model, layers):
         train(model, steps - 1)
         model.layers[2].after = edited
         # Without hooks autograd finds it itself.
-        with pytest.raises((EngineError, RuntimeError), match=r"modified (in\s*place|by an inplace)") as caught:
+        with pytest.raises(
+            (EngineError, RuntimeError), match=r"modified (in\s*place|by an inplace)"
+        ) as caught:
             train(model)
         if not (steps == 4 and layers == 9):
             assert "layer layers.2: a saved tensor" in str(caught.value)
@@ -172,7 +200,8 @@ def test_offload_activations__two_forwards_before_their_backwards() -> None:
         return gradients
 
     expected, model = both(stack()), stack()
-    # Both do not fit: the layers of the second pass go through the device one at a time.
+    # Both do not fit: the layers of the second pass go through the device one at a
+    # time.
     with offloaded(model, 6.3):
         for _ in range(4):
             assert same(both(model), expected)
@@ -185,8 +214,12 @@ def test_offload_activations__copies_of_the_model_are_plain() -> None:
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             layer = other.layers[0]
             assert not isinstance(layer.forward, type(model.layers[0].forward))
-            layer.load_state_dict({name: value + 1 for name, value in layer.state_dict().items()})
-            assert not torch.equal(layer(torch.ones(1, WIDTH)), model.layers[0](torch.ones(1, WIDTH)))
+            layer.load_state_dict(
+                {name: value + 1 for name, value in layer.state_dict().items()}
+            )
+            assert not torch.equal(
+                layer(torch.ones(1, WIDTH)), model.layers[0](torch.ones(1, WIDTH))
+            )
         assert same(train(copy.deepcopy(model)), train(stack()))
 
 
@@ -198,7 +231,9 @@ def test_offload_activations__copies_of_the_model_are_plain() -> None:
         (stack(), -1, "memory_budget is -1"),
     ],
 )
-def test_offload_activations__bad_input(model: nn.Module, budget: float | None, message: str) -> None:
+def test_offload_activations__bad_input(
+    model: nn.Module, budget: float | None, message: str
+) -> None:
     with pytest.raises(EngineError, match=message):
         offload_activations(model, memory_budget=budget)
 
@@ -207,11 +242,15 @@ FREE = orders.LayerOptions(), orders.PassTimes()
 
 
 def test_plan_orders__prefers_nothing_to_do_and_falls_back_to_one_at_a_time() -> None:
-    layers = [orders.MeasuredLayer(f"{number}", 0.01, 0.02, 1000, 100, True) for number in range(6)]
+    layers = [
+        orders.MeasuredLayer(f"{number}", 0.01, 0.02, 1000, 100, True)
+        for number in range(6)
+    ]
     rates = {"h2d": 1e6, "d2h": 1e6}
     assert orders.plan_orders(layers, 6000, rates, *FREE).keeps_all
     assert orders.plan_orders(layers, 900, rates, *FREE) is ONE_AT_A_TIME
-    # Of plans that are as fast, the one that moves least: the copies of two layers are in slots.
+    # Of plans that are as fast, the one that moves least: the copies of two layers are
+    # in slots.
     hidden = orders.plan_orders(layers, 5000, {"h2d": 1e9, "d2h": 1e9}, *FREE)
     assert [*map(hidden.kind, range(6))].count("offload") == 1
     some = orders.plan_orders(layers, 4000, rates, *FREE)
@@ -219,7 +258,9 @@ def test_plan_orders__prefers_nothing_to_do_and_falls_back_to_one_at_a_time() ->
     assert all(other < layer for layer, other in some.returned)
 
 
-def test_offload_activations__lengths_that_vary_have_the_orders_of_a_longer_one() -> None:
+def test_offload_activations__lengths_that_vary_have_the_orders_of_a_longer_one() -> (
+    None
+):
     def run(model: Any, lengths: list[int]) -> list[torch.Tensor]:
         torch.manual_seed(1)
         losses = []
@@ -244,4 +285,6 @@ def test_offload_activations__transforms_of_functions_run_as_they_are() -> None:
     with offloaded(model, 2.2):
         train(model, 3)
         gradient = torch.func.grad(lambda x: model(x).sum())(torch.ones(2, WIDTH))
-    assert torch.equal(gradient, torch.func.grad(lambda x: stack()(x).sum())(torch.ones(2, WIDTH)))
+    assert torch.equal(
+        gradient, torch.func.grad(lambda x: stack()(x).sum())(torch.ones(2, WIDTH))
+    )

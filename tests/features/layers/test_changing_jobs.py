@@ -1,4 +1,5 @@
-"""Jobs whose layers move: changes of their type, a GradScaler, and the order of gradients."""
+"""Jobs whose layers move: changes of their type, a GradScaler, and the order of
+gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from tests.interleave.engine.grid.models import Net
 
 Results = list[torch.Tensor]
 KINDS = ("perceptron", "attention", "split")
-# Layers whose activations, and whose weights, the memory holds; None: they are not moved.
+# Layers whose activations, and whose weights, the memory holds; None: they are not
+# moved.
 CHOICES = [(2.2, None), (None, 2.1), (1.2, 1.1)]
 
 
@@ -35,7 +37,11 @@ def steps(model: Stack) -> Results:
     results = []
     for step in range(5):
         torch.manual_seed(step)
-        loss = model(torch.randn(LENGTH, WIDTH, dtype=model.inputs.weight.dtype)).square().mean()
+        loss = (
+            model(torch.randn(LENGTH, WIDTH, dtype=model.inputs.weight.dtype))
+            .square()
+            .mean()
+        )
         loss.backward()
         results.append(loss.detach())
         optimizer.step()
@@ -50,33 +56,51 @@ def losses_before_and_after_a_cast(model: Stack) -> Results:
 
 
 def test_moved_layers__have_the_bits_of_a_plain_job_that_changes_its_type() -> None:
-    """Jobs of tests/interleave/engine/grid change in other ways, and keep their type."""
+    """Jobs of tests/interleave/engine/grid change in other ways, and keep their
+    type."""
     plain = stack()
     expected = losses_before_and_after_a_cast(plain)
     for activation_layers, weight_layers in CHOICES:
         model, device = stack(), EmulatedDevice()
         with ExitStack() as moved:
             if weight_layers is not None:
-                moved.enter_context(stream_weights(model, memory_budget=weight_layers * WEIGHT_BYTES, device=device))
+                moved.enter_context(
+                    stream_weights(
+                        model, memory_budget=weight_layers * WEIGHT_BYTES, device=device
+                    )
+                )
             if activation_layers is not None:
                 budget = activation_layers * LAYER_BYTES
-                moved.enter_context(offload_activations(model, memory_budget=budget, device=device))
+                moved.enter_context(
+                    offload_activations(model, memory_budget=budget, device=device)
+                )
             assert same(losses_before_and_after_a_cast(model), expected)
         assert same([*model.parameters()], [*plain.parameters()])
 
 
-def scaled(kind: str, activations: str | None, weights: str | None, gradients: str = "kept") -> tuple[Results, int]:
-    """Return what a job with a GradScaler has computed, and the number of steps that it has skipped."""
+def scaled(
+    kind: str, activations: str | None, weights: str | None, gradients: str = "kept"
+) -> tuple[Results, int]:
+    """Return what a job with a GradScaler has computed, and the number of steps that it
+    has skipped."""
     torch.manual_seed(0)
     model, device = Net(KINDS), EmulatedDevice()
     with ExitStack() as moved:
         if weights is not None:
             moved.enter_context(stream_weights(model, device=device, weights=weights))
         if activations is not None:
-            moved.enter_context(offload_activations(model, device=device, memory_budget=1e6, activations=activations))
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            moved.enter_context(
+                offload_activations(
+                    model, device=device, memory_budget=1e6, activations=activations
+                )
+            )
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            model.parameters(), lr=0.01
+        )
         if kind != "torch":
-            optimizer = moved.enter_context(closing(interleaved(model, device, kind, gradients)))
+            optimizer = moved.enter_context(
+                closing(interleaved(model, device, kind, gradients))
+            )
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
         results, skipped = [], 0
         for step in range(8):
@@ -97,12 +121,17 @@ def scaled(kind: str, activations: str | None, weights: str | None, gradients: s
 
 
 def test_grad_scaler__streamed_gradients_are_an_error_that_names_the_remedy() -> None:
-    with pytest.raises(EngineError, match=r"loss_scale=, and optimizer.scale\(loss\)\) in place of GradScaler"):
+    with pytest.raises(
+        EngineError,
+        match=r"loss_scale=, and optimizer.scale\(loss\)\) in place of GradScaler",
+    ):
         scaled("none", None, None, "streamed")
 
 
 @pytest.mark.parametrize("activations", [None, "recompute", "offload"])
-def test_stream_weights__gradients_come_in_the_order_of_the_plain_job(activations: str | None) -> None:
+def test_stream_weights__gradients_come_in_the_order_of_the_plain_job(
+    activations: str | None,
+) -> None:
     orders: list[list[str]] = []
     for is_moved in (False, True):
         torch.manual_seed(0)
@@ -111,9 +140,15 @@ def test_stream_weights__gradients_come_in_the_order_of_the_plain_job(activation
             if is_moved:
                 moved.enter_context(stream_weights(model, device=EmulatedDevice()))
                 if activations is not None:
-                    moved.enter_context(offload_activations(model, memory_budget=1e6, activations=activations))
+                    moved.enter_context(
+                        offload_activations(
+                            model, memory_budget=1e6, activations=activations
+                        )
+                    )
             for name, param in model.named_parameters():
-                param.register_post_accumulate_grad_hook(lambda _, name=name, order=order: order.append(name))
+                param.register_post_accumulate_grad_hook(
+                    lambda _, name=name, order=order: order.append(name)
+                )
             for _ in range(4):
                 model(torch.arange(9)).backward()
         orders.append(order)

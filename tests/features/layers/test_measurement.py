@@ -1,4 +1,5 @@
-"""Times of layers in their first passes: what the job does itself, without waiting for copies."""
+"""Times of layers in their first passes: what the job does itself, without waiting for
+copies."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ ISSUE_S, WAIT_S, COMPUTE_S = 1.0, 100.0, 10.0
 
 
 class ClockDevice(EmulatedDevice):
-    """A device with a clock for the job, on which issuing copies, waiting for them and compute take fixed times."""
+    """A device with a clock for the job, on which issuing copies, waiting for them and
+    compute take fixed times."""
 
     now_s = 0.0
 
@@ -43,7 +45,9 @@ class ClockDevice(EmulatedDevice):
 
 
 @pytest.mark.parametrize("weights", [False, True])
-def test_measurement__counts_issuing_copies_and_leaves_out_waiting_for_them(weights: bool) -> None:
+def test_measurement__counts_issuing_copies_and_leaves_out_waiting_for_them(
+    weights: bool,
+) -> None:
     device, model, slow = ClockDevice(), stack(), 0.0
 
     def compute(_: torch.Tensor) -> None:
@@ -61,5 +65,8 @@ def test_measurement__counts_issuing_copies_and_leaves_out_waiting_for_them(weig
             # The first pass has not warmed up, and garbage is collected in another one.
             slow = (50.0, 7.0, 0.0, 0.0)[number]
             model(torch.randn(LENGTH, WIDTH)).sum().backward()
-        # One copy in each forward: of the layer's weights, or of the activations of the layer before.
-        assert owner.predicted.workload.forward_s == pytest.approx(5 * (COMPUTE_S + ISSUE_S), rel=0.01)
+        # One copy in each forward: of the layer's weights, or of the activations of the
+        # layer before.
+        assert owner.predicted.workload.forward_s == pytest.approx(
+            5 * (COMPUTE_S + ISSUE_S), rel=0.01
+        )

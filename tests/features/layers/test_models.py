@@ -1,4 +1,5 @@
-"""Activations and weights of layers in sharded, replicated and compiled models, and with functions of their own."""
+"""Activations and weights of layers in sharded, replicated and compiled models, and
+with functions of their own."""
 
 import gc
 from collections.abc import Iterator
@@ -12,7 +13,14 @@ from torch.distributed.fsdp import fully_shard
 from ebbtide.interleave import offload_activations, stream_weights
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import DeviceMemoryError, EngineError
-from tests.features.layers.stacks import LAYER_BYTES, WEIGHT_BYTES, WIDTH, same, stack, train
+from tests.features.layers.stacks import (
+    LAYER_BYTES,
+    WEIGHT_BYTES,
+    WIDTH,
+    same,
+    stack,
+    train,
+)
 
 
 @pytest.fixture
@@ -28,9 +36,13 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "ddp"])
-def test_offload_activations__sharded_and_replicated_models(kind: str, one_rank: None) -> None:
+def test_offload_activations__sharded_and_replicated_models(
+    kind: str, one_rank: None
+) -> None:
     expected, moved = local(train(parallel(kind), 4)), parallel(kind)
-    with offload_activations(moved, memory_budget=2.2 * LAYER_BYTES, device=EmulatedDevice()) as activations:
+    with offload_activations(
+        moved, memory_budget=2.2 * LAYER_BYTES, device=EmulatedDevice()
+    ) as activations:
         assert same(local(train(moved, 4)), expected)
         assert "offload" in activations.choices.values()
         # Gathered parameters are not copied.
@@ -38,7 +50,9 @@ def test_offload_activations__sharded_and_replicated_models(kind: str, one_rank:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "ddp"])
-def test_stream_weights__sharded_and_replicated_models(kind: str, one_rank: None) -> None:
+def test_stream_weights__sharded_and_replicated_models(
+    kind: str, one_rank: None
+) -> None:
     expected, moved = local(train(parallel(kind), 4)), parallel(kind)
     with stream_weights(moved, device=EmulatedDevice()) as streamed:
         assert same(local(train(moved, 4)), expected)
@@ -47,12 +61,17 @@ def test_stream_weights__sharded_and_replicated_models(kind: str, one_rank: None
         assert (streamed.peak_bytes > 0) == (kind == "ddp")
 
 
-def test_stream_weights__under_ddp_on_a_gpu_is_an_error_that_names_the_remedy(one_rank: None) -> None:
+def test_stream_weights__under_ddp_on_a_gpu_is_an_error_that_names_the_remedy(
+    one_rank: None,
+) -> None:
     model = parallel("ddp")
     with stream_weights(model, device=EmulatedDevice()) as streamed:
         # As of a model on a GPU.
         streamed._mover.weights._torch_device = torch.device("cuda")
-        with pytest.raises(EngineError, match="all_reduce the gradients of the model itself in a gloo group"):
+        with pytest.raises(
+            EngineError,
+            match="all_reduce the gradients of the model itself in a gloo group",
+        ):
             train(model)
         streamed._mover.weights._torch_device = torch.device("cpu")
 
@@ -96,23 +115,32 @@ class LayerOfReferences(nn.Module):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("what", ["weights", "activations"])
-def test_custom_functions_that_keep_references__have_the_same_bits_or_an_error_that_names_the_layer(what: str) -> None:
+def test_custom_functions_that_keep_references__have_the_same_bits_or_an_error_that_names_the_layer(
+    what: str,
+) -> None:
     def model() -> Any:
         plain = stack()
         plain.layers = nn.ModuleList(LayerOfReferences() for _ in range(5))
         return plain
 
     move: Any
-    move, layer_bytes = (stream_weights, WEIGHT_BYTES) if what == "weights" else (offload_activations, LAYER_BYTES)
+    move, layer_bytes = (
+        (stream_weights, WEIGHT_BYTES)
+        if what == "weights"
+        else (offload_activations, LAYER_BYTES)
+    )
     expected = train(model(), 5)
     for layers in (11, 2.2):
         moved = model()
-        with move(moved, memory_budget=layers * layer_bytes, device=EmulatedDevice()) as owner:
+        with move(
+            moved, memory_budget=layers * layer_bytes, device=EmulatedDevice()
+        ) as owner:
             if layers > 9:
                 assert same(train(moved, 5), expected)
             else:
                 error = (
-                    r"layer layers\.\d: layers need .*: raise it, .* custom autograd functions use save_for_backward"
+                    r"layer layers\.\d: layers need .*: raise it, .* custom autograd "
+                    r"functions use save_for_backward"
                 )
                 with pytest.raises(DeviceMemoryError, match=error):
                     train(moved, 5)
@@ -121,8 +149,12 @@ def test_custom_functions_that_keep_references__have_the_same_bits_or_an_error_t
             assert owner.used_bytes == 0
 
 
-def test_layer_forward__is_not_misled_by_what_a_recorder_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = property(lambda module: vars(module).get("_compiled_call_impl") or module._call_impl)
+def test_layer_forward__is_not_misled_by_what_a_recorder_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = property(
+        lambda module: vars(module).get("_compiled_call_impl") or module._call_impl
+    )
     model = stack()
     monkeypatch.setattr(nn.Module, "_compiled_call_impl", call)
     with offload_activations(model, device=EmulatedDevice()):

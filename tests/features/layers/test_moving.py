@@ -1,4 +1,5 @@
-"""move_layers: what moves by each option, by several calls, and of layers that are frozen or have adapters."""
+"""move_layers: what moves by each option, by several calls, and of layers that are
+frozen or have adapters."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from ebbtide.interleave import InterleavedAdamW, move_layers, offload_activations, stream_weights
+from ebbtide.interleave import (
+    InterleavedAdamW,
+    move_layers,
+    offload_activations,
+    stream_weights,
+)
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
 from tests.conftest import slow
@@ -43,13 +49,16 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 class CopyCounter(EmulatedDevice):
-    """An emulated device that counts the bytes which are copied from and to each tensor of the host."""
+    """An emulated device that counts the bytes which are copied from and to each tensor
+    of the host."""
 
     def __init__(self) -> None:
         super().__init__()
         self.moved: Counter[tuple[str, int]] = Counter()
 
-    def copy(self, direction: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def copy(
+        self, direction: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
         for source, target in pairs:
             host = source if direction == "h2d" else target
             self.moved[direction, host.data_ptr()] += source.nbytes
@@ -57,7 +66,9 @@ class CopyCounter(EmulatedDevice):
 
     def bytes_of(self, direction: str, module: nn.Module) -> int:
         """Return the bytes that were copied from or to the parameters of a module."""
-        return sum(self.moved[direction, param.data_ptr()] for param in module.parameters())
+        return sum(
+            self.moved[direction, param.data_ptr()] for param in module.parameters()
+        )
 
 
 def frozen(count: int) -> Stack:
@@ -96,28 +107,40 @@ def optimizer_of(kind: str, model: Stack, device: EmulatedDevice | None) -> Any:
     params = [param for param in model.parameters() if param.requires_grad]
     if kind == "interleaved":
         return interleaved(model, device, "none", "kept")
-    return torch.optim.AdamW(params, lr=0.01) if kind == "adamw" else torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    return (
+        torch.optim.AdamW(params, lr=0.01)
+        if kind == "adamw"
+        else torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    )
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("optimizer", slow(["sgd", "adamw", "interleaved"], but=["interleaved"]))
+@pytest.mark.parametrize(
+    "optimizer", slow(["sgd", "adamw", "interleaved"], but=["interleaved"])
+)
 def test_move_layers__has_the_bits_of_the_plain_job(kind: str, optimizer: str) -> None:
     plain = MODELS[kind]()
     expected = trained(plain, optimizer_of(optimizer, plain, EmulatedDevice()))
     for options in OPTIONS:
         model, device = MODELS[kind](), EmulatedDevice()
         with move_layers(model, device=device, **options) as moved:
-            assert same(trained(model, optimizer_of(optimizer, model, device)), expected), options
+            assert same(
+                trained(model, optimizer_of(optimizer, model, device)), expected
+            ), options
             assert moved.used_bytes == 0
             if "memory_budget" in options:
                 assert moved.peak_bytes <= options["memory_budget"]
 
 
 @pytest.mark.parametrize("count", range(1, LAYERS + 1))
-def test_move_layers__streams_a_number_of_layers_and_leaves_the_others(count: int) -> None:
+def test_move_layers__streams_a_number_of_layers_and_leaves_the_others(
+    count: int,
+) -> None:
     model, device = stack(LAYERS), CopyCounter()
     before = [param.data_ptr() for param in model.layers.parameters()]
-    with move_layers(model, weights=f"streamed:{count}", activations="keep", device=device) as moved:
+    with move_layers(
+        model, weights=f"streamed:{count}", activations="keep", device=device
+    ) as moved:
         assert [*moved.weights.values()].count("streamed") == count
         train(model, 4)
         streamed = [device.bytes_of("h2d", layer) > 0 for layer in model.layers]
@@ -131,14 +154,22 @@ def test_move_layers__streams_a_number_of_layers_and_leaves_the_others(count: in
     ("options", "message"),
     [
         ({"weights": "streamed:6"}, "weights='streamed:6': Stack has 5 layers"),
-        ({"weights": "streamed:0"}, "weights='streamed:0': choose from resident, streamed, streamed:K, auto"),
+        (
+            {"weights": "streamed:0"},
+            "weights='streamed:0': choose from resident, streamed, streamed:K, auto",
+        ),
         ({"weights": "streamed:K"}, "weights='streamed:K': choose from"),
         ({"weights": "some"}, "weights='some': choose from"),
-        ({"activations": "offload:2"}, "activations='offload:2': choose from keep, recompute"),
+        (
+            {"activations": "offload:2"},
+            "activations='offload:2': choose from keep, recompute",
+        ),
         ({"on_difference": "stop", "activations": "recompute"}, "on_difference='stop'"),
     ],
 )
-def test_move_layers__bad_option_is_one_line_and_leaves_the_model(options: dict[str, str], message: str) -> None:
+def test_move_layers__bad_option_is_one_line_and_leaves_the_model(
+    options: dict[str, str], message: str
+) -> None:
     model = stack(LAYERS)
     with pytest.raises(EngineError) as error:
         move_layers(model, **options)
@@ -150,7 +181,9 @@ def test_move_layers__bad_option_is_one_line_and_leaves_the_model(options: dict[
 @pytest.mark.parametrize("weights", ["streamed", "auto"])
 def test_move_layers__frozen_layers_go_up_and_never_down(weights: str) -> None:
     model, device = frozen(2), CopyCounter()
-    with move_layers(model, weights=weights, activations="keep", memory_budget=1e9, device=device):
+    with move_layers(
+        model, weights=weights, activations="keep", memory_budget=1e9, device=device
+    ):
         train_frozen(model, 4)
         device.moved.clear()
         train_frozen(model, 1)
@@ -159,11 +192,23 @@ def test_move_layers__frozen_layers_go_up_and_never_down(weights: str) -> None:
             gradients = [param.grad for param in layer.parameters()]
             assert all(gradient is None for gradient in gradients) == is_frozen
             assert device.bytes_of("d2h", layer) == 0
-            # The first layers have no backward, and the last two are there when it begins.
-            ups = 1 if is_frozen or weights == "auto" or layer in model.layers[-2:] else 2
+            # The first layers have no backward, and the last two are there when it
+            # begins.
+            ups = (
+                1 if is_frozen or weights == "auto" or layer in model.layers[-2:] else 2
+            )
             assert device.bytes_of("h2d", layer) == ups * WEIGHT_BYTES
-        gradient_bytes = sum(param.nbytes for param in model.layers.parameters() if param.requires_grad)
-        assert sum(size for (direction, _), size in device.moved.items() if direction == "d2h") == gradient_bytes
+        gradient_bytes = sum(
+            param.nbytes for param in model.layers.parameters() if param.requires_grad
+        )
+        assert (
+            sum(
+                size
+                for (direction, _), size in device.moved.items()
+                if direction == "d2h"
+            )
+            == gradient_bytes
+        )
 
 
 def train_frozen(model: Stack, steps: int) -> None:
@@ -185,26 +230,40 @@ def test_move_layers__frozen_layer_behind_trained_ones_comes_for_its_backward() 
 
 def test_move_layers__adapters_stay_on_the_device_and_their_base_streams() -> None:
     model, device = adapted(), CopyCounter()
-    adapters = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    adapters = {
+        name: param for name, param in model.named_parameters() if param.requires_grad
+    }
     before = [param.data_ptr() for param in adapters.values()]
-    with move_layers(model, weights="streamed", activations="keep", device=device) as moved:
+    with move_layers(
+        model, weights="streamed", activations="keep", device=device
+    ) as moved:
         assert moved.kept == [name for name in adapters if name.startswith("layers")]
-        optimizer = InterleavedAdamW(adapters.values(), lr=0.01, policy="pipelined", device=EmulatedDevice())
+        optimizer = InterleavedAdamW(
+            adapters.values(), lr=0.01, policy="pipelined", device=EmulatedDevice()
+        )
         trained(model, optimizer)
         optimizer.close()
         assert [param.data_ptr() for param in adapters.values()] == before
         assert not any(device.moved["h2d", place] for place in before)
         for layer in model.layers:
-            assert device.bytes_of("h2d", layer) % WEIGHT_BYTES == 0 < device.bytes_of("h2d", layer)
+            assert (
+                device.bytes_of("h2d", layer) % WEIGHT_BYTES
+                == 0
+                < device.bytes_of("h2d", layer)
+            )
         assert not any(direction == "d2h" for direction, _ in device.moved)
 
 
-def test_move_layers__adapters_that_are_added_later_stay_where_the_layer_computes() -> None:
+def test_move_layers__adapters_that_are_added_later_stay_where_the_layer_computes() -> (
+    None
+):
     expected = trained_after_adapting(stack(LAYERS))
     model, device = stack(LAYERS), CopyCounter()
     with move_layers(model, weights="streamed", device=device) as moved:
         assert same(trained_after_adapting(model), expected)
-        assert moved.kept == [name for name, param in model.named_parameters() if param.requires_grad]
+        assert moved.kept == [
+            name for name, param in model.named_parameters() if param.requires_grad
+        ]
 
 
 def trained_after_adapting(model: Stack) -> list[torch.Tensor]:
@@ -250,13 +309,17 @@ def test_move_layers__quantized_weights_stream_as_bytes_or_stay_and_are_named(
     expected = trained(plain, optimizer_of("adamw", plain, None))
     with (
         caplog.at_level("INFO", "ebbtide"),
-        move_layers(model, weights="streamed", activations="keep", device=device) as moved,
+        move_layers(
+            model, weights="streamed", activations="keep", device=device
+        ) as moved,
     ):
         assert same(trained(model, optimizer_of("adamw", model, None)), expected)
         ups = [device.moved["h2d", layer.weight.data_ptr()] for layer in model.layers]
         is_plain = kind is nn.Parameter
         assert all((size > 0) == is_plain and size % WIDTH**2 == 0 for size in ups)
-        names = [] if is_plain else [f"layers.{number}.weight" for number in range(LAYERS)]
+        names = (
+            [] if is_plain else [f"layers.{number}.weight" for number in range(LAYERS)]
+        )
         assert [name for name in moved.kept if name.endswith("weight")] == names
         assert all(name in caplog.text for name in names)
 
@@ -264,9 +327,13 @@ def test_move_layers__quantized_weights_stream_as_bytes_or_stay_and_are_named(
 CALLS: dict[str, Any] = {
     "weights": partial(stream_weights, weights="streamed", memory_budget=1e6),
     "two weights": partial(stream_weights, weights="streamed:2"),
-    "activations": partial(offload_activations, activations="offload", memory_budget=1e5),
+    "activations": partial(
+        offload_activations, activations="offload", memory_budget=1e5
+    ),
     "recomputed": partial(offload_activations, activations="recompute"),
-    "both": partial(move_layers, weights="streamed:3", activations="offload", memory_budget=1e9),
+    "both": partial(
+        move_layers, weights="streamed:3", activations="offload", memory_budget=1e9
+    ),
 }
 # The number of layers whose weights a call streams, and what it does with activations.
 STREAMED = {"weights": 5, "two weights": 2, "both": 3}
@@ -274,7 +341,9 @@ ACTIVATIONS = {"activations": "offload", "recomputed": "recompute", "both": "off
 
 
 @pytest.mark.parametrize("calls", [*itertools.permutations(CALLS, 2)])
-def test_move_layers__calls_in_any_order_widen_what_moves(calls: tuple[str, ...]) -> None:
+def test_move_layers__calls_in_any_order_widen_what_moves(
+    calls: tuple[str, ...],
+) -> None:
     """The last call is made twice."""
     plain = stack(LAYERS)
     expected = trained(plain, optimizer_of("sgd", plain, None))
@@ -284,8 +353,12 @@ def test_move_layers__calls_in_any_order_widen_what_moves(calls: tuple[str, ...]
             moved = open_calls.enter_context(CALLS[call](model, device=device))
         assert same(trained(model, optimizer_of("sgd", model, None)), expected)
         weights, activations = [*moved.weights.values()], {*moved.activations.values()}
-        assert weights.count("streamed") == next((STREAMED[call] for call in calls[::-1] if call in STREAMED), 0)
-        kind = next((ACTIVATIONS[call] for call in calls[::-1] if call in ACTIVATIONS), "keep")
+        assert weights.count("streamed") == next(
+            (STREAMED[call] for call in calls[::-1] if call in STREAMED), 0
+        )
+        kind = next(
+            (ACTIVATIONS[call] for call in calls[::-1] if call in ACTIVATIONS), "keep"
+        )
         assert kind in activations
         # The last offloaded ones stay in their slots.
         assert activations <= {kind, "keep"}
@@ -341,5 +414,8 @@ def test_close__leaves_no_pinned_memory_behind(options: dict[str, Any]) -> None:
 
 def test_move_layers__calls_for_a_part_of_the_model_are_an_error() -> None:
     model = nn.Sequential(stack(LAYERS), stack(2))
-    with move_layers(model[0]), pytest.raises(EngineError, match="moves already, with other layers"):
+    with (
+        move_layers(model[0]),
+        pytest.raises(EngineError, match="moves already, with other layers"),
+    ):
         move_layers(nn.Sequential(*model[0].layers, nn.Linear(WIDTH, WIDTH)))

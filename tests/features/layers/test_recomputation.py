@@ -1,4 +1,5 @@
-"""Layers whose forward must not be computed again, or whose recomputation differs: equal bits, or an error."""
+"""Layers whose forward must not be computed again, or whose recomputation differs:
+equal bits, or an error."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ class Layer(nn.Module):  # type: ignore[misc]
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("count", torch.zeros(()))
         self.calls, self.log, self.array = 0, [0.0], np.zeros(1)
-        self.generator, self.own = torch.Generator().manual_seed(3), np.random.default_rng(3)
+        self.generator, self.own = (
+            torch.Generator().manual_seed(3),
+            np.random.default_rng(3),
+        )
         self.python, self.source = random.Random(3), source
 
     def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -115,7 +119,9 @@ EFFECTS = {
 def train(
     source: Any,
     steps: int = 6,
-    call: Callable[[Layer, torch.Tensor, int], torch.Tensor] = lambda layer, x, _: layer(x),
+    call: Callable[[Layer, torch.Tensor, int], torch.Tensor] = lambda layer, x, _: (
+        layer(x)
+    ),
     **options: Any,
 ) -> tuple[list[torch.Tensor], MovedLayers | None]:
     """Return losses and parameters, and numbers that the job draws next."""
@@ -126,7 +132,9 @@ def train(
     model, owner = nn.Module(), None
     model.layers = nn.ModuleList(Layer(source) for _ in range(4))
     if options:
-        owner = offload_activations(model, device=EmulatedDevice(None, 1e6, 1e6), **options)
+        owner = offload_activations(
+            model, device=EmulatedDevice(None, 1e6, 1e6), **options
+        )
     optimizer, results = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(steps):
         x = torch.randn(ROWS, WIDTH)
@@ -138,7 +146,12 @@ def train(
         optimizer.zero_grad()
         results.append(loss.detach())
     results += [one.detach().clone() for one in model.state_dict().values()]
-    later = [random.random(), np.random.rand(), float(torch.rand(())), float(torch.rand((), generator=GENERATOR))]
+    later = [
+        random.random(),
+        np.random.rand(),
+        float(torch.rand(())),
+        float(torch.rand((), generator=GENERATOR)),
+    ]
     if owner is not None:
         owner.close()
     return [*results, torch.tensor([*later, CALLS[0], Counted.calls])], owner
@@ -165,8 +178,12 @@ def train_late(source: Callable[[Layer], Any], **options: Any) -> Any:
     return train(starts, call=call, **options)
 
 
-@pytest.mark.parametrize("kind", ["counter", "buffer", "random", "own numpy", "own torch"])
-def test_recomputation__keeps_what_a_forward_with_a_late_effect_has_saved(kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["counter", "buffer", "random", "own numpy", "own torch"]
+)
+def test_recomputation__keeps_what_a_forward_with_a_late_effect_has_saved(
+    kind: str,
+) -> None:
     expected, _ = train_late(EFFECTS[kind])
     results, owner = train_late(EFFECTS[kind], activations="recompute")
     assert same(results, expected)
@@ -182,17 +199,24 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Layer], float]:
     return lambda _: float(next(numbers))
 
 
-def test_recomputation__a_trial_refuses_layers_that_differ(unseen: Callable[[Layer], float]) -> None:
+def test_recomputation__a_trial_refuses_layers_that_differ(
+    unseen: Callable[[Layer], float],
+) -> None:
     _, owner = train(unseen, activations="recompute")
     assert owner is not None
-    assert set(owner.not_recomputed.values()) == {"computing it again gives other values"}
+    assert set(owner.not_recomputed.values()) == {
+        "computing it again gives other values"
+    }
     assert "recompute" not in owner.choices.values()
 
 
 def test_recomputation__a_later_difference_is_an_error_before_a_gradient_is_used(
     unseen: Callable[[Layer], float],
 ) -> None:
-    with pytest.raises(EngineError, match=r'layer layers\.3: computing it again .*use activations="offload"'):
+    with pytest.raises(
+        EngineError,
+        match=r'layer layers\.3: computing it again .*use activations="offload"',
+    ):
         train_late(unseen, activations="recompute")
 
 
@@ -200,10 +224,15 @@ def test_recomputation__warns_and_goes_on_as_checkpoint_does(
     unseen: Callable[[Layer], float], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("WARNING", "ebbtide"):
-        results, owner = train_late(unseen, activations="recompute", on_difference="warn")
+        results, owner = train_late(
+            unseen, activations="recompute", on_difference="warn"
+        )
     assert len(results) > 6
     assert set(owner.choices.values()) == {"offload"}
-    assert "layer layers.3: computing it again gives other values, which are used" in caplog.text
+    assert (
+        "layer layers.3: computing it again gives other values, which are used"
+        in caplog.text
+    )
 
 
 class Gated(nn.Module):  # type: ignore[misc]
@@ -211,13 +240,19 @@ class Gated(nn.Module):  # type: ignore[misc]
 
     def __init__(self, number: Callable[[], float]) -> None:
         super().__init__()
-        self.linear, self.gate, self.number = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(())), number
+        self.linear, self.gate, self.number = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Parameter(torch.zeros(())),
+            number,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.gate * torch.tanh(self.number() * self.linear(x))
 
 
-def test_recomputation__compares_what_outputs_hide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputation__compares_what_outputs_hide(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(effects.Watch, "change", lambda _: "")
     numbers = iter([*[1.0] * 100])
     model = nn.Module()
@@ -236,7 +271,9 @@ def test_recomputation__compares_what_outputs_hide(monkeypatch: pytest.MonkeyPat
                 x.sum().backward()
 
 
-@pytest.mark.parametrize("how", slow(["position", "keyword", "dict", "object"], but=["keyword", "object"]))
+@pytest.mark.parametrize(
+    "how", slow(["position", "keyword", "dict", "object"], but=["keyword", "object"])
+)
 def test_recomputation__inputs_that_are_written_to_later_are_an_error(how: str) -> None:
     class Box:
         def __init__(self, value: torch.Tensor) -> None:
@@ -247,7 +284,9 @@ def test_recomputation__inputs_that_are_written_to_later_are_an_error(how: str) 
             super().__init__()
             self.linear = nn.Linear(WIDTH, WIDTH)
 
-        def forward(self, x: torch.Tensor, bias: Any = None, box: Any = None) -> torch.Tensor:
+        def forward(
+            self, x: torch.Tensor, bias: Any = None, box: Any = None
+        ) -> torch.Tensor:
             bias = bias["bias"] if isinstance(bias, dict) else bias
             return x + torch.tanh(self.linear(x) + (bias if box is None else box.value))
 
@@ -270,7 +309,10 @@ def test_recomputation__inputs_that_are_written_to_later_are_an_error(how: str) 
             if step < 4:
                 x.sum().backward()
             else:
-                with pytest.raises(EngineError, match=r"layer layers\.0: (a saved tensor|computing it again)"):
+                with pytest.raises(
+                    EngineError,
+                    match=r"layer layers\.0: (a saved tensor|computing it again)",
+                ):
                     x.sum().backward()
 
 
@@ -285,7 +327,9 @@ def test_recomputation__keeps_the_identity_of_inputs() -> None:
 
     model = nn.Module()
     model.layers = nn.ModuleList(Same() for _ in range(2))
-    with offload_activations(model, activations="recompute", device=EmulatedDevice()) as owner:
+    with offload_activations(
+        model, activations="recompute", device=EmulatedDevice()
+    ) as owner:
         for _ in range(5):
             x = torch.ones(ROWS, WIDTH)
             for layer in model.layers:
@@ -323,20 +367,28 @@ def test_recomputation__never_recomputes_operations_that_torch_lists() -> None:
             self.linear = nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.linear(x).put(torch.zeros(2, dtype=torch.long), torch.ones(2)))
+            return torch.tanh(
+                self.linear(x).put(torch.zeros(2, dtype=torch.long), torch.ones(2))
+            )
 
     model = nn.Sequential(Put(), nn.Linear(WIDTH, WIDTH))
-    with offload_activations(model, activations="recompute", device=EmulatedDevice()) as owner:
+    with offload_activations(
+        model, activations="recompute", device=EmulatedDevice()
+    ) as owner:
         for _ in range(5):
             model(torch.ones(ROWS, WIDTH)).sum().backward()
-        assert owner.not_recomputed == {"0": "torch lists its operation put as nondeterministic"}
+        assert owner.not_recomputed == {
+            "0": "torch lists its operation put as nondeterministic"
+        }
         assert [*owner.choices.values()] == ["keep", "recompute"]
 
 
 def test_offload_activations__layer_with_a_tensor_as_attribute_is_recomputed() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     model[0].scale = torch.ones(WIDTH)
-    with offload_activations(model, activations="recompute", device=EmulatedDevice()) as owner:
+    with offload_activations(
+        model, activations="recompute", device=EmulatedDevice()
+    ) as owner:
         for _ in range(4):
             model(torch.ones(ROWS, WIDTH)).sum().backward()
         assert set(owner.choices.values()) == {"recompute"}
@@ -348,6 +400,8 @@ def test_measured_layer__counts_the_comparison_with_recomputation() -> None:
 
 
 def test_recomputed_layers__refuses_an_unknown_reaction() -> None:
-    with pytest.raises(EngineError, match="on_difference='ask': choose from error, warn"):
+    with pytest.raises(
+        EngineError, match="on_difference='ask': choose from error, warn"
+    ):
         RecomputedLayers("ask")
     assert recomputation.ON_DIFFERENCE == ("error", "warn")

@@ -1,4 +1,5 @@
-"""Models of transformers whose weights and activations move and whose updates are late: bits of the plain job."""
+"""Models of transformers whose weights and activations move and whose updates are late:
+bits of the plain job."""
 
 from collections import Counter
 
@@ -16,10 +17,14 @@ pytest.importorskip("transformers")
     "seeds",
     [
         pytest.param(range(5, 6), id="quick"),
-        pytest.param(range(40), marks=[pytest.mark.slow, pytest.mark.timeout(1800)], id="all"),
+        pytest.param(
+            range(40), marks=[pytest.mark.slow, pytest.mark.timeout(1800)], id="all"
+        ),
     ],
 )
-def test_random_models__have_the_bits_of_the_plain_job_or_end_in_an_error(seeds: range) -> None:
+def test_random_models__have_the_bits_of_the_plain_job_or_end_in_an_error(
+    seeds: range,
+) -> None:
     verdicts: Counter[str] = Counter()
     wrong = []
     for seed in seeds:

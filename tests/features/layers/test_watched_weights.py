@@ -1,4 +1,5 @@
-"""Streamed weights that layers write, failures between copies, gradients of all kinds, and autocast's cache."""
+"""Streamed weights that layers write, failures between copies, gradients of all kinds,
+and autocast's cache."""
 
 from __future__ import annotations
 
@@ -76,9 +77,18 @@ def model_of(call: Call) -> Any:
     return model
 
 
-def train(model: Any, autocast: Callable[[], Any] = nullcontext, steps: int = 5, calls: int = 1) -> list[Any]:
-    """Return losses, gradients and parameters as bits. The layers run several times in each forward."""
-    optimizer, generator = torch.optim.SGD(model.parameters(), lr=0.5), torch.Generator().manual_seed(1)
+def train(
+    model: Any,
+    autocast: Callable[[], Any] = nullcontext,
+    steps: int = 5,
+    calls: int = 1,
+) -> list[Any]:
+    """Return losses, gradients and parameters as bits. The layers run several times in
+    each forward."""
+    optimizer, generator = (
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        torch.Generator().manual_seed(1),
+    )
     results = []
     for _ in range(steps):
         x = torch.randn(6, WIDTH, generator=generator)
@@ -87,11 +97,19 @@ def train(model: Any, autocast: Callable[[], Any] = nullcontext, steps: int = 5,
                 x = layer(x)
         loss = x.square().mean()
         loss.backward()
-        gradients = [param.grad for param in model.parameters() if param.grad is not None]
-        results += [loss.detach(), *(one.to_dense() if one.is_sparse else one.clone() for one in gradients)]
+        gradients = [
+            param.grad for param in model.parameters() if param.grad is not None
+        ]
+        results += [
+            loss.detach(),
+            *(one.to_dense() if one.is_sparse else one.clone() for one in gradients),
+        ]
         optimizer.step()
         optimizer.zero_grad()
-    return [raw(value) for value in (*results, *(param.detach() for param in model.parameters()))]
+    return [
+        raw(value)
+        for value in (*results, *(param.detach() for param in model.parameters()))
+    ]
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -103,9 +121,12 @@ def bf16(**options: Any) -> Any:
 
 
 class Returning(nn.Module):  # type: ignore[misc]
-    """Returns a tensor that shares memory with its weight, and reads one that it may have kept."""
+    """Returns a tensor that shares memory with its weight, and reads one that it may
+    have kept."""
 
-    def __init__(self, share: Callable[[torch.Tensor], torch.Tensor], keeps: bool = False) -> None:
+    def __init__(
+        self, share: Callable[[torch.Tensor], torch.Tensor], keeps: bool = False
+    ) -> None:
         super().__init__()
         self.linear, self.share, self.keeps = nn.Linear(WIDTH, WIDTH), share, keeps
         self.shared: list[torch.Tensor] = []
@@ -138,13 +159,18 @@ def train_returning(layers: nn.ModuleList, autocast: Callable[[], Any]) -> list[
         del weight
         loss = x.float().square().mean() + penalty
         loss.backward()
-        results += [loss.detach(), *(param.grad.clone() for param in layers.parameters())]
+        results += [
+            loss.detach(),
+            *(param.grad.clone() for param in layers.parameters()),
+        ]
         optimizer.step()
         optimizer.zero_grad()
     return [raw(one) for one in results]
 
 
-def returning(share: Callable[[torch.Tensor], torch.Tensor], keeps: bool = False) -> Any:
+def returning(
+    share: Callable[[torch.Tensor], torch.Tensor], keeps: bool = False
+) -> Any:
     torch.manual_seed(0)
     return nn.Sequential(*(Returning(share, keeps) for _ in range(3)))
 
@@ -152,8 +178,13 @@ def returning(share: Callable[[torch.Tensor], torch.Tensor], keeps: bool = False
 @pytest.mark.parametrize("weights", ["streamed", slow_case("auto")])
 @pytest.mark.parametrize("autocast", [bf16, slow_case(nullcontext)])
 @pytest.mark.parametrize("share", slow(SHARES, but=("view",)))
-def test_stream_weights__layers_return_their_weights(share: str, autocast: Callable[[], Any], weights: str) -> None:
-    expected, model = train_returning(returning(SHARES[share]), autocast), returning(SHARES[share])
+def test_stream_weights__layers_return_their_weights(
+    share: str, autocast: Callable[[], Any], weights: str
+) -> None:
+    expected, model = (
+        train_returning(returning(SHARES[share]), autocast),
+        returning(SHARES[share]),
+    )
     with stream_weights(model, weights=weights, device=EmulatedDevice()):
         assert train_returning(model, autocast) == expected
 
@@ -167,7 +198,13 @@ def test_stream_weights__old_values_that_a_layer_has_kept_are_an_error(
     model = returning(SHARES[share], keeps=True)
     with (
         stream_weights(model, weights=weights, device=EmulatedDevice()),
-        pytest.raises(EngineError, match=r"layer 0: linear\.weight has changed, and a tensor that shares its memory"),
+        pytest.raises(
+            EngineError,
+            match=(
+                r"layer 0: linear\.weight has changed, and a tensor that shares its "
+                r"memory"
+            ),
+        ),
     ):
         train_returning(model, autocast)
 
@@ -214,25 +251,41 @@ def inner_backward(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     return layer.linear(x) + gradient.mean()
 
 
-@pytest.mark.parametrize("moved", [("weights",), ("activations",), ("weights", "activations")])
-def test_moved_layers__refuse_torch_func_and_take_an_inner_backward(moved: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "moved", [("weights",), ("activations",), ("weights", "activations")]
+)
+def test_moved_layers__refuse_torch_func_and_take_an_inner_backward(
+    moved: tuple[str, ...],
+) -> None:
     def move(model: Any) -> ExitStack:
         device, stack = EmulatedDevice(), ExitStack()
         if "weights" in moved:
-            stack.enter_context(stream_weights(model, weights="streamed", device=device))
+            stack.enter_context(
+                stream_weights(model, weights="streamed", device=device)
+            )
         if "activations" in moved:
-            stack.enter_context(offload_activations(model, activations="recompute", device=device))
+            stack.enter_context(
+                offload_activations(model, activations="recompute", device=device)
+            )
         return stack
 
     model = model_of(functional_gradient)
-    with move(model), pytest.raises(EngineError, match=r"layer layers\.0: torch\.func .* use torch\.autograd\.grad"):
+    with (
+        move(model),
+        pytest.raises(
+            EngineError,
+            match=r"layer layers\.0: torch\.func .* use torch\.autograd\.grad",
+        ),
+    ):
         train(model)
     expected, model = train(model_of(inner_backward)), model_of(inner_backward)
     with move(model):
         assert train(model) == expected
 
 
-def test_stream_weights__writes_in_an_evaluation_reach_the_parameter_with_their_version() -> None:
+def test_stream_weights__writes_in_an_evaluation_reach_the_parameter_with_their_version() -> (
+    None
+):
     model = model_of(clamp)
     with stream_weights(model, device=EmulatedDevice()), torch.inference_mode():
         weight = model.layers[0].linear.weight
@@ -256,7 +309,10 @@ def test_stream_weights__write_after_the_forward_is_an_error() -> None:
     model = model_of(keep)
     with (
         stream_weights(model, device=EmulatedDevice()),
-        pytest.raises(EngineError, match=r"layers\.[0-2]: linear\.bias was written after the layer's forward"),
+        pytest.raises(
+            EngineError,
+            match=r"layers\.[0-2]: linear\.bias was written after the layer's forward",
+        ),
     ):
         train(model)
 
@@ -275,7 +331,9 @@ def test_stream_weights__layer_that_writes_weights_is_not_recomputed() -> None:
 def test_emulated_device__refuses_a_copy_that_it_cannot_make_and_goes_on() -> None:
     device = EmulatedDevice(None, 1e9, 1e9)
     target = torch.zeros(4, 4)
-    with pytest.raises(EngineError, match="a copy needs a contiguous target of the same size"):
+    with pytest.raises(
+        EngineError, match="a copy needs a contiguous target of the same size"
+    ):
         device.copy("h2d", [(torch.ones(4, 4), target.t())])
     device.copy("h2d", [(torch.ones(4, 4), target)])
     device.record("h2d").synchronize()
@@ -304,7 +362,9 @@ def test_stream_weights__gradient_that_is_none_stays_none() -> None:
 
 
 @pytest.mark.parametrize("outside", [bf16, nullcontext])
-def test_stream_weights__evaluation_and_training_in_one_autocast(outside: Callable[[], Any]) -> None:
+def test_stream_weights__evaluation_and_training_in_one_autocast(
+    outside: Callable[[], Any],
+) -> None:
     def gradients(model: Any) -> list[Any]:
         x = torch.ones(6, WIDTH)
         with outside():
@@ -313,7 +373,10 @@ def test_stream_weights__evaluation_and_training_in_one_autocast(outside: Callab
             with bf16():
                 y = model.layers[1](model.layers[0](x))
         y.sum().backward()
-        return [None if param.grad is None else raw(param.grad) for param in model.parameters()]
+        return [
+            None if param.grad is None else raw(param.grad)
+            for param in model.parameters()
+        ]
 
     expected, model = gradients(model_of(twice)), model_of(twice)
     with stream_weights(model, device=EmulatedDevice()):
@@ -325,11 +388,15 @@ def test_stream_weights__gradients_of_gradients_under_autocast_are_refused() -> 
     with stream_weights(model, device=EmulatedDevice()):
         with bf16():
             loss = model.layers[0](torch.ones(6, WIDTH)).sum()
-        with pytest.raises(EngineError, match=r"layers\.0: .*create_graph=True .*cache_enabled=False"):
+        with pytest.raises(
+            EngineError, match=r"layers\.0: .*create_graph=True .*cache_enabled=False"
+        ):
             loss.backward(create_graph=True)
 
 
-def test_stream_weights__later_gradients_of_autocast_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_weights__later_gradients_of_autocast_have_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     expected, model = train(model_of(twice), bf16), model_of(twice)
     with stream_weights(model, device=EmulatedDevice(None, 1e8, 1e8)) as streamed:
         # As on a GPU.
@@ -338,7 +405,9 @@ def test_stream_weights__later_gradients_of_autocast_have_the_same_bits(monkeypa
 
 
 @pytest.mark.parametrize("autocast", [bf16, nullcontext])
-def test_stream_weights__gradients_are_in_pinned_memory_that_is_used_again(autocast: Callable[[], Any]) -> None:
+def test_stream_weights__gradients_are_in_pinned_memory_that_is_used_again(
+    autocast: Callable[[], Any],
+) -> None:
     model, device = model_of(twice), CountingDevice()
     with stream_weights(model, device=device):
         train(model, autocast, steps=3)
@@ -348,14 +417,17 @@ def test_stream_weights__gradients_are_in_pinned_memory_that_is_used_again(autoc
         with autocast():
             loss = model.layers[0](torch.ones(6, WIDTH)).sum()
         loss.backward()
-        pinned = {one.data_ptr() for storage in device.host if (one := storage()) is not None}
+        pinned = {
+            one.data_ptr() for storage in device.host if (one := storage()) is not None
+        }
         gradient = model.layers[0].linear.weight.grad
         assert gradient is not None
         assert gradient.data_ptr() in pinned
 
 
 class FaultyDevice(EmulatedDevice):
-    """A device whose n-th call of a method fails; memory that nothing was copied to is not zero."""
+    """A device whose n-th call of a method fails; memory that nothing was copied to is
+    not zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -386,8 +458,11 @@ class FaultyDevice(EmulatedDevice):
         return super().record(*args)
 
 
-def with_failure(model: Any, fail: Callable[[Callable[[], None]], None], autocast: Callable[[], Any]) -> list[Any]:
-    """Train; one batch in the middle goes through a function that makes it fail, and is skipped."""
+def with_failure(
+    model: Any, fail: Callable[[Callable[[], None]], None], autocast: Callable[[], Any]
+) -> list[Any]:
+    """Train; one batch in the middle goes through a function that makes it fail, and is
+    skipped."""
 
     def run() -> None:
         x = torch.ones(20, WIDTH)
@@ -404,9 +479,16 @@ def with_failure(model: Any, fail: Callable[[Callable[[], None]], None], autocas
 
 @pytest.mark.parametrize("autocast", [nullcontext, slow_case(bf16)])
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError, *(slow_case(one) for one in (DeviceMemoryError, KeyboardInterrupt))]
+    "error",
+    [
+        torch.OutOfMemoryError,
+        *(slow_case(one) for one in (DeviceMemoryError, KeyboardInterrupt)),
+    ],
 )
-@pytest.mark.parametrize("method", slow(["allocate_bytes", "copy", "wait", "record"], but=["allocate_bytes", "copy"]))
+@pytest.mark.parametrize(
+    "method",
+    slow(["allocate_bytes", "copy", "wait", "record"], but=["allocate_bytes", "copy"]),
+)
 def test_stream_weights__failed_call_of_the_device_leaves_no_weight_there(
     method: str, error: type[BaseException], autocast: Callable[[], Any]
 ) -> None:
@@ -414,7 +496,9 @@ def test_stream_weights__failed_call_of_the_device_leaves_no_weight_there(
     for number in range(1, 40, 6):
         model, device = model_of(twice), FaultyDevice()
 
-        def fail(run: Callable[[], None], device: FaultyDevice = device, number: int = number) -> None:
+        def fail(
+            run: Callable[[], None], device: FaultyDevice = device, number: int = number
+        ) -> None:
             device.fails, device.calls_left = (method, error), number
             try:
                 run()
@@ -433,8 +517,12 @@ def test_stream_weights__interrupt_at_any_line_leaves_no_weight_there() -> None:
     for number in range(1, 1500, 149):
         model, lines = model_of(twice), [number]
 
-        def trace(frame: FrameType, event: str, _: Any, lines: list[int] = lines) -> Any:
-            if not frame.f_code.co_filename.endswith(("layers/weights.py", "layers/transfers.py", "layers/memory.py")):
+        def trace(
+            frame: FrameType, event: str, _: Any, lines: list[int] = lines
+        ) -> Any:
+            if not frame.f_code.co_filename.endswith(
+                ("layers/weights.py", "layers/transfers.py", "layers/memory.py")
+            ):
                 return None
             lines[0] -= event == "line"
             if not lines[0] and event == "line":
@@ -455,7 +543,9 @@ def test_stream_weights__interrupt_at_any_line_leaves_no_weight_there() -> None:
             assert with_failure(model, fail, nullcontext) == expected
 
 
-def test_stream_weights__failure_of_the_constructor_leaves_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_weights__failure_of_the_constructor_leaves_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, made = model_of(twice), weights_module._Weight
 
     def fail(layer: Any, name: str, *args: Any) -> Any:

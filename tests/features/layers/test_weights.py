@@ -32,12 +32,22 @@ from tests.features.layers.stacks import (
 from tests.interleave.engine.training import MACHINE
 
 
-def trained(model: Any, device: EmulatedDevice | None = None, interleaved: bool = False, steps: int = 4) -> list[Any]:
+def trained(
+    model: Any,
+    device: EmulatedDevice | None = None,
+    interleaved: bool = False,
+    steps: int = 4,
+) -> list[Any]:
     """Return losses, gradients of the last step and parameters."""
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     if interleaved:
         optimizer = InterleavedAdamW(
-            model.parameters(), lr=0.01, policy="pipelined", machine=MACHINE, subgroup_params=1500, device=device
+            model.parameters(),
+            lr=0.01,
+            policy="pipelined",
+            machine=MACHINE,
+            subgroup_params=1500,
+            device=device,
         )
     results = []
     for step in range(steps):
@@ -50,19 +60,31 @@ def trained(model: Any, device: EmulatedDevice | None = None, interleaved: bool 
             results += [loss.detach(), model(torch.ones(2, WIDTH))]
     if interleaved:
         optimizer.close()
-    return [*results, *(param.grad for param in model.parameters()), *(param.detach() for param in model.parameters())]
+    return [
+        *results,
+        *(param.grad for param in model.parameters()),
+        *(param.detach() for param in model.parameters()),
+    ]
 
 
 @pytest.mark.parametrize("interleaved", [slow_case(False), True])
 @pytest.mark.parametrize("layers", [2.1, 1.1, slow_case(9)])
-def test_stream_weights__has_the_bits_of_the_plain_job_within_the_budget(layers: float, interleaved: bool) -> None:
+def test_stream_weights__has_the_bits_of_the_plain_job_within_the_budget(
+    layers: float, interleaved: bool
+) -> None:
     expected, model = trained(stack(), EmulatedDevice(), interleaved), stack()
     device = EmulatedDevice(h2d_bytes_per_s=2e7, d2h_bytes_per_s=2e7)
-    with stream_weights(model, memory_budget=layers * WEIGHT_BYTES, device=device) as streamed:
+    with stream_weights(
+        model, memory_budget=layers * WEIGHT_BYTES, device=device
+    ) as streamed:
         assert same(trained(model, device, interleaved), expected)
         assert not streamed.kept
         # One layer is copied while another one computes.
-        assert min(layers, 2) // 1 * WEIGHT_BYTES <= streamed.peak_bytes <= layers * WEIGHT_BYTES
+        assert (
+            min(layers, 2) // 1 * WEIGHT_BYTES
+            <= streamed.peak_bytes
+            <= layers * WEIGHT_BYTES
+        )
         assert streamed.used_bytes == 0
     other = stack()
     other.load_state_dict(model.state_dict())
@@ -81,13 +103,17 @@ def test_stream_weights__shared_weights_stay_and_are_named() -> None:
         assert same(trained(model), expected)
 
 
-def test_stream_weights__changed_weights_are_an_error_before_the_backward_uses_them() -> None:
+def test_stream_weights__changed_weights_are_an_error_before_the_backward_uses_them() -> (
+    None
+):
     model = stack()
     with stream_weights(model, device=EmulatedDevice()):
         loss = model(torch.randn(LENGTH, WIDTH)).sum()
         with torch.no_grad():
             model.layers[4].linear.weight.mul_(2)
-        with pytest.raises(EngineError, match=r"layer layers\.4: a saved tensor .* modified in place"):
+        with pytest.raises(
+            EngineError, match=r"layer layers\.4: a saved tensor .* modified in place"
+        ):
             loss.backward()
         assert all(param.grad is None for param in model.layers[3].parameters())
 
@@ -102,10 +128,13 @@ def test_stream_weights__budget_below_one_layer_is_an_error() -> None:
 def test_stream_weights__plan_keeps_as_many_layers_as_fit() -> None:
     expected, model = trained(stack(), steps=7), stack()
     device = EmulatedDevice(h2d_bytes_per_s=2e6, d2h_bytes_per_s=2e6)
-    with stream_weights(model, memory_budget=4.1 * WEIGHT_BYTES, device=device) as streamed:
+    with stream_weights(
+        model, memory_budget=4.1 * WEIGHT_BYTES, device=device
+    ) as streamed:
         assert same(trained(model, steps=7), expected)
         kinds = [*streamed.choices.values()]
-        # Three stay, and one at a time passes through the rest, or two stay and two pass through it.
+        # Three stay, and one at a time passes through the rest, or two stay and two
+        # pass through it.
         assert 2 <= kinds.count("resident") <= 3
         assert streamed.peak_bytes <= 4.1 * WEIGHT_BYTES
         assert streamed.used_bytes == 0
@@ -113,37 +142,63 @@ def test_stream_weights__plan_keeps_as_many_layers_as_fit() -> None:
         assert streamed.predicted is not None
 
 
-@pytest.mark.parametrize(("weights", "ups", "downs"), [("resident", 0, 0), ("auto", 5, 5), ("streamed", 8, 5)])
-def test_stream_weights__resident_layers_cross_the_link_once_at_most(weights: str, ups: int, downs: int) -> None:
+@pytest.mark.parametrize(
+    ("weights", "ups", "downs"),
+    [("resident", 0, 0), ("auto", 5, 5), ("streamed", 8, 5)],
+)
+def test_stream_weights__resident_layers_cross_the_link_once_at_most(
+    weights: str, ups: int, downs: int
+) -> None:
     model, copied = stack(), []
     device = EmulatedDevice()
     copy_pairs = device.copy
 
-    def recorded(direction: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def recorded(
+        direction: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
         copied.append((direction, sum(source.nbytes for source, _ in pairs)))
         copy_pairs(direction, pairs)
 
-    with stream_weights(model, memory_budget=9 * WEIGHT_BYTES, device=device, weights=weights) as streamed:
+    with stream_weights(
+        model, memory_budget=9 * WEIGHT_BYTES, device=device, weights=weights
+    ) as streamed:
         train(model, 4)
         device.copy = recorded  # type: ignore[method-assign]
         train(model)
-        assert set(streamed.choices.values()) == {"streamed" if weights == "streamed" else "resident"}
+        assert set(streamed.choices.values()) == {
+            "streamed" if weights == "streamed" else "resident"
+        }
         # Of streamed ones, the last two are there when the backward begins.
-        assert sum(size for direction, size in copied if direction == "h2d") == ups * WEIGHT_BYTES
-        assert sum(size for direction, size in copied if direction == "d2h") == downs * WEIGHT_BYTES
+        assert (
+            sum(size for direction, size in copied if direction == "h2d")
+            == ups * WEIGHT_BYTES
+        )
+        assert (
+            sum(size for direction, size in copied if direction == "d2h")
+            == downs * WEIGHT_BYTES
+        )
 
 
 def test_stream_weights__one_budget_and_one_plan_with_activations() -> None:
     expected, model = train(stack(), 6), stack()
     with (
-        stream_weights(model, memory_budget=3 * WEIGHT_BYTES, device=EmulatedDevice()) as streamed,
+        stream_weights(
+            model, memory_budget=3 * WEIGHT_BYTES, device=EmulatedDevice()
+        ) as streamed,
         offload_activations(model, memory_budget=3 * LAYER_BYTES) as activations,
     ):
         assert same(train(model, 6), expected)
         assert activations.plan is streamed.plan is not None
-        assert activations.peak_bytes == streamed.peak_bytes <= 3 * (WEIGHT_BYTES + LAYER_BYTES)
+        assert (
+            activations.peak_bytes
+            == streamed.peak_bytes
+            <= 3 * (WEIGHT_BYTES + LAYER_BYTES)
+        )
     model = stack()
-    with stream_weights(model, device=EmulatedDevice()), pytest.raises(EngineError, match="the same device"):
+    with (
+        stream_weights(model, device=EmulatedDevice()),
+        pytest.raises(EngineError, match="the same device"),
+    ):
         offload_activations(model, device=EmulatedDevice())
 
 
@@ -161,24 +216,35 @@ def test_stream_weights__gradients_of_gradients() -> None:
         assert same(second(model), expected)
 
 
-def test_stream_weights__copies_ahead_collect_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_weights__copies_ahead_collect_no_garbage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, collections = stack(), []
     monkeypatch.setattr(transfers.gc, "collect", lambda: collections.append(1))
     # There is room for one layer, and none for copies ahead.
-    with stream_weights(model, memory_budget=1.1 * WEIGHT_BYTES, device=EmulatedDevice()):
+    with stream_weights(
+        model, memory_budget=1.1 * WEIGHT_BYTES, device=EmulatedDevice()
+    ):
         train(model, 2)
     assert not collections
 
 
 def test_offload_activations__recomputes_no_layer_with_other_weights() -> None:
     model = stack()
-    with offload_activations(model, memory_budget=9 * LAYER_BYTES, device=EmulatedDevice(), activations="recompute"):
+    with offload_activations(
+        model,
+        memory_budget=9 * LAYER_BYTES,
+        device=EmulatedDevice(),
+        activations="recompute",
+    ):
         train(model, 3)
         loss = model(torch.randn(LENGTH, WIDTH)).sum()
         model.zero_grad()
         with torch.no_grad():
             model.layers[1].linear.bias.mul_(2)
-        with pytest.raises(EngineError, match=r"layer layers\.1: a parameter was modified"):
+        with pytest.raises(
+            EngineError, match=r"layer layers\.1: a parameter was modified"
+        ):
             loss.backward()
         assert all(param.grad is None for param in model.layers[0].parameters())
 
@@ -190,18 +256,28 @@ def test_stream_weights__leaks_nothing_over_steps_and_errors(steps: int) -> None
     gc.disable()
     try:
         with (
-            stream_weights(model, memory_budget=3.1 * WEIGHT_BYTES, device=EmulatedDevice()) as streamed,
+            stream_weights(
+                model, memory_budget=3.1 * WEIGHT_BYTES, device=EmulatedDevice()
+            ) as streamed,
             offload_activations(model, memory_budget=2.2 * LAYER_BYTES) as activations,
         ):
             train(model, 5)
-            host_bytes, objects, threads = activations.host_bytes, len(gc.get_objects()), threading.active_count()
+            host_bytes, objects, threads = (
+                activations.host_bytes,
+                len(gc.get_objects()),
+                threading.active_count(),
+            )
             for step in range(steps):
 
-                def fail(*_: Any, error: type[BaseException] = errors[step % 2]) -> None:
+                def fail(
+                    *_: Any, error: type[BaseException] = errors[step % 2]
+                ) -> None:
                     raise error("broken")
 
                 if step % 5 == 0:
-                    model.layers[2].after = fail if step % 2 else lambda value: value.register_hook(fail)
+                    model.layers[2].after = (
+                        fail if step % 2 else lambda value: value.register_hook(fail)
+                    )
                     with pytest.raises(errors, match="broken"):
                         train(model)
                     model.layers[2].after = torch.is_tensor
@@ -219,9 +295,13 @@ def test_stream_weights__leaks_nothing_over_steps_and_errors(steps: int) -> None
 @pytest.mark.parametrize("first", ["activations", "weights"])
 def test_close__of_one_leaves_the_budget_and_the_plans_of_the_other(first: str) -> None:
     expected, model = train(stack(), 6), stack()
-    weights = stream_weights(model, memory_budget=2.1 * WEIGHT_BYTES, device=EmulatedDevice())
+    weights = stream_weights(
+        model, memory_budget=2.1 * WEIGHT_BYTES, device=EmulatedDevice()
+    )
     activations = offload_activations(model, memory_budget=2.2 * LAYER_BYTES)
-    closed, other = (activations, weights) if first == "activations" else (weights, activations)
+    closed, other = (
+        (activations, weights) if first == "activations" else (weights, activations)
+    )
     memory = weights._mover.transfers.memory
     assert same(train(model, 6), expected)
     assert memory.peak_bytes > 2.3 * LAYER_BYTES
@@ -229,7 +309,11 @@ def test_close__of_one_leaves_the_budget_and_the_plans_of_the_other(first: str) 
     closed.close()
     memory.peak_bytes = 0
     assert same(train(model, 6), expected)
-    assert memory.limit_bytes == (2.1 * WEIGHT_BYTES if other is weights else 2.2 * LAYER_BYTES) >= memory.peak_bytes
+    assert (
+        memory.limit_bytes
+        == (2.1 * WEIGHT_BYTES if other is weights else 2.2 * LAYER_BYTES)
+        >= memory.peak_bytes
+    )
     assert other.plan not in (None, plan)
     other.close()
     assert not any("forward" in vars(layer) for layer in model.layers)
@@ -237,10 +321,14 @@ def test_close__of_one_leaves_the_budget_and_the_plans_of_the_other(first: str) 
         assert same(train(model, 1), train(stack(), 1))
 
 
-def test_close__between_forward_and_backward_is_an_error_for_weights_and_none_for_activations() -> None:
+def test_close__between_forward_and_backward_is_an_error_for_weights_and_none_for_activations() -> (
+    None
+):
     model = stack()
     for kind in ("weights", "activations"):
-        weights = stream_weights(model, memory_budget=2.1 * WEIGHT_BYTES, device=EmulatedDevice())
+        weights = stream_weights(
+            model, memory_budget=2.1 * WEIGHT_BYTES, device=EmulatedDevice()
+        )
         activations = offload_activations(model, memory_budget=2.2 * LAYER_BYTES)
         train(model, 4)
         torch.manual_seed(0)
@@ -249,19 +337,25 @@ def test_close__between_forward_and_backward_is_an_error_for_weights_and_none_fo
         if kind == "weights":
             activations.close()
             weights.close()
-            with pytest.raises(EngineError, match=r"layer layers\.4: its weights were closed or moved anew between"):
+            with pytest.raises(
+                EngineError,
+                match=r"layer layers\.4: its weights were closed or moved anew between",
+            ):
                 loss.backward()
             assert all(param.grad is None for param in model.layers.parameters())
         else:
             activations.close()
             loss.backward()
-            assert same([param.grad for param in model.parameters()], train(stack())[1:])
+            assert same(
+                [param.grad for param in model.parameters()], train(stack())[1:]
+            )
             weights.close()
 
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """Return a context in which this process cannot write to files, as if their file system were full."""
+    """Return a context in which this process cannot write to files, as if their file
+    system were full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
@@ -270,8 +364,11 @@ def full_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def stored(model: Any, device: EmulatedDevice, folder: Path, full_steps: range = range(0)) -> list[torch.Tensor]:
-    """Train with the optimizer's state in storage that is full in some steps. Return losses and parameters."""
+def stored(
+    model: Any, device: EmulatedDevice, folder: Path, full_steps: range = range(0)
+) -> list[torch.Tensor]:
+    """Train with the optimizer's state in storage that is full in some steps. Return
+    losses and parameters."""
     folder.mkdir()
     optimizer = InterleavedAdamW(
         model.parameters(),
@@ -291,7 +388,10 @@ def stored(model: Any, device: EmulatedDevice, folder: Path, full_steps: range =
         loss.backward()
         if step in full_steps:
             before = [param.detach().clone() for param in model.parameters()]
-            with full_disk(), pytest.raises(EngineError, match=r"needs .* more, and .* are free"):
+            with (
+                full_disk(),
+                pytest.raises(EngineError, match=r"needs .* more, and .* are free"),
+            ):
                 optimizer.step()
             assert same(before, [*model.parameters()])
         optimizer.step()

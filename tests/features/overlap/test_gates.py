@@ -17,7 +17,14 @@ class Group:
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_remove__leaves_other_gates_in_any_order(order: tuple[int, int]) -> None:
     group, calls = Group(), []
-    gates = [MethodGate(group, "gather", lambda values, name=name, **_: calls.append((name, *values))) for name in "ab"]
+    gates = [
+        MethodGate(
+            group,
+            "gather",
+            lambda values, name=name, **_: calls.append((name, *values)),
+        )
+        for name in "ab"
+    ]
     assert group.gather(["x"], times=2) == ["x", "x"]
     assert calls == [("b", "x"), ("a", "x")]
     gates[order[0]].remove()

@@ -1,4 +1,5 @@
-"""Calls of an optimizer from other threads, and the end of a process, while updates have not ended."""
+"""Calls of an optimizer from other threads, and the end of a process, while updates
+have not ended."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from tests.conftest import run_process
 from tests.features.overlap.test_late_updates import late_optimizer
-from tests.interleave.engine.training import MACHINE, Job, ReferenceOptimizer, throttle_cpu
+from tests.interleave.engine.training import (
+    MACHINE,
+    Job,
+    ReferenceOptimizer,
+    throttle_cpu,
+)
 from tests.interleave.engine.twins import no_thread_left
 
 _ROWS = ("master", "exp_avg", "exp_avg_sq")
@@ -34,25 +40,34 @@ class _Recorded:
             job.step(optimizer)
             entries = [optimizer.state.get(param) for param in job.net.parameters()]
             self.states.append(
-                {index: [row.clone() for row in entry["rows"]] for index, entry in enumerate(entries) if entry}
+                {
+                    index: [row.clone() for row in entry["rows"]]
+                    for index, entry in enumerate(entries)
+                    if entry
+                }
             )
             self.params.append(job.outcome().params)
 
     def step_of(self, state_dict: dict[str, Any]) -> int:
-        """Return the step after which a state dict is that of the reference; -1 if there is none."""
+        """Return the step after which a state dict is that of the reference; -1 if
+        there is none."""
         entries = state_dict["state"]
         step = int(max((entry["step"] for entry in entries.values()), default=0))
         expected = self.states[step]
         is_equal = entries.keys() == expected.keys() and all(
-            entries[index]["step"] == step and torch.equal(entries[index][name].reshape(-1), row)
+            entries[index]["step"] == step
+            and torch.equal(entries[index][name].reshape(-1), row)
             for index, rows in expected.items()
             for name, row in zip(_ROWS, rows, strict=True)
         )
         return step if is_equal else -1
 
 
-def _train_beside(steps: int, overlap: str, mode: str, read: Callable[[Job, Any], object]) -> list[Any]:
-    """Train, while another thread reads as often as there are steps, and return what it has read."""
+def _train_beside(
+    steps: int, overlap: str, mode: str, read: Callable[[Job, Any], object]
+) -> list[Any]:
+    """Train, while another thread reads as often as there are steps, and return what it
+    has read."""
     job, results, errors = Job(), [], []
     options: dict[str, Any] = {"overlap": overlap, "machine": MACHINE}
     with late_optimizer(job, "interleaved:2", mode, **options) as optimizer:
@@ -104,8 +119,12 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("overlap", "mode", "steps"), CASES)
-def test_state_dict__from_another_thread_is_that_of_one_step(overlap: str, mode: str, steps: int) -> None:
-    state_dicts = _train_beside(steps, overlap, mode, lambda job, optimizer: optimizer.state_dict())
+def test_state_dict__from_another_thread_is_that_of_one_step(
+    overlap: str, mode: str, steps: int
+) -> None:
+    state_dicts = _train_beside(
+        steps, overlap, mode, lambda job, optimizer: optimizer.state_dict()
+    )
     recorded = _Recorded(steps)
     steps_read = [recorded.step_of(state_dict) for state_dict in state_dicts]
     assert -1 not in steps_read
@@ -113,18 +132,28 @@ def test_state_dict__from_another_thread_is_that_of_one_step(overlap: str, mode:
     assert len(set(steps_read)) > steps / 4
 
 
-def test_hold_steps__gives_another_thread_parameters_and_state_of_the_same_step() -> None:
+def test_hold_steps__gives_another_thread_parameters_and_state_of_the_same_step() -> (
+    None
+):
     def read(job: Job, optimizer: Any) -> tuple[list[torch.Tensor], dict[str, Any]]:
         with optimizer.hold_steps():
-            return [value.clone() for value in job.net.state_dict(keep_vars=True).values()], optimizer.state_dict()
+            return [
+                value.clone() for value in job.net.state_dict(keep_vars=True).values()
+            ], optimizer.state_dict()
 
     steps = 20
     recorded = _Recorded(steps)
-    index = [list(Job().net.state_dict()).index(name) for name, _ in Job().net.named_parameters()]
+    index = [
+        list(Job().net.state_dict()).index(name)
+        for name, _ in Job().net.named_parameters()
+    ]
     for values, state_dict in _train_beside(steps, "forward", "kept", read):
         step = recorded.step_of(state_dict)
         assert step >= 0
-        assert all(torch.equal(values[at], param) for at, param in zip(index, recorded.params[step], strict=True))
+        assert all(
+            torch.equal(values[at], param)
+            for at, param in zip(index, recorded.params[step], strict=True)
+        )
 
 
 def test_step__lets_another_thread_call_in_its_closure() -> None:
@@ -145,7 +174,9 @@ def test_step__lets_another_thread_call_in_its_closure() -> None:
         optimizer.step(closure)
 
 
-def test_state_dict__leaves_streamed_gradients_alone_in_the_middle_of_a_backward() -> None:
+def test_state_dict__leaves_streamed_gradients_alone_in_the_middle_of_a_backward() -> (
+    None
+):
     job, same = Job(), Job()
     expected = ReferenceOptimizer(same.net.parameters())
     with late_optimizer(job, "pipelined", "streamed") as optimizer:
@@ -208,7 +239,11 @@ def test_del__finishes_updates_that_have_not_ended_and_ends_all_threads() -> Non
     expected = ReferenceOptimizer(same.net.parameters())
     with no_thread_left():
         optimizer = InterleavedAdamW(
-            job.net.parameters(), policy="pipelined", overlap="forward", model=job.net, subgroup_params=500
+            job.net.parameters(),
+            policy="pipelined",
+            overlap="forward",
+            model=job.net,
+            subgroup_params=500,
         )
         throttle_cpu(optimizer, lambda: 1e5)
         job.step(optimizer)
@@ -228,7 +263,11 @@ def test_del__finishes_updates_that_have_not_ended_and_ends_all_threads() -> Non
 @pytest.mark.slow
 def test_process__finishes_updates_at_its_end() -> None:
     result = run_process([sys.executable, "-c", EXIT], timeout_s=60)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "late True\nupdates True\n", "")
+    assert (result.returncode, result.stdout, result.stderr) == (
+        0,
+        "late True\nupdates True\n",
+        "",
+    )
 
 
 def test_fork__gives_the_child_the_updated_parameters_and_nothing_to_wait_for() -> None:
@@ -249,7 +288,11 @@ def test_fork__gives_the_child_the_updated_parameters_and_nothing_to_wait_for() 
     assert optimizer._calls.is_active
     fork = multiprocessing.get_context("fork")
     queue = fork.SimpleQueue()
-    child = fork.Process(target=lambda: queue.put([float(param.detach().sum()) for param in model.parameters()]))
+    child = fork.Process(
+        target=lambda: queue.put(
+            [float(param.detach().sum()) for param in model.parameters()]
+        )
+    )
     child.start()
     values = queue.get()
     child.join(30)

@@ -1,4 +1,5 @@
-"""Reads of late parameters that no gate sees, by what got them, or their memory, before the step."""
+"""Reads of late parameters that no gate sees, by what got them, or their memory, before
+the step."""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ def _other_mapping(net: _Net) -> Read:
 
 
 def _dlpack(net: _Net) -> Read:
-    return _copied(torch.from_dlpack(torch.utils.dlpack.to_dlpack(net.second.weight.detach())))
+    return _copied(
+        torch.from_dlpack(torch.utils.dlpack.to_dlpack(net.second.weight.detach()))
+    )
 
 
 def _state_dict(net: _Net) -> Read:
@@ -87,7 +90,9 @@ READERS: dict[str, Callable[[_Net], Read]] = {
     "child scripted": lambda net: _called(torch.jit.script(net.second)),
     "frozen": _frozen,
     "exported": lambda net: _called(torch.export.export(net, (INPUTS,)).module()),
-    "compiled": lambda net: _called(torch.compile(lambda inputs: net.second(inputs), backend="aot_eager")),
+    "compiled": lambda net: _called(
+        torch.compile(lambda inputs: net.second(inputs), backend="aot_eager")
+    ),
     "compiled function": lambda net: _called(
         torch.compile(lambda inputs: inputs @ net.second.weight, backend="aot_eager")
     ),
@@ -101,14 +106,27 @@ READERS: dict[str, Callable[[_Net], Read]] = {
     "dlpack": _dlpack,
     "state dict": _state_dict,
     "method": lambda net: net.second.weight.clone,
-    "out": lambda net: lambda: torch.mul(net.second.weight.detach(), 2, out=torch.empty(WIDTH, WIDTH)),
+    "out": lambda net: (
+        lambda: torch.mul(net.second.weight.detach(), 2, out=torch.empty(WIDTH, WIDTH))
+    ),
     "parameter": lambda net: _copied(net.second.weight),
 }
 # One of each way to the memory.
-QUICK_READERS = ("scripted", "frozen", "compiled function", "view", "numpy", "other mapping", "state dict", "out")
+QUICK_READERS = (
+    "scripted",
+    "frozen",
+    "compiled function",
+    "view",
+    "numpy",
+    "other mapping",
+    "state dict",
+    "out",
+)
 
 
-def _train(make_reader: Callable[[_Net], Read], reader_first: bool, **overlap: Any) -> list[torch.Tensor]:
+def _train(
+    make_reader: Callable[[_Net], Read], reader_first: bool, **overlap: Any
+) -> list[torch.Tensor]:
     """Return what a reader reads after each of some steps."""
     torch.manual_seed(0)
     net, values = _Net(), []
@@ -116,7 +134,13 @@ def _train(make_reader: Callable[[_Net], Read], reader_first: bool, **overlap: A
     device = EmulatedDevice(None, _SLOW, _SLOW, None)
     options = {**overlap, "model": net} if overlap else {}
     optimizer = InterleavedAdamW(
-        net.parameters(), lr=1e-2, subgroup_params=100, policy="pipelined", threads=1, device=device, **options
+        net.parameters(),
+        lr=1e-2,
+        subgroup_params=100,
+        policy="pipelined",
+        threads=1,
+        device=device,
+        **options,
     )
     try:
         read = read or make_reader(net)
@@ -133,7 +157,10 @@ def _train(make_reader: Callable[[_Net], Read], reader_first: bool, **overlap: A
 
 
 def _check(make_reader: Callable[[_Net], Read], reader_first: bool) -> None:
-    plain, late = _train(make_reader, reader_first), _train(make_reader, reader_first, overlap="forward")
+    plain, late = (
+        _train(make_reader, reader_first),
+        _train(make_reader, reader_first, overlap="forward"),
+    )
     assert len(plain) == len(late)
     assert all(map(torch.equal, plain, late))
 
@@ -145,9 +172,13 @@ def _quiet() -> Any:
         yield
 
 
-@pytest.mark.parametrize("reader_first", [True, slow_case(False)], ids=["before the optimizer", "after it"])
+@pytest.mark.parametrize(
+    "reader_first", [True, slow_case(False)], ids=["before the optimizer", "after it"]
+)
 @pytest.mark.parametrize("reader", slow(READERS, but=QUICK_READERS))
-def test_step__has_written_what_others_read_without_a_gate(reader: str, reader_first: bool) -> None:
+def test_step__has_written_what_others_read_without_a_gate(
+    reader: str, reader_first: bool
+) -> None:
     _check(READERS[reader], reader_first)
 
 
@@ -156,7 +187,8 @@ def _scripted_late(net: _Net) -> Read:
 
 
 def _in_thread(net: _Net) -> Read:
-    """A thread that has had the parameter for long, and reads it when the step has returned."""
+    """A thread that has had the parameter for long, and reads it when the step has
+    returned."""
     begin, end, values = threading.Semaphore(0), threading.Semaphore(0), []
 
     def run(weight: torch.Tensor) -> None:
@@ -175,17 +207,27 @@ def _in_thread(net: _Net) -> Read:
 
 
 @pytest.mark.parametrize("make_reader", [_scripted_late, _in_thread])
-def test_late_params__wait_in_readers_that_are_made_after_the_step(make_reader: Callable[[_Net], Read]) -> None:
+def test_late_params__wait_in_readers_that_are_made_after_the_step(
+    make_reader: Callable[[_Net], Read],
+) -> None:
     _check(make_reader, False)
 
 
-def test_step__holds_back_a_view_that_another_thread_takes_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Views that are taken while a step runs wait until it has returned, and then for the update."""
+def test_step__holds_back_a_view_that_another_thread_takes_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Views that are taken while a step runs wait until it has returned, and then for
+    the update."""
     torch.manual_seed(0)
     net, views = _Net(), []
     device = EmulatedDevice(None, _SLOW, _SLOW, None)
     optimizer = InterleavedAdamW(
-        net.parameters(), subgroup_params=100, policy="pipelined", device=device, overlap="forward", model=net
+        net.parameters(),
+        subgroup_params=100,
+        policy="pipelined",
+        device=device,
+        overlap="forward",
+        model=net,
     )
     thread = threading.Thread(target=lambda: views.append(net.second.weight.view(-1)))
     step = optimizer._runner.step
@@ -209,7 +251,10 @@ def test_step__holds_back_a_view_that_another_thread_takes_in_it(monkeypatch: py
 
 
 def test_find_held__does_not_count_the_graph_of_the_gradient_nor_own_views() -> None:
-    params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)]
+    params = [
+        nn.Parameter(torch.ones(2)),
+        nn.Parameter(torch.ones(2), requires_grad=False),
+    ]
     holders, views = ReferenceCounts(), [param.data for param in params]
     loss = sum(param.sum() for param in params)
     loss.backward()
@@ -231,7 +276,10 @@ class _Heads(nn.Module):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.heads = nn.Linear(WIDTH, WIDTH), nn.ModuleList(nn.Linear(WIDTH, 4) for _ in range(2))
+        self.body, self.heads = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.ModuleList(nn.Linear(WIDTH, 4) for _ in range(2)),
+        )
 
     def forward(self, head: int) -> torch.Tensor:
         return self.heads[head](torch.tanh(self.body(INPUTS)))
@@ -257,7 +305,9 @@ EDITS = [_scale_part, _scale_array, _step_by_torch]
 
 @pytest.mark.parametrize("edited", [0, slow_case(1)], ids=["not updated", "updated"])
 @pytest.mark.parametrize("edit", EDITS)
-def test_step__keeps_edits_that_are_made_beside_late_updates(edit: Callable[[nn.Parameter], None], edited: int) -> None:
+def test_step__keeps_edits_that_are_made_beside_late_updates(
+    edit: Callable[[nn.Parameter], None], edited: int
+) -> None:
     """Edit a parameter that the step before has not updated, or one that it has."""
 
     def train(**overlap: Any) -> list[torch.Tensor]:
@@ -266,7 +316,13 @@ def test_step__keeps_edits_that_are_made_beside_late_updates(edit: Callable[[nn.
         device = EmulatedDevice(None, _SLOW, _SLOW, None)
         options = {**overlap, "model": net} if overlap else {}
         optimizer = InterleavedAdamW(
-            net.parameters(), lr=1e-2, subgroup_params=100, policy="pipelined", threads=1, device=device, **options
+            net.parameters(),
+            lr=1e-2,
+            subgroup_params=100,
+            policy="pipelined",
+            threads=1,
+            device=device,
+            **options,
         )
         try:
             for number, head in enumerate((0, 1, 0, 1, 0, 1)):

@@ -1,4 +1,5 @@
-"""Everything that uses a parameter before its late update is there waits for it, or raises."""
+"""Everything that uses a parameter before its late update is there waits for it, or
+raises."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ class _Net(nn.Module):  # type: ignore[misc]
 
 
 def _optimizer(net: nn.Module, **options: Any) -> InterleavedAdamW:
-    arguments: dict[str, Any] = {"lr": 1e-2, "subgroup_params": 100, "threads": 1, "overlap": "forward", "model": net}
+    arguments: dict[str, Any] = {
+        "lr": 1e-2,
+        "subgroup_params": 100,
+        "threads": 1,
+        "overlap": "forward",
+        "model": net,
+    }
     arguments["device"] = EmulatedDevice(None, _SLOW, _SLOW, None)
     return InterleavedAdamW(net.parameters(), policy="pipelined", **arguments | options)
 
@@ -48,7 +55,9 @@ USES: dict[str, Callable[[nn.Parameter], Any]] = {
     "list": lambda weight: torch._foreach_mul([weight], 2.0)[0],
     "keyword": lambda weight: F.linear(torch.ones(1, WIDTH), weight=weight),
     "numpy": lambda weight: torch.from_numpy(weight.detach().numpy()),
-    "memory": lambda weight: torch.tensor([], dtype=torch.float32).set_(weight.untyped_storage()),
+    "memory": lambda weight: torch.tensor([], dtype=torch.float32).set_(
+        weight.untyped_storage()
+    ),
     "dlpack": lambda weight: torch.from_dlpack(weight.detach()),
     "operator of torch.ops": lambda weight: torch.ops.aten.mul(weight, 2),
     "vmap": lambda weight: torch.vmap(lambda row: row.sum())(weight),
@@ -118,8 +127,11 @@ def test_late_params__have_metadata_and_gradients_without_waiting() -> None:
         optimizer.close()
 
 
-def test_late_params__raise_for_gradients_of_values_that_nothing_has_waited_for() -> None:
-    """A forward that shows none of its reads, as kernels at fixed addresses: its gradients are an error at once."""
+def test_late_params__raise_for_gradients_of_values_that_nothing_has_waited_for() -> (
+    None
+):
+    """A forward that shows none of its reads, as kernels at fixed addresses: its
+    gradients are an error at once."""
     torch.manual_seed(0)
     net = _Net()
     optimizer = _optimizer(net)
@@ -127,11 +139,18 @@ def test_late_params__raise_for_gradients_of_values_that_nothing_has_waited_for(
         _step(net, optimizer)
         with torch._C.DisableTorchFunctionSubclass():
             loss = F.linear(torch.ones(1, WIDTH), net.first.weight).sum()
-        with pytest.raises(EngineError, match=r"parameter first.weight has a gradient, but its forward has not waited"):
+        with pytest.raises(
+            EngineError,
+            match=(
+                r"parameter first.weight has a gradient, but its forward has not "
+                r"waited"
+            ),
+        ):
             loss.backward()
         before = copy.deepcopy(list(net.parameters()))
         net.first.weight.grad = torch.ones(WIDTH, WIDTH)
-        # No forward was seen, as when a graph that computes gradients is replayed; deepcopy was a use of all.
+        # No forward was seen, as when a graph that computes gradients is replayed;
+        # deepcopy was a use of all.
         optimizer.step()
         assert not torch.equal(net.first.weight, before[0])
     finally:
@@ -149,21 +168,32 @@ def test_step__raises_for_gradients_that_no_backward_has_shown() -> None:
             net.second.bias.grad = torch.ones(WIDTH)
         for _ in range(2):
             with pytest.raises(
-                EngineError, match=r"parameter second.bias has a gradient, but its forward has not waited"
+                EngineError,
+                match=(
+                    r"parameter second.bias has a gradient, but its forward has not "
+                    r"waited"
+                ),
             ):
                 optimizer.step()
         optimizer.zero_grad()
-        # Gradients of zero depend on no value: those that are left of parameters that an iteration has not used.
+        # Gradients of zero depend on no value: those that are left of parameters that
+        # an iteration has not used.
         net.second.bias.grad = torch.zeros(WIDTH)
         optimizer.step()
     finally:
         optimizer.close()
 
 
-def test_replay__of_a_graph_waits_for_all_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay__of_a_graph_waits_for_all_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     net, replays = _Net(), []
     weights = [param.detach() for param in net.parameters()]
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(type(net.second.weight)))
+    monkeypatch.setattr(
+        torch.cuda.CUDAGraph,
+        "replay",
+        lambda graph: replays.append(type(net.second.weight)),
+    )
     optimizer = _optimizer(net)
     try:
         del weights

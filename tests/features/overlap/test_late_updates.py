@@ -1,4 +1,5 @@
-"""InterleavedAdamW with updates under the next forward: the bits of the reference, whatever the job reads when."""
+"""InterleavedAdamW with updates under the next forward: the bits of the reference,
+whatever the job reads when."""
 
 from __future__ import annotations
 
@@ -14,12 +15,22 @@ from ebbtide.errors import PolicyError
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.optimizer import InterleavedOptimizer
-from tests.interleave.engine.training import MACHINE, MODES, Job, ReferenceOptimizer, run, throttle_cpu
+from tests.interleave.engine.training import (
+    MACHINE,
+    MODES,
+    Job,
+    ReferenceOptimizer,
+    run,
+    throttle_cpu,
+)
 
 
 @contextmanager
-def late_optimizer(job: Job, policy: str, mode: str, **options: Any) -> Iterator[InterleavedOptimizer]:
-    """Return an optimizer whose updates on the CPU are slow, so that steps return long before they have ended."""
+def late_optimizer(
+    job: Job, policy: str, mode: str, **options: Any
+) -> Iterator[InterleavedOptimizer]:
+    """Return an optimizer whose updates on the CPU are slow, so that steps return long
+    before they have ended."""
     arguments: dict[str, Any] = {
         "subgroup_params": 500,
         "threads": 1,
@@ -29,7 +40,9 @@ def late_optimizer(job: Job, policy: str, mode: str, **options: Any) -> Iterator
     }
     if policy == "adaptive":
         arguments |= {"machine": MACHINE, "memory_budget": 20e3}
-    optimizer = InterleavedOptimizer(job.net.parameters(), policy=policy, gradients=mode, **arguments)
+    optimizer = InterleavedOptimizer(
+        job.net.parameters(), policy=policy, gradients=mode, **arguments
+    )
     throttle_cpu(optimizer, lambda: 2e6)
     try:
         yield optimizer
@@ -38,13 +51,18 @@ def late_optimizer(job: Job, policy: str, mode: str, **options: Any) -> Iterator
 
 
 @contextmanager
-def remainder_optimizer(job: Job, policy: str, mode: str, **options: Any) -> Iterator[InterleavedOptimizer]:
-    with late_optimizer(job, policy, mode, rule="adamw-remainder", **options) as optimizer:
+def remainder_optimizer(
+    job: Job, policy: str, mode: str, **options: Any
+) -> Iterator[InterleavedOptimizer]:
+    with late_optimizer(
+        job, policy, mode, rule="adamw-remainder", **options
+    ) as optimizer:
         yield optimizer
 
 
 def test_state_dict__has_no_remainders_of_what_the_forward_has_written() -> None:
-    """A module writes to its parameter as it runs, as an embedding with a maximum norm, while other updates run."""
+    """A module writes to its parameter as it runs, as an embedding with a maximum norm,
+    while other updates run."""
     job = Job(torch.bfloat16)
     with remainder_optimizer(job, "pipelined", "kept") as optimizer:
         for _ in range(3):
@@ -87,7 +105,9 @@ def test_step__returns_before_the_updates_have_ended_and_the_forward_waits() -> 
         assert not torch.equal(before, job.net.last.bias)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)]
+)
 def test_step__gives_the_same_bits_in_a_model_compiled_before(backend: str) -> None:
     """Code compiled before the hooks existed would not wait."""
 
@@ -108,7 +128,9 @@ def test_step__gives_the_same_bits_in_a_model_compiled_before(backend: str) -> N
     assert losses(late=True) == losses(late=False)
 
 
-def test_last_schedule__has_ends_beyond_the_iteration_and_no_waiting_in_the_update() -> None:
+def test_last_schedule__has_ends_beyond_the_iteration_and_no_waiting_in_the_update() -> (
+    None
+):
     job = Job()
     with late_optimizer(job, "pipelined", "streamed") as optimizer:
         for step in range(4):
@@ -130,7 +152,11 @@ def test_last_schedule__has_ends_beyond_the_iteration_and_no_waiting_in_the_upda
         late = [end for op, _, end in schedule.items() if op.is_late]
         assert late
         assert max(late) > schedule.iteration_s
-        assert all(end <= schedule.iteration_s + 1e-6 for op, _, end in schedule.items() if not op.is_late)
+        assert all(
+            end <= schedule.iteration_s + 1e-6
+            for op, _, end in schedule.items()
+            if not op.is_late
+        )
 
 
 def test_step__goes_on_after_an_operation_failed_under_the_forward() -> None:
@@ -156,8 +182,11 @@ def test_step__goes_on_after_an_operation_failed_under_the_forward() -> None:
             optimizer.synchronize()
 
         same.step(expected, 2)
-        # It is raised where something waits, or by the step itself; the update is complete then.
-        with pytest.raises(EngineError, match="the copy failed; the step was completed on the CPU"):
+        # It is raised where something waits, or by the step itself; the update is
+        # complete then.
+        with pytest.raises(
+            EngineError, match="the copy failed; the step was completed on the CPU"
+        ):
             step_to_its_end()
         job.step(optimizer, 3)
         same.step(expected, 3)
@@ -169,18 +198,35 @@ def test_step__goes_on_after_an_operation_failed_under_the_forward() -> None:
     ("options", "error", "message"),
     [
         ({"model": None}, EngineError, "need the module whose forward waits"),
-        ({"overlap": "late"}, EngineError, "overlap is 'late': it must be one of none, forward, backward, both, auto"),
-        ({"overlap": "both"}, EngineError, "updates inside the backward need gradients='streamed'"),
+        (
+            {"overlap": "late"},
+            EngineError,
+            "overlap is 'late': it must be one of none, forward, backward, both, auto",
+        ),
+        (
+            {"overlap": "both"},
+            EngineError,
+            "updates inside the backward need gradients='streamed'",
+        ),
         ({"policy": "gpu-only"}, PolicyError, "no option 'overlap=forward'"),
         ({"model": 3}, EngineError, "model is 3: it must be the torch.nn.Module"),
-        ({"policy": "pipelined,overlap=none"}, EngineError, "must not contradict each other"),
+        (
+            {"policy": "pipelined,overlap=none"},
+            EngineError,
+            "must not contradict each other",
+        ),
     ],
 )
 def test_optimizer__refuses_what_late_updates_do_not_support(
     options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     job = Job()
-    arguments = {"policy": "pipelined", "overlap": "forward", "model": job.net, **options}
+    arguments = {
+        "policy": "pipelined",
+        "overlap": "forward",
+        "model": job.net,
+        **options,
+    }
     with pytest.raises(error, match=message):
         InterleavedOptimizer(job.net.parameters(), subgroup_params=500, **arguments)
 

@@ -1,4 +1,5 @@
-"""Parameters whose updates have not ended: writes of the job are kept or raise an error, and guarded readers wait."""
+"""Parameters whose updates have not ended: writes of the job are kept or raise an
+error, and guarded readers wait."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 
 from ebbtide.interleave.engine.devices.device import Direction
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
@@ -22,7 +26,9 @@ from tests.interleave.engine.training import Job, ReferenceOptimizer, throttle_c
 
 
 @contextmanager
-def _optimizer(job: Job, late: bool = True, **options: Any) -> Iterator[InterleavedAdamW]:
+def _optimizer(
+    job: Job, late: bool = True, **options: Any
+) -> Iterator[InterleavedAdamW]:
     options |= {} if late else {"overlap": "none", "model": None}
     with late_optimizer(job, "pipelined", "kept", **options) as optimizer:
         yield optimizer
@@ -47,15 +53,21 @@ def _no_parameters(job: Job, optimizer: InterleavedAdamW) -> list[torch.Tensor]:
 READERS: dict[str, Callable[[Job, InterleavedAdamW], Any]] = {
     "checkpoint": lambda job, optimizer: get_model_state_dict(job.net),
     "checkpoint of the optimizer": lambda job, optimizer: [
-        entry["exp_avg"] for entry in get_optimizer_state_dict(job.net, optimizer)["state"].values()
+        entry["exp_avg"]
+        for entry in get_optimizer_state_dict(job.net, optimizer)["state"].values()
     ],
     "save": lambda job, optimizer: _saved(job.net).state_dict(),
-    "synchronize": lambda job, optimizer: (optimizer.synchronize(), list(job.net.parameters()))[1],
+    "synchronize": lambda job, optimizer: (
+        optimizer.synchronize(),
+        list(job.net.parameters()),
+    )[1],
     "nothing": _no_parameters,
 }
 
 
-def _values_read(late: bool, read: Callable[[Job, InterleavedAdamW], Any]) -> list[torch.Tensor]:
+def _values_read(
+    late: bool, read: Callable[[Job, InterleavedAdamW], Any]
+) -> list[torch.Tensor]:
     job = Job()
     with _optimizer(job, late) as optimizer:
         job.step(optimizer)
@@ -73,14 +85,21 @@ def _values_read(late: bool, read: Callable[[Job, InterleavedAdamW], Any]) -> li
 
 @pytest.mark.parametrize("name", READERS)
 def test_readers__wait_for_the_updates_of_the_last_step(name: str) -> None:
-    got, expected = _values_read(True, READERS[name]), _values_read(False, READERS[name])
+    got, expected = (
+        _values_read(True, READERS[name]),
+        _values_read(False, READERS[name]),
+    )
     assert len(got) == len(expected)
     assert all(map(torch.equal, got, expected))
 
 
 def test_copies__have_no_hooks_and_their_own_parameters() -> None:
     job = Job()
-    plain = {name: len(getattr(job.net.late, name)) for name in vars(job.net.late) if name.endswith("hooks")}
+    plain = {
+        name: len(getattr(job.net.late, name))
+        for name in vars(job.net.late)
+        if name.endswith("hooks")
+    }
     with _optimizer(job) as optimizer:
         job.step(optimizer)
         for other in (copy.deepcopy(job.net), _saved(job.net)):
@@ -108,8 +127,16 @@ def test_optimizer__leaves_no_hooks_on_the_model_of_an_invalid_call() -> None:
 def test_copies__wait_for_each_of_two_optimizers() -> None:
     job = Job()
     params = list(job.net.parameters())
-    options: dict[str, Any] = {"policy": "pipelined", "overlap": "forward", "model": job.net, "subgroup_params": 500}
-    first, second = InterleavedAdamW(params[:4], **options), InterleavedAdamW(params[4:], **options)
+    options: dict[str, Any] = {
+        "policy": "pipelined",
+        "overlap": "forward",
+        "model": job.net,
+        "subgroup_params": 500,
+    }
+    first, second = (
+        InterleavedAdamW(params[:4], **options),
+        InterleavedAdamW(params[4:], **options),
+    )
     try:
         for _ in range(2):
             job.net.zero_grad()
@@ -133,7 +160,11 @@ def test_forward__raises_the_error_of_a_late_operation_once() -> None:
         job.step(optimizer)
         same.step(expected)
         optimizer.synchronize()
-        copy_pairs, returned, failing = optimizer._runner.device.copy, threading.Event(), iter([True])
+        copy_pairs, returned, failing = (
+            optimizer._runner.device.copy,
+            threading.Event(),
+            iter([True]),
+        )
 
         def fail_once(direction: Direction, pairs: Any) -> None:
             if direction == "h2d" and next(failing, False):
@@ -147,7 +178,10 @@ def test_forward__raises_the_error_of_a_late_operation_once() -> None:
         returned.set()
         with pytest.raises(EngineError) as error:
             job.net(torch.ones(1, 24, dtype=torch.bfloat16), 0)
-        message = "an operation of the plan failed: the link is down; the step was completed on the CPU"
+        message = (
+            "an operation of the plan failed: the link is down; the step was completed "
+            "on the CPU"
+        )
         assert str(error.value) == message
         for _ in range(2):
             job.step(optimizer)

@@ -1,4 +1,5 @@
-"""InterleavedAdamW with updates inside the backward: the bits of the reference, however often they are in vain."""
+"""InterleavedAdamW with updates inside the backward: the bits of the reference, however
+often they are in vain."""
 
 from __future__ import annotations
 
@@ -19,9 +20,14 @@ pytestmark = pytest.mark.usefixtures("speculating_policy")
 
 
 @contextmanager
-def speculating_optimizer(job: Job, text: str = "speculating", **options: Any) -> Iterator[InterleavedAdamW]:
+def speculating_optimizer(
+    job: Job, text: str = "speculating", **options: Any
+) -> Iterator[InterleavedAdamW]:
     with late_optimizer(
-        job, text, "streamed", **{"overlap": "backward", "machine": MACHINE, "model": job.net, **options}
+        job,
+        text,
+        "streamed",
+        **{"overlap": "backward", "machine": MACHINE, "model": job.net, **options},
     ) as optimizer:
         yield optimizer
 
@@ -58,7 +64,10 @@ def test_step__goes_on_after_a_speculative_update_failed() -> None:
                 job.net.zero_grad()
                 optimizer.scale(job.loss(step)).backward()
                 assert failed.wait(30)  # a step that comes first takes the update back
-                with pytest.raises(EngineError, match="the update failed; the step was completed on the CPU"):
+                with pytest.raises(
+                    EngineError,
+                    match="the update failed; the step was completed on the CPU",
+                ):
                     optimizer.step()
                 optimizer._runner.kernel.update_beside = update  # type: ignore[method-assign]
             else:
@@ -67,7 +76,9 @@ def test_step__goes_on_after_a_speculative_update_failed() -> None:
         assert job.outcome() == same.outcome()
 
 
-def test_last_schedule__has_updates_inside_the_backward_as_speculative_and_others_not() -> None:
+def test_last_schedule__has_updates_inside_the_backward_as_speculative_and_others_not() -> (
+    None
+):
     job = Job()
     with speculating_optimizer(job, max_grad_norm=1e6) as optimizer:
         speculated = _end_of_updates_beside(optimizer)
@@ -80,23 +91,40 @@ def test_last_schedule__has_updates_inside_the_backward_as_speculative_and_other
         schedule = optimizer.last_schedule
         assert schedule is not None
         backward_end = schedule.iteration_s - schedule.update_s
-        updates = [(op.is_speculative, start) for op, start, _ in schedule.items() if op.kind == "update"]
-        assert min(start for speculative, start in updates if speculative) < backward_end
-        assert all(start > backward_end for speculative, start in updates if not speculative)
+        updates = [
+            (op.is_speculative, start)
+            for op, start, _ in schedule.items()
+            if op.kind == "update"
+        ]
+        assert (
+            min(start for speculative, start in updates if speculative) < backward_end
+        )
+        assert all(
+            start > backward_end for speculative, start in updates if not speculative
+        )
 
 
 def test_host_bytes__count_the_spares_of_speculated_subgroups() -> None:
     job = Job()
-    with speculating_optimizer(job, "speculating:3") as few, speculating_optimizer(job, "speculating:0") as none:
+    with (
+        speculating_optimizer(job, "speculating:3") as few,
+        speculating_optimizer(job, "speculating:0") as none,
+    ):
         for optimizer in (few, none):
             job.step(optimizer)
         subgroups = few._runner.engine.store.subgroups
         spares = sum(12 * subgroups[number].params for number in few.plan.speculated)
         assert len(few.plan.speculated) == 3
-        assert few._runner.engine.store.host_bytes - none._runner.engine.store.host_bytes == spares
+        assert (
+            few._runner.engine.store.host_bytes - none._runner.engine.store.host_bytes
+            == spares
+        )
 
 
-@pytest.mark.parametrize("asked", [{"policy": "pipelined", "overlap": "auto"}, {"policy": "pipelined,overlap=auto"}])
+@pytest.mark.parametrize(
+    "asked",
+    [{"policy": "pipelined", "overlap": "auto"}, {"policy": "pipelined,overlap=auto"}],
+)
 @pytest.mark.parametrize(
     ("gradients", "has_model", "policy"),
     [

@@ -1,4 +1,5 @@
-"""The rule adamw-remainder: the bits of its reference, checkpoints, edits and what is refused."""
+"""The rule adamw-remainder: the bits of its reference, checkpoints, edits and what is
+refused."""
 
 from __future__ import annotations
 
@@ -26,46 +27,84 @@ class ReferenceJob:
     def __init__(self, lengths: list[int], seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.generator = torch.Generator().manual_seed(seed + 1)
-        self.params = [torch.randn(length, generator=generator).bfloat16() for length in lengths]
+        self.params = [
+            torch.randn(length, generator=generator).bfloat16() for length in lengths
+        ]
         self.rows = [
-            [torch.zeros(length, dtype=torch.int16), torch.zeros(length), torch.zeros(length)] for length in lengths
+            [
+                torch.zeros(length, dtype=torch.int16),
+                torch.zeros(length),
+                torch.zeros(length),
+            ]
+            for length in lengths
         ]
         self.steps = [0] * len(lengths)
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """Return the gradients of the next step; now and then there is none for a parameter."""
-        gradients = [torch.randn(len(param), generator=self.generator).bfloat16() for param in self.params]
+        """Return the gradients of the next step; now and then there is none for a
+        parameter."""
+        gradients = [
+            torch.randn(len(param), generator=self.generator).bfloat16()
+            for param in self.params
+        ]
         missing = torch.rand(len(gradients), generator=self.generator) < 0.1
         missing[0] = False
-        return [None if is_missing else grad for grad, is_missing in zip(gradients, missing, strict=True)]
+        return [
+            None if is_missing else grad
+            for grad, is_missing in zip(gradients, missing, strict=True)
+        ]
 
-    def step(self, gradients: list[torch.Tensor | None], max_norm: float | None) -> None:
-        norm = math.sqrt(total(sum_of_squares(grad) for grad in gradients if grad is not None))
+    def step(
+        self, gradients: list[torch.Tensor | None], max_norm: float | None
+    ) -> None:
+        norm = math.sqrt(
+            total(sum_of_squares(grad) for grad in gradients if grad is not None)
+        )
         scale = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 self.steps[index] += 1
                 scalars = Hyper().scalars(self.steps[index], scale)
-                reference.update(gradient, self.rows[index], self.params[index], scalars, ADAMW_REMAINDER)
+                reference.update(
+                    gradient,
+                    self.rows[index],
+                    self.params[index],
+                    scalars,
+                    ADAMW_REMAINDER,
+                )
 
 
 def optimizer_of(
-    params: list[torch.Tensor], policy: str, rule: str = "adamw-remainder", **options: Any
+    params: list[torch.Tensor],
+    policy: str,
+    rule: str = "adamw-remainder",
+    **options: Any,
 ) -> InterleavedOptimizer:
     arguments = {"subgroup_params": 70, "threads": 1, "machine": MACHINE, **options}
     return InterleavedOptimizer(params, rule, policy=policy, **arguments)
 
 
 def run_steps(
-    job: ReferenceJob, params: list[torch.Tensor], optimizer: InterleavedOptimizer, count: int, max_norm: float | None
+    job: ReferenceJob,
+    params: list[torch.Tensor],
+    optimizer: InterleavedOptimizer,
+    count: int,
+    max_norm: float | None,
 ) -> None:
-    """Run steps of both with the same gradients, by a backward, and compare the parameters."""
+    """Run steps of both with the same gradients, by a backward, and compare the
+    parameters."""
     for _ in range(count):
         gradients = job.gradients()
         for param in params:
             param.grad = None
-        pairs = [(param, grad) for param, grad in zip(params, gradients, strict=True) if grad is not None]
-        torch.autograd.backward([param for param, _ in pairs], [grad for _, grad in pairs])
+        pairs = [
+            (param, grad)
+            for param, grad in zip(params, gradients, strict=True)
+            if grad is not None
+        ]
+        torch.autograd.backward(
+            [param for param, _ in pairs], [grad for _, grad in pairs]
+        )
         job.step(gradients, max_norm)
         optimizer.step()
         for param, expected in zip(params, job.params, strict=True):
@@ -77,7 +116,10 @@ def leaves(job: ReferenceJob) -> list[torch.Tensor]:
 
 
 def masters(job: ReferenceJob) -> list[torch.Tensor]:
-    return [remainder.join_tensors(param, rows[0]) for param, rows in zip(job.params, job.rows, strict=True)]
+    return [
+        remainder.join_tensors(param, rows[0])
+        for param, rows in zip(job.params, job.rows, strict=True)
+    ]
 
 
 def assert_states(optimizer: InterleavedOptimizer, job: ReferenceJob) -> None:
@@ -86,7 +128,9 @@ def assert_states(optimizer: InterleavedOptimizer, job: ReferenceJob) -> None:
         if job.steps[index]:
             assert torch.equal(bits(saved[index]["master"]), bits(master))
             assert torch.equal(bits(saved[index]["exp_avg"]), bits(job.rows[index][1]))
-            assert torch.equal(bits(saved[index]["exp_avg_sq"]), bits(job.rows[index][2]))
+            assert torch.equal(
+                bits(saved[index]["exp_avg_sq"]), bits(job.rows[index][2])
+            )
 
 
 def test_engine__holds_10_bytes_of_state_and_fetches_as_many() -> None:
@@ -101,7 +145,8 @@ def test_engine__holds_10_bytes_of_state_and_fetches_as_many() -> None:
 
 
 def test_step__does_not_write_returned_gradients_to_parameters() -> None:
-    """Memory for two states and little more: gradients of updates on the GPU go to the host and back."""
+    """Memory for two states and little more: gradients of updates on the GPU go to the
+    host and back."""
     job = ReferenceJob([700], 1)
     params = leaves(job)
     options = {"gradients": "streamed", "max_grad_norm": 3.0, "memory_budget": 2200}
@@ -128,7 +173,9 @@ def test_load_state_dict__takes_fp32_masters_and_gives_them() -> None:
     # The state dict of torch has no masters: they start from the parameters.
     del saved["state"][0]["master"], saved["ebbtide"]
     own.load_state_dict(saved)
-    assert torch.equal(own.state_dict()["state"][0]["master"], params[0].detach().float())
+    assert torch.equal(
+        own.state_dict()["state"][0]["master"], params[0].detach().float()
+    )
     own.close()
 
 
@@ -136,7 +183,9 @@ def test_step__is_completed_on_the_cpu_if_the_device_refuses_an_update() -> None
     device = EmulatedDevice(capacity_bytes=1e6)
     job = ReferenceJob([500, 200], 6)
     params = leaves(job)
-    optimizer = optimizer_of(params, "adaptive", device=device, gradients="streamed", max_grad_norm=3.0)
+    optimizer = optimizer_of(
+        params, "adaptive", device=device, gradients="streamed", max_grad_norm=3.0
+    )
     run_steps(job, params, optimizer, 3, 3.0)
     assert any(op.resource == "gpu" for op in optimizer.plan.ops)
     device.update = lambda updates: _refuse()  # type: ignore[method-assign]
@@ -158,13 +207,28 @@ def _refuse() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"master": "remainder"}, "there is no option master: .* use the rule adamw-remainder"),
-        ({"params": [torch.zeros(3, dtype=torch.float16)]}, "a parameter is torch.float16: adamw-remainder is for"),
-        ({"params": [torch.zeros(3)]}, "a parameter is torch.float32: adamw-remainder is for"),
+        (
+            {"master": "remainder"},
+            "there is no option master: .* use the rule adamw-remainder",
+        ),
+        (
+            {"params": [torch.zeros(3, dtype=torch.float16)]},
+            "a parameter is torch.float16: adamw-remainder is for",
+        ),
+        (
+            {"params": [torch.zeros(3)]},
+            "a parameter is torch.float32: adamw-remainder is for",
+        ),
     ],
 )
-def test_constructor__refuses_what_remainders_do_not_support(options: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {"params": [torch.zeros(3, dtype=torch.bfloat16)], "policy": "pipelined", **options}
+def test_constructor__refuses_what_remainders_do_not_support(
+    options: dict[str, Any], message: str
+) -> None:
+    arguments: dict[str, Any] = {
+        "params": [torch.zeros(3, dtype=torch.bfloat16)],
+        "policy": "pipelined",
+        **options,
+    }
     params = [param.requires_grad_() for param in arguments.pop("params")]
     with pytest.raises(EngineError, match=message):
         optimizer_of(params, **arguments)

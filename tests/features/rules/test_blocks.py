@@ -1,4 +1,5 @@
-"""Moments in 8 bits: their data type, blocks and state dicts, which are those of bitsandbytes."""
+"""Moments in 8 bits: their data type, blocks and state dicts, which are those of
+bitsandbytes."""
 
 from __future__ import annotations
 
@@ -37,19 +38,40 @@ def any_rows(length: int, generator: torch.Generator) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("length", [0, 1, 256, 1000, 40_000])
 # Loops convert each dtype as those of AdamW do, and take seconds to compile.
-@pytest.mark.parametrize("kind", ["bfloat16", slow_case("float16"), slow_case("float32"), "beside", slow_case("state")])
-def test_kernel__gives_the_bits_of_the_reference(kernel: CpuKernel, length: int, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "bfloat16",
+        slow_case("float16"),
+        slow_case("float32"),
+        "beside",
+        slow_case("state"),
+    ],
+)
+def test_kernel__gives_the_bits_of_the_reference(
+    kernel: CpuKernel, length: int, kind: str
+) -> None:
     generator = torch.Generator().manual_seed(length)
-    dtype = {"float16": torch.float16, "float32": torch.float32}.get(kind, torch.bfloat16)
+    dtype = {"float16": torch.float16, "float32": torch.float32}.get(
+        kind, torch.bfloat16
+    )
     state, gradient = any_rows(length, generator), any_bits(length, dtype, generator)
     out = any_bits(length, dtype, generator)
-    scalars, expected, other = RULE.scalars(RULE.defaults, 3, 0.7), [row.clone() for row in state], out.clone()
+    scalars, expected, other = (
+        RULE.scalars(RULE.defaults, 3, 0.7),
+        [row.clone() for row in state],
+        out.clone(),
+    )
     reference.update(gradient, expected, other, scalars, RULE)
     if kind == "beside":
         old, state = state, [torch.empty_like(row) for row in state]
-        kernel.update_beside(gradient, old, state, out, [UpdateRange(0, length, scalars)], rule=RULE)
+        kernel.update_beside(
+            gradient, old, state, out, [UpdateRange(0, length, scalars)], rule=RULE
+        )
     else:
-        kernel.update(gradient, state, None if kind == "state" else out, scalars, rule=RULE)
+        kernel.update(
+            gradient, state, None if kind == "state" else out, scalars, rule=RULE
+        )
     for row, expected_row in zip(state, expected, strict=True):
         assert torch.equal(bits(row), bits(expected_row))
     assert kind == "state" or torch.equal(bits(out), bits(other))
@@ -60,12 +82,26 @@ def test_codes__of_the_table_are_those_of_the_next_numbers() -> None:
     for number, middles in enumerate(MIDDLES):
         magnitudes = (np.arange((127 << 7) + 2, dtype=np.uint32) << 16).view(np.float32)
         for sign in (1, -1) if number == 0 else (1,):
-            counts, _ = np.histogram(sign * middles.astype(np.float64), magnitudes.astype(np.float64))
+            counts, _ = np.histogram(
+                sign * middles.astype(np.float64), magnitudes.astype(np.float64)
+            )
             assert counts.max() == 1
-        edges = np.concatenate([middles, np.nextafter(middles, np.float32(2)), np.nextafter(middles, np.float32(-2))])
-        edges = np.concatenate([edges, magnitudes[magnitudes <= 1], np.float32([0, 1])]).astype(np.float32)
-        edges = np.unique(np.concatenate([edges, -edges]) if number == 0 else np.abs(edges))
-        values = np.concatenate([np.insert(part, 0, np.float32(1)) for part in np.array_split(edges, 300)])
+        edges = np.concatenate(
+            [
+                middles,
+                np.nextafter(middles, np.float32(2)),
+                np.nextafter(middles, np.float32(-2)),
+            ]
+        )
+        edges = np.concatenate(
+            [edges, magnitudes[magnitudes <= 1], np.float32([0, 1])]
+        ).astype(np.float32)
+        edges = np.unique(
+            np.concatenate([edges, -edges]) if number == 0 else np.abs(edges)
+        )
+        values = np.concatenate(
+            [np.insert(part, 0, np.float32(1)) for part in np.array_split(edges, 300)]
+        )
         moments = np.resize(values, (len(values) // BLOCK + 1) * BLOCK)
         moments[::BLOCK] = 1
         expected, scales = quantize_moment(moments, number)
@@ -86,9 +122,13 @@ def test_quantize__keeps_numbers_of_the_data_type_and_their_scale() -> None:
         assert values[-1] == 1
         codes, scales = quantize_moment(np.float32(0.5) * values, number)
         assert np.array_equal(codes, np.arange(256))
-        assert np.array_equal(widen_moment(codes, scales, number), np.float32(0.5) * values)
+        assert np.array_equal(
+            widen_moment(codes, scales, number), np.float32(0.5) * values
+        )
     for value in (0.0, np.inf, np.nan):
-        codes, scales = quantize_moment(np.float32([1e-9, value]) if value else np.zeros(2, np.float32), 0)
+        codes, scales = quantize_moment(
+            np.float32([1e-9, value]) if value else np.zeros(2, np.float32), 0
+        )
         assert not codes.any()
         assert np.array_equal(scales, np.float32([value]), equal_nan=True)
 
@@ -110,19 +150,26 @@ def test_reference__is_that_of_bitsandbytes_in_double_precision() -> None:
         )
         m, v = beta1 * m + (1 - beta1) * wide, beta2 * v + (1 - beta2) * wide.square()
         divisor = v.sqrt() / (1 - beta2**step) ** 0.5 + group["eps"]
-        expected = master * (1 - lr * group["weight_decay"]) - lr / (1 - beta1**step) * m / divisor
+        expected = (
+            master * (1 - lr * group["weight_decay"])
+            - lr / (1 - beta1**step) * m / divisor
+        )
         reference.update(gradient, state, out, RULE.scalars(group, step), RULE)
         unit = np.spacing(np.maximum(master.abs().float().numpy(), np.float32(lr)))
         assert ((state[0].double() - expected).abs().numpy() <= 4 * unit).all(), step
         for number, moment in enumerate((m, v)):
-            blocks = torch.nn.functional.pad(moment, (0, -params % BLOCK)).reshape(-1, BLOCK)
+            blocks = torch.nn.functional.pad(moment, (0, -params % BLOCK)).reshape(
+                -1, BLOCK
+            )
             scales = blocks.abs().amax(dim=1)
             assert torch.allclose(state[3 + number].double(), scales, rtol=1e-6)
             # The nearest number of the data type, up to rounding.
             values = torch.from_numpy(VALUES[number]).double()
             wanted = (blocks / scales[:, None]).reshape(-1)[:params]
             nearest = (wanted[:, None] - values).abs().amin(dim=1)
-            assert ((wanted - values[state[1 + number].long()]).abs() <= nearest + 1e-6).all()
+            assert (
+                (wanted - values[state[1 + number].long()]).abs() <= nearest + 1e-6
+            ).all()
 
 
 def test_divide__cuts_between_blocks_of_a_parameter() -> None:
@@ -140,12 +187,18 @@ def test_divide__cuts_between_blocks_of_a_parameter() -> None:
         assert sum(own.params for own in subgroups) == 1320
 
 
-def train(param: torch.nn.Parameter, steps: range, state: Any = None, **options: Any) -> dict[str, Any]:
-    optimizer = InterleavedOptimizer([param], "adamw-8bit", lr=0.01, machine=MACHINE, **options)
+def train(
+    param: torch.nn.Parameter, steps: range, state: Any = None, **options: Any
+) -> dict[str, Any]:
+    optimizer = InterleavedOptimizer(
+        [param], "adamw-8bit", lr=0.01, machine=MACHINE, **options
+    )
     if state is not None:
         optimizer.load_state_dict(state)
     for step in steps:
-        param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(step)).to(param.dtype)
+        param.grad = torch.randn(
+            param.shape, generator=torch.Generator().manual_seed(step)
+        ).to(param.dtype)
         optimizer.step()
     result: dict[str, Any] = optimizer.state_dict()
     optimizer.close()
@@ -155,14 +208,25 @@ def train(param: torch.nn.Parameter, steps: range, state: Any = None, **options:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"qmap1": torch.linspace(-1, 1, 256)}, "qmap1 is not the data type of AdamW8bit, `dynamic`"),
-        ({"qmap2": torch.zeros(16)}, "qmap2 is not the data type of AdamW8bit, `dynamic`"),
+        (
+            {"qmap1": torch.linspace(-1, 1, 256)},
+            "qmap1 is not the data type of AdamW8bit, `dynamic`",
+        ),
+        (
+            {"qmap2": torch.zeros(16)},
+            "qmap2 is not the data type of AdamW8bit, `dynamic`",
+        ),
         ({"absmax1": torch.zeros(3)}, r"absmax1 is \(3,\)"),
         ({"parts": 2}, "has 2 shards, the parameter 1: load it with as many ranks"),
-        ({"state2": None}, "has no state2 that is a tensor: this is not a state dict of AdamW8bit"),
+        (
+            {"state2": None},
+            "has no state2 that is a tensor: this is not a state dict of AdamW8bit",
+        ),
     ],
 )
-def test_load_state_dict__refuses_another_data_type(change: dict[str, Any], message: str) -> None:
+def test_load_state_dict__refuses_another_data_type(
+    change: dict[str, Any], message: str
+) -> None:
     param = torch.nn.Parameter(torch.ones(30, 37))
     state = train(param, range(2), policy="zero-offload")
     state["state"][0] |= change
@@ -175,22 +239,30 @@ def test_state_dict__is_that_of_bitsandbytes_and_back() -> None:
     generator = torch.Generator().manual_seed(0)
     own, other = (torch.nn.Parameter(torch.full((90, 70), 0.02)) for _ in range(2))
     theirs = bitsandbytes.optim.AdamW8bit([other], lr=1e-3)
-    ours = InterleavedOptimizer([own], "adamw-8bit", lr=1e-3, machine=MACHINE, policy="zero-offload")
+    ours = InterleavedOptimizer(
+        [own], "adamw-8bit", lr=1e-3, machine=MACHINE, policy="zero-offload"
+    )
     for _ in range(3):
         own.grad = 1e-2 * torch.randn(90, 70, generator=generator)
         other.grad = own.grad.clone()
         theirs.step()
         ours.step()
-    # bitsandbytes multiplies by the inverse scale: a few codes are those of the number beside.
+    # bitsandbytes multiplies by the inverse scale: a few codes are those of the number
+    # beside.
     assert ((own - other).abs() > 1e-5).float().mean() < 0.02
     assert (own - other).abs().max() < 1e-3
-    assert all(np.array_equal(theirs.state[other][f"qmap{number + 1}"], VALUES[number]) for number in range(2))
+    assert all(
+        np.array_equal(theirs.state[other][f"qmap{number + 1}"], VALUES[number])
+        for number in range(2)
+    )
     # Both go on from the state of the other one.
     ours_saved, theirs_saved = ours.state_dict(), theirs.state_dict()
     ours.load_state_dict(theirs_saved)
     theirs.load_state_dict(ours_saved)
     for name in ("state1", "state2", "absmax1", "absmax2"):
-        nested = theirs_saved["state"][0].get("__bnb_optimizer_quant_state__", theirs_saved["state"][0])
+        nested = theirs_saved["state"][0].get(
+            "__bnb_optimizer_quant_state__", theirs_saved["state"][0]
+        )
         assert torch.equal(ours.state_dict()["state"][0][name], nested[name])
         assert torch.equal(theirs.state[other][name], ours_saved["state"][0][name])
     other.grad = own.grad.clone()
@@ -201,7 +273,12 @@ def test_state_dict__is_that_of_bitsandbytes_and_back() -> None:
 
 def test_kernel__refuses_rows_of_other_kinds(kernel: CpuKernel) -> None:
     rows, scalars = list(RULE.zero_rows(300)), RULE.scalars(RULE.defaults, 1)
-    for number, row in ((1, rows[1].float()), (2, rows[2][:-1]), (3, rows[3].double()), (4, rows[4][:1])):
+    for number, row in (
+        (1, rows[1].float()),
+        (2, rows[2][:-1]),
+        (3, rows[3].double()),
+        (4, rows[4][:1]),
+    ):
         state = [*rows[:number], row, *rows[number + 1 :]]
         with pytest.raises(ValueError, match="moments"):
             kernel.update(torch.zeros(300), state, torch.zeros(300), scalars, rule=RULE)

@@ -1,4 +1,5 @@
-"""Buffers of state in storage: while the engine runs any valid plan, each has the state of one subgroup at a time."""
+"""Buffers of state in storage: while the engine runs any valid plan, each has the state
+of one subgroup at a time."""
 
 from __future__ import annotations
 
@@ -22,13 +23,21 @@ from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.machine import Machine, StoragePath
 from tests.conftest import examples
 from tests.interleave.engine.plans import plans, workload_of
-from tests.interleave.engine.twins import Jitter, JitteryDevice, JitteryKernel, Twin, hasty_switches, twins
+from tests.interleave.engine.twins import (
+    Jitter,
+    JitteryDevice,
+    JitteryKernel,
+    Twin,
+    hasty_switches,
+    twins,
+)
 
 MACHINE = Machine(storage=(StoragePath(1e9, 1e9),))
 
 
 class WatchedStates(StoredStates):
-    """State in a file, with slow reads and writes. It notes what is read into a buffer that has a state."""
+    """State in a file, with slow reads and writes. It notes what is read into a buffer
+    that has a state."""
 
     def __init__(self, jitter: Jitter, *args: Any) -> None:
         super().__init__(*args)
@@ -38,7 +47,9 @@ class WatchedStates(StoredStates):
 
     def load(self, subgroup: int, number: int) -> torch.Tensor:
         if number in self._owners:
-            self.faults.append(f"{subgroup} is read into the buffer of {self._owners[number]}")
+            self.faults.append(
+                f"{subgroup} is read into the buffer of {self._owners[number]}"
+            )
         self._owners[number] = subgroup
         self._jitter()
         return super().load(subgroup, number)
@@ -46,37 +57,50 @@ class WatchedStates(StoredStates):
     def save(self, subgroup: int) -> None:
         super().save(subgroup)
         self._jitter()
-        self._owners = {number: owner for number, owner in self._owners.items() if owner != subgroup}
+        self._owners = {
+            number: owner for number, owner in self._owners.items() if owner != subgroup
+        }
 
 
 @st.composite
 def stored_plans(draw: st.DrawFn, workload: Workload) -> Plan:
-    """Draw a valid plan with state in storage; in many, operations begin before the backward."""
+    """Draw a valid plan with state in storage; in many, operations begin before the
+    backward."""
     plan = draw(plans(workload))
     if draw(st.booleans()):
         plan = late(plan, workload)
-    plan = stored_in(plan, workload, MACHINE, StorageLayout("spread", draw(st.integers(1, 3))))
+    plan = stored_in(
+        plan, workload, MACHINE, StorageLayout("spread", draw(st.integers(1, 3)))
+    )
     assume(plan.stored)
     try:
         return plan.validate(workload)
     except PlanError:
-        # Operations before the backward, of a subgroup whose late write this layout leaves until then.
+        # Operations before the backward, of a subgroup whose late write this layout
+        # leaves until then.
         assume(False)
         raise
 
 
 @given(twins(mixed=False), st.data(), st.integers(0, 2**32))
 @settings(max_examples=examples(40, by_default=8))
-def test_engine__gives_no_buffer_to_two_states(twin: Twin, data: st.DataObject, seed: int) -> None:
-    """The next iteration begins when late operations of the one before have ended: its reads find free buffers."""
+def test_engine__gives_no_buffer_to_two_states(
+    twin: Twin, data: st.DataObject, seed: int
+) -> None:
+    """The next iteration begins when late operations of the one before have ended: its
+    reads find free buffers."""
     jitter = Jitter(seed, 2e-3)
     width = max(subgroup.dtype.itemsize for subgroup in twin.subgroups)
     workload = replace(workload_of(twin.sizes, True, False, width), host_free_bytes=0.0)
     plan = data.draw(stored_plans(workload))
     with tempfile.TemporaryDirectory() as folder, hasty_switches():
         device, kernel = JitteryDevice(jitter), JitteryKernel(jitter)
-        stored = WatchedStates(jitter, [Path(folder) / "state"], twin.subgroups, device, bytes(16))
-        engine = Engine(Store(twin.subgroups, device, kernel, None, stored), len(twin.params))
+        stored = WatchedStates(
+            jitter, [Path(folder) / "state"], twin.subgroups, device, bytes(16)
+        )
+        engine = Engine(
+            Store(twin.subgroups, device, kernel, None, stored), len(twin.params)
+        )
         try:
             engine.store.states.backed.prepare(plan)
             twin.begin(engine.store)
@@ -85,7 +109,9 @@ def test_engine__gives_no_buffer_to_two_states(twin: Twin, data: st.DataObject, 
                 update = twin.update(0.75)
                 engine.report_progress(OTHER)
                 jitter()
-                engine.submit_gradients({i: g for i, g in enumerate(update.gradients) if g is not None})
+                engine.submit_gradients(
+                    {i: g for i, g in enumerate(update.gradients) if g is not None}
+                )
                 engine.step(update.values, update.scalars)
                 if plan.has_late_operations:
                     engine.finish_step()

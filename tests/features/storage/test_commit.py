@@ -18,7 +18,9 @@ def _states(optimizer: InterleavedAdamW) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("rule", ["adamw", "adamw-remainder"])
-def test_commit__has_what_the_job_has_changed_since_the_last_step(tmp_path: Path, rule: str) -> None:
+def test_commit__has_what_the_job_has_changed_since_the_last_step(
+    tmp_path: Path, rule: str
+) -> None:
     job, again = Job(torch.bfloat16), Job(torch.bfloat16)
     with storing_optimizer(job, [tmp_path], rule=rule) as optimizer:
         for step in range(3):
@@ -27,7 +29,10 @@ def test_commit__has_what_the_job_has_changed_since_the_last_step(tmp_path: Path
         optimizer.synchronize()
         with torch.no_grad():
             job.net.last.weight.mul_(1.01)
-        commit, values = optimizer.commit(), [param.detach().clone() for param in job.net.parameters()]
+        commit, values = (
+            optimizer.commit(),
+            [param.detach().clone() for param in job.net.parameters()],
+        )
         job.losses.clear()
         for step in range(3, 6):
             job.step(optimizer, step)
@@ -44,7 +49,9 @@ def test_commit__has_what_the_job_has_changed_since_the_last_step(tmp_path: Path
 
 
 @pytest.mark.parametrize("budget", [SMALL, ALL])
-def test_commit__is_what_another_optimizer_goes_on_from(tmp_path: Path, budget: float) -> None:
+def test_commit__is_what_another_optimizer_goes_on_from(
+    tmp_path: Path, budget: float
+) -> None:
     job, same = Job(), Job()
     expected = ReferenceOptimizer(same.net.parameters())
     folders = [tmp_path / "a", tmp_path / "b"]
@@ -68,9 +75,13 @@ def test_commit__is_what_another_optimizer_goes_on_from(tmp_path: Path, budget: 
             param.copy_(value)
     with storing_optimizer(resumed, folders, budget=budget) as optimizer:
         optimizer.load_state_dict(commit)
-        assert all(torch.equal(a, b) for a, b in zip(states, _states(optimizer), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(states, _states(optimizer), strict=True)
+        )
         for step in range(3, 6):
             resumed.step(optimizer, step)
             same.step(expected, step)
-        assert [param.tolist() for param in resumed.net.parameters()] == [p.tolist() for p in same.net.parameters()]
+        assert [param.tolist() for param in resumed.net.parameters()] == [
+            p.tolist() for p in same.net.parameters()
+        ]
     assert losses + resumed.losses == same.losses

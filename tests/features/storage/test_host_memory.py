@@ -1,4 +1,5 @@
-"""A job with state in storage: its peak resident memory is within `host_memory_budget` and a stated overhead."""
+"""A job with state in storage: its peak resident memory is within `host_memory_budget`
+and a stated overhead."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from tests.conftest import run_process
 BUDGET = 110_000_000
 # Stacks of threads, and small blocks that allocators keep: docs/storage.md states it.
 OVERHEAD = 16_000_000
-# State of 192 MB, copies of gradients and parameters of 64 MB. The baseline has gradients, and the compiled kernels.
+# State of 192 MB, copies of gradients and parameters of 64 MB. The baseline has
+# gradients, and the compiled kernels.
 JOB = """
 import sys
 
@@ -66,9 +68,15 @@ print(process_bytes("VmHWM") - baseline)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "overlap"), [("pipelined", "none"), ("adaptive", "forward")])
-def test_optimizer__stays_within_its_host_memory_budget(tmp_path: Path, policy: str, overlap: str) -> None:
-    done = run_process([sys.executable, "-c", JOB, tmp_path, policy, overlap, str(BUDGET)])
+@pytest.mark.parametrize(
+    ("policy", "overlap"), [("pipelined", "none"), ("adaptive", "forward")]
+)
+def test_optimizer__stays_within_its_host_memory_budget(
+    tmp_path: Path, policy: str, overlap: str
+) -> None:
+    done = run_process(
+        [sys.executable, "-c", JOB, tmp_path, policy, overlap, str(BUDGET)]
+    )
     assert done.returncode == 0, done.stderr
     used = int(done.stdout)
     assert 0.8 * BUDGET < used <= BUDGET + OVERHEAD

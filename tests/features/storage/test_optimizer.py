@@ -1,4 +1,5 @@
-"""InterleavedAdamW with state in storage: the bits of the reference, and commits to go on from after a crash."""
+"""InterleavedAdamW with state in storage: the bits of the reference, and commits to go
+on from after a crash."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from ebbtide.machines.machine import StoragePath
 from tests.features.overlap.test_late_updates import late_optimizer
 from tests.interleave.engine.training import MACHINE, Job, ReferenceOptimizer
 
-# All state of the job takes 37 kB; buffers and copies of bf16 parameters take 12 kB and more.
+# All state of the job takes 37 kB; buffers and copies of bf16 parameters take 12 kB and
+# more.
 SMALL, HALF, ALL = 20e3, 30e3, 100e3
 
 
@@ -39,7 +41,9 @@ def storing_optimizer(
     for folder in folders:
         folder.mkdir(exist_ok=True)
     # fp32 gradients and parameters take 2 B more each.
-    budget += sum(2 * (param.element_size() - 2) * param.numel() for param in job.net.parameters())
+    budget += sum(
+        2 * (param.element_size() - 2) * param.numel() for param in job.net.parameters()
+    )
     storage = tuple(StoragePath(1e8, 1e8, path=str(folder)) for folder in folders)
     with late_optimizer(
         job,
@@ -54,7 +58,9 @@ def storing_optimizer(
 
 
 @pytest.mark.parametrize("budget", [SMALL, ALL])
-def test_plan__has_state_in_storage_only_if_host_memory_is_short(tmp_path: Path, budget: float) -> None:
+def test_plan__has_state_in_storage_only_if_host_memory_is_short(
+    tmp_path: Path, budget: float
+) -> None:
     job = Job()
     with storing_optimizer(job, [tmp_path], budget=budget) as optimizer:
         for step in range(3):
@@ -62,7 +68,9 @@ def test_plan__has_state_in_storage_only_if_host_memory_is_short(tmp_path: Path,
         stored = optimizer.plan.stored
         store = optimizer._runner.engine.store
         assert bool(stored) == (budget == SMALL)
-        assert store.host_bytes <= budget + 3 * 8192 * len(optimizer.plan.storage_buffers)
+        assert store.host_bytes <= budget + 3 * 8192 * len(
+            optimizer.plan.storage_buffers
+        )
         files = list(tmp_path.iterdir())
         assert len(files) == 1
 
@@ -77,8 +85,13 @@ def test_storage_written_bytes__counts_what_steps_write(tmp_path: Path) -> None:
             optimizer.synchronize()
             written.append(optimizer.storage_written_bytes)
         layout = optimizer._runner.engine.store.subgroups
-        per_step = sum(aligned(12 * layout[subgroup].params) for subgroup in optimizer.plan.stored)
-        assert [after - before for before, after in pairwise(written)] == [per_step, per_step]
+        per_step = sum(
+            aligned(12 * layout[subgroup].params) for subgroup in optimizer.plan.stored
+        )
+        assert [after - before for before, after in pairwise(written)] == [
+            per_step,
+            per_step,
+        ]
         optimizer.commit()
         # State in host memory is written, too.
         assert optimizer.storage_written_bytes > written[-1]
@@ -88,8 +101,13 @@ def test_storage_written_bytes__counts_what_steps_write(tmp_path: Path) -> None:
         assert optimizer.storage_written_bytes >= before_change
 
 
-def test_storage__warns_once_of_folders_in_host_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name, caplog.at_level("WARNING", "ebbtide"):
+def test_storage__warns_once_of_folders_in_host_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as name,
+        caplog.at_level("WARNING", "ebbtide"),
+    ):
         folders, job = [tmp_path, Path(name)], Job()
         with storing_optimizer(job, folders) as optimizer:
             job.step(optimizer)
@@ -165,13 +183,17 @@ def test_step__is_completed_if_storage_fails_once(tmp_path: Path) -> None:
         for name in ("load", "save"):
             move, failing = getattr(states, name), iter([True])
 
-            def fail_once(*arguments: Any, move: Any = move, failing: Any = failing) -> None:
+            def fail_once(
+                *arguments: Any, move: Any = move, failing: Any = failing
+            ) -> None:
                 if next(failing, False):
                     raise EngineError("the drive failed")
                 move(*arguments)
 
             setattr(states, name, fail_once)
-            with pytest.raises(EngineError, match="the drive failed; the step was completed on the CPU"):
+            with pytest.raises(
+                EngineError, match="the drive failed; the step was completed on the CPU"
+            ):
                 job.step(optimizer, 2)
             same.step(expected, 2)
         job.step(optimizer, 3)
@@ -184,21 +206,40 @@ def test_step__is_completed_if_storage_fails_once(tmp_path: Path) -> None:
     [
         ({"storage": "/nowhere"}, "storage /nowhere is not a folder: create it"),
         ({"storage": []}, "storage has no folder"),
-        ({"storage": None, "host_memory_budget": 1e9}, "host_memory_budget needs storage="),
-        ({"host_memory_budget": 0}, "host_memory_budget is 0: it must be bytes, above 0"),
+        (
+            {"storage": None, "host_memory_budget": 1e9},
+            "host_memory_budget needs storage=",
+        ),
+        (
+            {"host_memory_budget": 0},
+            "host_memory_budget is 0: it must be bytes, above 0",
+        ),
     ],
 )
-def test_optimizer__refuses_options_that_are_not_valid(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_optimizer__refuses_options_that_are_not_valid(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(EngineError, match=message):
-        InterleavedAdamW(Job().net.parameters(), policy="pipelined", **{"storage": tmp_path, **options})
+        InterleavedAdamW(
+            Job().net.parameters(),
+            policy="pipelined",
+            **{"storage": tmp_path, **options},
+        )
 
 
 def test_step__says_how_much_host_memory_is_needed(tmp_path: Path) -> None:
     job = Job()
     with (
         storing_optimizer(job, [tmp_path], budget=5e3) as optimizer,
-        # 4 B for the gradient and the parameter of 3,072 parameters, and a buffer for the state of 500.
-        pytest.raises(EngineError, match=r"needs 17\.86 KiB of host memory besides storage, more than host_memory_bu"),
+        # 4 B for the gradient and the parameter of 3,072 parameters, and a buffer for
+        # the state of 500.
+        pytest.raises(
+            EngineError,
+            match=(
+                r"needs 17\.86 KiB of host memory besides storage, more than "
+                r"host_memory_bu"
+            ),
+        ),
     ):
         job.step(optimizer)
 
@@ -210,6 +251,9 @@ def test_step__refuses_the_files_of_another_run(tmp_path: Path) -> None:
         optimizer.commit()
     with (
         storing_optimizer(Job(), [tmp_path]) as optimizer,
-        pytest.raises(EngineError, match="has the state of another run: load the checkpoint that names it"),
+        pytest.raises(
+            EngineError,
+            match="has the state of another run: load the checkpoint that names it",
+        ),
     ):
         job.step(optimizer)

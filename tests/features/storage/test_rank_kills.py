@@ -1,4 +1,5 @@
-"""Two ranks of which one is killed at any moment: both go on from the last commit that both have."""
+"""Two ranks of which one is killed at any moment: both go on from the last commit that
+both have."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def test_commit__ranks_go_on_from_the_last_one_that_all_have(
     tmp_path: Path, steps: int, kills: int, overlap: str
 ) -> None:
     same, draw, warm = Job(), random.Random(0), Job()
-    with storing_optimizer(warm, [tmp_path / "warm"], mode="kept", overlap=overlap) as optimizer:
+    with storing_optimizer(
+        warm, [tmp_path / "warm"], mode="kept", overlap=overlap
+    ) as optimizer:
         # Compiles the kernels for all processes.
         warm.step(optimizer)
     expected = ReferenceOptimizer(same.net.parameters())
@@ -45,35 +48,63 @@ def test_commit__ranks_go_on_from_the_last_one_that_all_have(
     assert _run(tmp_path, 0, steps, overlap, [None, "before its commit"]) != [0, 0]
     assert [_saved_steps(tmp_path, rank)[-1] for rank in range(RANKS)] == [4, 2]
     for number in range(1, kills):
-        kill = draw.choice(["before its commit", "after its commit", *3 * [draw.uniform(0.0, 0.3)]])
+        kill = draw.choice(
+            ["before its commit", "after its commit", *3 * [draw.uniform(0.0, 0.3)]]
+        )
         _run(tmp_path, number, steps, overlap, draw.sample([None, kill], 2))
     assert _run(tmp_path, kills, steps, overlap, [None, None]) == [0, 0]
     for rank in range(RANKS):
         saved = torch.load(_checkpoint(tmp_path, rank, steps), weights_only=True)
-        assert all(torch.equal(a, b) for a, b in zip(saved["values"], same.net.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(saved["values"], same.net.parameters(), strict=True)
+        )
 
 
-def _run(folder: Path, number: int, steps: int, overlap: str, kills: Sequence[str | float | None]) -> list[int]:
+def _run(
+    folder: Path,
+    number: int,
+    steps: int,
+    overlap: str,
+    kills: Sequence[str | float | None],
+) -> list[int]:
     """Run both ranks to the end, or until one is killed; return how they ended."""
     children = []
     for rank in range(RANKS):
         child = os.fork()
         if child == 0:
-            _run_rank(rank, folder, folder / f"rendezvous-{number}", steps, overlap, kills[rank])
+            _run_rank(
+                rank,
+                folder,
+                folder / f"rendezvous-{number}",
+                steps,
+                overlap,
+                kills[rank],
+            )
         children.append(child)
     return [os.waitpid(child, 0)[1] for child in children]
 
 
-def _run_rank(rank: int, folder: Path, rendezvous: Path, steps: int, overlap: str, kill: str | float | None) -> None:
-    """Run a rank, which is killed at a place in its fourth step, or after so many seconds, if it does not end before.
+def _run_rank(
+    rank: int,
+    folder: Path,
+    rendezvous: Path,
+    steps: int,
+    overlap: str,
+    kill: str | float | None,
+) -> None:
+    """Run a rank, which is killed at a place in its fourth step, or after so many
+    seconds, if it does not end before.
 
-    If the other rank is killed, its next gradient never arrives, and this one ends with an error.
+    If the other rank is killed, its next gradient never arrives, and this one ends with
+    an error.
     """
     code = 1
     try:
         os.environ.update(RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))
         store = dist.FileStore(str(rendezvous), RANKS)
-        # Not the default group: the process that was forked may have one, of tests of DeepSpeed.
+        # Not the default group: the process that was forked may have one, of tests of
+        # DeepSpeed.
         ranks = dist.ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=60))
         _train(ranks, rank, folder, steps, overlap, kill)
         code = 0
@@ -86,9 +117,18 @@ def _run_rank(rank: int, folder: Path, rendezvous: Path, steps: int, overlap: st
         os._exit(code)
 
 
-def _train(ranks: Any, rank: int, folder: Path, steps: int, overlap: str, kill: str | float | None) -> None:
+def _train(
+    ranks: Any,
+    rank: int,
+    folder: Path,
+    steps: int,
+    overlap: str,
+    kill: str | float | None,
+) -> None:
     job = Job()
-    with storing_optimizer(job, [folder / "storage"], mode="kept", overlap=overlap) as optimizer:
+    with storing_optimizer(
+        job, [folder / "storage"], mode="kept", overlap=overlap
+    ) as optimizer:
         common, least = torch.zeros(steps + 1), dist.AllreduceOptions()
         common[[0, *_saved_steps(folder, rank)]] = 1
         least.reduceOp = dist.ReduceOp.MIN
@@ -100,7 +140,9 @@ def _train(ranks: Any, rank: int, folder: Path, steps: int, overlap: str, kill: 
         if first:
             saved = torch.load(_checkpoint(folder, rank, first), weights_only=True)
             with torch.no_grad():
-                for param, value in zip(job.net.parameters(), saved["values"], strict=True):
+                for param, value in zip(
+                    job.net.parameters(), saved["values"], strict=True
+                ):
                     param.copy_(value)
             optimizer.load_state_dict(saved["commit"])
         if isinstance(kill, float):
@@ -128,7 +170,8 @@ def _kill_if(is_due: bool) -> None:
 
 
 def _save(folder: Path, rank: int, step: int, job: Job, commit: dict[str, Any]) -> None:
-    """Save a checkpoint and keep the one before it, which another rank may have to go on from."""
+    """Save a checkpoint and keep the one before it, which another rank may have to go
+    on from."""
     values = [param.detach().clone() for param in job.net.parameters()]
     new = folder / f"new-{rank}"
     torch.save({"values": values, "commit": commit}, new)
@@ -143,4 +186,7 @@ def _checkpoint(folder: Path, rank: int, step: int) -> Path:
 
 def _saved_steps(folder: Path, rank: int) -> list[int]:
     """Return the steps after which a rank has saved a checkpoint, in order."""
-    return sorted(int(path.stem.rpartition("-")[2]) for path in folder.glob(f"rank-{rank}-step-*.pt"))
+    return sorted(
+        int(path.stem.rpartition("-")[2])
+        for path in folder.glob(f"rank-{rank}-step-*.pt")
+    )

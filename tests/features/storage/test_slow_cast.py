@@ -1,4 +1,5 @@
-"""Steps with storage whose conversions of masters are slow: no read into their buffer comes before they end."""
+"""Steps with storage whose conversions of masters are slow: no read into their buffer
+comes before they end."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import torch
 
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.runtime.store import Store
-from tests.interleave.engine.training import MACHINE, MODES, Job, ReferenceOptimizer, run
+from tests.interleave.engine.training import (
+    MACHINE,
+    MODES,
+    Job,
+    ReferenceOptimizer,
+    run,
+)
 
 QUICK = {("zero-offload", "kept"), ("pipelined", "streamed")}
 
@@ -18,7 +25,9 @@ QUICK = {("zero-offload", "kept"), ("pipelined", "streamed")}
 @pytest.mark.parametrize(
     ("policy", "mode"),
     [
-        pytest.param(policy, mode, marks=() if (policy, mode) in QUICK else pytest.mark.slow)
+        pytest.param(
+            policy, mode, marks=() if (policy, mode) in QUICK else pytest.mark.slow
+        )
         for policy in ("twin-flow:0.5", "zero-offload", "pipelined")
         for mode in MODES
     ],

@@ -1,4 +1,5 @@
-"""StateFile: what was written comes back, a crash leaves the last commit, and nothing else is ever read as state."""
+"""StateFile: what was written comes back, a crash leaves the last commit, and nothing
+else is ever read as state."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ class Memory:
 
 
 @contextmanager
-def opened(path: Path, sizes: list[int] = SIZES, run: bytes = RUN, sequence: int | None = None) -> Iterator[StateFile]:
+def opened(
+    path: Path, sizes: list[int] = SIZES, run: bytes = RUN, sequence: int | None = None
+) -> Iterator[StateFile]:
     file = StateFile(path, sizes, run, sequence)
     try:
         yield file
@@ -98,7 +101,11 @@ def test_read__returns_the_newest_state_and_after_a_crash_that_of_the_last_commi
 
 
 def test_commit__is_whole_after_kills_at_random_moments(tmp_path: Path) -> None:
-    sizes, path, draw = [1 << 20, 5 * PAGE, 300_000], tmp_path / "state", random.Random(0)
+    sizes, path, draw = (
+        [1 << 20, 5 * PAGE, 300_000],
+        tmp_path / "state",
+        random.Random(0),
+    )
     # Of the last commit that is known: its number, and that with which it was filled.
     last, content = 0, 0
     for run in range(12):
@@ -112,7 +119,8 @@ def test_commit__is_whole_after_kills_at_random_moments(tmp_path: Path) -> None:
                     os.write(write_end, struct.pack("<QQ", file.commit(), number))
         os.close(write_end)
         with os.fdopen(read_end, "rb") as reader:
-            # However slow the machine is, some runs commit, and others are killed before they do.
+            # However slow the machine is, some runs commit, and others are killed
+            # before they do.
             acknowledged = reader.read(16 * (run % 3))
             time.sleep(draw.uniform(0.0, 0.03))
             os.kill(child, signal.SIGKILL)
@@ -127,7 +135,8 @@ def test_commit__is_whole_after_kills_at_random_moments(tmp_path: Path) -> None:
 
 
 def test_commit__can_be_loaded_until_a_write_after_the_next_one(tmp_path: Path) -> None:
-    """A job of several ranks goes on from it if one of them is killed before its next commit."""
+    """A job of several ranks goes on from it if one of them is killed before its next
+    commit."""
     path = tmp_path / "state"
     with opened(path, SMALL) as file:
         for number in (1, 2):
@@ -138,7 +147,10 @@ def test_commit__can_be_loaded_until_a_write_after_the_next_one(tmp_path: Path) 
             assert numbers(file, SMALL) == [number] * 3
     with opened(path, SMALL, sequence=2) as file:
         file.write(1, Memory(SMALL[1]).fill(3).view)
-    with pytest.raises(EngineError, match=r"does not have commit 1, which the checkpoint names .it has 2.: load"):
+    with pytest.raises(
+        EngineError,
+        match=r"does not have commit 1, which the checkpoint names .it has 2.: load",
+    ):
         StateFile(path, SMALL, RUN, 1)
     with opened(path, SMALL, sequence=2) as file:
         assert numbers(file, SMALL) == [2] * 3
@@ -155,7 +167,10 @@ def test_commit__never_has_the_number_of_one_that_was_given_up(tmp_path: Path) -
         # The second time, what was written has already replaced the state of commit 2.
         with opened(path, SMALL, sequence=1) as file:
             file.write(0, Memory(SMALL[0]).fill(7).view)
-    with pytest.raises(EngineError, match=r"does not have commit 2, which the checkpoint names .it has 1."):
+    with pytest.raises(
+        EngineError,
+        match=r"does not have commit 2, which the checkpoint names .it has 1.",
+    ):
         StateFile(path, SMALL, RUN, 2)
     with opened(path, SMALL, sequence=1) as file:
         write_all(file, 8, SMALL)
@@ -169,9 +184,20 @@ def test_commit__never_has_the_number_of_one_that_was_given_up(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("run", "sizes", "sequence", "message"),
     [
-        (RUN, SIZES, None, "has the state of another run: load the checkpoint that names it"),
+        (
+            RUN,
+            SIZES,
+            None,
+            "has the state of another run: load the checkpoint that names it",
+        ),
         (OTHER_RUN, SIZES[:2], None, "has the state of another run"),
-        (OTHER_RUN, SIZES, 1, "does not have commit 1, which the checkpoint names .it has none of this run"),
+        (
+            OTHER_RUN,
+            SIZES,
+            1,
+            "does not have commit 1, which the checkpoint names .it has none of this "
+            "run",
+        ),
         (RUN, SIZES[:3], 1, "it has none of this run and these subgroups"),
         (RUN, SIZES, 7, "does not have commit 7, which the checkpoint names .it has 1"),
     ],
@@ -213,7 +239,9 @@ def test_read__raises_if_the_file_is_cut_short_meanwhile(tmp_path: Path) -> None
             numbers(file)
 
 
-def test_open__takes_over_the_file_of_a_run_that_never_committed(tmp_path: Path) -> None:
+def test_open__takes_over_the_file_of_a_run_that_never_committed(
+    tmp_path: Path,
+) -> None:
     crashed = StateFile(tmp_path / "state", SIZES, OTHER_RUN)
     write_all(crashed, 3)
     crashed._file.close()
@@ -225,7 +253,9 @@ def test_open__takes_over_the_file_of_a_run_that_never_committed(tmp_path: Path)
 def test_open__refuses_a_file_that_another_job_uses(tmp_path: Path) -> None:
     with (
         opened(tmp_path / "state"),
-        pytest.raises(EngineError, match="in use by another optimizer, of this process"),
+        pytest.raises(
+            EngineError, match="in use by another optimizer, of this process"
+        ),
     ):
         StateFile(tmp_path / "state", SIZES, RUN)
 

@@ -16,7 +16,11 @@ def tasks(
     workloads: list[Workload] | None = None,
     machines: list[Machine] | None = None,
 ) -> list[Task]:
-    pairs = [(job, rates, None) for job in workloads or [workload()] for rates in machines or [machine()]]
+    pairs = [
+        (job, rates, None)
+        for job in workloads or [workload()]
+        for rates in machines or [machine()]
+    ]
     return combinations(pairs, scenarios or [Scenario()], policies)
 
 

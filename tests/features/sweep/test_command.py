@@ -1,4 +1,5 @@
-"""`ebbtide sweep`: stopped, on this machine and on a cluster, for people and programs."""
+"""`ebbtide sweep`: stopped, on this machine and on a cluster, for people and
+programs."""
 
 from __future__ import annotations
 
@@ -23,9 +24,27 @@ from tests.cli.test_bad_input import contents
 from tests.conftest import ebbtide, slow
 from tests.interleave.job_files import MACHINE, write_files
 
-FAST = ("--workload", "w.json", "--machine", "m.json", "--policy", "zero-offload", "--policy", "interleaved:2")
+FAST = (
+    "--workload",
+    "w.json",
+    "--machine",
+    "m.json",
+    "--policy",
+    "zero-offload",
+    "--policy",
+    "interleaved:2",
+)
 # Seconds of work, so that it can be stopped in the middle.
-SLOW = ("--workload", "w.json", "--machine", "m.json", "--policy", "adaptive", "--subgroup-params", "6e7,8e7,1e8")
+SLOW = (
+    "--workload",
+    "w.json",
+    "--machine",
+    "m.json",
+    "--policy",
+    "adaptive",
+    "--subgroup-params",
+    "6e7,8e7,1e8",
+)
 SLOW += ("--free-bytes", "0,2GB,4GB,8GB")
 
 
@@ -50,8 +69,11 @@ Refuses = Callable[..., str]
 
 
 @pytest.fixture
-def sweep(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Sweep:
-    """Return a function that runs the command in this process and returns its output."""
+def sweep(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Sweep:
+    """Return a function that runs the command in this process and returns its
+    output."""
 
     def run_sweep(*arguments: str) -> Any:
         monkeypatch.chdir(folder)
@@ -64,8 +86,11 @@ def sweep(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 @pytest.fixture
-def refuses(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refuses:
-    """Return a function that runs the command with bad input and returns its error message."""
+def refuses(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Refuses:
+    """Return a function that runs the command with bad input and returns its error
+    message."""
 
     def run_refused(*arguments: str) -> str:
         monkeypatch.chdir(folder)
@@ -87,9 +112,24 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     """Start a sweep in its own process group, as a foreground job of a terminal."""
-    command_line = [sys.executable, "-m", "ebbtide", "sweep", *arguments, "-o", "s.parquet"]
+    command_line = [
+        sys.executable,
+        "-m",
+        "ebbtide",
+        "sweep",
+        *arguments,
+        "-o",
+        "s.parquet",
+    ]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command_line, cwd=folder, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command_line,
+        cwd=folder,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
@@ -99,14 +139,23 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) ->
 
 
 def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [
+        int(child)
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    ]
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    distributed = pytest.importorskip("distributed", reason="dask.distributed is not installed")
+    distributed = pytest.importorskip(
+        "distributed", reason="dask.distributed is not installed"
+    )
     with distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0", silence_logs=50
+        n_workers=2,
+        threads_per_worker=1,
+        processes=True,
+        dashboard_address=":0",
+        silence_logs=50,
     ) as cluster:
         yield cluster
 
@@ -146,18 +195,28 @@ def test_sweep__no_answer_of_the_scheduler_is_one_line(refuses: Refuses) -> None
 
 def test_sweep__prints_the_best_policies(folder: Path, sweep: Sweep) -> None:
     axes = ("--scale-params", "0.5,1", "--scale-params", "20", "--free-bytes", "0,40GB")
-    short = sweep(*FAST, "--policy", "gpu-only", *axes, "-o", "s.parquet").out.splitlines()
-    assert short[0] == "interleaved:2 is the best of 3 policies in 2 of 6 cases; none fits in 2"
+    short = sweep(
+        *FAST, "--policy", "gpu-only", *axes, "-o", "s.parquet"
+    ).out.splitlines()
+    assert (
+        short[0]
+        == "interleaved:2 is the best of 3 policies in 2 of 6 cases; none fits in 2"
+    )
     assert short[-1].startswith("next: --all (all 18 combinations)")
-    output = sweep(*FAST, "--policy", "gpu-only", *axes, "-o", "s.parquet", "--all", "--force")
+    output = sweep(
+        *FAST, "--policy", "gpu-only", *axes, "-o", "s.parquet", "--all", "--force"
+    )
     assert output.err == "ebbtide: s.parquet\n"
     assert "speed-up over zero-offload" in output.out
     best, combinations = (
-        [re.split(" {2,}", row.strip()) for row in part.splitlines()] for part in output.out.split("All combinations")
+        [re.split(" {2,}", row.strip()) for row in part.splitlines()]
+        for part in output.out.split("All combinations")
     )
     assert best[1] == ["workload: job, machine: box"]
     # 40 G parameters do not fit the memory of this host.
-    assert [(row[0], row[1], row[2]) for row in best if "yes" in row or "none fits" in row] == [
+    assert [
+        (row[0], row[1], row[2]) for row in best if "yes" in row or "none fits" in row
+    ] == [
         ("1 G", "0 B", "interleaved:2"),
         ("1 G", "37.25 GiB", "gpu-only"),
         ("2 G", "0 B", "interleaved:2"),
@@ -180,9 +239,14 @@ def test_sweep__prints_the_best_policies(folder: Path, sweep: Sweep) -> None:
     assert len(table_rows) == 18
 
 
-def test_sweep__each_trace_goes_with_its_own_machine(folder: Path, sweep: Sweep) -> None:
+def test_sweep__each_trace_goes_with_its_own_machine(
+    folder: Path, sweep: Sweep
+) -> None:
     for name, rate in (("a", 1e9), ("b", 4e9)):
-        builder = TraceBuilder("recorded", machine=MACHINE | {"name": name, "cpu_update_params_per_s": rate})
+        builder = TraceBuilder(
+            "recorded",
+            machine=MACHINE | {"name": name, "cpu_update_params_per_s": rate},
+        )
         rank = builder.rank(0, optimizers=[{"params": 10**8}])
         for number in range(3):
             for index, phase in enumerate(PHASES):
@@ -191,28 +255,46 @@ def test_sweep__each_trace_goes_with_its_own_machine(folder: Path, sweep: Sweep)
         builder.write(folder / f"{name}.ebb")
     sweep("a.ebb", "b.ebb", "--policy", "pipelined", "-o", "s.parquet")
     slow, fast = rows(folder / "s.parquet")
-    assert [(row["workload"], row["machine"]) for row in (slow, fast)] == [("a", "a"), ("b", "b")]
+    assert [(row["workload"], row["machine"]) for row in (slow, fast)] == [
+        ("a", "a"),
+        ("b", "b"),
+    ]
     assert slow["update_ms"] > 2 * fast["update_ms"]
 
 
-def test_sweep__a_trace_that_cannot_be_replayed_has_rows_with_the_reason(folder: Path, sweep: Sweep) -> None:
+def test_sweep__a_trace_that_cannot_be_replayed_has_rows_with_the_reason(
+    folder: Path, sweep: Sweep
+) -> None:
     TraceBuilder("recorded").write(folder / "empty.ebb")
     (folder / "broken.ebb").mkdir()
-    printed = sweep("empty.ebb", "broken.ebb", *FAST, "-o", "s.parquet", "--plot", "s.svg").out
+    printed = sweep(
+        "empty.ebb", "broken.ebb", *FAST, "-o", "s.parquet", "--plot", "s.svg"
+    ).out
     done, failed = rows(folder / "s.parquet")[:2], rows(folder / "s.parquet")[2:]
     assert [row["error"] for row in done] == [None, None]
     assert [(row["workload"], row["machine"], row["policy"]) for row in failed] == [
-        (trace, "box", policy) for trace in ("empty.ebb", "broken.ebb") for policy in ("zero-offload", "interleaved:2")
+        (trace, "box", policy)
+        for trace in ("empty.ebb", "broken.ebb")
+        for policy in ("zero-offload", "interleaved:2")
     ]
     assert all(row["error"] and row["iteration_ms"] is None for row in failed)
-    assert "interleaved:2 is the best of 2 policies in 1 of 3 cases; no result in 2" in printed
-    best = json.loads(sweep("empty.ebb", *FAST, "-o", "t.parquet", "--json").out)["best"]
+    assert (
+        "interleaved:2 is the best of 2 policies in 1 of 3 cases; no result in 2"
+        in printed
+    )
+    best = json.loads(sweep("empty.ebb", *FAST, "-o", "t.parquet", "--json").out)[
+        "best"
+    ]
     assert [bool(item["error"]) for item in best] == [False, True]
 
 
-def test_sweep__refuses_traces_of_which_none_can_be_replayed(folder: Path, refuses: Refuses) -> None:
+def test_sweep__refuses_traces_of_which_none_can_be_replayed(
+    folder: Path, refuses: Refuses
+) -> None:
     TraceBuilder("recorded").write(folder / "empty.ebb")
-    assert "empty.ebb" in refuses("empty.ebb", "empty.ebb", "--machine", "m.json", "-o", "s.parquet")
+    assert "empty.ebb" in refuses(
+        "empty.ebb", "empty.ebb", "--machine", "m.json", "-o", "s.parquet"
+    )
 
 
 @pytest.mark.parametrize("ending", slow(["png", "svg", "pdf"], but=["svg"]))
@@ -252,12 +334,22 @@ BOTH = "--workload w.json --machine m.json"
         (f"-o s.png {BOTH} --plot s.png", "both outputs"),
     ],
 )
-def test_sweep__bad_input_is_one_line_and_changes_no_file(refuses: Refuses, arguments: str, message: str) -> None:
+def test_sweep__bad_input_is_one_line_and_changes_no_file(
+    refuses: Refuses, arguments: str, message: str
+) -> None:
     assert message in refuses(*arguments.split())
 
 
 def test_sweep__refuses_too_many_combinations_at_once(refuses: Refuses) -> None:
     values = ",".join(str(number) for number in range(1, 400))
-    assert "replay at most" in refuses(*FAST, "-o", "s.parquet", "--scale-params", values, "--subgroup-params", values)
-    policies = [part for number in range(1, 26) for part in ("--policy", f"interleaved:{number}")]
-    assert "at most 24 policies" in refuses(*FAST, *policies, "-o", "s.parquet", "--plot", "s.png")
+    assert "replay at most" in refuses(
+        *FAST, "-o", "s.parquet", "--scale-params", values, "--subgroup-params", values
+    )
+    policies = [
+        part
+        for number in range(1, 26)
+        for part in ("--policy", f"interleaved:{number}")
+    ]
+    assert "at most 24 policies" in refuses(
+        *FAST, *policies, "-o", "s.parquet", "--plot", "s.png"
+    )

@@ -30,15 +30,20 @@ def test_draw_sweep__policies_are_lines_over_the_swept_column() -> None:
     sweep_rows = rows(FAST, free(30e9, 0.0, 10e9))
     figure = draw_sweep(sweep_rows)
     (axes,) = figure.axes
-    assert (axes.get_xlabel(), axes.get_title()) == ("device memory always free (GiB)", "box")
+    assert (axes.get_xlabel(), axes.get_title()) == (
+        "device memory always free (GiB)",
+        "box",
+    )
     assert axes.get_ylabel() == "job\niteration (s)"
     assert [text.get_text() for text in axes.get_xticklabels()] == ["0", "9.31", "27.9"]
     order = sorted(
-        (row for row in sweep_rows if row["policy"] == "twin-flow:0.5"), key=lambda row: float(row["free_bytes"])
+        (row for row in sweep_rows if row["policy"] == "twin-flow:0.5"),
+        key=lambda row: float(row["free_bytes"]),
     )
     curve, misfits = (line for line in axes.lines if line.get_color() == "#d55e00")
     assert list(curve.get_ydata()) == [row["iteration_ms"] / 1e3 for row in order]
-    # The state of 1e9 parameters is resident: it fits with 30 GB free, and not with 0 or 10.
+    # The state of 1e9 parameters is resident: it fits with 30 GB free, and not with 0
+    # or 10.
     assert (misfits.get_markerfacecolor(), misfits.get_markevery()) == ("white", [0, 1])
     assert legend(figure) == [*FAST, "bound", "does not fit, or is not known to"]
     assert axes.get_ylim()[0] == 0
@@ -47,30 +52,47 @@ def test_draw_sweep__policies_are_lines_over_the_swept_column() -> None:
 def test_draw_sweep__names_policies_that_are_not_exact() -> None:
     lines = draw_sweep(rows(["zero-offload", "zenflow:0.1"], free(0.0, 10e9)))
     assert legend(lines)[:2] == ["zero-offload", "zenflow:0.1 (not exact)"]
-    texts = [text.get_text() for text in draw_sweep(rows(["zero-offload", "zenflow:0.1"])).axes[0].texts]
+    texts = [
+        text.get_text()
+        for text in draw_sweep(rows(["zero-offload", "zenflow:0.1"])).axes[0].texts
+    ]
     assert [text.endswith(" ms, not exact") for text in texts] == [False, True]
 
 
 def test_draw_sweep__shows_systems_with_storage_beside_each_other() -> None:
-    with_storage = machine(storage=[{"read_bytes_per_s": 6e9, "write_bytes_per_s": 3e9}])
+    with_storage = machine(
+        storage=[{"read_bytes_per_s": 6e9, "write_bytes_per_s": 3e9}]
+    )
     # 24 GB of state and 8 GB of gradients and parameters.
     tight = workload(host_free_bytes=20e9)
     infinity = "zero-infinity:12,pipeline_read=true,pipeline_write=true"
     policies = ["pipelined", infinity, "mlp-offload", "superoffload"]
     sweep_rows = rows(policies, workloads=[tight], machines=[with_storage])
     assert [row["fits"] for row in sweep_rows] == [True, True, True, False]
-    pipelined, all_stored, mlp, none_stored = (row["storage_read_bytes"] for row in sweep_rows)
+    pipelined, all_stored, mlp, none_stored = (
+        row["storage_read_bytes"] for row in sweep_rows
+    )
     # State and fp32 gradients of 2e9 parameters.
     assert all_stored == 16 * 2e9
     assert 0 < pipelined < mlp < all_stored
     assert none_stored == 0
     figure = draw_sweep(sweep_rows)
     titles = [axes.get_xlabel() for axes in figure.axes]
-    assert titles[1:] == ["device memory (GiB)", "host memory (GiB)", "storage traffic (GiB)"]
-    for axes, column in zip(figure.axes[1:3], ("peak_device_bytes", "host_bytes"), strict=True):
-        assert [text.get_text() for text in axes.texts] == [f"{row[column] / 2**30:.3g}" for row in sweep_rows]
+    assert titles[1:] == [
+        "device memory (GiB)",
+        "host memory (GiB)",
+        "storage traffic (GiB)",
+    ]
+    for axes, column in zip(
+        figure.axes[1:3], ("peak_device_bytes", "host_bytes"), strict=True
+    ):
+        assert [text.get_text() for text in axes.texts] == [
+            f"{row[column] / 2**30:.3g}" for row in sweep_rows
+        ]
     texts = [text.get_text() for text in figure.axes[3].texts]
-    traffic = [row["storage_read_bytes"] + row["storage_written_bytes"] for row in sweep_rows]
+    traffic = [
+        row["storage_read_bytes"] + row["storage_written_bytes"] for row in sweep_rows
+    ]
     assert texts == [f"{size / 2**30:.3g}" for size in traffic]
     assert [text.get_text().partition(" ms")[2] for text in figure.axes[0].texts] == [
         "",
@@ -81,15 +103,28 @@ def test_draw_sweep__shows_systems_with_storage_beside_each_other() -> None:
 
 
 def test_draw_sweep__numbers_of_parameters_have_a_logarithmic_scale() -> None:
-    (axes,) = draw_sweep(rows(["zero-offload"], [Scenario(scale_params=factor) for factor in (1.0, 2.0, 8.0)])).axes
+    (axes,) = draw_sweep(
+        rows(
+            ["zero-offload"],
+            [Scenario(scale_params=factor) for factor in (1.0, 2.0, 8.0)],
+        )
+    ).axes
     assert axes.get_yscale() == "log"
     # Eight times the parameters do not fit.
-    assert [text.get_text() for text in axes.get_xticklabels()] == ["1\n2 G", "2\n4 G", "8"]
+    assert [text.get_text() for text in axes.get_xticklabels()] == [
+        "1\n2 G",
+        "2\n4 G",
+        "8",
+    ]
 
 
 def test_draw_sweep__a_column_per_machine_and_a_row_per_further_scenario() -> None:
     machines = [machine(), machine(name="other", cpu_update_params_per_s=1e9)]
-    scenarios = [Scenario(free_bytes=size, subgroup_params=n) for n in (10**8, 5 * 10**8) for size in (0.0, 1e9, 2e9)]
+    scenarios = [
+        Scenario(free_bytes=size, subgroup_params=n)
+        for n in (10**8, 5 * 10**8)
+        for size in (0.0, 1e9, 2e9)
+    ]
     figure = draw_sweep(rows(["zero-offload"], scenarios, machines=machines))
     assert [axes.get_title() for axes in figure.axes] == ["box", "other", "", ""]
     assert [axes.get_ylabel() for axes in figure.axes][::2] == [
@@ -121,8 +156,13 @@ def test_draw_sweep__policies_are_bars_if_nothing_was_swept() -> None:
 
 @pytest.mark.slow
 def test_draw_sweep__an_error_is_written_into_an_empty_panel() -> None:
-    unknown_free, other = workload(gpu_free_bytes=None, name="$bare_"), workload(subgroup_params=1e9)
-    figure = draw_sweep(rows(["adaptive", "pipelined"], workloads=[unknown_free, other]))
+    unknown_free, other = (
+        workload(gpu_free_bytes=None, name="$bare_"),
+        workload(subgroup_params=1e9),
+    )
+    figure = draw_sweep(
+        rows(["adaptive", "pipelined"], workloads=[unknown_free, other])
+    )
     above, below = (axes for axes in figure.axes if axes.get_title(loc="left"))
     assert (len(above.patches), len(below.patches)) == (4, 8)
     assert above.texts[0].get_text() == "no result"
@@ -132,22 +172,45 @@ def test_draw_sweep__an_error_is_written_into_an_empty_panel() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         figure.savefig(io.BytesIO())
-        draw_sweep(rows(["adaptive"], free(0, 1), workloads=[workload(params=1)])).savefig(io.BytesIO())
+        draw_sweep(
+            rows(["adaptive"], free(0, 1), workloads=[workload(params=1)])
+        ).savefig(io.BytesIO())
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ([{"policy": f"interleaved:{n}"} for n in range(25)], "at most 24 policies as bars"),
         (
-            [{"policy": f"interleaved:{n}", "scale_params": s} for n in range(9) for s in (1.0, 2.0)],
+            [{"policy": f"interleaved:{n}"} for n in range(25)],
+            "at most 24 policies as bars",
+        ),
+        (
+            [
+                {"policy": f"interleaved:{n}", "scale_params": s}
+                for n in range(9)
+                for s in (1.0, 2.0)
+            ],
             "at most 8 policies as lines",
         ),
         ([{"machine": f"box {n}"} for n in range(7)], "7 panels"),
-        ([{"scale_params": a, "free_bytes": b} for a in range(30) for b in range(30)], "30 rows"),
+        (
+            [
+                {"scale_params": a, "free_bytes": b}
+                for a in range(30)
+                for b in range(30)
+            ],
+            "30 rows",
+        ),
     ],
 )
-def test_grid__refuses_too_many_panels_or_policies(changes: list[Row], message: str) -> None:
-    row = {"workload": "job", "machine": "box", "policy": "pipelined", **asdict(Scenario())}
+def test_grid__refuses_too_many_panels_or_policies(
+    changes: list[Row], message: str
+) -> None:
+    row = {
+        "workload": "job",
+        "machine": "box",
+        "policy": "pipelined",
+        **asdict(Scenario()),
+    }
     with pytest.raises(UserError, match=message):
         Grid.of([row | change for change in changes])

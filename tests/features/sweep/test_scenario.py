@@ -1,4 +1,5 @@
-"""Workloads with another number of parameters, other subgroups, or other free memory."""
+"""Workloads with another number of parameters, other subgroups, or other free
+memory."""
 
 from __future__ import annotations
 
@@ -26,12 +27,16 @@ def test_scenario__the_default_changes_nothing() -> None:
 
 
 def test_scenario__twice_the_parameters() -> None:
-    free = [{"at_s": at, "bytes": size} for at, size in ((0, 20e9), (0.05, 19e9), (0.2, 6e9), (0.9, 30e9), (1.2, 31e9))]
+    free = [
+        {"at_s": at, "bytes": size}
+        for at, size in ((0, 20e9), (0.05, 19e9), (0.2, 6e9), (0.9, 30e9), (1.2, 31e9))
+    ]
     job = workload(other_s=0.1, gpu_free_bytes=free)
     twice = Scenario(scale_params=2).apply_to(job)
     assert (twice.params, len(twice.subgroups)) == (4_000_000_000, 40)
     assert (twice.forward_s, twice.backward_s, twice.other_s) == (0.4, 1.2, 0.1)
-    # 2e9 more parameters of 2 bytes are on the device; memory changes at the same parts of forward and backward.
+    # 2e9 more parameters of 2 bytes are on the device; memory changes at the same parts
+    # of forward and backward.
     assert twice.gpu_free is not None
     times, sizes = zip(*twice.gpu_free, strict=True)
     assert sizes == (16e9, 15e9, 2e9, 26e9, 27e9)
@@ -46,13 +51,21 @@ def test_scenario__refuses_parameters_that_do_not_fit() -> None:
     with pytest.raises(WorkloadError, match=r"need 1\.86 GiB more"):
         Scenario(scale_params=3).apply_to(workload())
     # Unless the scenario sets the free memory.
-    assert Scenario(scale_params=3, free_bytes=1e9).apply_to(workload()).min_free_bytes == 1e9
+    assert (
+        Scenario(scale_params=3, free_bytes=1e9).apply_to(workload()).min_free_bytes
+        == 1e9
+    )
     with pytest.raises(WorkloadError, match="less than one parameter"):
-        Scenario(scale_params=1e-6).apply_to(workload(params=1000, subgroup_params=1000))
+        Scenario(scale_params=1e-6).apply_to(
+            workload(params=1000, subgroup_params=1000)
+        )
 
 
 def test_scenario__unknown_free_memory_stays_unknown() -> None:
-    assert Scenario(scale_params=2).apply_to(workload(gpu_free_bytes=None)).gpu_free is None
+    assert (
+        Scenario(scale_params=2).apply_to(workload(gpu_free_bytes=None)).gpu_free
+        is None
+    )
 
 
 def test_scenario__recorded_subgroups_become_equal_ones_of_their_mean_size() -> None:
@@ -64,7 +77,9 @@ def test_scenario__recorded_subgroups_become_equal_ones_of_their_mean_size() -> 
 
 
 def test_scenario__subgroups_are_at_most_the_whole_model_and_not_too_many() -> None:
-    assert Scenario(subgroup_params=10**12).apply_to(workload()).subgroups == (2_000_000_000,)
+    assert Scenario(subgroup_params=10**12).apply_to(workload()).subgroups == (
+        2_000_000_000,
+    )
     with pytest.raises(WorkloadError, match="choose larger"):
         Scenario(subgroup_params=10).apply_to(workload())
 
@@ -81,15 +96,24 @@ def test_with_min_free__sets_the_minimum_and_keeps_the_maximum_and_the_order(
         return
     assert max(after) == pytest.approx(max(before))
     assert [at for at, _ in with_min_free(free, min_bytes)] == [at for at, _ in free]
-    assert all(a <= b for x, a in zip(before, after, strict=True) for y, b in zip(before, after, strict=True) if x < y)
+    assert all(
+        a <= b
+        for x, a in zip(before, after, strict=True)
+        for y, b in zip(before, after, strict=True)
+        if x < y
+    )
 
 
 @given(free_steps)
-def test_with_min_free__the_present_minimum_changes_nothing(free: FreeMemorySteps) -> None:
+def test_with_min_free__the_present_minimum_changes_nothing(
+    free: FreeMemorySteps,
+) -> None:
     values = [size for _, size in free]
     after = with_min_free(free, min(values))
     if min(values) < max(values):
-        assert [size for _, size in after] == pytest.approx(values, abs=1e-9 * max(values))
+        assert [size for _, size in after] == pytest.approx(
+            values, abs=1e-9 * max(values)
+        )
 
 
 def test_with_min_free__unknown_free_memory_becomes_constant() -> None:

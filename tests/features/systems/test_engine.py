@@ -1,4 +1,5 @@
-"""Tests of the policies of other systems in the engine: it runs what it can, with the same bits."""
+"""Tests of the policies of other systems in the engine: it runs what it can, with the
+same bits."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ def train(policy: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64).to(torch.bfloat16)
     optimizer = InterleavedAdamW(
-        model.parameters(), policy=policy, subgroup_params=1000, machine=MACHINE, max_grad_norm=1.0
+        model.parameters(),
+        policy=policy,
+        subgroup_params=1000,
+        machine=MACHINE,
+        max_grad_norm=1.0,
     )
     for _ in range(3):
         model(torch.ones(8, 64, dtype=torch.bfloat16)).square().sum().backward()
@@ -29,11 +34,14 @@ def test_engine__runs_deepcompile_with_the_same_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, zero_offload, strict=True))
 
 
-@pytest.mark.parametrize("name", sorted(name for name, policy in POLICIES.items() if policy.simulation_only))
+@pytest.mark.parametrize(
+    "name", sorted(name for name, policy in POLICIES.items() if policy.simulation_only)
+)
 def test_engine__refuses_systems_that_are_only_simulated(name: str) -> None:
     policy = f"{name}:0.5" if name in ("zenflow", "megatron-hybrid") else name
     with pytest.raises(
-        PolicyError, match=f"policy {policy} can be simulated, by `ebbtide replay`, and not run"
+        PolicyError,
+        match=f"policy {policy} can be simulated, by `ebbtide replay`, and not run",
     ) as error:
         train(policy)
     assert "\n" not in str(error.value)

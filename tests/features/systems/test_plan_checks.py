@@ -1,4 +1,5 @@
-"""The check of plans of features, with a wait less, against runs on symbols: storage, overlap, layers and systems."""
+"""The check of plans of features, with a wait less, against runs on symbols: storage,
+overlap, layers and systems."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ from tests.interleave.strategies import machines, workloads
 SEEDS = st.integers(0, 2**32)
 
 
-@given(cases(max_subgroups=5, again=False) | cases(max_subgroups=5, stored=False, again=False), SEEDS)
+@given(
+    cases(max_subgroups=5, again=False)
+    | cases(max_subgroups=5, stored=False, again=False),
+    SEEDS,
+)
 @settings(max_examples=examples(300, by_default=20))
 def test_validate__refuses_a_plan_with_overlap_or_storage_and_a_wait_less_where_results_may_be_wrong(
     case: tuple[Plan, Workload, Machine], seed: int
@@ -51,9 +56,13 @@ def test_validate__refuses_a_plan_of_a_system_with_a_wait_less_where_results_may
 
 
 @pytest.mark.parametrize("policy", INFINITY)
-def test_validate__refuses_a_plan_on_storage_with_a_wait_less_where_results_may_be_wrong(policy: str) -> None:
+def test_validate__refuses_a_plan_on_storage_with_a_wait_less_where_results_may_be_wrong(
+    policy: str,
+) -> None:
     job = replace(JOB, params=4 * 10**8)
-    assert_refused_where_results_are_wrong(make_plan(policy, job, FULL), job, random.Random(0), 12)
+    assert_refused_where_results_are_wrong(
+        make_plan(policy, job, FULL), job, random.Random(0), 12
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,7 +85,9 @@ def test_validate__refuses_a_plan_for_layers_with_a_wait_less_where_results_may_
     draw = random.Random(policy)
     workload = replace(_random_workload(draw), clipping=clipping)
     if policy == "ml-dataflow":
-        workload = replace(workload, sizes=tuple(layer.params for layer in workload.layers))
+        workload = replace(
+            workload, sizes=tuple(layer.params for layer in workload.layers)
+        )
     elif policy == "megatrain":
         workload = replace(workload, chunk_shares=(1.0,))
     plan = make_plan(policy, workload, MACHINE)
@@ -84,7 +95,9 @@ def test_validate__refuses_a_plan_for_layers_with_a_wait_less_where_results_may_
     assert next(SymbolicRuns(plan, placed, compute_waits=True).problems(), None) is None
     refused = 0
     for name, changed in with_one_wait_less(plan, draw, 12):
-        problem = next(SymbolicRuns(changed, placed, compute_waits=True).problems(), None)
+        problem = next(
+            SymbolicRuns(changed, placed, compute_waits=True).problems(), None
+        )
         refused += is_refused(changed, placed)
         assert problem is None or is_refused(changed, placed), (name, problem)
     assert refused

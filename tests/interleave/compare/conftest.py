@@ -25,4 +25,8 @@ def comparison() -> Comparison:
         pytest.skip("a feature measures the rates of the CPU")
     with pytest.MonkeyPatch.context() as patch:
         plan_quickly(patch)
-        return compare(CompareConfig(params=TINY, iterations=5, link_bytes_per_s=LINK, baselines=("torch",)))
+        return compare(
+            CompareConfig(
+                params=TINY, iterations=5, link_bytes_per_s=LINK, baselines=("torch",)
+            )
+        )

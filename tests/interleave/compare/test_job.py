@@ -1,4 +1,5 @@
-"""The job of a comparison: its size, its reproducibility, and that there is something to learn."""
+"""The job of a comparison: its size, its reproducibility, and that there is something
+to learn."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def test_job__a_seed_gives_the_same_job_and_the_global_generator_is_untouched() 
 def test_job__parameters_are_in_half_precision_and_get_gradients() -> None:
     job = Job(Shape(1, 64), 0, CPU)
     job.forward().backward()
-    assert all(param.dtype == torch.bfloat16 and param.grad is not None for param in job.params)
+    assert all(
+        param.dtype == torch.bfloat16 and param.grad is not None for param in job.params
+    )
 
 
 @pytest.mark.slow

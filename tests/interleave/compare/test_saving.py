@@ -28,7 +28,9 @@ def test_save_traces__writes_a_measured_and_a_predicted_trace_per_policy(
             assert any(half in note and "emulated" in note for note in trace.notes)
             phases = {phase.phase: phase.median_ms for phase in summarize(trace).phases}
             for phase in PHASES:
-                assert phases[phase] == pytest.approx(1e3 * getattr(schedule, f"{phase}_s"), abs=1e-5)
+                assert phases[phase] == pytest.approx(
+                    1e3 * getattr(schedule, f"{phase}_s"), abs=1e-5
+                )
             assert len(trace.ops(rank=0)) == len(schedule.plan.ops)
             assert set(trace.memory(rank=0)["pool"]) == {"planned"}
             assert trace.memory(rank=0)["bytes"].max() == schedule.peak_device_bytes

@@ -1,4 +1,5 @@
-"""Lets one process compile a loop while others that need it wait for its file: pytest's workers, and ranks of a job."""
+"""Lets one process compile a loop while others that need it wait for its file: pytest's
+workers, and ranks of a job."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ def compile_once() -> None:
 def _compile_or_wait(loop: Any, signature: Any) -> Any:
     if isinstance(loop._cache, NullCache):
         return _compile(loop, signature)
-    with open(Path(loop._cache.cache_path) / f"{loop.py_func.__qualname__}.lock", "w") as lock:
+    with open(
+        Path(loop._cache.cache_path) / f"{loop.py_func.__qualname__}.lock", "w"
+    ) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return _compile(loop, signature)

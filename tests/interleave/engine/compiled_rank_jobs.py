@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.interleave.engine.late_rank_jobs import OVERLAPS, Normalized, late_optimizer, on_all_ranks, train_replica
+from tests.interleave.engine.late_rank_jobs import (
+    OVERLAPS,
+    Normalized,
+    late_optimizer,
+    on_all_ranks,
+    train_replica,
+)
 from tests.interleave.engine.rank_jobs import RANKS, Result, loss_of, sharded
 from tests.interleave.engine.training import batches
 
@@ -38,8 +44,15 @@ def compiled_replicas(rank: int, folder: Path) -> bool:
     for overlap in OVERLAPS:
         ddp = nn.parallel.DistributedDataParallel(Normalized())
         with late_optimizer(ddp, "kept", overlap) as optimizer:
-            losses.append(train_replica(torch.compile(ddp, backend="aot_eager"), optimizer, rank, 5))
+            losses.append(
+                train_replica(
+                    torch.compile(ddp, backend="aot_eager"), optimizer, rank, 5
+                )
+            )
     return on_all_ranks(losses[0] == losses[1])
 
 
-JOBS: tuple[Callable[[int, Path], Result | bool], ...] = (compiled_shards, compiled_replicas)
+JOBS: tuple[Callable[[int, Path], Result | bool], ...] = (
+    compiled_shards,
+    compiled_replicas,
+)

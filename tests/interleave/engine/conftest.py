@@ -23,7 +23,8 @@ def kernel() -> Iterator[CpuKernel]:
 
 @pytest.fixture(autouse=True)
 def own_linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put torch's `linear` back, which DeepSpeed's stage 3 replaces in a process, whatever ran in it before."""
+    """Put torch's `linear` back, which DeepSpeed's stage 3 replaces in a process,
+    whatever ran in it before."""
     monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)
 
 

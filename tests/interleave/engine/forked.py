@@ -19,7 +19,8 @@ class ForkedCall(NamedTuple):
 
 
 def forked(call: Callable[[], object]) -> ForkedCall:
-    """Fork, and call a function in the child. Fails if the child raises another error, or does not end in time."""
+    """Fork, and call a function in the child. Fails if the child raises another error,
+    or does not end in time."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

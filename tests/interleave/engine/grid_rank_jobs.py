@@ -12,7 +12,8 @@ from tests.interleave.engine.grid.judge import judge, quiet
 
 
 def random_grid(rank: int, folder: Path, jobs: int = 4) -> dict[str, Any]:
-    """Return the numbers of verdicts by kind of parallel model, and the jobs that are wrong on a rank."""
+    """Return the numbers of verdicts by kind of parallel model, and the jobs that are
+    wrong on a rank."""
     quiet()
     counts: Counter[str] = Counter()
     wrong = []

@@ -1,4 +1,5 @@
-"""Random plans that the engine can run: every kind of placement, operations in any legal order."""
+"""Random plans that the engine can run: every kind of placement, operations in any
+legal order."""
 
 from __future__ import annotations
 
@@ -22,14 +23,20 @@ from ebbtide.interleave.model.plan import (
 )
 from ebbtide.interleave.model.workload import Workload
 
-# Placements of a subgroup's state: on the host, without or with a separate cast; resident on the device; fetched,
-# updated and flushed; parked on the device from the update to the beginning of the next iteration, or to a later point
-# before the next update.
+# Placements of a subgroup's state: on the host, without or with a separate cast;
+# resident on the device; fetched, updated and flushed; parked on the device from the
+# update to the beginning of the next iteration, or to a later point before the next
+# update.
 PLACEMENTS = ("cpu", "cast", "resident", "streamed", "parked")
 _POINTS = (OTHER, 0.5, FORWARD, 1.5, BACKWARD, 2.5, UPDATE, 3.5, STEP)
 
 
-def workload_of(sizes: Sequence[int], clipping: bool, gradients_held_until_step: bool, width: int = 2) -> Workload:
+def workload_of(
+    sizes: Sequence[int],
+    clipping: bool,
+    gradients_held_until_step: bool,
+    width: int = 2,
+) -> Workload:
     """Return a job with subgroups of these sizes, and parameters of `width` bytes."""
     return Workload(
         name="random",
@@ -46,18 +53,31 @@ def workload_of(sizes: Sequence[int], clipping: bool, gradients_held_until_step:
 
 
 @st.composite
-def plans(draw: st.DrawFn, workload: Workload, placements: Sequence[str] = PLACEMENTS) -> Plan:
+def plans(
+    draw: st.DrawFn, workload: Workload, placements: Sequence[str] = PLACEMENTS
+) -> Plan:
     """Draw valid plans with these placements."""
     count = len(workload.subgroups)
     chosen = draw(st.lists(st.sampled_from(placements), min_size=count, max_size=count))
-    return make(workload, chosen, draw(st.frozensets(st.integers(0, count - 1))), draw(st.integers(0, 2**32)))
+    return make(
+        workload,
+        chosen,
+        draw(st.frozensets(st.integers(0, count - 1))),
+        draw(st.integers(0, 2**32)),
+    )
 
 
-def make(workload: Workload, placements: Sequence[str], kept: Collection[int] = (), seed: int = 0) -> Plan:
+def make(
+    workload: Workload,
+    placements: Sequence[str],
+    kept: Collection[int] = (),
+    seed: int = 0,
+) -> Plan:
     """Return a valid plan with a placement for each subgroup.
 
-    The gradients of the subgroups in `kept` stay on the device if they are needed there. An operation that acquires
-    device memory waits for all earlier ones that release some, so `device_bytes` is enough."""
+    The gradients of the subgroups in `kept` stay on the device if they are needed
+    there. An operation that acquires device memory waits for all earlier ones that
+    release some, so `device_bytes` is enough."""
     maker = _Maker(workload, random.Random(seed))
     for subgroup, placement in enumerate(placements):
         maker.add(subgroup, placement, subgroup in kept)
@@ -65,8 +85,11 @@ def make(workload: Workload, placements: Sequence[str], kept: Collection[int] = 
 
 
 def device_bytes(plan: Plan, workload: Workload) -> float:
-    """Return the peak of device memory of such a plan, without gradients that the job keeps there."""
-    used = peak = plan.resident_bytes + workload.state_bytes * sum(workload.subgroups[s] for s in plan.parked)
+    """Return the peak of device memory of such a plan, without gradients that the job
+    keeps there."""
+    used = peak = plan.resident_bytes + workload.state_bytes * sum(
+        workload.subgroups[s] for s in plan.parked
+    )
     for op in plan.ops:
         used += op.takes
         peak = max(peak, used)
@@ -76,12 +99,15 @@ def device_bytes(plan: Plan, workload: Workload) -> float:
 
 @dataclass
 class _Maker:
-    """Collects operations, named by (kind, subgroup), and puts them in a random order."""
+    """Collects operations, named by (kind, subgroup), and puts them in a random
+    order."""
 
     workload: Workload
     random: random.Random
     ops: dict[tuple[OpKind, int], Op] = field(default_factory=dict)
-    after: dict[tuple[OpKind, int], list[tuple[OpKind, int]]] = field(default_factory=dict)
+    after: dict[tuple[OpKind, int], list[tuple[OpKind, int]]] = field(
+        default_factory=dict
+    )
     resident: set[int] = field(default_factory=set)
     parked: set[int] = field(default_factory=set)
     kept: set[int] = field(default_factory=set)
@@ -91,17 +117,29 @@ class _Maker:
         state, width = self.workload.state_bytes, self.workload.grad_bytes
         state_bytes = state * self.workload.subgroups[subgroup]
         ready_point = (
-            UPDATE if self.workload.gradients_held_until_step else gradient_ready_points(self.workload)[subgroup]
+            UPDATE
+            if self.workload.gradients_held_until_step
+            else gradient_ready_points(self.workload)[subgroup]
         )
-        # If gradients stay on the device until the step, updates get their inputs in the step.
+        # If gradients stay on the device until the step, updates get their inputs in
+        # the step.
         scalars_point = STEP if self.workload.gradients_held_until_step else OTHER
         on_cpu = placement in ("cpu", "cast")
         pageable = on_cpu and self.random.random() < 0.3
-        waits: list[tuple[OpKind, int]] = [("clip", -1)] if self.workload.clipping else []
+        waits: list[tuple[OpKind, int]] = (
+            [("clip", -1)] if self.workload.clipping else []
+        )
         if kept and not on_cpu:
             self.kept.add(subgroup)
         else:
-            self._op("gradient down", "d2h", subgroup, width, start=ready_point, pageable=pageable)
+            self._op(
+                "gradient down",
+                "d2h",
+                subgroup,
+                width,
+                start=ready_point,
+                pageable=pageable,
+            )
             waits.append(("gradient down", subgroup))
         if on_cpu:
             self._op("update", "cpu", subgroup, start=scalars_point, after=waits)
@@ -109,11 +147,28 @@ class _Maker:
             if placement == "cast":
                 last = "cast"
                 self._op("cast", "cpu", subgroup, after=[("update", subgroup)])
-            self._op("upload", "h2d", subgroup, width, after=[(last, subgroup)], pageable=pageable)
+            self._op(
+                "upload",
+                "h2d",
+                subgroup,
+                width,
+                after=[(last, subgroup)],
+                pageable=pageable,
+            )
             return
         if not kept:
-            returned_bytes = self.workload.returned_gradient_bytes * self.workload.subgroups[subgroup]
-            self._op("gradient up", "h2d", subgroup, width, after=list(waits), takes=returned_bytes)
+            returned_bytes = (
+                self.workload.returned_gradient_bytes
+                * self.workload.subgroups[subgroup]
+            )
+            self._op(
+                "gradient up",
+                "h2d",
+                subgroup,
+                width,
+                after=list(waits),
+                takes=returned_bytes,
+            )
             waits.append(("gradient up", subgroup))
         if placement == "resident":
             self.resident.add(subgroup)
@@ -121,7 +176,9 @@ class _Maker:
             if placement == "parked":
                 self.parked.add(subgroup)
                 self._op("flush", "d2h", subgroup, state, gives=state_bytes)
-            flushed: list[tuple[OpKind, int]] = [("flush", subgroup)] if placement == "parked" else []
+            flushed: list[tuple[OpKind, int]] = (
+                [("flush", subgroup)] if placement == "parked" else []
+            )
             self._op("fetch", "h2d", subgroup, state, after=flushed, takes=state_bytes)
             waits.append(("fetch", subgroup))
         self._op(
@@ -133,7 +190,14 @@ class _Maker:
             gives=returned_bytes,
         )
         if placement == "streamed":
-            self._op("flush", "d2h", subgroup, state, after=[("update", subgroup)], gives=state_bytes)
+            self._op(
+                "flush",
+                "d2h",
+                subgroup,
+                state,
+                after=[("update", subgroup)],
+                gives=state_bytes,
+            )
 
     def plan(self) -> Plan:
         if self.workload.clipping:
@@ -161,7 +225,9 @@ class _Maker:
             ended.append(after | by_others)
             if self.random.random() < 0.5:
                 after -= by_others
-            ops.append(op._replace(after=tuple(self.random.sample(sorted(after), len(after)))))
+            ops.append(
+                op._replace(after=tuple(self.random.sample(sorted(after), len(after))))
+            )
         return Plan(
             policy="random",
             ops=tuple(ops),
@@ -169,7 +235,8 @@ class _Maker:
             resident=frozenset(self.resident),
             parked=frozenset(self.parked),
             kept_gradients=frozenset(self.kept),
-            resident_bytes=self.workload.state_bytes * sum(self.workload.subgroups[s] for s in self.resident),
+            resident_bytes=self.workload.state_bytes
+            * sum(self.workload.subgroups[s] for s in self.resident),
         ).validate(self.workload)
 
     def _op(
@@ -187,7 +254,14 @@ class _Maker:
         """Add an operation at a random point that is not earlier than `start`."""
         params = self.workload.subgroups[subgroup] if subgroup >= 0 else 0
         points = [start, *(later for later in _POINTS if later > start)]
-        op = Op(kind, resource, subgroup, params, bytes_per_param * params, self.random.choice(points))
+        op = Op(
+            kind,
+            resource,
+            subgroup,
+            params,
+            bytes_per_param * params,
+            self.random.choice(points),
+        )
         op = op._replace(pageable=pageable, takes=takes, gives=gives)
         self.ops[kind, subgroup] = op
         self.after[kind, subgroup] = list(after)
@@ -197,7 +271,11 @@ class _Maker:
         order: list[tuple[OpKind, int]] = []
         left = list(self.ops)
         while left:
-            candidates = [name for name in left if all(early in order for early in self.after[name])]
+            candidates = [
+                name
+                for name in left
+                if all(early in order for early in self.after[name])
+            ]
             order.append(self.random.choice(candidates))
             left.remove(order[-1])
         return order

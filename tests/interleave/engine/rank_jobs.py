@@ -13,7 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -31,7 +34,11 @@ CASES = (
     ("zero-offload", "kept"),
     ("interleaved:2", "streamed"),
     ("adaptive", "streamed"),
-    *((("zero-offload", "streamed"), ("gpu-only", "kept"), ("gpu-only", "streamed")) if FUZZ > 1 else ()),
+    *(
+        (("zero-offload", "streamed"), ("gpu-only", "kept"), ("gpu-only", "streamed"))
+        if FUZZ > 1
+        else ()
+    ),
 )
 Result = dict[str, Any]
 
@@ -40,7 +47,9 @@ def backwards(step: int) -> int:
     return (1, 1, 2, 4, 1, 3)[step % 6]
 
 
-def loss_of(model: Any, batch: tuple[torch.Tensor, torch.Tensor], step: int, part: slice) -> torch.Tensor:
+def loss_of(
+    model: Any, batch: tuple[torch.Tensor, torch.Tensor], step: int, part: slice
+) -> torch.Tensor:
     """Return the loss of a part of the batch; each step uses another branch."""
     inputs, targets = batch
     return ((model(inputs[part], step % 3).float() - targets[part]) ** 2).mean()
@@ -69,14 +78,18 @@ def train(model: Any, optimizer: Any, rank: int, steps: int = STEPS) -> list[flo
 
 
 def full_params(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: param.full_tensor().detach() for name, param in model.named_parameters()}
+    return {
+        name: param.full_tensor().detach() for name, param in model.named_parameters()
+    }
 
 
 def every_policy(rank: int, folder: Path) -> Result:
     results: Result = {}
     for policy, mode in CASES:
         model = sharded()
-        optimizer = maker(policy, mode, machine=MACHINE)(model.parameters(), max_grad_norm=0.3)
+        optimizer = maker(policy, mode, machine=MACHINE)(
+            model.parameters(), max_grad_norm=0.3
+        )
         losses = train(model, optimizer, rank)
         optimizer.close()
         results[f"{policy} {mode}"] = losses, full_params(model)
@@ -84,16 +97,25 @@ def every_policy(rank: int, folder: Path) -> Result:
 
 
 def saved(rank: int, folder: Path) -> Result:
-    """Save a checkpoint after some steps; return its state, and the parameters some steps later."""
+    """Save a checkpoint after some steps; return its state, and the parameters some
+    steps later."""
     model = sharded()
-    optimizer = maker("interleaved:2", "streamed")(model.parameters(), max_grad_norm=0.3)
+    optimizer = maker("interleaved:2", "streamed")(
+        model.parameters(), max_grad_norm=0.3
+    )
     train(model, optimizer, rank)
     optimizer.zero_grad()
     before = full_params(model)
     state = get_optimizer_state_dict(model, optimizer)
-    dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=folder / "checkpoint")
+    dcp.save(
+        {"model": model.state_dict(), "optimizer": state},
+        checkpoint_id=folder / "checkpoint",
+    )
     full = {
-        name: {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in entry.items()}
+        name: {
+            key: value.full_tensor() if hasattr(value, "full_tensor") else value
+            for key, value in entry.items()
+        }
         for name, entry in state["state"].items()
     }
     train(model, optimizer, rank, 3)
@@ -137,12 +159,15 @@ def replicated_and_streamed(rank: int, folder: Path) -> Result:
 
 
 def with_empty_shards(rank: int, folder: Path) -> Result:
-    """Return how often each policy has updated a parameter with one row on two ranks."""
+    """Return how often each policy has updated a parameter with one row on two
+    ranks."""
     results: Result = {}
     for policy, mode in CASES:
         model = nn.Linear(3, 1, bias=False)
         fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
-        optimizer = maker(policy, mode, machine=MACHINE)(model.parameters(), max_grad_norm=0.3)
+        optimizer = maker(policy, mode, machine=MACHINE)(
+            model.parameters(), max_grad_norm=0.3
+        )
         for _ in range(4):
             optimizer.zero_grad()
             model(torch.ones(2, 3)).square().sum().backward()
@@ -153,18 +178,27 @@ def with_empty_shards(rank: int, folder: Path) -> Result:
 
 
 def saved_in_8_bits(rank: int, folder: Path) -> Result:
-    """Return whether a job that loads a checkpoint of shards goes on with the same bits."""
+    """Return whether a job that loads a checkpoint of shards goes on with the same
+    bits."""
 
     def optimizer_of(model: nn.Module) -> InterleavedOptimizer:
-        return InterleavedOptimizer(model.parameters(), "adamw-8bit", policy="interleaved:2", machine=MACHINE)
+        return InterleavedOptimizer(
+            model.parameters(), "adamw-8bit", policy="interleaved:2", machine=MACHINE
+        )
 
     model, resumed = sharded(), sharded()
     optimizer, other = optimizer_of(model), optimizer_of(resumed)
     train(model, optimizer, rank, 3)
     optimizer.zero_grad()
-    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    state = {
+        "model": model.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
     dcp.save(state, checkpoint_id=folder / "8-bit")
-    loaded = {"model": resumed.state_dict(), "optimizer": get_optimizer_state_dict(resumed, other)}
+    loaded = {
+        "model": resumed.state_dict(),
+        "optimizer": get_optimizer_state_dict(resumed, other),
+    }
     dcp.load(loaded, checkpoint_id=folder / "8-bit")
     resumed.load_state_dict(loaded["model"])
     set_optimizer_state_dict(resumed, other, loaded["optimizer"])
@@ -172,7 +206,11 @@ def saved_in_8_bits(rank: int, folder: Path) -> Result:
         train(own, its, rank, 3)
         its.close()
     expected, params = full_params(model), full_params(resumed)
-    return {"equal": all(torch.equal(params[name], value) for name, value in expected.items())}
+    return {
+        "equal": all(
+            torch.equal(params[name], value) for name, value in expected.items()
+        )
+    }
 
 
 JOBS: tuple[Callable[[int, Path], Result], ...] = (
@@ -186,14 +224,21 @@ JOBS: tuple[Callable[[int, Path], Result], ...] = (
 )
 
 
-def main(rank: int, folder: Path, jobs: tuple[Callable[[int, Path], Result], ...], ranks: int) -> None:
+def main(
+    rank: int, folder: Path, jobs: tuple[Callable[[int, Path], Result], ...], ranks: int
+) -> None:
     """Run jobs on one of several ranks; rank 0 writes the results to the folder."""
     torch.set_num_threads(1)
     compile_once()
     plan_quickly(pytest.MonkeyPatch())
     gc.freeze()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(folder / "store"), ranks),
+        rank=rank,
+        world_size=ranks,
+    )
     results = {job.__name__: job(rank, folder) for job in jobs}
     if rank == 0:
         torch.save(results, folder / "results")

@@ -17,17 +17,27 @@ State = list[torch.Tensor]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits for comparisons, in which a NaN equals itself and -0 differs from 0."""
+    """Return the bits for comparisons, in which a NaN equals itself and -0 differs from
+    0."""
     return tensor.cpu().view(_INTEGERS[tensor.element_size()])
 
 
-def any_bits(length: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Return random bit patterns; subnormals, NaN, powers of two, zero and infinity are frequent."""
+def any_bits(
+    length: int, dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
+    """Return random bit patterns; subnormals, NaN, powers of two, zero and infinity are
+    frequent."""
     if dtype == torch.uint8:
         return torch.randint(0, 256, (length,), generator=generator).to(dtype)
     size = 8 * dtype.itemsize
-    patterns = torch.randint(-(2 ** (size - 1)), 2 ** (size - 1), (length,), generator=generator)
-    exponent = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}[dtype]
+    patterns = torch.randint(
+        -(2 ** (size - 1)), 2 ** (size - 1), (length,), generator=generator
+    )
+    exponent = {
+        torch.bfloat16: 0x7F80,
+        torch.float16: 0x7C00,
+        torch.float32: 0x7F800000,
+    }[dtype]
     chosen = torch.randint(0, 8, (length,), generator=generator)
     patterns = torch.where(chosen == 0, patterns & ~exponent, patterns)
     patterns = torch.where(chosen == 1, patterns | exponent, patterns)
@@ -42,16 +52,27 @@ def any_state(length: int, grad: torch.dtype, out: torch.dtype, seed: int) -> St
     return [any_bits(length, grad, generator), *state, torch.zeros(length, dtype=out)]
 
 
-def plausible_state(length: int, grad: torch.dtype, out: torch.dtype, seed: int) -> State:
+def plausible_state(
+    length: int, grad: torch.dtype, out: torch.dtype, seed: int
+) -> State:
     generator = torch.Generator().manual_seed(seed)
     normal = [torch.randn(length, generator=generator) for _ in range(4)]
     gradient, master, first, second = (
-        values * scale for values, scale in zip(normal, (1e-3, 0.02, 1e-4, 1e-3), strict=True)
+        values * scale
+        for values, scale in zip(normal, (1e-3, 0.02, 1e-4, 1e-3), strict=True)
     )
-    return [gradient.to(grad), master, first, second.square(), torch.zeros(length, dtype=out)]
+    return [
+        gradient.to(grad),
+        master,
+        first,
+        second.square(),
+        torch.zeros(length, dtype=out),
+    ]
 
 
-def arguments(state: Iterable[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+def arguments(
+    state: Iterable[torch.Tensor],
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
     """Return gradient, state and parameter, as kernels take them."""
     gradient, *rows, parameter = state
     return gradient, rows, parameter
@@ -65,5 +86,10 @@ def updated(state: State, scalars: Scalars) -> State:
 
 
 def assert_same(state: State, expected: State) -> None:
-    for name, one, other in zip(("gradient", "master", "exp_avg", "exp_avg_sq", "out"), state, expected, strict=True):
+    for name, one, other in zip(
+        ("gradient", "master", "exp_avg", "exp_avg_sq", "out"),
+        state,
+        expected,
+        strict=True,
+    ):
         assert torch.equal(bits(one), bits(other)), name

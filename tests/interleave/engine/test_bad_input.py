@@ -1,4 +1,5 @@
-"""Invalid input of InterleavedAdamW: each error is one clear line, and no thread stays behind."""
+"""Invalid input of InterleavedAdamW: each error is one clear line, and no thread stays
+behind."""
 
 from __future__ import annotations
 
@@ -43,10 +44,22 @@ INVALID_ARGUMENTS = [
     (lambda: maker("nothing", "kept")([values(8)]), "nothing"),
     (lambda: maker("interleaved:many", "kept")([values(8)]), "interleaved"),
     (lambda: maker("twin-flow:2", "kept")([values(8)]), "twin-flow"),
-    (lambda: maker("gpu-only", "kept", memory_budget=1000)([values(150)]), "1.17 KiB.*1000 bytes"),
-    (lambda: maker("gpu-only", "kept", device=EmulatedDevice(1000))([values(150)]), "1000"),
-    (lambda: maker("adaptive", "kept", machine=Machine(name="m"))([values(100)]), "machine m has no"),
-    (lambda: make([values(8)], memory_budget=4), "memory_budget is 4 bytes: for 4 GB it must be 4e9"),
+    (
+        lambda: maker("gpu-only", "kept", memory_budget=1000)([values(150)]),
+        "1.17 KiB.*1000 bytes",
+    ),
+    (
+        lambda: maker("gpu-only", "kept", device=EmulatedDevice(1000))([values(150)]),
+        "1000",
+    ),
+    (
+        lambda: maker("adaptive", "kept", machine=Machine(name="m"))([values(100)]),
+        "machine m has no",
+    ),
+    (
+        lambda: make([values(8)], memory_budget=4),
+        "memory_budget is 4 bytes: for 4 GB it must be 4e9",
+    ),
     (lambda: make([values(8)], lr=-1e-3), "lr"),
     (lambda: make([values(8)], lr=float("nan")), "lr"),
     (lambda: make([values(8)], lr="fast"), "lr"),
@@ -61,8 +74,14 @@ INVALID_ARGUMENTS = [
     (lambda: make([{"params": [values(8)], "amsgrad": True}]), "amsgrad"),
     (lambda: make([{"params": [values(8)], "maximize": True}]), "maximize"),
     (lambda: make([values(8)], amsgrad=True), "amsgrad is not supported: leave it off"),
-    (lambda: make([values(8)], differentiable=True), "differentiable is not supported: leave it off"),
-    (lambda: make([values(8)], fuse=True), "fuse is no hyperparameter of adamw: these are lr"),
+    (
+        lambda: make([values(8)], differentiable=True),
+        "differentiable is not supported: leave it off",
+    ),
+    (
+        lambda: make([values(8)], fuse=True),
+        "fuse is no hyperparameter of adamw: these are lr",
+    ),
     (lambda: make([values(8)], subgroup_params=0), "subgroup_params"),
     (lambda: make([values(8)], threads=0), "threads"),
     (lambda: make([values(8)], threads=-1), "threads"),
@@ -76,8 +95,16 @@ INVALID_ARGUMENTS = [
     (lambda: make([values(8)], memory_budget=-1.0), "memory_budget"),
     (lambda: make([values(8)], memory_budget=float("nan")), "memory_budget"),
     (lambda: make([values(8)], memory_budget="much"), "memory_budget"),
-    (lambda: make([values(8)], memory_budget={"forward": 1e6, "update": 1e6}), "memory_budget.*backward"),
-    (lambda: make([values(8)], memory_budget={"forward": 1e6, "backward": -1, "update": 1e6}), "memory_budget"),
+    (
+        lambda: make([values(8)], memory_budget={"forward": 1e6, "update": 1e6}),
+        "memory_budget.*backward",
+    ),
+    (
+        lambda: make(
+            [values(8)], memory_budget={"forward": 1e6, "backward": -1, "update": 1e6}
+        ),
+        "memory_budget",
+    ),
 ]
 
 
@@ -100,17 +127,46 @@ def with_gradient(optimizer: InterleavedAdamW, gradient: torch.Tensor) -> None:
     [
         (copy.deepcopy, "copied or pickled"),
         (pickle.dumps, "copied or pickled"),
-        (lambda optimizer: with_gradient(optimizer, torch.eye(8).to_sparse()), "sparse"),
-        (lambda optimizer: with_gradient(optimizer, torch.full((8, 8), torch.nan)), "not a number"),
-        (lambda optimizer: with_gradient(optimizer, torch.full((8, 8), torch.inf)), "infinite"),
-        (lambda optimizer: optimizer.add_param_group({"params": [values(8)], "lr": -1}), "lr"),
-        (lambda optimizer: optimizer.add_param_group({"params": [values(8, device="meta")]}), "2 devices"),
-        (lambda optimizer: optimizer.add_param_group({"params": [values(8, dtype=torch.float64)]}), "float64"),
+        (
+            lambda optimizer: with_gradient(optimizer, torch.eye(8).to_sparse()),
+            "sparse",
+        ),
+        (
+            lambda optimizer: with_gradient(optimizer, torch.full((8, 8), torch.nan)),
+            "not a number",
+        ),
+        (
+            lambda optimizer: with_gradient(optimizer, torch.full((8, 8), torch.inf)),
+            "infinite",
+        ),
+        (
+            lambda optimizer: optimizer.add_param_group(
+                {"params": [values(8)], "lr": -1}
+            ),
+            "lr",
+        ),
+        (
+            lambda optimizer: optimizer.add_param_group(
+                {"params": [values(8, device="meta")]}
+            ),
+            "2 devices",
+        ),
+        (
+            lambda optimizer: optimizer.add_param_group(
+                {"params": [values(8, dtype=torch.float64)]}
+            ),
+            "float64",
+        ),
     ],
 )
-def test_refused_calls__change_nothing(do: Callable[[InterleavedAdamW], object], message: str) -> None:
+def test_refused_calls__change_nothing(
+    do: Callable[[InterleavedAdamW], object], message: str
+) -> None:
     weight, other = values(8, 8), values(8)
-    with no_thread_left(), closing(make([weight, other], max_grad_norm=1.0)) as optimizer:
+    with (
+        no_thread_left(),
+        closing(make([weight, other], max_grad_norm=1.0)) as optimizer,
+    ):
         other.grad = torch.full((8,), 100.0)
         with pytest.raises(EngineError, match=message) as error:
             do(optimizer)
@@ -121,7 +177,9 @@ def test_refused_calls__change_nothing(do: Callable[[InterleavedAdamW], object],
         optimizer.zero_grad()
         weight.grad = torch.full((8, 8), 1e-3)
         optimizer.step()
-        assert optimizer.state_dict()["state"][0]["exp_avg"][0, 0] == torch.tensor(1e-3) * torch.tensor(0.1)
+        assert optimizer.state_dict()["state"][0]["exp_avg"][0, 0] == torch.tensor(
+            1e-3
+        ) * torch.tensor(0.1)
 
 
 def backward_and_step(embedding: nn.Embedding, optimizer: InterleavedAdamW) -> None:
@@ -131,7 +189,12 @@ def backward_and_step(embedding: nn.Embedding, optimizer: InterleavedAdamW) -> N
 
 def test_streamed__refuses_sparse_gradients() -> None:
     embedding = nn.Embedding(16, 4, sparse=True)
-    with no_thread_left(), closing(maker("interleaved:2", "streamed")(embedding.parameters())) as optimizer:
+    with (
+        no_thread_left(),
+        closing(
+            maker("interleaved:2", "streamed")(embedding.parameters())
+        ) as optimizer,
+    ):
         for _ in range(3):
             embedding.zero_grad()
             # At first the step refuses it, later the backward, which offloads it.
@@ -170,7 +233,9 @@ def test_close__refuses_later_calls(mode: str) -> None:
 def test_adaptive__uses_the_cpu_if_the_device_has_no_memory() -> None:
     job = Job()
     device = EmulatedDevice(0)
-    with closing(maker("adaptive", "kept", device=device, machine=MACHINE)(job.net.parameters())) as optimizer:
+    with closing(
+        maker("adaptive", "kept", device=device, machine=MACHINE)(job.net.parameters())
+    ) as optimizer:
         for _ in range(4):
             job.step(optimizer)
     assert device.peak_bytes == 0
@@ -198,7 +263,9 @@ def test_step__refuses_settings_that_were_changed_and_goes_on_with_those_before(
         model = torch.nn.Linear(3, 3)
         torch.nn.init.ones_(model.weight)
         torch.nn.init.ones_(model.bias)
-        optimizer = InterleavedAdamW(model.parameters(), policy="interleaved:2", gradients=gradients)
+        optimizer = InterleavedAdamW(
+            model.parameters(), policy="interleaved:2", gradients=gradients
+        )
         for step in range(4):
             model(torch.full((2, 3), 1.0 + step)).square().sum().backward()
             if is_changed and step == 2:
@@ -216,19 +283,33 @@ def test_step__refuses_settings_that_were_changed_and_goes_on_with_those_before(
 
 
 @pytest.mark.parametrize("gradients", ["kept", "streamed"])
-def test_step__refuses_a_removed_group_and_goes_on_when_it_is_back(gradients: Literal["kept", "streamed"]) -> None:
+def test_step__refuses_a_removed_group_and_goes_on_when_it_is_back(
+    gradients: Literal["kept", "streamed"],
+) -> None:
     results = []
     for is_removed in (False, True):
         params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
         groups = [{"params": [param]} for param in params]
-        optimizer = InterleavedAdamW(groups, policy="pipelined,overlap=auto", gradients=gradients, machine=MACHINE)
+        optimizer = InterleavedAdamW(
+            groups,
+            policy="pipelined,overlap=auto",
+            gradients=gradients,
+            machine=MACHINE,
+        )
         for step in range(4):
             if is_removed and step == 2:
                 removed = optimizer.param_groups.pop()
             ((params[0] + 2 * params[1]) ** 2).sum().backward()
             if is_removed and step == 2:
-                for call in (optimizer.step, optimizer.state_dict, partial(optimizer.load_state_dict, {})):
-                    with pytest.raises(EngineError, match="1 parameters of this optimizer are in no group any more"):
+                for call in (
+                    optimizer.step,
+                    optimizer.state_dict,
+                    partial(optimizer.load_state_dict, {}),
+                ):
+                    with pytest.raises(
+                        EngineError,
+                        match="1 parameters of this optimizer are in no group any more",
+                    ):
                         call()
                 optimizer.param_groups.append(removed)
             optimizer.step()
@@ -239,13 +320,17 @@ def test_step__refuses_a_removed_group_and_goes_on_when_it_is_back(gradients: Li
 
 
 def test_constructor__refuses_parameters_that_share_memory() -> None:
-    """Also in part, and any two of many; parameters without elements, and those that touch, share none."""
+    """Also in part, and any two of many; parameters without elements, and those that
+    touch, share none."""
     flat = torch.zeros(10_000)
     params = [torch.nn.Parameter(values) for values in flat.split(3)]
     empty = [torch.nn.Parameter(flat[100:100]) for _ in range(2)]
     make([*reversed(params), *empty]).close()
     for shared in (flat[:3], flat[5_000:5_001], flat[2:4], flat):
-        with pytest.raises(EngineError, match="share memory: tie weights by one Parameter in both places"):
+        with pytest.raises(
+            EngineError,
+            match="share memory: tie weights by one Parameter in both places",
+        ):
             make([*params, torch.nn.Parameter(shared)])
 
 
@@ -259,7 +344,9 @@ def test_step__refuses_parameters_that_share_memory_since_then(steps: int) -> No
         optimizer.step()
     model[1].weight.data = model[0].weight.data
     model(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(EngineError, match="parameters 0 and 2 of this optimizer share memory"):
+    with pytest.raises(
+        EngineError, match="parameters 0 and 2 of this optimizer share memory"
+    ):
         optimizer.step()
     model[1].weight.data = own
     optimizer.step()

@@ -1,4 +1,5 @@
-"""Calls of a step to its device: each is a launch or two on a GPU, and waiting for a result stops the job."""
+"""Calls of a step to its device: each is a launch or two on a GPU, and waiting for a
+result stops the job."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from ebbtide.interleave.engine.params.gradients import GradientNorm
 
 
 class CountingDevice(EmulatedDevice):
-    """An emulated device that counts calls, and the order in which results are waited for."""
+    """An emulated device that counts calls, and the order in which results are waited
+    for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +29,9 @@ class CountingDevice(EmulatedDevice):
         self.calls["update"] += 1
         super().update(updates)
 
-    def sums_of_squares(self, gradients: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
+    def sums_of_squares(
+        self, gradients: Sequence[torch.Tensor]
+    ) -> Callable[[], list[float]]:
         self.calls["sums_of_squares"] += 1
         number, wait = self.calls["sums_of_squares"], super().sums_of_squares(gradients)
 
@@ -43,11 +47,18 @@ class CountingDevice(EmulatedDevice):
 
 
 @pytest.mark.parametrize("gradients", ["kept", "streamed"])
-def test_step__of_many_parameters_calls_the_device_once_for_each_subgroup_and_result(gradients: str) -> None:
+def test_step__of_many_parameters_calls_the_device_once_for_each_subgroup_and_result(
+    gradients: str,
+) -> None:
     device = CountingDevice()
     params = [torch.nn.Parameter(torch.ones(10 + index % 7)) for index in range(120)]
     optimizer = InterleavedAdamW(
-        params, policy="gpu-only", subgroup_params=300, gradients=gradients, device=device, max_grad_norm=1.0
+        params,
+        policy="gpu-only",
+        subgroup_params=300,
+        gradients=gradients,
+        device=device,
+        max_grad_norm=1.0,
     )
     subgroups = -(-sum(map(torch.numel, params)) // 300)
     for step in range(2):
@@ -58,7 +69,11 @@ def test_step__of_many_parameters_calls_the_device_once_for_each_subgroup_and_re
         optimizer.zero_grad()
         # The first step does not know yet how many backwards there are.
         sums = len(params) if gradients == "streamed" and step else 1
-        assert device.calls == {"update": subgroups, "sums_of_squares": sums, "fingerprint": 2}
+        assert device.calls == {
+            "update": subgroups,
+            "sums_of_squares": sums,
+            "fingerprint": 2,
+        }
         # The last comes first: then there is nothing to wait for in the others.
         assert device.waits == list(range(sums, 0, -1))
     optimizer.close()

@@ -1,4 +1,5 @@
-"""Memory of the optimizer: within the budget on the device, as planned on the host, and released at the end."""
+"""Memory of the optimizer: within the budget on the device, as planned on the host, and
+released at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from tests.conftest import FUZZ, slow
 from tests.interleave.engine.jobs import POLICIES, closing
-from tests.interleave.engine.training import MACHINE, MODES, Job, ReferenceOptimizer, finish, maker, run, throttle_cpu
+from tests.interleave.engine.training import (
+    MACHINE,
+    MODES,
+    Job,
+    ReferenceOptimizer,
+    finish,
+    maker,
+    run,
+    throttle_cpu,
+)
 from tests.interleave.engine.twins import no_thread_left
 
 SUBGROUP = 500
@@ -28,7 +38,11 @@ def throttled(capacity: float | None = None) -> EmulatedDevice:
 
 
 def budget_by_phase(max_bytes: float) -> dict[str, float]:
-    return {"forward": 0.6 * max_bytes, "backward": 0.2 * max_bytes, "update": max_bytes}
+    return {
+        "forward": 0.6 * max_bytes,
+        "backward": 0.2 * max_bytes,
+        "update": max_bytes,
+    }
 
 
 @pytest.mark.parametrize(
@@ -57,13 +71,17 @@ def test_adaptive__stays_within_the_memory_budget(budget: Any, mode: str) -> Non
     assert (device.peak_bytes > 0) == (max_bytes > 0)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("kept", marks=pytest.mark.slow), "streamed"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("kept", marks=pytest.mark.slow), "streamed"]
+)
 def test_adaptive__reduces_its_memory_if_the_capacity_shrinks(mode: str) -> None:
     job = Job()
     expected = run(job, ReferenceOptimizer(job.net.parameters()), steps=16)
     job = Job()
     device = throttled(0.6 * STATE)
-    optimizer = maker("adaptive", mode, device=device, machine=MACHINE)(job.net.parameters())
+    optimizer = maker("adaptive", mode, device=device, machine=MACHINE)(
+        job.net.parameters()
+    )
     throttle_cpu(optimizer, lambda: 2e5)
     for _ in range(6):
         job.step(optimizer)
@@ -79,7 +97,9 @@ def test_adaptive__reduces_its_memory_if_the_capacity_shrinks(mode: str) -> None
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("policy", slow([*POLICIES, "adaptive"], but=("twin-flow:0.4", "adaptive")))
+@pytest.mark.parametrize(
+    "policy", slow([*POLICIES, "adaptive"], but=("twin-flow:0.4", "adaptive"))
+)
 def test_host_bytes__equals_that_of_the_schedule(policy: str, mode: str) -> None:
     job = Job()
     make = maker(policy, mode, machine=MACHINE, memory_budget=1.2 * STATE)
@@ -93,7 +113,9 @@ def test_host_bytes__equals_that_of_the_schedule(policy: str, mode: str) -> None
             job.step(optimizer)
             schedule = optimizer._runner.engine.last_schedule
             assert schedule is not None
-        assert optimizer._runner.engine.store.host_bytes == pytest.approx(schedule.host_bytes(), rel=0.02)
+        assert optimizer._runner.engine.store.host_bytes == pytest.approx(
+            schedule.host_bytes(), rel=0.02
+        )
 
 
 def deleted(optimizer: InterleavedAdamW) -> None:
@@ -105,7 +127,8 @@ def closed(optimizer: InterleavedAdamW) -> None:
 
 
 def scheduled(optimizer: InterleavedAdamW) -> None:
-    """Create a scheduler, which replaces the step of its optimizer by one that refers to it."""
+    """Create a scheduler, which replaces the step of its optimizer by one that refers
+    to it."""
     torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
@@ -125,9 +148,18 @@ ENDS = (deleted, closed, scheduled, in_a_backward)
         ("gpu-only", "kept", deleted),
         ("gpu-only", "kept", scheduled),
         ("adaptive", "streamed", in_a_backward),
-        *(pytest.param("gpu-only", "kept", end, marks=pytest.mark.slow) for end in (closed, in_a_backward)),
-        *(pytest.param("adaptive", "streamed", end, marks=pytest.mark.slow) for end in (deleted, closed, scheduled)),
-        *(pytest.param("interleaved:2", "streamed", end, marks=pytest.mark.slow) for end in ENDS),
+        *(
+            pytest.param("gpu-only", "kept", end, marks=pytest.mark.slow)
+            for end in (closed, in_a_backward)
+        ),
+        *(
+            pytest.param("adaptive", "streamed", end, marks=pytest.mark.slow)
+            for end in (deleted, closed, scheduled)
+        ),
+        *(
+            pytest.param("interleaved:2", "streamed", end, marks=pytest.mark.slow)
+            for end in ENDS
+        ),
     ],
 )
 def test_optimizer__releases_all_memory_and_threads(
@@ -137,7 +169,9 @@ def test_optimizer__releases_all_memory_and_threads(
     device = EmulatedDevice()
     with no_thread_left():
         job = Job()
-        optimizer = maker(policy, mode, device=device, machine=MACHINE)(job.net.parameters())
+        optimizer = maker(policy, mode, device=device, machine=MACHINE)(
+            job.net.parameters()
+        )
         for _ in range(3):
             job.step(optimizer)
         assert device.peak_bytes > 0
@@ -150,12 +184,16 @@ def test_optimizer__releases_all_memory_and_threads(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [pytest.param("kept", marks=pytest.mark.slow), "streamed"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("kept", marks=pytest.mark.slow), "streamed"]
+)
 def test_optimizer__memory_does_not_grow_over_many_steps(mode: str) -> None:
     more_steps = 1000 if FUZZ > 1 else 125
     param = torch.nn.Parameter(torch.zeros(300))
     device = EmulatedDevice()
-    make = maker("interleaved:2", mode, device=device, subgroup_params=60, max_grad_norm=1.0)
+    make = maker(
+        "interleaved:2", mode, device=device, subgroup_params=60, max_grad_norm=1.0
+    )
     with closing(make([param])) as optimizer:
 
         def steps(count: int) -> tuple[int, int, int]:
@@ -166,10 +204,17 @@ def test_optimizer__memory_does_not_grow_over_many_steps(mode: str) -> None:
             gc.collect()
             assert not optimizer._runner.closed
             optimizer._runner.engine.quiesce()
-            return sys.getallocatedblocks(), device.used_bytes, optimizer._runner.engine.store.host_bytes
+            return (
+                sys.getallocatedblocks(),
+                device.used_bytes,
+                optimizer._runner.engine.store.host_bytes,
+            )
 
         steps(more_steps // 2)
         used = [steps(more_steps) for _ in range(3)]
     # Less than one object per step: caches grow at first, and at most once.
-    assert min(late[0] - early[0] for early, late in itertools.pairwise(used)) < 0.8 * more_steps
+    assert (
+        min(late[0] - early[0] for early, late in itertools.pairwise(used))
+        < 0.8 * more_steps
+    )
     assert all(entry[1:] == used[0][1:] for entry in used)

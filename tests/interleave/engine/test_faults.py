@@ -1,4 +1,5 @@
-"""Failures while a plan runs: the step is completed with the bits of the reference, or an error says that it was not.
+"""Failures while a plan runs: the step is completed with the bits of the reference, or
+an error says that it was not.
 
 Nothing hangs."""
 
@@ -26,7 +27,13 @@ from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed
 from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.model.plan import OTHER, Op, Plan
 from ebbtide.interleave.model.workload import Workload
-from tests.interleave.engine.plans import PLACEMENTS, device_bytes, make, plans, workload_of
+from tests.interleave.engine.plans import (
+    PLACEMENTS,
+    device_bytes,
+    make,
+    plans,
+    workload_of,
+)
 from tests.interleave.engine.states import arguments
 from tests.interleave.engine.twins import (
     Jitter,
@@ -40,7 +47,8 @@ from tests.interleave.engine.twins import (
 )
 
 SEEDS = st.integers(0, 2**32)
-# The calls that can fail: updates on CPU and GPU, copies, allocations on the device and on the host.
+# The calls that can fail: updates on CPU and GPU, copies, allocations on the device and
+# on the host.
 UPDATES = ("kernel", "update")
 CALLS = (*UPDATES, "h2d", "d2h", "state", "host")
 WHEN = ("before", "half", "after")
@@ -48,7 +56,8 @@ WHEN = ("before", "half", "after")
 
 @dataclass
 class Fault:
-    """A failure of one kind of call: after `number` calls that succeed; with `always`, every later call fails too."""
+    """A failure of one kind of call: after `number` calls that succeed; with `always`,
+    every later call fails too."""
 
     call: str
     number: int
@@ -72,7 +81,11 @@ class Broken(Exception):
 
 def part(tensors: tuple[torch.Tensor, ...], when: str) -> list[torch.Tensor]:
     """Return the parts of the tensors that are processed before the failure."""
-    length = {"before": 0, "half": len(tensors[0].reshape(-1)) // 2, "after": len(tensors[0].reshape(-1))}[when]
+    length = {
+        "before": 0,
+        "half": len(tensors[0].reshape(-1)) // 2,
+        "after": len(tensors[0].reshape(-1)),
+    }[when]
     return [tensor.reshape(-1)[:length] for tensor in tensors]
 
 
@@ -93,9 +106,13 @@ class FaultyKernel(CpuKernel):
         for begin, end, scalars, *_ in ranges:
             if self.fault.strikes("kernel"):
                 done = len(part((grad[begin:end],), self.fault.when)[0])
-                super().update_ranges(grad, state, None, [(begin, begin + done, scalars)], share, rule)
+                super().update_ranges(
+                    grad, state, None, [(begin, begin + done, scalars)], share, rule
+                )
                 raise Broken
-            super().update_ranges(grad, state, out, [(begin, end, scalars)], share, rule)
+            super().update_ranges(
+                grad, state, out, [(begin, end, scalars)], share, rule
+            )
 
 
 class FaultyDevice(JitteryDevice):
@@ -103,7 +120,9 @@ class FaultyDevice(JitteryDevice):
         super().__init__(jitter)
         self.fault = Fault("none", 0)
 
-    def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def copy(
+        self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
         if self.fault.strikes(direction):
             for source, target in pairs:
                 begun = part((source, target), self.fault.when)
@@ -114,8 +133,12 @@ class FaultyDevice(JitteryDevice):
     def update(self, updates: Sequence[TensorUpdate]) -> None:
         for update in updates:
             if self.fault.strikes("update"):
-                tensors = part((update.grad, *update.state, update.out), self.fault.when)
-                super().update([TensorUpdate(*arguments(tensors), update.scalars, update.rule)])
+                tensors = part(
+                    (update.grad, *update.state, update.out), self.fault.when
+                )
+                super().update(
+                    [TensorUpdate(*arguments(tensors), update.scalars, update.rule)]
+                )
                 raise Broken
             super().update([update])
 
@@ -124,7 +147,9 @@ class FaultyDevice(JitteryDevice):
             raise DeviceMemoryError("no room")
         return super().allocate_state(params, rows)
 
-    def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
+    def allocate_host(
+        self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True
+    ) -> torch.Tensor:
         if self.fault.strikes("host"):
             raise EngineError("the host has no memory left")
         return super().allocate_host(shape, dtype, pinned)
@@ -142,8 +167,11 @@ class Bench:
 
 
 @contextlib.contextmanager
-def bench(twin: Twin, seed: int = 0, clipping: bool = True, stay: bool = True) -> Iterator[Bench]:
-    """Yield an engine with the state of the twin; check that closing it ends all threads and releases all memory."""
+def bench(
+    twin: Twin, seed: int = 0, clipping: bool = True, stay: bool = True
+) -> Iterator[Bench]:
+    """Yield an engine with the state of the twin; check that closing it ends all
+    threads and releases all memory."""
     jitter = Jitter(seed, 2e-4)
     width = max(subgroup.dtype.itemsize for subgroup in twin.subgroups)
     with no_thread_left(), hasty_switches():
@@ -151,7 +179,9 @@ def bench(twin: Twin, seed: int = 0, clipping: bool = True, stay: bool = True) -
         engine = Engine(Store(twin.subgroups, device, kernel), len(twin.params))
         try:
             twin.begin(engine.store)
-            yield Bench(engine, device, kernel, workload_of(twin.sizes, clipping, stay, width))
+            yield Bench(
+                engine, device, kernel, workload_of(twin.sizes, clipping, stay, width)
+            )
         finally:
             engine.close()
             device.close()
@@ -160,7 +190,8 @@ def bench(twin: Twin, seed: int = 0, clipping: bool = True, stay: bool = True) -
 
 
 def check_completion(twin: Twin, plan: Plan, workload: Workload, seed: int) -> None:
-    """Check that a step is completed if an operation raises before it starts, for each operation."""
+    """Check that a step is completed if an operation raises before it starts, for each
+    operation."""
     jitter = Jitter(seed, 1e-4)
     device, kernel = JitteryDevice(jitter), CpuKernel(1)
     store = Store(twin.subgroups, device, kernel)
@@ -179,7 +210,9 @@ def check_completion(twin: Twin, plan: Plan, workload: Workload, seed: int) -> N
             for op in plan.ops:
                 broken[:] = [op]
                 place(store, plan, workload)
-                store.update = twin.update(streamed=not workload.gradients_held_until_step)
+                store.update = twin.update(
+                    streamed=not workload.gradients_held_until_step
+                )
                 with pytest.raises(OperationFailed):
                     one_step(executor, plan, jitter)
                 store.complete()
@@ -214,9 +247,15 @@ def failure_of(step: Callable[[], object]) -> Exception | None:
 
 
 @given(twins(), st.data(), SEEDS)
-def test_engine__survives_a_failure_of_any_hardware_call(twin: Twin, data: st.DataObject, seed: int) -> None:
+def test_engine__survives_a_failure_of_any_hardware_call(
+    twin: Twin, data: st.DataObject, seed: int
+) -> None:
     """A call of the hardware fails before, in the middle of or after its work."""
-    fault = Fault(data.draw(st.sampled_from(CALLS)), data.draw(st.integers(0, 30)), data.draw(st.sampled_from(WHEN)))
+    fault = Fault(
+        data.draw(st.sampled_from(CALLS)),
+        data.draw(st.integers(0, 30)),
+        data.draw(st.sampled_from(WHEN)),
+    )
     stay = data.draw(st.booleans())
     clipping = not stay or data.draw(st.booleans())
     with bench(twin, seed, clipping, stay) as setup:
@@ -231,8 +270,14 @@ def test_engine__survives_a_failure_of_any_hardware_call(twin: Twin, data: st.Da
                 failed += 1
                 setup.engine.set_plan(plan, setup.workload)
             for _ in range(2):
-                failure = failure_of(lambda: twin.step(setup.engine, offloaded_share=0.0 if stay else 0.7))
-                if isinstance(failure, EngineError) and not isinstance(failure, OperationFailed):
+                failure = failure_of(
+                    lambda: twin.step(
+                        setup.engine, offloaded_share=0.0 if stay else 0.7
+                    )
+                )
+                if isinstance(failure, EngineError) and not isinstance(
+                    failure, OperationFailed
+                ):
                     assert fault.call in UPDATES
                     assert "failed midway" in str(failure)
                     return
@@ -270,14 +315,18 @@ def test_engine__raises_if_hardware_fails_permanently(
 
 
 def test_engine__completes_steps_if_the_device_is_full() -> None:
-    """The step is completed, the plan cannot start again, and one that needs less memory succeeds."""
+    """The step is completed, the plan cannot start again, and one that needs less
+    memory succeeds."""
     twin = Twin([120], [torch.bfloat16], 30, 1)
     with bench(twin) as setup:
-        plan = make(setup.workload, ["resident", "streamed", "streamed", "cpu"], kept=(0, 1, 2))
+        plan = make(
+            setup.workload, ["resident", "streamed", "streamed", "cpu"], kept=(0, 1, 2)
+        )
         setup.engine.set_plan(plan, setup.workload)
         twin.step(setup.engine)
         setup.engine.quiesce()
-        # The job takes memory that was reserved for the plan: what is left has room for no streamed subgroup.
+        # The job takes memory that was reserved for the plan: what is left has room for
+        # no streamed subgroup.
         smaller = make(setup.workload, ["resident", "cpu", "cpu", "cpu"])
         setup.engine.store._arena.release()
         setup.device.capacity_bytes = device_bytes(smaller, setup.workload)
@@ -295,12 +344,16 @@ def test_engine__completes_steps_if_the_device_is_full() -> None:
 
 
 @pytest.mark.parametrize("quiesces", [False, True])
-def test_engine__early_failure_is_raised_by_step_and_dropped_by_quiesce(quiesces: bool) -> None:
+def test_engine__early_failure_is_raised_by_step_and_dropped_by_quiesce(
+    quiesces: bool,
+) -> None:
     """An operation at the start of the iteration fails during the forward."""
     twin = Twin([120], [torch.bfloat16], 30, 1)
     with bench(twin) as setup:
         plan = make(setup.workload, ["parked"] * 4, kept=range(4))
-        early_ops = tuple(op._replace(start=OTHER) if op.kind == "flush" else op for op in plan.ops)
+        early_ops = tuple(
+            op._replace(start=OTHER) if op.kind == "flush" else op for op in plan.ops
+        )
         setup.arm(Fault("d2h", 0, "half"))
         setup.engine.set_plan(replace(plan, ops=early_ops), setup.workload)
         deadline = time.monotonic() + 10
@@ -322,15 +375,21 @@ def test_engine__early_failure_is_raised_by_step_and_dropped_by_quiesce(quiesces
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("when", WHEN)
-def test_engine__failed_update_loses_the_state_and_says_so(placement: str, when: str) -> None:
+def test_engine__failed_update_loses_the_state_and_says_so(
+    placement: str, when: str
+) -> None:
     """A part of the subgroup is updated by then, and must not be updated again."""
     twin = Twin([10] * 8, [torch.bfloat16] * 8, 40, 3)
     with bench(twin) as setup:
         setup.engine.set_plan(make(setup.workload, [placement] * 2), setup.workload)
         twin.step(setup.engine)
         twin.check()
-        setup.arm(Fault("kernel" if placement in ("cpu", "cast") else "update", 1, when))
-        with pytest.raises(EngineError, match=r"subgroup \d failed midway: its state is lost") as error:
+        setup.arm(
+            Fault("kernel" if placement in ("cpu", "cast") else "update", 1, when)
+        )
+        with pytest.raises(
+            EngineError, match=r"subgroup \d failed midway: its state is lost"
+        ) as error:
             twin.step(setup.engine)
         assert not isinstance(error.value, OperationFailed)
 
@@ -354,5 +413,7 @@ def test_engine__raises_without_host_memory_to_complete_a_step() -> None:
             twin.step(setup.engine)
 
 
-def no_memory(shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
+def no_memory(
+    shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True
+) -> torch.Tensor:
     raise EngineError("the host has no memory left")

@@ -1,4 +1,5 @@
-"""Forked processes: a call in a child gives the result of the parent or an error, and the parent keeps its bits."""
+"""Forked processes: a call in a child gives the result of the parent or an error, and
+the parent keeps its bits."""
 
 from __future__ import annotations
 
@@ -65,14 +66,22 @@ class ForkingJob:
         self.device = EmulatedDevice(None, RATE, RATE)
         self._stack = ExitStack()
         self._stack.callback(self.device.close)
-        overlap = {"late updates": "forward", "speculative updates": "both"}.get(in_flight, "none")
+        overlap = {"late updates": "forward", "speculative updates": "both"}.get(
+            in_flight, "none"
+        )
         options: dict[str, Any] = {}
         if in_flight == "storage":
             options = {"storage": folder, "host_memory_budget": 1.2e5}
         if in_flight == "weights":
-            self._stack.enter_context(stream_weights(self.model, device=self.device, weights="streamed"))
+            self._stack.enter_context(
+                stream_weights(self.model, device=self.device, weights="streamed")
+            )
         if in_flight == "activations":
-            self._stack.enter_context(offload_activations(self.model, device=self.device, activations="offload"))
+            self._stack.enter_context(
+                offload_activations(
+                    self.model, device=self.device, activations="offload"
+                )
+            )
         self.optimizer = InterleavedAdamW(
             self.model.parameters(),
             lr=0.01,
@@ -131,7 +140,10 @@ class ForkingJob:
         """Return the parameters and the moments, as a text."""
         self.optimizer.synchronize()
         entries = self.optimizer.state_dict()["state"].values()
-        tensors = [*self.model.parameters(), *(entry["exp_avg_sq"] for entry in entries)]
+        tensors = [
+            *self.model.parameters(),
+            *(entry["exp_avg_sq"] for entry in entries),
+        ]
         return str([tensor.detach().double().sum().item().hex() for tensor in tensors])
 
     def close(self) -> None:
@@ -150,7 +162,9 @@ CALLS: dict[str, Callable[[ForkingJob], object]] = {
 HAS_STATE = ("step", "backward", "state_dict", "load_state_dict")
 
 
-@pytest.fixture(params=slow(STREAMED, but=("late updates", "speculative updates", "storage")))
+@pytest.fixture(
+    params=slow(STREAMED, but=("late updates", "speculative updates", "storage"))
+)
 def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ForkingJob]:
     job = ForkingJob(request.param, tmp_path)
     yield job
@@ -158,7 +172,9 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ForkingJob]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_fork__lets_a_child_call_the_optimizer_as_the_parent_does(job: ForkingJob, name: str) -> None:
+def test_fork__lets_a_child_call_the_optimizer_as_the_parent_does(
+    job: ForkingJob, name: str
+) -> None:
     call = CALLS[name]
 
     def in_child() -> str:
@@ -178,7 +194,9 @@ def test_fork__lets_a_child_call_the_optimizer_as_the_parent_does(job: ForkingJo
         assert error or result == in_child()
 
 
-def test_fork__leaves_files_of_the_parent_alone_and_their_locks_to_it(tmp_path: Path) -> None:
+def test_fork__leaves_files_of_the_parent_alone_and_their_locks_to_it(
+    tmp_path: Path,
+) -> None:
     job = ForkingJob("storage", tmp_path)
     (path,) = tmp_path.iterdir()
     reader, writer = os.pipe()
@@ -193,7 +211,11 @@ def test_fork__leaves_files_of_the_parent_alone_and_their_locks_to_it(tmp_path: 
     assert path.exists()
     other = ForkingJob("late updates", tmp_path)
     stored = InterleavedAdamW(
-        other.model.parameters(), policy="pipelined", subgroup_params=1000, machine=machine(tmp_path), storage=tmp_path
+        other.model.parameters(),
+        policy="pipelined",
+        subgroup_params=1000,
+        machine=machine(tmp_path),
+        storage=tmp_path,
     )
     # The child still lives.
     stored.load_state_dict(commit)
@@ -203,8 +225,12 @@ def test_fork__leaves_files_of_the_parent_alone_and_their_locks_to_it(tmp_path: 
     assert os.waitpid(child, 0)[1] == 0
 
 
-@pytest.mark.parametrize("in_flight", slow(["late updates", "gradients", "storage"], but=["gradients"]))
-def test_fork__on_another_thread_ends_with_a_result_or_an_error(in_flight: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "in_flight", slow(["late updates", "gradients", "storage"], but=["gradients"])
+)
+def test_fork__on_another_thread_ends_with_a_result_or_an_error(
+    in_flight: str, tmp_path: Path
+) -> None:
     """The thread that trains goes on meanwhile."""
     job = ForkingJob(in_flight, tmp_path)
     is_over = threading.Event()
@@ -228,7 +254,9 @@ def test_fork__on_another_thread_ends_with_a_result_or_an_error(in_flight: str, 
     job.close()
 
 
-def test_fork__while_another_thread_commits_is_refused_in_the_child(tmp_path: Path) -> None:
+def test_fork__while_another_thread_commits_is_refused_in_the_child(
+    tmp_path: Path,
+) -> None:
     job = ForkingJob("late updates", tmp_path)
     holds, is_over = threading.Event(), threading.Event()
 
@@ -251,8 +279,13 @@ def test_fork__while_another_thread_commits_is_refused_in_the_child(tmp_path: Pa
     job.close()
 
 
-@pytest.mark.parametrize("in_flight", slow(["late updates", "gradients", "speculative updates"], but=["late updates"]))
-def test_fork__in_a_signal_handler_within_a_step_is_whole(in_flight: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "in_flight",
+    slow(["late updates", "gradients", "speculative updates"], but=["late updates"]),
+)
+def test_fork__in_a_signal_handler_within_a_step_is_whole(
+    in_flight: str, tmp_path: Path
+) -> None:
     job = ForkingJob(in_flight, tmp_path)
     answers = []
 
@@ -275,11 +308,15 @@ def test_fork__in_a_signal_handler_within_a_step_is_whole(in_flight: str, tmp_pa
     job.close()
 
 
-def test_fork__lets_workers_of_data_loaders_start_at_every_epoch(tmp_path: Path) -> None:
+def test_fork__lets_workers_of_data_loaders_start_at_every_epoch(
+    tmp_path: Path,
+) -> None:
     job = ForkingJob("late updates", tmp_path)
     data = TensorDataset(torch.ones(8, WIDTH))
     for _ in range(2):
-        for (batch,) in DataLoader(data, batch_size=4, num_workers=2, multiprocessing_context="fork"):
+        for (batch,) in DataLoader(
+            data, batch_size=4, num_workers=2, multiprocessing_context="fork"
+        ):
             job.model(batch).square().sum().backward()
             job.step()
     job.close()
@@ -326,7 +363,11 @@ print("files", len(list(Path(sys.argv[1]).glob("*/*.state"))))
 @pytest.mark.slow
 def test_fork__lets_a_child_end_by_itself(tmp_path: Path) -> None:
     result = run_process([sys.executable, "-c", EXIT, str(tmp_path)], timeout_s=90)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "child 0\nfiles 1\n", "")
+    assert (result.returncode, result.stdout, result.stderr) == (
+        0,
+        "child 0\nfiles 1\n",
+        "",
+    )
 
 
 def test_work_queue__ends_work_before_a_fork_and_has_new_threads_in_the_child() -> None:
@@ -341,14 +382,19 @@ def test_work_queue__ends_work_before_a_fork_and_has_new_threads_in_the_child() 
 
     queue.submit(work)
     begins.wait()
-    assert forked(lambda: (len(ended), queue.submit(int, 7).result())).result == "(1, 7)"
+    assert (
+        forked(lambda: (len(ended), queue.submit(int, 7).result())).result == "(1, 7)"
+    )
     assert queue.submit(int, 7).result() == 7
     queue.close()
 
 
 @pytest.mark.parametrize("lines_at_once", [2, slow_case(1)])
-def test_work_queue__may_be_forked_in_a_signal_handler_within_a_wait(lines_at_once: int) -> None:
-    """A wait that holds a lock when it is interrupted, which the work needs to end, would never end."""
+def test_work_queue__may_be_forked_in_a_signal_handler_within_a_wait(
+    lines_at_once: int,
+) -> None:
+    """A wait that holds a lock when it is interrupted, which the work needs to end,
+    would never end."""
     for line in range(0, 12, lines_at_once):
         fork_within_a_wait(line)
 
@@ -388,15 +434,25 @@ def test_fork_lock__is_free_in_a_child_unless_the_thread_that_forks_has_it() -> 
     thread.start()
     holds.wait()
     with own:
-        assert forked(lambda: (own._is_owned(), other.acquire(timeout=5))).result == "(True, True)"
+        assert (
+            forked(lambda: (own._is_owned(), other.acquire(timeout=5))).result
+            == "(True, True)"
+        )
     is_over.set()
     thread.join()
 
 
-def test_load_state_dict__is_refused_in_a_child_that_has_no_engine(tmp_path: Path) -> None:
+def test_load_state_dict__is_refused_in_a_child_that_has_no_engine(
+    tmp_path: Path,
+) -> None:
     """Also before the first step, since the files would be those of the parent."""
     model = nn.Linear(4, 4)
-    optimizer = InterleavedAdamW(model.parameters(), policy="pipelined", machine=machine(tmp_path), storage=tmp_path)
+    optimizer = InterleavedAdamW(
+        model.parameters(),
+        policy="pipelined",
+        machine=machine(tmp_path),
+        storage=tmp_path,
+    )
 
     def step() -> None:
         model(torch.ones(1, 4)).sum().backward()

@@ -1,4 +1,5 @@
-"""Calls of the optimizer inside torch.inference_mode: the same bits, and memory that steps outside of it can use."""
+"""Calls of the optimizer inside torch.inference_mode: the same bits, and memory that
+steps outside of it can use."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ def trained(inside: set[str], policy: str, gradients: Any, overlap: Any) -> Outc
         return torch.inference_mode() if call in inside else nullcontext()
 
     job = Job(torch.bfloat16)
-    options: dict[str, Any] = {"policy": policy, "gradients": gradients, "machine": MACHINE, "subgroup_params": 500}
+    options: dict[str, Any] = {
+        "policy": policy,
+        "gradients": gradients,
+        "machine": MACHINE,
+        "subgroup_params": 500,
+    }
     if overlap != "none":
         options.update(overlap=overlap, model=job.net)
     with mode("constructor"):
@@ -60,5 +66,9 @@ CASES = {
         for inside in ("constructor", "step", "forward", "load")
     ],
 )
-def test_calls__work_in_inference_mode(policy: str, gradients: str, overlap: str, inside: str) -> None:
-    assert trained({inside}, policy, gradients, overlap) == outside(policy, gradients, overlap)
+def test_calls__work_in_inference_mode(
+    policy: str, gradients: str, overlap: str, inside: str
+) -> None:
+    assert trained({inside}, policy, gradients, overlap) == outside(
+        policy, gradients, overlap
+    )

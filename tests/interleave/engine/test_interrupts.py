@@ -1,5 +1,5 @@
-"""Steps that are interrupted or raise, at any line: each is done as a whole or not at all, and no gradient of it is
-left."""
+"""Steps that are interrupted or raise, at any line: each is done as a whole or not at
+all, and no gradient of it is left."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class Fault(Exception):
 
 
 class LineFault:
-    """Calls a function when the training thread comes to a line of the package, counted from the first.
+    """Calls a function when the training thread comes to a line of the package, counted
+    from the first.
 
     Args:
         number: The number of the line; None to count them all.
@@ -57,7 +58,9 @@ class LineFault:
         until: Name of a function of the engine at which lines end.
     """
 
-    def __init__(self, number: int | None, strike: Callable[[], None], until: str | None = None) -> None:
+    def __init__(
+        self, number: int | None, strike: Callable[[], None], until: str | None = None
+    ) -> None:
         self.count = 0
         self._number = number
         self._strike = strike
@@ -76,10 +79,13 @@ class LineFault:
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         is_own = frame.f_code.co_filename.startswith(_PACKAGE)
-        self._is_over = self._is_over or (is_own and frame.f_code.co_qualname == self._until)
+        self._is_over = self._is_over or (
+            is_own and frame.f_code.co_qualname == self._until
+        )
         if not is_own or self._is_over:
             return None
-        # Where a trace function raises as a `with` ends, its lock stays acquired: nothing of the job raises there.
+        # Where a trace function raises as a `with` ends, its lock stays acquired:
+        # nothing of the job raises there.
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
         if event == "line" and not line.startswith("with self._"):
             self.count += 1
@@ -94,13 +100,18 @@ class InterruptedJob:
 
     Args:
         config: One of CONFIGS.
-        disturb: Makes the context of the disturbed step; None: that iteration is left out.
+        disturb: Makes the context of the disturbed step; None: that iteration is left
+            out.
     """
 
-    def __init__(self, config: tuple[str, str, str], disturb: Callable[[], Any] | None) -> None:
+    def __init__(
+        self, config: tuple[str, str, str], disturb: Callable[[], Any] | None
+    ) -> None:
         policy, gradients, overlap = config
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).bfloat16()
+        self.model = nn.Sequential(
+            nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)
+        ).bfloat16()
         device = EmulatedDevice(None, 2e5, 2e5)
         self.optimizer = InterleavedAdamW(
             self.model.parameters(),
@@ -123,7 +134,10 @@ class InterruptedJob:
                     self._backward(step)
                     self._step(disturb if step == _FAULTY else None)
             self.optimizer.synchronize()
-            self.steps = {int(entry["step"]) for entry in self.optimizer.state_dict()["state"].values()}
+            self.steps = {
+                int(entry["step"])
+                for entry in self.optimizer.state_dict()["state"].values()
+            }
         except EngineError as error:
             self.is_lost = "closed, or its state is lost" in str(error)
             if not self.is_lost:
@@ -151,12 +165,18 @@ class InterruptedJob:
     @property
     def result(self) -> tuple[list[float], set[int]]:
         """The parameters and the step counts at the end."""
-        values = torch.cat([param.detach().float().reshape(-1) for param in self.model.parameters()])
+        values = torch.cat(
+            [param.detach().float().reshape(-1) for param in self.model.parameters()]
+        )
         return values.tolist(), self.steps
 
 
-def results(config: tuple[str, str, str], cache: dict[Any, Any] = {}) -> tuple[Any, Any, int]:  # noqa: B006
-    """Return the results of the job without the disturbed step and with it undisturbed, and the lines of that step."""
+def results(
+    config: tuple[str, str, str],
+    cache: dict[Any, Any] = {},  # noqa: B006
+) -> tuple[Any, Any, int]:
+    """Return the results of the job without the disturbed step and with it undisturbed,
+    and the lines of that step."""
     if config not in cache:
         lines = LineFault(None, lambda: None)
         done = InterruptedJob(config, lines.armed)
@@ -168,7 +188,9 @@ def results(config: tuple[str, str, str], cache: dict[Any, Any] = {}) -> tuple[A
 
 @settings(max_examples=examples(300, by_default=15))
 @given(config=st.sampled_from(CONFIGS), place=st.floats(0, 1))
-def test_step__is_done_or_not_done_when_ctrl_c_comes_at_any_line(config: tuple[str, str, str], place: float) -> None:
+def test_step__is_done_or_not_done_when_ctrl_c_comes_at_any_line(
+    config: tuple[str, str, str], place: float
+) -> None:
     left_out, whole, count = results(config)
     number = 1 + round(place * (count - 1))
     fault = LineFault(number, lambda: signal.raise_signal(signal.SIGINT))
@@ -181,12 +203,17 @@ def test_step__is_done_or_not_done_when_ctrl_c_comes_at_any_line(config: tuple[s
 
 @settings(max_examples=examples(300, by_default=15))
 @given(config=st.sampled_from(CONFIGS), place=st.floats(0, 1))
-def test_step__leaves_no_gradient_of_a_step_that_raises_at_any_line(config: tuple[str, str, str], place: float) -> None:
-    """Until the engine begins with updates: what raises later is a failed operation, see test_faults.py."""
+def test_step__leaves_no_gradient_of_a_step_that_raises_at_any_line(
+    config: tuple[str, str, str], place: float
+) -> None:
+    """Until the engine begins with updates: what raises later is a failed operation,
+    see test_faults.py."""
     left_out, _, _ = results(config)
     lines = LineFault(None, lambda: None, until="Engine.step")
     InterruptedJob(config, lines.armed)
-    fault = LineFault(1 + round(place * (lines.count - 1)), _raise_fault, until="Engine.step")
+    fault = LineFault(
+        1 + round(place * (lines.count - 1)), _raise_fault, until="Engine.step"
+    )
     job = InterruptedJob(config, fault.armed)
     assume(job.error is not None)
     assert job.is_lost or job.result == left_out
@@ -200,12 +227,16 @@ def _raise_fault() -> None:
 @pytest.mark.parametrize(
     ("config", "interval_s"),
     [
-        pytest.param(config, interval_s, marks=() if number % 3 == place else pytest.mark.slow)
+        pytest.param(
+            config, interval_s, marks=() if number % 3 == place else pytest.mark.slow
+        )
         for number, config in enumerate(CONFIGS)
         for place, interval_s in enumerate((0.0, 0.001, 0.01))
     ],
 )
-def test_step__is_whole_after_any_number_of_interrupts(config: tuple[str, str, str], interval_s: float) -> None:
+def test_step__is_whole_after_any_number_of_interrupts(
+    config: tuple[str, str, str], interval_s: float
+) -> None:
     """Ctrl-C again and again, at any time during the step."""
     left_out, whole, _ = results(config)
     arrived = []
@@ -291,7 +322,9 @@ def _interrupt_itself(calls: list[int]) -> None:
     assert not calls
 
 
-def test_step__can_be_interrupted_while_it_waits_for_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step__can_be_interrupted_while_it_waits_for_other_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The sum of the norms over ranks may never come."""
     # Before steps are disturbed: other tests may not have computed them.
     without_the_step = results(CONFIGS[0])[0]
@@ -302,7 +335,8 @@ def test_step__can_be_interrupted_while_it_waits_for_other_ranks(monkeypatch: py
         is_over = threading.Event()
 
         def interrupt() -> None:
-            # A KeyboardInterrupt in a callback of the garbage collector is lost: it comes again.
+            # A KeyboardInterrupt in a callback of the garbage collector is lost: it
+            # comes again.
             delay_s = 0.05
             while not is_over.wait(delay_s):
                 os.kill(os.getpid(), signal.SIGINT)
@@ -319,7 +353,11 @@ def test_step__can_be_interrupted_while_it_waits_for_other_ranks(monkeypatch: py
     def step(job: InterruptedJob, disturb: Any) -> None:
         with monkeypatch.context() as patch:
             if disturb is not None:
-                patch.setattr(job.optimizer._offloaded.norm, "scale_factor", lambda *arguments: time.sleep(60))
+                patch.setattr(
+                    job.optimizer._offloaded.norm,
+                    "scale_factor",
+                    lambda *arguments: time.sleep(60),
+                )
             job_step(job, disturb)
 
     monkeypatch.setattr(InterruptedJob, "_step", step)
@@ -329,10 +367,15 @@ def test_step__can_be_interrupted_while_it_waits_for_other_ranks(monkeypatch: py
 
 
 @pytest.mark.parametrize("gradients", ["kept", "streamed"])
-def test_step__drops_the_gradients_of_a_step_that_raises_at_once(gradients: str) -> None:
-    """The next backward streams its gradients as ever, and no memory is held until then."""
+def test_step__drops_the_gradients_of_a_step_that_raises_at_once(
+    gradients: str,
+) -> None:
+    """The next backward streams its gradients as ever, and no memory is held until
+    then."""
     model = nn.Linear(4, 4)
-    optimizer = InterleavedAdamW(model.parameters(), policy="zero-offload", gradients=gradients)  # type: ignore[arg-type]
+    optimizer = InterleavedAdamW(
+        model.parameters(), policy="zero-offload", gradients=gradients
+    )  # type: ignore[arg-type]
 
     def backward() -> None:
         optimizer.zero_grad()

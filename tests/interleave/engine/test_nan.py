@@ -1,4 +1,5 @@
-"""NaN with any payload in parameters: the same bits under every policy, and kept where nothing is updated."""
+"""NaN with any payload in parameters: the same bits under every policy, and kept where
+nothing is updated."""
 
 from __future__ import annotations
 
@@ -22,12 +23,18 @@ def with_nan(dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
 
 
 def updated(policy: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the bits of parameters: one that was updated, and one that was not before and after."""
+    """Return the bits of parameters: one that was updated, and one that was not before
+    and after."""
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(with_nan(dtype, generator)) for _ in range(2)]
     before = bits(params[1].detach()).clone()
     optimizer = InterleavedAdamW(
-        params, lr=0.1, policy=policy, machine=MACHINE, subgroup_params=LENGTH, device=EmulatedDevice()
+        params,
+        lr=0.1,
+        policy=policy,
+        machine=MACHINE,
+        subgroup_params=LENGTH,
+        device=EmulatedDevice(),
     )
     params[0].grad = torch.randn(LENGTH, generator=generator).to(dtype)
     optimizer.step()

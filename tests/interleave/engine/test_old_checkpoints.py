@@ -5,14 +5,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.interleave.engine.checkpoints.make import RULES, make_model, make_optimizer, train
+from tests.interleave.engine.checkpoints.make import (
+    RULES,
+    make_model,
+    make_optimizer,
+    train,
+)
 
 CHECKPOINTS = sorted((Path(__file__).parent / "checkpoints").glob("*.pt"))
 
 
 @pytest.mark.parametrize("kind", RULES)
 @pytest.mark.parametrize("path", CHECKPOINTS, ids=lambda path: path.stem)
-def test_old_checkpoint__goes_on_with_the_bits_of_its_own_version(path: Path, kind: str) -> None:
+def test_old_checkpoint__goes_on_with_the_bits_of_its_own_version(
+    path: Path, kind: str
+) -> None:
     checkpoint = torch.load(path, weights_only=True)[kind]
     model = make_model()
     model.load_state_dict(checkpoint["model"])

@@ -1,4 +1,5 @@
-"""Optimizers that are made before the model is where it will be trained: the device is opened at the first use."""
+"""Optimizers that are made before the model is where it will be trained: the device is
+opened at the first use."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.params import offloaded_params
 from tests.conftest import slow
 from tests.interleave.engine.jobs import closing
-from tests.interleave.engine.training import MODES, Job, ReferenceOptimizer, finish, maker
+from tests.interleave.engine.training import (
+    MODES,
+    Job,
+    ReferenceOptimizer,
+    finish,
+    maker,
+)
 from tests.interleave.engine.twins import no_thread_left
 
 
@@ -25,7 +32,9 @@ class Opened(Exception):
     pass
 
 
-def test_step__opens_the_gpu_that_the_model_was_moved_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step__opens_the_gpu_that_the_model_was_moved_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With fake tensors: only the choice of the device is real."""
 
     def opened(device: torch.device) -> None:
@@ -47,7 +56,8 @@ def test_step__opens_the_gpu_that_the_model_was_moved_to(monkeypatch: pytest.Mon
 
 
 class Places:
-    """Simulates a model that moves: gives the device that its parameters seem to be on, and emulated devices."""
+    """Simulates a model that moves: gives the device that its parameters seem to be on,
+    and emulated devices."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current = torch.device("cpu")
@@ -56,7 +66,9 @@ class Places:
         monkeypatch.setattr(offloaded_params, "device_of", lambda params: self.current)
         monkeypatch.setattr(runner, "open_device", self._open)
         monkeypatch.setattr(
-            offloaded_params, "_layouts", lambda params: [(self.current, *layout[1:]) for layout in layouts(params)]
+            offloaded_params,
+            "_layouts",
+            lambda params: [(self.current, *layout[1:]) for layout in layouts(params)],
         )
 
     def _open(self, _: torch.device) -> EmulatedDevice:
@@ -66,7 +78,9 @@ class Places:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_step__works_after_the_model_has_moved(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step__works_after_the_model_has_moved(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = Job()
     expected = five_steps(job, ReferenceOptimizer(job.net.parameters()))
     places, job = Places(monkeypatch), Job()
@@ -107,11 +121,16 @@ def test_step__opens_the_device_again_after_an_early_use(
         places.current = torch.device("cuda", 0)
         assert five_steps(job, optimizer) == expected
         gc.collect()
-    assert [device for device, _ in places.opened] == [torch.device("cpu"), torch.device("cuda", 0)]
+    assert [device for device, _ in places.opened] == [
+        torch.device("cpu"),
+        torch.device("cuda", 0),
+    ]
     assert all(device.used_bytes == 0 for _, device in places.opened)
 
 
-def test_step__keeps_loaded_state_if_the_model_moves_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step__keeps_loaded_state_if_the_model_moves_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def resumed(move: Callable[[], None]) -> Any:
         job = Job()
         optimizer = maker("interleaved:2", "kept")(job.net.parameters())
@@ -153,13 +172,17 @@ def cast(job: Job) -> Job:
     return job
 
 
-def test_step__refuses_parameters_that_moved_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step__refuses_parameters_that_moved_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     places, job = Places(monkeypatch), Job()
     with closing(maker("gpu-only", "kept")(job.net.parameters())) as optimizer:
         job.step(optimizer)
         before = job.outcome()
         places.current = torch.device("cuda", 0)
-        with pytest.raises(EngineError, match=r"on cpu when .* on cuda:0 now.*state_dict") as error:
+        with pytest.raises(
+            EngineError, match=r"on cpu when .* on cuda:0 now.*state_dict"
+        ) as error:
             optimizer.step()
         assert "\n" not in str(error.value)
         assert job.outcome() == before
@@ -230,10 +253,14 @@ def test_step__inside_a_compiled_function(mode: str) -> None:
 def test_step__accepts_weights_in_channels_last_order() -> None:
     """The bits are those of the same weights in the usual order."""
 
-    def trained(memory_format: torch.memory_format, mode: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    def trained(
+        memory_format: torch.memory_format, mode: str
+    ) -> tuple[list[torch.Tensor], dict[str, Any]]:
         torch.manual_seed(0)
         model = torch.nn.Conv2d(3, 5, 3).to(memory_format=memory_format)
-        with closing(maker("interleaved:2", mode, subgroup_params=40)(model.parameters())) as optimizer:
+        with closing(
+            maker("interleaved:2", mode, subgroup_params=40)(model.parameters())
+        ) as optimizer:
             for step in range(4):
                 model.zero_grad()
                 for _ in range(1 + step % 2):
@@ -242,7 +269,9 @@ def test_step__accepts_weights_in_channels_last_order() -> None:
                     upstream = torch.randn(5, 3, 3, 3, generator=generator)
                     ((model.weight * upstream).sum() + model.bias.sum()).backward()
                 optimizer.step()
-            return [param.detach().clone() for param in model.parameters()], optimizer.state_dict()
+            return [
+                param.detach().clone() for param in model.parameters()
+            ], optimizer.state_dict()
 
     usual, usual_state = trained(torch.contiguous_format, "kept")
     for mode in MODES:

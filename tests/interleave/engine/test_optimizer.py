@@ -29,20 +29,25 @@ SLOW = pytest.mark.slow
 
 
 def everything(make: Make, dtype: torch.dtype = torch.bfloat16) -> Outcome:
-    """Run a job with two groups and a third from step 20 on, a scheduler, clipping, a changing number of backwards, a
-    layer norm that is frozen at first and again later, branches without a gradient, and a tied weight."""
+    """Run a job with two groups and a third from step 20 on, a scheduler, clipping, a
+    changing number of backwards, a layer norm that is frozen at first and again later,
+    branches without a gradient, and a tied weight."""
     job = Job(dtype, branch=lambda step: step % 3 if step < 30 else 0)
     frozen = list(job.net.norm.parameters())
     for param in frozen:
         param.requires_grad_(False)
     optimizer = make(two_groups(job), max_grad_norm=0.5)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.01, 0.003], total_steps=60)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=[0.01, 0.003], total_steps=60
+    )
     for step in range(50):
         if step in (10, 35, 40):
             for param in frozen:
                 param.requires_grad_(step != 35)
         if step == 20:
-            optimizer.add_param_group({"params": list(job.net.late.parameters()), "lr": 0.02})
+            optimizer.add_param_group(
+                {"params": list(job.net.late.parameters()), "lr": 0.02}
+            )
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
         job.step(optimizer, step, backwards=(1, 2, 2, 4, 1)[step % 5])
         scheduler.step()
@@ -65,7 +70,9 @@ def expected(scenario: Callable[..., Outcome], *arguments: Any) -> Outcome:
         pytest.param(torch.float32, "streamed", marks=SLOW),
     ],
 )
-def test_adaptive__respects_a_budget_by_phase_on_slow_links(dtype: torch.dtype, mode: str) -> None:
+def test_adaptive__respects_a_budget_by_phase_on_slow_links(
+    dtype: torch.dtype, mode: str
+) -> None:
     device = EmulatedDevice(None, 40e6, 40e6)
     make = maker("adaptive", mode, device=device, machine=MACHINE, memory_budget=BUDGET)
     assert everything(make, dtype) == expected(everything, dtype)
@@ -75,7 +82,9 @@ def test_adaptive__respects_a_budget_by_phase_on_slow_links(dtype: torch.dtype, 
 
 def test_interleaved_adamw__takes_names_of_machines_and_devices() -> None:
     job = Job()
-    optimizer = InterleavedAdamW(job.net.parameters(), machine="rtx4090", device="cpu", policy="twin-flow:0.5")
+    optimizer = InterleavedAdamW(
+        job.net.parameters(), machine="rtx4090", device="cpu", policy="twin-flow:0.5"
+    )
     job.step(optimizer, 0)
     assert optimizer.plan.policy == "twin-flow:0.5"
     assert isinstance(optimizer._runner.engine.device, EmulatedDevice)

@@ -1,4 +1,5 @@
-"""Tests optimizers after failures: gradients that are not finite, and calls of the hardware that raise."""
+"""Tests optimizers after failures: gradients that are not finite, and calls of the
+hardware that raise."""
 
 from __future__ import annotations
 
@@ -24,11 +25,18 @@ def gradients(params: list[torch.Tensor], seed: int) -> None:
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("policy", ["zero-offload", "interleaved:2", "gpu-only"])
-def test_step__refuses_a_gradient_that_is_not_finite_and_changes_nothing(policy: str, poison: float) -> None:
+def test_step__refuses_a_gradient_that_is_not_finite_and_changes_nothing(
+    policy: str, poison: float
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(n, generator=generator).bfloat16()) for n in (50, 200)]
+    params = [
+        torch.nn.Parameter(torch.randn(n, generator=generator).bfloat16())
+        for n in (50, 200)
+    ]
     reference = ReferenceAdamW([param.detach().clone() for param in params])
-    with closing(InterleavedAdamW(params, policy=policy, subgroup_params=60, threads=1)) as optimizer:
+    with closing(
+        InterleavedAdamW(params, policy=policy, subgroup_params=60, threads=1)
+    ) as optimizer:
         for step in range(6):
             gradients(list(params), step)
             gradients(reference.params, step)
@@ -45,11 +53,14 @@ def test_step__refuses_a_gradient_that_is_not_finite_and_changes_nothing(policy:
 
 
 class FullHost(EmulatedDevice):
-    """A device whose next update cannot start, beside a host of which no more memory can be pinned."""
+    """A device whose next update cannot start, beside a host of which no more memory
+    can be pinned."""
 
     is_full = False
 
-    def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
+    def allocate_host(
+        self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True
+    ) -> torch.Tensor:
         if self.is_full and pinned:
             raise EngineError("host memory cannot be pinned")
         return super().allocate_host(shape, dtype, pinned)
@@ -61,12 +72,16 @@ class FullHost(EmulatedDevice):
 
 
 def test_state__is_kept_on_the_host_where_no_more_memory_can_be_pinned() -> None:
-    param = torch.nn.Parameter(torch.randn(50, generator=torch.Generator().manual_seed(0)))
+    param = torch.nn.Parameter(
+        torch.randn(50, generator=torch.Generator().manual_seed(0))
+    )
     reference = ReferenceAdamW([param.detach().clone()])
     device = FullHost()
     with (
         contextlib.closing(device),
-        closing(InterleavedAdamW([param], policy="gpu-only", threads=1, device=device)) as optimizer,
+        closing(
+            InterleavedAdamW([param], policy="gpu-only", threads=1, device=device)
+        ) as optimizer,
     ):
         for step in range(3):
             gradients([param], step)
@@ -74,7 +89,9 @@ def test_state__is_kept_on_the_host_where_no_more_memory_can_be_pinned() -> None
             reference.step()
             device.is_full = step == 1
             with (
-                pytest.raises(EngineError, match="completed on the CPU") if device.is_full else contextlib.nullcontext()
+                pytest.raises(EngineError, match="completed on the CPU")
+                if device.is_full
+                else contextlib.nullcontext()
             ):
                 optimizer.step()
             assert torch.equal(bits(param.detach()), bits(reference.params[0]))

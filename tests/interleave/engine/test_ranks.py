@@ -1,4 +1,5 @@
-"""Several ranks: shards of FSDP2, replicas of DDP, and checkpoints that another number of ranks loads."""
+"""Several ranks: shards of FSDP2, replicas of DDP, and checkpoints that another number
+of ranks loads."""
 
 from __future__ import annotations
 
@@ -12,11 +13,20 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from tests.conftest import PROCESS_TIMEOUT_S, run_process, shared_folder
 from tests.features.matrices import matrix_rank_jobs
-from tests.interleave.engine import compiled_rank_jobs, grid_rank_jobs, late_rank_jobs, rank_jobs, speculative_rank_jobs
+from tests.interleave.engine import (
+    compiled_rank_jobs,
+    grid_rank_jobs,
+    late_rank_jobs,
+    rank_jobs,
+    speculative_rank_jobs,
+)
 from tests.interleave.engine.grid.job import RANKS
 from tests.interleave.engine.jobs import closing
 from tests.interleave.engine.training import ReferenceOptimizer, batches, maker, net
@@ -26,9 +36,19 @@ Results = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
-    """Run all jobs in one start of the ranks, which takes longer than the jobs; return the results and the folder."""
-    others = late_rank_jobs.JOBS + speculative_rank_jobs.JOBS + matrix_rank_jobs.JOBS + grid_rank_jobs.JOBS
-    folder = shared_folder(tmp_path_factory, "ranks", lambda folder: run_ranks(folder, rank_jobs.JOBS + others))
+    """Run all jobs in one start of the ranks, which takes longer than the jobs; return
+    the results and the folder."""
+    others = (
+        late_rank_jobs.JOBS
+        + speculative_rank_jobs.JOBS
+        + matrix_rank_jobs.JOBS
+        + grid_rank_jobs.JOBS
+    )
+    folder = shared_folder(
+        tmp_path_factory,
+        "ranks",
+        lambda folder: run_ranks(folder, rank_jobs.JOBS + others),
+    )
     return torch.load(folder / "results", weights_only=True), folder
 
 
@@ -44,18 +64,28 @@ def test_ranks__two_ranks_give_the_results_of_one(ranks: tuple[Results, Path]) -
     assert results["saved_in_8_bits"]["equal"]
 
 
-def test_late_updates__change_no_bits_of_replicated_models(ranks: tuple[Results, Path]) -> None:
+def test_late_updates__change_no_bits_of_replicated_models(
+    ranks: tuple[Results, Path],
+) -> None:
     results, _ = ranks
-    assert results["late_replicas"] == results["late_replicas_with_uneven_inputs"] == {"ddp": True, "plain": True}
+    assert (
+        results["late_replicas"]
+        == results["late_replicas_with_uneven_inputs"]
+        == {"ddp": True, "plain": True}
+    )
 
 
-def test_speculative_updates__change_no_bits_of_sharded_models(ranks: tuple[Results, Path]) -> None:
+def test_speculative_updates__change_no_bits_of_sharded_models(
+    ranks: tuple[Results, Path],
+) -> None:
     results, _ = ranks
     assert len(results["speculative_shards"]) == 4
     assert all(results["speculative_shards"].values())
 
 
-def test_sharded_matrices__have_the_bits_of_one_process_under_every_policy(ranks: tuple[Results, Path]) -> None:
+def test_sharded_matrices__have_the_bits_of_one_process_under_every_policy(
+    ranks: tuple[Results, Path],
+) -> None:
     results, _ = ranks
     assert results["matrices_under_every_policy"] == {
         "equal": True,
@@ -94,7 +124,9 @@ except EngineError as error:
 @pytest.mark.slow
 def test_sharded_matrices__are_refused_in_two_dimensions() -> None:
     done = run_process([sys.executable, "-c", TWO_DIMENSIONS])
-    assert done.stdout.startswith("matrices are sharded over several groups of ranks"), done.stderr
+    assert done.stdout.startswith(
+        "matrices are sharded over several groups of ranks"
+    ), done.stderr
 
 
 def test_late_updates__need_the_gates(ranks: tuple[Results, Path]) -> None:
@@ -103,7 +135,9 @@ def test_late_updates__need_the_gates(ranks: tuple[Results, Path]) -> None:
     assert losses["no gates"] != losses["no overlap"]
 
 
-def test_late_updates__refuse_other_shards_and_replicas(ranks: tuple[Results, Path]) -> None:
+def test_late_updates__refuse_other_shards_and_replicas(
+    ranks: tuple[Results, Path],
+) -> None:
     messages = ranks[0]["refused"]
     assert "DTensors that fully_shard did not make" in messages["tensor parallel"]
     assert f"fully_shard of torch {torch.__version__}" in messages["unknown"]
@@ -114,10 +148,15 @@ def test_late_updates__refuse_other_shards_and_replicas(ranks: tuple[Results, Pa
 @pytest.mark.slow
 def test_late_updates__change_no_bits_of_compiled_models(tmp_path: Path) -> None:
     run_ranks(tmp_path, compiled_rank_jobs.JOBS)
-    assert torch.load(tmp_path / "results") == {"compiled_shards": True, "compiled_replicas": True}
+    assert torch.load(tmp_path / "results") == {
+        "compiled_shards": True,
+        "compiled_replicas": True,
+    }
 
 
-def test_random_jobs__have_the_bits_of_the_plain_job_on_the_same_ranks(ranks: tuple[Results, Path]) -> None:
+def test_random_jobs__have_the_bits_of_the_plain_job_on_the_same_ranks(
+    ranks: tuple[Results, Path],
+) -> None:
     results, _ = ranks
     assert results["random_grid"]["wrong"] == []
     assert any(name.endswith("equal") for name in results["random_grid"]["counts"])
@@ -125,7 +164,9 @@ def test_random_jobs__have_the_bits_of_the_plain_job_on_the_same_ranks(ranks: tu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
-def test_random_jobs__of_every_kind_have_the_bits_on_ranks(count: int, tmp_path: Path) -> None:
+def test_random_jobs__of_every_kind_have_the_bits_on_ranks(
+    count: int, tmp_path: Path
+) -> None:
     run_ranks(tmp_path, (grid_rank_jobs.many_of_the_grid,), count, limit_s=900)
     results = torch.load(tmp_path / "results")["many_of_the_grid"]
     assert results["wrong"] == []
@@ -133,13 +174,24 @@ def test_random_jobs__of_every_kind_have_the_bits_on_ranks(count: int, tmp_path:
 
 
 def run_ranks(
-    folder: Path, jobs: tuple[Any, ...], count: int = rank_jobs.RANKS, limit_s: float = PROCESS_TIMEOUT_S
+    folder: Path,
+    jobs: tuple[Any, ...],
+    count: int = rank_jobs.RANKS,
+    limit_s: float = PROCESS_TIMEOUT_S,
 ) -> None:
     """Run jobs on all ranks; kill them and fail if they take too long."""
-    # The ranks are forks of one process that has imported all: with FSDP that takes longer than most of the jobs.
-    multiprocessing.set_forkserver_preload([job.__module__ for job in jobs] + ["torch._dynamo"])
+    # The ranks are forks of one process that has imported all: with FSDP that takes
+    # longer than most of the jobs.
+    multiprocessing.set_forkserver_preload(
+        [job.__module__ for job in jobs] + ["torch._dynamo"]
+    )
     ranks = torch.multiprocessing.start_processes(
-        rank_jobs.main, (folder, jobs, count), nprocs=count, join=False, daemon=True, start_method="forkserver"
+        rank_jobs.main,
+        (folder, jobs, count),
+        nprocs=count,
+        join=False,
+        daemon=True,
+        start_method="forkserver",
     )
     deadline = time.monotonic() + limit_s
     while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
@@ -152,7 +204,8 @@ def run_ranks(
 def one_process() -> dict[str, torch.Tensor]:
     """Run the job of the ranks with the reference in one process.
 
-    As in DDP, each rank adds its gradient to the mean so far, and the mean is computed again."""
+    As in DDP, each rank adds its gradient to the mean so far, and the mean is computed
+    again."""
     model = net(torch.float32)
     params = list(model.parameters())
     optimizer = ReferenceOptimizer(params, max_grad_norm=0.3)
@@ -163,8 +216,12 @@ def one_process() -> dict[str, torch.Tensor]:
             batch = next(data)
             gradients_by_rank = []
             for rank in range(rank_jobs.RANKS):
-                loss = rank_jobs.loss_of(model, batch, step, slice(rank, None, rank_jobs.RANKS))
-                gradients_by_rank.append(torch.autograd.grad(loss, params, allow_unused=True))
+                loss = rank_jobs.loss_of(
+                    model, batch, step, slice(rank, None, rank_jobs.RANKS)
+                )
+                gradients_by_rank.append(
+                    torch.autograd.grad(loss, params, allow_unused=True)
+                )
             for index, (one, other) in enumerate(zip(*gradients_by_rank, strict=True)):
                 if one is not None:
                     before = 0.0 if sums[index] is None else sums[index]
@@ -187,7 +244,10 @@ def two_shards_do_what_one_rank_does(by_case: Results) -> None:
     """Compare with one process, within rounding of the reduced gradients."""
     _, params = by_case["interleaved:2 streamed"]
     expected = one_process()
-    moved = max(float((value - start).abs().max()) for value, start in zip(expected.values(), starts(), strict=True))
+    moved = max(
+        float((value - start).abs().max())
+        for value, start in zip(expected.values(), starts(), strict=True)
+    )
     assert moved > 3e-3
     for name, value in expected.items():
         torch.testing.assert_close(params[name], value, rtol=0, atol=1e-5)
@@ -199,15 +259,22 @@ def starts() -> list[torch.Tensor]:
 
 def one_rank_goes_on_from_a_checkpoint_of_two(saved: Results, folder: Path) -> None:
     model = net(torch.float32)
-    with closing(maker("gpu-only", "kept", subgroup_params=700)(model.parameters())) as optimizer:
-        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    with closing(
+        maker("gpu-only", "kept", subgroup_params=700)(model.parameters())
+    ) as optimizer:
+        state = {
+            "model": model.state_dict(),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+        }
         dcp.load(state, checkpoint_id=folder / "checkpoint", no_dist=True)
         model.load_state_dict(state["model"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
         loaded = get_optimizer_state_dict(model, optimizer)["state"]
         assert loaded.keys() == saved["state"].keys()
         for name, entry in saved["state"].items():
-            assert entry.keys() == loaded[name].keys() >= {"step", "exp_avg", "exp_avg_sq"}
+            assert (
+                entry.keys() == loaded[name].keys() >= {"step", "exp_avg", "exp_avg_sq"}
+            )
             for key, value in entry.items():
                 assert torch.equal(loaded[name][key], value), (name, key)
         params = dict(model.named_parameters())
@@ -219,15 +286,21 @@ def test_get_optimizer_state_dict__changes_nothing() -> None:
     """torch calls the step of an optimizer that seems to have no state yet."""
     model = net(torch.float32)
     with closing(maker("interleaved:2", "kept")(model.parameters())) as optimizer:
-        rank_jobs.loss_of(model, next(batches(torch.float32)), 0, slice(None)).backward()
+        rank_jobs.loss_of(
+            model, next(batches(torch.float32)), 0, slice(None)
+        ).backward()
         optimizer.step()
         optimizer.zero_grad()
         before = optimizer.state_dict()["state"]
         get_optimizer_state_dict(model, optimizer)
         after = optimizer.state_dict()["state"]
         for index, entry in before.items():
-            assert all(torch.equal(after[index][key], value) for key, value in entry.items())
+            assert all(
+                torch.equal(after[index][key], value) for key, value in entry.items()
+            )
 
 
 def replicas_have_the_bits_of_one_process(params: Results) -> None:
-    assert all(torch.equal(params[name], value) for name, value in one_process().items())
+    assert all(
+        torch.equal(params[name], value) for name, value in one_process().items()
+    )

@@ -1,4 +1,5 @@
-"""State dicts: to torch.optim.AdamW and back, and from one policy to another, with the same bits."""
+"""State dicts: to torch.optim.AdamW and back, and from one policy to another, with the
+same bits."""
 
 from __future__ import annotations
 
@@ -17,13 +18,20 @@ from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 from tests.conftest import slow
 from tests.interleave.engine.jobs import closing
 from tests.interleave.engine.states import bits
-from tests.interleave.engine.training import Job, ReferenceOptimizer, maker, run, two_groups
+from tests.interleave.engine.training import (
+    Job,
+    ReferenceOptimizer,
+    maker,
+    run,
+    two_groups,
+)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def saved(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict saved to a file and loaded by torch without unpickling objects."""
+    """Return a state dict saved to a file and loaded by torch without unpickling
+    objects."""
     file = io.BytesIO()
     torch.save(state_dict, file)
     file.seek(0)
@@ -67,7 +75,8 @@ def test_state_dict__is_exact_to_torch_and_back_for_fp32() -> None:
         theirs.step()
         by_torch = [param.detach().clone() for param in job.net.parameters()]
         state = saved(theirs.state_dict())
-        # From the same state, the next step of torch equals that of the optimizer within rounding.
+        # From the same state, the next step of torch equals that of the optimizer
+        # within rounding.
         with torch.no_grad():
             for param, value in zip(job.net.parameters(), before, strict=True):
                 param.copy_(value)
@@ -81,7 +90,9 @@ def test_state_dict__is_exact_to_torch_and_back_for_fp32() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_load_state_dict__starts_masters_from_the_parameters_without_saved_masters(dtype: torch.dtype) -> None:
+def test_load_state_dict__starts_masters_from_the_parameters_without_saved_masters(
+    dtype: torch.dtype,
+) -> None:
     job = Job(dtype)
     theirs = torch.optim.AdamW(job.net.parameters())
     for _ in range(3):
@@ -93,8 +104,13 @@ def test_load_state_dict__starts_masters_from_the_parameters_without_saved_maste
         params = list(job.net.parameters())
         for index, entry in optimizer.state_dict()["state"].items():
             assert ("master" in entry) == (dtype != torch.float32)
-            assert_equal(entry.get("master", params[index].detach()), params[index].detach().float())
-            assert_equal(entry["exp_avg"], theirs.state[params[index]]["exp_avg"].float())
+            assert_equal(
+                entry.get("master", params[index].detach()),
+                params[index].detach().float(),
+            )
+            assert_equal(
+                entry["exp_avg"], theirs.state[params[index]]["exp_avg"].float()
+            )
             assert entry["step"] == 3
 
 
@@ -125,7 +141,9 @@ def group(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda state: state["param_groups"][0].update(changes)
 
 
-def entry(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], None]:
+def entry(
+    change: Callable[[dict[str, Any]], object],
+) -> Callable[[dict[str, Any]], None]:
     return lambda state: change(state["state"][1])  # type: ignore[return-value]
 
 
@@ -135,14 +153,26 @@ def entry(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any
         (lambda state: state.clear(), "not the state dict of an optimizer"),
         (lambda state: state["param_groups"].pop(), "another model"),
         (lambda state: state["param_groups"][0]["params"].pop(), "another model"),
-        (lambda state: state["param_groups"].append(state["param_groups"][0]), "another model"),
+        (
+            lambda state: state["param_groups"].append(state["param_groups"][0]),
+            "another model",
+        ),
         (group(lr=-1.0), "lr"),
         (group(amsgrad=True), "amsgrad"),
         (entry(lambda entry: entry.update(exp_avg=torch.zeros(3))), "another model"),
-        (entry(lambda entry: entry.update(master=torch.zeros(24, 23))), "another model"),
+        (
+            entry(lambda entry: entry.update(master=torch.zeros(24, 23))),
+            "another model",
+        ),
         (entry(lambda entry: entry.pop("exp_avg_sq")), "no exp_avg_sq that"),
-        (entry(lambda entry: entry.update(max_exp_avg_sq=entry["exp_avg_sq"])), "AMSGrad"),
-        (entry(lambda entry: entry.update(exp_avg="text")), "no exp_avg that is a tensor"),
+        (
+            entry(lambda entry: entry.update(max_exp_avg_sq=entry["exp_avg_sq"])),
+            "AMSGrad",
+        ),
+        (
+            entry(lambda entry: entry.update(exp_avg="text")),
+            "no exp_avg that is a tensor",
+        ),
         (entry(lambda entry: entry.update(step="text")), "step"),
         (group(betas=0.9), "betas"),
         (lambda state: state["state"].update({1: 7}), "state of parameter 1 is int"),
@@ -154,7 +184,9 @@ def test_load_state_dict__refuses_other_state_dicts_and_changes_nothing(
     change: Callable[[dict[str, Any]], Any], message: str
 ) -> None:
     job = Job()
-    with closing(maker("interleaved:2", "streamed", loss_scale="dynamic")(two_groups(job))) as optimizer:
+    with closing(
+        maker("interleaved:2", "streamed", loss_scale="dynamic")(two_groups(job))
+    ) as optimizer:
         for _ in range(3):
             job.step(optimizer)
         before = saved(optimizer.state_dict())
@@ -169,17 +201,23 @@ def test_load_state_dict__refuses_other_state_dicts_and_changes_nothing(
         job.step(optimizer)
 
 
-def test_state_dict__holds_one_subgroup_at_a_time_besides_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_dict__holds_one_subgroup_at_a_time_besides_the_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     params = [torch.nn.Parameter(torch.ones(100)) for _ in range(5)]
     written: list[int] = []
     write = SubgroupStates.write
 
-    def recorded_write(states: SubgroupStates, subgroup: int, state: torch.Tensor) -> None:
+    def recorded_write(
+        states: SubgroupStates, subgroup: int, state: torch.Tensor
+    ) -> None:
         written.append(state.data_ptr())
         write(states, subgroup, state)
 
     monkeypatch.setattr(SubgroupStates, "write", recorded_write)
-    with closing(InterleavedAdamW(params, policy="gpu-only", subgroup_params=150)) as optimizer:
+    with closing(
+        InterleavedAdamW(params, policy="gpu-only", subgroup_params=150)
+    ) as optimizer:
         for param in params:
             param.grad = torch.ones_like(param)
         optimizer.step()
@@ -190,27 +228,44 @@ def test_state_dict__holds_one_subgroup_at_a_time_besides_the_result(monkeypatch
         optimizer.state_dict()
 
 
-@pytest.mark.parametrize("order", ["model first", "optimizer first", "parameters are there"])
+@pytest.mark.parametrize(
+    "order", ["model first", "optimizer first", "parameters are there"]
+)
 @pytest.mark.parametrize(
     ("dtype", "rule"),
-    [(torch.bfloat16, "adamw"), (torch.float16, "adamw"), (torch.bfloat16, "adamw-remainder")],
+    [
+        (torch.bfloat16, "adamw"),
+        (torch.float16, "adamw"),
+        (torch.bfloat16, "adamw-remainder"),
+    ],
 )
-@pytest.mark.parametrize("policy", slow(["zero-offload", "interleaved:2", "gpu-only"], but=["interleaved:2"]))
+@pytest.mark.parametrize(
+    "policy", slow(["zero-offload", "interleaved:2", "gpu-only"], but=["interleaved:2"])
+)
 def test_load_state_dict__takes_no_master_that_another_optimizer_has_left_behind(
-    policy: str, dtype: torch.dtype, rule: str, order: str, caplog: pytest.LogCaptureFixture
+    policy: str,
+    dtype: torch.dtype,
+    rule: str,
+    order: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """torch.optim.AdamW keeps the entry `master` of its state, and does not update it."""
+    """torch.optim.AdamW keeps the entry `master` of its state, and does not update
+    it."""
     caplog.set_level("WARNING", "ebbtide")
 
     def trained(model: torch.nn.Module, optimizer: Any, steps: int) -> None:
         for step in range(steps):
-            model(torch.full((2, 40), 1.0 + step, dtype=dtype)).float().square().sum().backward()
+            model(
+                torch.full((2, 40), 1.0 + step, dtype=dtype)
+            ).float().square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
 
     def own(model: torch.nn.Module, lr: float) -> InterleavedOptimizer:
         options = {"policy": policy, "subgroup_params": 500}
-        return InterleavedOptimizer(model.parameters(), rule, lr=lr, weight_decay=0.0, **options)  # type: ignore[arg-type]
+        return InterleavedOptimizer(
+            model.parameters(), rule, lr=lr, weight_decay=0.0, **options
+        )  # type: ignore[arg-type]
 
     torch.manual_seed(0)
     model = torch.nn.Linear(40, 40).to(dtype)
@@ -223,7 +278,10 @@ def test_load_state_dict__takes_no_master_that_another_optimizer_has_left_behind
     model.bias.requires_grad_(False)
     trained(model, between, 3)
     model.bias.requires_grad_(True)
-    saved, weights = between.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}
+    saved, weights = (
+        between.state_dict(),
+        {name: value.clone() for name, value in model.state_dict().items()},
+    )
     saved["param_groups"][0]["lr"] = 0.0
     if order != "parameters are there":
         model = torch.nn.Linear(40, 40).to(dtype)
@@ -239,9 +297,19 @@ def test_load_state_dict__takes_no_master_that_another_optimizer_has_left_behind
     entries = last.state_dict()["state"]
     # A step with a learning rate of 0 leaves masters alone.
     for entry, name in zip(entries.values(), ("weight", "bias"), strict=True):
-        stale, value = saved["state"][0 if name == "weight" else 1]["master"], weights[name]
+        stale, value = (
+            saved["state"][0 if name == "weight" else 1]["master"],
+            weights[name],
+        )
         kept = stale.float().to(dtype) == value
         assert bool(kept.all()) == (name == "bias")
-        assert torch.equal(entry["master"], torch.where(kept, stale.float(), value.float()))
-    assert caplog.text.count("1 parameters have changed since the masters in the state dict") == 1
+        assert torch.equal(
+            entry["master"], torch.where(kept, stale.float(), value.float())
+        )
+    assert (
+        caplog.text.count(
+            "1 parameters have changed since the masters in the state dict"
+        )
+        == 1
+    )
     last.close()

@@ -1,4 +1,5 @@
-"""Streamed gradients: they are offloaded during the backward, and the step has the bits of the reference in any job."""
+"""Streamed gradients: they are offloaded during the backward, and the step has the bits
+of the reference in any job."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ def on_device(optimizer: InterleavedAdamW) -> set[int]:
     """Return the subgroups that have a gradient on the device."""
     assert not optimizer._runner.closed
     store = optimizer._runner.engine.store
-    on_device_params = (index for index, gradient in enumerate(store.update.gradients) if gradient is not None)
+    on_device_params = (
+        index
+        for index, gradient in enumerate(store.update.gradients)
+        if gradient is not None
+    )
     return set().union(*(store.subgroups_of(index) for index in on_device_params))
 
 
@@ -32,10 +37,15 @@ def offloaded_count(optimizer: InterleavedAdamW) -> int:
 
 
 @contextmanager
-def warm(policy: str = "interleaved:2", **options: Any) -> Iterator[tuple[Job, InterleavedAdamW]]:
-    """Yield a job with some steps, after which the number of backwards per step is known."""
+def warm(
+    policy: str = "interleaved:2", **options: Any
+) -> Iterator[tuple[Job, InterleavedAdamW]]:
+    """Yield a job with some steps, after which the number of backwards per step is
+    known."""
     job = Job()
-    with closing(maker(policy, "streamed", **options)(job.net.parameters())) as optimizer:
+    with closing(
+        maker(policy, "streamed", **options)(job.net.parameters())
+    ) as optimizer:
         for _ in range(WARM):
             job.step(optimizer)
         job.net.zero_grad()
@@ -49,23 +59,36 @@ def test_streamed__offloads_every_gradient_during_the_last_backward() -> None:
         job.loss().backward()
         assert not offloaded_count(optimizer)
         counts = []
-        # The gradients of the first layer are the last two; autograd computes them in either order.
+        # The gradients of the first layer are the last two; autograd computes them in
+        # either order.
         last = (job.net.first.weight, job.net.first.bias)
         handles = [
-            p.register_post_accumulate_grad_hook(lambda _: counts.append(offloaded_count(optimizer))) for p in last
+            p.register_post_accumulate_grad_hook(
+                lambda _: counts.append(offloaded_count(optimizer))
+            )
+            for p in last
         ]
         job.loss().backward()
         for handle in handles:
             handle.remove()
-        params_with_grad = [param for param in job.net.parameters() if param.grad is not None]
+        params_with_grad = [
+            param for param in job.net.parameters() if param.grad is not None
+        ]
         assert offloaded_count(optimizer) == len(params_with_grad) > counts[0] > 0
 
 
 def test_streamed__copies_gradients_to_the_host_before_the_step() -> None:
-    """All but those of the first subgroup, which are computed at the end of the backward."""
+    """All but those of the first subgroup, which are computed at the end of the
+    backward."""
     job = Job()
-    params = [param for name, param in job.net.named_parameters() if not name.startswith(("branches.1", "branches.2"))]
-    with closing(maker("zero-offload", "streamed", subgroup_params=600)(params)) as optimizer:
+    params = [
+        param
+        for name, param in job.net.named_parameters()
+        if not name.startswith(("branches.1", "branches.2"))
+    ]
+    with closing(
+        maker("zero-offload", "streamed", subgroup_params=600)(params)
+    ) as optimizer:
         for _ in range(WARM):
             job.step(optimizer)
         job.net.zero_grad()
@@ -80,8 +103,12 @@ def test_streamed__copies_gradients_to_the_host_before_the_step() -> None:
 @pytest.mark.parametrize(
     "touch",
     [
-        lambda job, optimizer: torch.nn.utils.clip_grad_norm_(job.net.parameters(), 1.0),
-        lambda job, optimizer: torch.nn.utils.clip_grad_value_(job.net.parameters(), 1.0),
+        lambda job, optimizer: torch.nn.utils.clip_grad_norm_(
+            job.net.parameters(), 1.0
+        ),
+        lambda job, optimizer: torch.nn.utils.clip_grad_value_(
+            job.net.parameters(), 1.0
+        ),
         lambda job, optimizer: unscale(optimizer),
         lambda job, optimizer: job.net.first.weight.grad.norm(),
         lambda job, optimizer: job.net.first.weight.grad.mul_(0.5),
@@ -96,7 +123,10 @@ def test_placeholder__raises_in_computations(touch: Callable[[Job, Any], None]) 
         before = [param.clone() for param in job.net.parameters()]
         with pytest.raises(EngineError, match=r"max_grad_norm.*loss_scale.*kept"):
             touch(job, optimizer)
-        assert all(torch.equal(param, old) for param, old in zip(job.net.parameters(), before, strict=True))
+        assert all(
+            torch.equal(param, old)
+            for param, old in zip(job.net.parameters(), before, strict=True)
+        )
         optimizer.step()
 
 
@@ -111,7 +141,11 @@ def test_placeholder__has_shape_dtype_device_and_repr() -> None:
         job.loss().backward()
         weight = job.net.first.weight
         assert offloaded_count(optimizer)
-        assert (weight.grad.shape, weight.grad.dtype, weight.grad.device) == (weight.shape, weight.dtype, weight.device)
+        assert (weight.grad.shape, weight.grad.dtype, weight.grad.device) == (
+            weight.shape,
+            weight.dtype,
+            weight.device,
+        )
         assert "GradientPlaceholder" in repr(weight.grad)
 
 

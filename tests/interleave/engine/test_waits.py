@@ -1,4 +1,5 @@
-"""The engine adds no wait that the plan lacks: every wait of real runs of random plans is in the plan."""
+"""The engine adds no wait that the plan lacks: every wait of real runs of random plans
+is in the plan."""
 
 from __future__ import annotations
 
@@ -11,11 +12,27 @@ import torch
 from tests.conftest import FUZZ, examples
 from tests.interleave.engine.test_ranks import run_ranks
 from tests.interleave.engine.training import Job
-from tests.interleave.engine.waits import JOBS, random_optimizer, random_policy, recorded_waits
+from tests.interleave.engine.waits import (
+    JOBS,
+    random_optimizer,
+    random_policy,
+    recorded_waits,
+)
 
 _STEPS = 4
-_KINDS = ("an operation", "its gradient", "the factors of the step", "the first gradient", "device memory")
-_PLANS = ("with storage", "that speculate with storage", "with late updates", "with parked state")
+_KINDS = (
+    "an operation",
+    "its gradient",
+    "the factors of the step",
+    "the first gradient",
+    "device memory",
+)
+_PLANS = (
+    "with storage",
+    "that speculate with storage",
+    "with late updates",
+    "with parked state",
+)
 
 
 def test_engine__waits_for_nothing_that_the_plan_lacks(tmp_path: Path) -> None:
@@ -29,12 +46,17 @@ def test_engine__waits_for_nothing_that_the_plan_lacks(tmp_path: Path) -> None:
                 optimizer.synchronize()
     assert not waits.unplanned
     # Otherwise the runs would show nothing.
-    assert all(waits.counts[kind] for kind in (*_KINDS, *(f"plans {plans}" for plans in _PLANS))), waits.counts
+    assert all(
+        waits.counts[kind]
+        for kind in (*_KINDS, *(f"plans {plans}" for plans in _PLANS))
+    ), waits.counts
 
 
 @pytest.mark.slow
 def test_engine__waits_for_nothing_that_the_plan_lacks_on_ranks(tmp_path: Path) -> None:
     run_ranks(tmp_path, JOBS)
-    result: dict[str, Any] = torch.load(tmp_path / "results", weights_only=False)[JOBS[0].__name__]
+    result: dict[str, Any] = torch.load(tmp_path / "results", weights_only=False)[
+        JOBS[0].__name__
+    ]
     assert not result["unplanned"]
     assert result["counts"]["the factors of the step"]

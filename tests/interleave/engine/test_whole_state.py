@@ -1,4 +1,5 @@
-"""State that is not there: what a state dict or a commit lacks is an error, and the optimizer stays as it was."""
+"""State that is not there: what a state dict or a commit lacks is an error, and the
+optimizer stays as it was."""
 
 from __future__ import annotations
 
@@ -43,17 +44,27 @@ FORMS: dict[str, dict[str, Any]] = {
 class SavingJob:
     """A model of matrices with an optimizer of two groups, and its training."""
 
-    def __init__(self, form: str, folder: Path, seed: int = 0, sizes: tuple[int, ...] = (24, 16, 24)) -> None:
+    def __init__(
+        self,
+        form: str,
+        folder: Path,
+        seed: int = 0,
+        sizes: tuple[int, ...] = (24, 16, 24),
+    ) -> None:
         torch.manual_seed(seed)
         self.params = [
-            nn.Parameter(torch.randn(rows, columns, dtype=torch.bfloat16)) for rows, columns in pairwise(sizes)
+            nn.Parameter(torch.randn(rows, columns, dtype=torch.bfloat16))
+            for rows, columns in pairwise(sizes)
         ]
         options = FORMS[form]
         machine = replace(MACHINE, storage=(StoragePath(1e8, 1e8, path=str(folder)),))
         if form == "storage":
             options = {**options, "storage": folder, "machine": machine}
         self.optimizer = InterleavedOptimizer(
-            [{"params": [param], "lr": 0.01 * (1 + number)} for number, param in enumerate(self.params)],
+            [
+                {"params": [param], "lr": 0.01 * (1 + number)}
+                for number, param in enumerate(self.params)
+            ],
             policy="pipelined",
             subgroup_params=100,
             threads=1,
@@ -63,7 +74,9 @@ class SavingJob:
 
     def step(self) -> None:
         for number, param in enumerate(self.params):
-            param.grad = torch.full_like(param, 0.5 + number + len(self.optimizer.state))
+            param.grad = torch.full_like(
+                param, 0.5 + number + len(self.optimizer.state)
+            )
         self.optimizer.step()
 
     def contents(self) -> dict[str, Any]:
@@ -72,10 +85,16 @@ class SavingJob:
 
 
 @pytest.fixture(params=FORMS)
-def jobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[SavingJob, SavingJob]]:
+def jobs(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[tuple[SavingJob, SavingJob]]:
     """Two jobs of the same form, that is one where a file is open."""
     job = SavingJob(request.param, tmp_path)
-    other = job if request.param == "storage" else SavingJob(request.param, tmp_path, seed=1)
+    other = (
+        job
+        if request.param == "storage"
+        else SavingJob(request.param, tmp_path, seed=1)
+    )
     for one in (job, other):
         for _ in range(3):
             one.step()
@@ -86,14 +105,23 @@ def jobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Savin
 
 def paths_in(value: Any, before: _PathOf = ()) -> Iterator[_PathOf]:
     """Yield the keys to each value inside of dicts and lists."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         yield (*before, key)
         yield from paths_in(inner, (*before, key))
 
 
-def changed(saved: dict[str, Any], path: _PathOf, change: Callable[[Any, Any], object]) -> dict[str, Any]:
-    """Return a copy of a state dict in which a function has changed a container at a key."""
+def changed(
+    saved: dict[str, Any], path: _PathOf, change: Callable[[Any, Any], object]
+) -> dict[str, Any]:
+    """Return a copy of a state dict in which a function has changed a container at a
+    key."""
     whole = copy.deepcopy(saved)
     container: Any = whole
     for key in path[:-1]:
@@ -157,7 +185,9 @@ def error_of(job: SavingJob, state_dict: dict[str, Any]) -> EngineError | None:
     return None
 
 
-def test_load_state_dict__needs_each_state_of_a_partial_dict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_load_state_dict__needs_each_state_of_a_partial_dict(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """That of torch may lack parameters that were never updated, which a line says."""
     job = SavingJob("fp32", tmp_path)
     job.step()
@@ -171,7 +201,9 @@ def test_load_state_dict__needs_each_state_of_a_partial_dict(tmp_path: Path, cap
     job.optimizer.close()
 
 
-def test_load_state_dict__refuses_a_step_without_moments_of_torch(tmp_path: Path) -> None:
+def test_load_state_dict__refuses_a_step_without_moments_of_torch(
+    tmp_path: Path,
+) -> None:
     model = nn.Linear(4, 4)
     theirs = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
@@ -185,13 +217,17 @@ def test_load_state_dict__refuses_a_step_without_moments_of_torch(tmp_path: Path
     optimizer.close()
 
 
-def test_load_state_dict__of_a_commit_names_the_folder_that_has_the_state(tmp_path: Path) -> None:
+def test_load_state_dict__of_a_commit_names_the_folder_that_has_the_state(
+    tmp_path: Path,
+) -> None:
     job = SavingJob("storage", tmp_path)
     job.step()
     commit = job.optimizer.commit()
     job.optimizer.close()
     other = SavingJob("fp32", tmp_path)
-    with pytest.raises(EngineError, match=f"{tmp_path}, and this optimizer has no storage"):
+    with pytest.raises(
+        EngineError, match=f"{tmp_path}, and this optimizer has no storage"
+    ):
         other.optimizer.load_state_dict(commit)
     other.optimizer.close()
     elsewhere = tmp_path / "elsewhere"
@@ -199,7 +235,9 @@ def test_load_state_dict__of_a_commit_names_the_folder_that_has_the_state(tmp_pa
     other = SavingJob("storage", elsewhere)
     other.step()
     before = other.contents()
-    with pytest.raises(EngineError, match=f"does not have commit 1.*written to {tmp_path}"):
+    with pytest.raises(
+        EngineError, match=f"does not have commit 1.*written to {tmp_path}"
+    ):
         other.optimizer.load_state_dict(commit)
     assert_equal(other.contents(), before)
     other.step()
@@ -207,19 +245,25 @@ def test_load_state_dict__of_a_commit_names_the_folder_that_has_the_state(tmp_pa
     assert not list(elsewhere.iterdir())
 
 
-def test_load_state_dict__of_a_commit_refuses_parameters_of_other_shapes(tmp_path: Path) -> None:
+def test_load_state_dict__of_a_commit_refuses_parameters_of_other_shapes(
+    tmp_path: Path,
+) -> None:
     """Their state has the same size."""
     job = SavingJob("storage", tmp_path, sizes=(24, 16, 24))
     job.step()
     commit = job.optimizer.commit()
     job.optimizer.close()
     other = SavingJob("storage", tmp_path, sizes=(16, 24, 16))
-    with pytest.raises(EngineError, match=r"other params .*\(24, 16\) and .*\(16, 24\)"):
+    with pytest.raises(
+        EngineError, match=r"other params .*\(24, 16\) and .*\(16, 24\)"
+    ):
         other.optimizer.load_state_dict(commit)
     other.optimizer.close()
 
 
-def test_load_state_dict__of_a_commit_in_use_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:
+def test_load_state_dict__of_a_commit_in_use_leaves_the_optimizer_as_it_was(
+    tmp_path: Path,
+) -> None:
     job = SavingJob("storage", tmp_path)
     job.step()
     commit = job.optimizer.commit()
@@ -267,7 +311,9 @@ def handler(on_signal: Callable[[], object]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("call", ["step", "commit", "load_state_dict", "load commit"])
-def test_state_dict__in_a_signal_handler_at_any_line_is_whole(tmp_path: Path, call: str) -> None:
+def test_state_dict__in_a_signal_handler_at_any_line_is_whole(
+    tmp_path: Path, call: str
+) -> None:
     """It is the state before or after the call, and has no key of a commit."""
     torch.set_num_threads(1)
     form = "storage" if "commit" in call else "fp32"
@@ -291,7 +337,10 @@ def test_state_dict__in_a_signal_handler_at_any_line_is_whole(tmp_path: Path, ca
     for number in range(count):
         if call == "load_state_dict":
             other["state"][0]["exp_avg"] += 1
-        fault = LineFault(1 + lines.count * number // count, lambda: signal.raise_signal(signal.SIGUSR1))
+        fault = LineFault(
+            1 + lines.count * number // count,
+            lambda: signal.raise_signal(signal.SIGUSR1),
+        )
         texts.clear()
         before = job.contents()
         with handler(lambda: texts.append(job.contents())), fault.armed():
@@ -311,8 +360,11 @@ def _is_equal(one: Any, other: Any) -> bool:
     return True
 
 
-def test_storage__needs_no_more_space_than_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with 1 MB of free space, which is measured, for 0.2 MB of state and one more commit of it."""
+def test_storage__needs_no_more_space_than_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder with 1 MB of free space, which is measured, for 0.2 MB of state and one
+    more commit of it."""
     import os
 
     statvfs = os.statvfs(tmp_path)
@@ -321,7 +373,11 @@ def test_storage__needs_no_more_space_than_the_state(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(values))
     param = nn.Parameter(torch.zeros(16_000))
     optimizer = InterleavedAdamW(
-        [param], policy="zero-offload", machine=MACHINE, storage=tmp_path, host_memory_budget=3.3e5
+        [param],
+        policy="zero-offload",
+        machine=MACHINE,
+        storage=tmp_path,
+        host_memory_budget=3.3e5,
     )
     param.grad = torch.ones_like(param)
     optimizer.step()
@@ -331,13 +387,17 @@ def test_storage__needs_no_more_space_than_the_state(tmp_path: Path, monkeypatch
     assert path.stat().st_size < 600_000
 
 
-def test_state_file__says_how_much_space_all_state_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_file__says_how_much_space_all_state_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = StateFile(tmp_path / "file", [5 << 20] * 4, b"r" * 16)
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(direct_file.os, "posix_fallocate", full)
-    with pytest.raises(EngineError, match=r"needs 20.00 MiB more, and .* GiB are free: free space"):
+    with pytest.raises(
+        EngineError, match=r"needs 20.00 MiB more, and .* GiB are free: free space"
+    ):
         file.reserve(range(4))
     file.close()

@@ -1,4 +1,5 @@
-"""Training jobs as users write them, with InterleavedAdamW or with the same optimizer based on the reference."""
+"""Training jobs as users write them, with InterleavedAdamW or with the same optimizer
+based on the reference."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ MACHINE = Machine(
 
 
 class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
-    """The results of InterleavedAdamW without any plan: state in plain tensors, one parameter after the other."""
+    """The results of InterleavedAdamW without any plan: state in plain tensors, one
+    parameter after the other."""
 
     def __init__(
         self,
@@ -48,7 +50,9 @@ class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         max_grad_norm: float | None = None,
         loss_scale: float | str | None = None,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
         self._max_norm = max_grad_norm
         self._dynamic = loss_scale == "dynamic"
         self.loss_scale = 65536.0 if self._dynamic else float(loss_scale or 1.0)
@@ -58,9 +62,19 @@ class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return loss * self.loss_scale
 
     def step(self, closure: None = None) -> None:
-        params = [(param, group) for group in self.param_groups for param in group["params"] if param.grad is not None]
-        norm = math.sqrt(total(sum_of_squares(param.grad) for param, _ in params)) / self.loss_scale
-        scale = (1.0 if self._max_norm is None else min(1.0, self._max_norm / (norm + 1e-6))) / self.loss_scale
+        params = [
+            (param, group)
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        norm = (
+            math.sqrt(total(sum_of_squares(param.grad) for param, _ in params))
+            / self.loss_scale
+        )
+        scale = (
+            1.0 if self._max_norm is None else min(1.0, self._max_norm / (norm + 1e-6))
+        ) / self.loss_scale
         if not math.isfinite(norm):
             assert self._dynamic
             self.loss_scale /= 2
@@ -70,15 +84,23 @@ class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             state = self.state[param]
             if not state:
                 master = param.detach().float().reshape(-1).clone()
-                state.update(step=0, rows=[master, torch.zeros_like(master), torch.zeros_like(master)])
+                state.update(
+                    step=0,
+                    rows=[master, torch.zeros_like(master), torch.zeros_like(master)],
+                )
             state["step"] += 1
-            hyper = Hyper(float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"])
+            hyper = Hyper(
+                float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"]
+            )
             scalars = hyper.scalars(state["step"], scale)
-            reference.update(param.grad.reshape(-1), state["rows"], param.detach().view(-1), scalars)
+            reference.update(
+                param.grad.reshape(-1), state["rows"], param.detach().view(-1), scalars
+            )
 
 
 class Net(nn.Module):  # type: ignore[misc]
-    """A network whose forward uses one of several branches; the first and the last layer share their weight."""
+    """A network whose forward uses one of several branches; the first and the last
+    layer share their weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +124,9 @@ def maker(policy: str, mode: str, **defaults: Any) -> Make:
     return make
 
 
-def throttle_cpu(optimizer: InterleavedAdamW, params_per_s: Callable[[], float]) -> None:
+def throttle_cpu(
+    optimizer: InterleavedAdamW, params_per_s: Callable[[], float]
+) -> None:
     """Delay the updates on the CPU to a rate."""
     kernel = optimizer._runner.kernel
 
@@ -127,13 +151,21 @@ def batches(dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield batches without end."""
     generator = torch.Generator().manual_seed(1)
     while True:
-        yield torch.randn(8, 24, generator=generator).to(dtype), torch.randn(8, 24, generator=generator)
+        yield (
+            torch.randn(8, 24, generator=generator).to(dtype),
+            torch.randn(8, 24, generator=generator),
+        )
 
 
 class Job:
-    """A network, its data and the losses so far. `branch` gives the branch of a step; by default it is the first."""
+    """A network, its data and the losses so far. `branch` gives the branch of a step;
+    by default it is the first."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16, branch: Callable[[int], int] = lambda step: 0) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.bfloat16,
+        branch: Callable[[int], int] = lambda step: 0,
+    ) -> None:
         self.net = net(dtype)
         self.losses: list[float] = []
         self._batches = batches(dtype)
@@ -153,10 +185,17 @@ class Job:
         optimizer.step()
 
     def outcome(self) -> Outcome:
-        return Outcome(self.losses, [param.detach().clone() for param in self.net.parameters()])
+        return Outcome(
+            self.losses, [param.detach().clone() for param in self.net.parameters()]
+        )
 
 
-def run(job: Job, optimizer: Any, steps: int = 50, backwards: Callable[[int], int] = lambda step: 1) -> Outcome:
+def run(
+    job: Job,
+    optimizer: Any,
+    steps: int = 50,
+    backwards: Callable[[int], int] = lambda step: 1,
+) -> Outcome:
     """Run some steps, and close the optimizer."""
     for step in range(steps):
         job.step(optimizer, step, backwards(step))
@@ -170,6 +209,14 @@ def finish(job: Job, optimizer: Any) -> Outcome:
 
 
 def two_groups(job: Job) -> list[dict[str, Any]]:
-    """Return two groups with their own hyperparameters, and together all parameters except those of `late`."""
-    params = [param for name, param in job.net.named_parameters() if not name.startswith("late")]
-    return [{"params": params[:4], "lr": 3e-3, "weight_decay": 0.1}, {"params": params[4:], "weight_decay": 0.0}]
+    """Return two groups with their own hyperparameters, and together all parameters
+    except those of `late`."""
+    params = [
+        param
+        for name, param in job.net.named_parameters()
+        if not name.startswith("late")
+    ]
+    return [
+        {"params": params[:4], "lr": 3e-3, "weight_decay": 0.1},
+        {"params": params[4:], "weight_decay": 0.0},
+    ]

@@ -1,4 +1,5 @@
-"""Parameters that are updated both by plans and by the reference, and hardware with random timing."""
+"""Parameters that are updated both by plans and by the reference, and hardware with
+random timing."""
 
 from __future__ import annotations
 
@@ -26,7 +27,15 @@ from ebbtide.interleave.engine.runtime.layout import ParamSegment, divide
 from ebbtide.interleave.engine.runtime.plan_run import PlanRun
 from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.engine.runtime.update import Update
-from ebbtide.interleave.model.plan import BACKWARD, FORWARD, OTHER, STEP, UPDATE, Op, Plan
+from ebbtide.interleave.model.plan import (
+    BACKWARD,
+    FORWARD,
+    OTHER,
+    STEP,
+    UPDATE,
+    Op,
+    Plan,
+)
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from tests.interleave.engine.jobs import ReferenceAdamW
@@ -37,9 +46,16 @@ _POINTS = (OTHER, FORWARD, BACKWARD, BACKWARD + 0.4, BACKWARD + 0.8, UPDATE, STE
 
 
 class Twin:
-    """Two copies of some parameters and their gradients. Parameters may have no gradient in a step."""
+    """Two copies of some parameters and their gradients. Parameters may have no
+    gradient in a step."""
 
-    def __init__(self, lengths: list[int], dtypes: list[torch.dtype], subgroup_params: int, seed: int) -> None:
+    def __init__(
+        self,
+        lengths: list[int],
+        dtypes: list[torch.dtype],
+        subgroup_params: int,
+        seed: int,
+    ) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self.params = [
             torch.randn(length, generator=self._generator).to(dtype)
@@ -47,7 +63,9 @@ class Twin:
         ]
         self.subgroups = divide(self.params, subgroup_params)
         self.sizes = [subgroup.params for subgroup in self.subgroups]
-        self.reference = ReferenceAdamW([param.clone() for param in self.params], Hyper(lr=0.01, weight_decay=0.1))
+        self.reference = ReferenceAdamW(
+            [param.clone() for param in self.params], Hyper(lr=0.01, weight_decay=0.1)
+        )
 
     def update(self, scale: float = 1.0, streamed: bool = False) -> Update:
         """Return the next update. The reference does the step at once."""
@@ -56,19 +74,36 @@ class Twin:
             param.grad = None
             scalars = None
             if torch.rand((), generator=self._generator) < 0.85:
-                param.grad = torch.randn(len(param), generator=self._generator).to(param.dtype)
-                scalars = self.reference.hyper.scalars(self.reference.steps[index] + 1, scale)
+                param.grad = torch.randn(len(param), generator=self._generator).to(
+                    param.dtype
+                )
+                scalars = self.reference.hyper.scalars(
+                    self.reference.steps[index] + 1, scale
+                )
             update.gradients.append(None if param.grad is None else param.grad.clone())
             update.scalars.append(scalars)
         self.reference.step(scale)
         return update
 
-    def step(self, engine: Engine, scale: float = 1.0, offloaded_share: float = 0.0) -> Schedule:
-        """Run a step of an engine; a share of the gradients is offloaded before the step, in any order."""
+    def step(
+        self, engine: Engine, scale: float = 1.0, offloaded_share: float = 0.0
+    ) -> Schedule:
+        """Run a step of an engine; a share of the gradients is offloaded before the
+        step, in any order."""
         update = self.update(scale)
-        gradients = {index: gradient for index, gradient in enumerate(update.gradients) if gradient is not None}
-        for index in torch.randperm(len(self.params), generator=self._generator).tolist():
-            if index in gradients and engine.is_running and torch.rand((), generator=self._generator) < offloaded_share:
+        gradients = {
+            index: gradient
+            for index, gradient in enumerate(update.gradients)
+            if gradient is not None
+        }
+        for index in torch.randperm(
+            len(self.params), generator=self._generator
+        ).tolist():
+            if (
+                index in gradients
+                and engine.is_running
+                and torch.rand((), generator=self._generator) < offloaded_share
+            ):
                 engine.offload_gradient(index, gradients.pop(index))
                 engine.report_progress(torch.rand((), generator=self._generator).item())
         engine.submit_gradients(gradients)
@@ -80,18 +115,23 @@ class Twin:
             store.states.write(number, self._state(number))
 
     def check(self, store: Store | None = None) -> None:
-        """Check that the parameters, and the state if a store is given, have the bits of the reference."""
+        """Check that the parameters, and the state if a store is given, have the bits
+        of the reference."""
         for param, expected in zip(self.params, self.reference.params, strict=True):
             assert torch.equal(bits(param), bits(expected))
         for number in range(len(self.subgroups)) if store is not None else ():
             assert store is not None
-            assert torch.equal(bits(store.states.read(number)), bits(self._state(number)))
+            assert torch.equal(
+                bits(store.states.read(number)), bits(self._state(number))
+            )
 
     def _state(self, number: int) -> torch.Tensor:
         def part(segment: ParamSegment) -> torch.Tensor:
             return self.reference.state[segment.param][:, segment.begin : segment.end]
 
-        return torch.cat([part(segment) for segment in self.subgroups[number].segments], 1)
+        return torch.cat(
+            [part(segment) for segment in self.subgroups[number].segments], 1
+        )
 
 
 @st.composite
@@ -126,7 +166,8 @@ class Jitter:
 
 
 class JitteryDevice(EmulatedDevice):
-    """A device with random delays, and marks of the job that are passed late, as those of a job on a GPU are."""
+    """A device with random delays, and marks of the job that are passed late, as those
+    of a job on a GPU are."""
 
     def __init__(self, jitter: Jitter, capacity_bytes: float | None = None) -> None:
         super().__init__(capacity_bytes)
@@ -145,7 +186,9 @@ class JitteryDevice(EmulatedDevice):
         self._job.close()
         super().close()
 
-    def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def copy(
+        self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
         for pair in pairs:
             self.submit(direction, self._jitter)
             super().copy(direction, [pair])
@@ -162,7 +205,8 @@ class WatchedKernel(CpuKernel):
     """Updates on the CPU, on one thread, that tests watch.
 
     Args:
-        before: Called before an update with the tensors that it reads, and those that it writes.
+        before: Called before an update with the tensors that it reads, and those that
+            it writes.
         after: Called after an update.
     """
 
@@ -194,7 +238,9 @@ class JitteryKernel(WatchedKernel):
         super().__init__(lambda reads, writes: jitter(), jitter)
 
 
-def one_step(executor: Executor, plan: Plan, pause: Callable[[], None] = lambda: None) -> PlanRun:
+def one_step(
+    executor: Executor, plan: Plan, pause: Callable[[], None] = lambda: None
+) -> PlanRun:
     """Run an iteration: begin, advance through its points, and finish."""
     executor.begin(plan)
     for point in _POINTS:
@@ -205,7 +251,9 @@ def one_step(executor: Executor, plan: Plan, pause: Callable[[], None] = lambda:
 
 def place(store: Store, plan: Plan, workload: Workload) -> None:
     """Prepare a store for a plan."""
-    store.apply_placement(plan, block_sizes(worst_case(plan, workload), store.subgroups))
+    store.apply_placement(
+        plan, block_sizes(worst_case(plan, workload), store.subgroups)
+    )
 
 
 @contextmanager

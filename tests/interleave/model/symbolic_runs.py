@@ -1,10 +1,13 @@
-"""Runs of a plan on symbols in place of numbers: do all orders in which its operations may run give right results?
+"""Runs of a plan on symbols in place of numbers: do all orders in which its operations
+may run give right results?
 
-This knows what each kind of operation does to memory, and nothing of the check of plans. An operation may start when
-those that it waits for have ended, its lane is idle and its point is reached. It may run for any time: its results are
-there when it ends, and until then nobody may change what it works with, or use what it writes. One operation at a time
-is delayed as long as anything else can happen, before it starts or before it ends: so of any two that do not wait for
-each other either order is run, and that both run at once.
+This knows what each kind of operation does to memory, and nothing of the check of
+plans. An operation may start when those that it waits for have ended, its lane is idle
+and its point is reached. It may run for any time: its results are there when it ends,
+and until then nobody may change what it works with, or use what it writes. One
+operation at a time is delayed as long as anything else can happen, before it starts or
+before it ends: so of any two that do not wait for each other either order is run, and
+that both run at once.
 """
 
 from __future__ import annotations
@@ -46,18 +49,27 @@ class Effect:
 
 
 class SymbolicRuns:
-    """Runs one plan; `compute_waits`: whether compute stops for operations that are blocking, or needed at a point."""
+    """Runs one plan; `compute_waits`: whether compute stops for operations that are
+    blocking, or needed at a point."""
 
-    def __init__(self, plan: Plan, workload: Workload, compute_waits: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, workload: Workload, compute_waits: bool = False
+    ) -> None:
         self.plan = plan
         self.rules = plan.departures.rules
         self.compute_waits = compute_waits
         self.clips = workload.clipping and CLIPPING_FIRST not in self.rules
         self._until_step = workload.gradients_held_until_step
-        self.ready = [UPDATE] * plan.subgroups if self._until_step else gradient_ready_points(workload)
+        self.ready = (
+            [UPDATE] * plan.subgroups
+            if self._until_step
+            else gradient_ready_points(workload)
+        )
         self.casts = {op.subgroup: op.resource for op in plan.ops if op.kind == "cast"}
         self._paths = {op.subgroup: path_of(op) for op in plan.ops if op.kind == "read"}
-        needed = {op.holds.point for op in plan.ops if op.holds is not None and not op.is_late}
+        needed = {
+            op.holds.point for op in plan.ops if op.holds is not None and not op.is_late
+        }
         self.points = sorted({op.start for op in plan.ops} | {*self.ready} | needed)
         self.effects = [self._effect(index, op) for index, op in enumerate(plan.ops)]
 
@@ -82,7 +94,9 @@ class SymbolicRuns:
         return [(name, subgroup) for name in names]
 
     def _effect(self, index: int, op: Op) -> Effect:
-        effects: dict[str, Callable[[int, Op], tuple[list[str], list[str], list[str]]]] = {
+        effects: dict[
+            str, Callable[[int, Op], tuple[list[str], list[str], list[str]]]
+        ] = {
             "gradient down": self._gradient_down,
             "gradient up": lambda index, op: (["grad@host"], ["grad@gpu"], []),
             "fetch": lambda index, op: (["state@host"], ["state@gpu"], ["state@host"]),
@@ -93,31 +107,67 @@ class SymbolicRuns:
             "read": self._read,
             "write": self._write,
             "activation down": lambda index, op: ([], [f"activation {op.tag}"], []),
-            "activation up": lambda index, op: ([f"activation {op.tag}"], [], [f"activation {op.tag}"]),
+            "activation up": lambda index, op: (
+                [f"activation {op.tag}"],
+                [],
+                [f"activation {op.tag}"],
+            ),
         }
         if op.kind == "clip":
-            copied = {one.subgroup for one in self.plan.ops[:index] if one.kind == "gradient down"}
+            copied = {
+                one.subgroup
+                for one in self.plan.ops[:index]
+                if one.kind == "gradient down"
+            }
             every = range(self.plan.subgroups)
-            return Effect([("grad@host" if one in copied else "job", one) for one in every], [("factor", -1)], [])
+            return Effect(
+                [("grad@host" if one in copied else "job", one) for one in every],
+                [("factor", -1)],
+                [],
+            )
         if op.kind not in effects:
             return Effect([], [], [])
         names = effects[op.kind](index, op)
-        reads, writes, empties = ([(name, op.subgroup) for name in part] for part in names)
+        reads, writes, empties = (
+            [(name, op.subgroup) for name in part] for part in names
+        )
         if op.kind == "update" and self.clips and not op.is_speculative:
             reads.append(("factor", -1))
         return Effect(reads, writes, empties)
 
-    def _gradient_down(self, index: int, op: Op) -> tuple[list[str], list[str], list[str]]:
-        stays = self._until_step or op.subgroup in self.plan.kept_gradients or ONE_UPDATE in self.rules
+    def _gradient_down(
+        self, index: int, op: Op
+    ) -> tuple[list[str], list[str], list[str]]:
+        stays = (
+            self._until_step
+            or op.subgroup in self.plan.kept_gradients
+            or ONE_UPDATE in self.rules
+        )
         return ["job"], ["grad@host"], [] if stays else ["job"]
 
     def _update(self, index: int, op: Op) -> tuple[list[str], list[str], list[str]]:
         if op.resource == "cpu":
-            reads = ["state@host"] if OWN_GRADIENT in self.rules else ["state@host", "grad@host"]
-            return reads, ["state@host"] if op.subgroup in self.casts else ["state@host", "param@host"], []
+            reads = (
+                ["state@host"]
+                if OWN_GRADIENT in self.rules
+                else ["state@host", "grad@host"]
+            )
+            return (
+                reads,
+                ["state@host"]
+                if op.subgroup in self.casts
+                else ["state@host", "param@host"],
+                [],
+            )
         is_part = ONE_UPDATE in self.rules
-        gradient = "job" if is_part or op.subgroup in self.plan.kept_gradients else "grad@gpu"
-        return ["state@gpu", gradient], ["state@gpu"] if is_part else ["state@gpu", "param@gpu"], []
+        gradient = (
+            "job" if is_part or op.subgroup in self.plan.kept_gradients else "grad@gpu"
+        )
+        return (
+            ["state@gpu", gradient],
+            ["state@gpu"] if is_part else ["state@gpu", "param@gpu"],
+            [],
+        )
 
     def _cast(self, index: int, op: Op) -> tuple[list[str], list[str], list[str]]:
         if op.resource == "gpu":
@@ -125,7 +175,9 @@ class SymbolicRuns:
         return ["state@host"], ["param@host"], []
 
     def _upload(self, index: int, op: Op) -> tuple[list[str], list[str], list[str]]:
-        updated = {one.subgroup for one in self.plan.ops[:index] if one.kind == "update"}
+        updated = {
+            one.subgroup for one in self.plan.ops[:index] if one.kind == "update"
+        }
         if ONE_UPLOAD in self.rules and op.subgroup not in updated:
             return [], [], []
         if self.casts.get(op.subgroup) == "gpu":
@@ -134,7 +186,11 @@ class SymbolicRuns:
 
     def _read(self, index: int, op: Op) -> tuple[list[str], list[str], list[str]]:
         state, gradient = f"state in file {path_of(op)}", f"grad in file {path_of(op)}"
-        return [state, gradient] if _STATE_ONLY in self.rules else [state], ["state@host"], [state]
+        return (
+            [state, gradient] if _STATE_ONLY in self.rules else [state],
+            ["state@host"],
+            [state],
+        )
 
     def _write(self, index: int, op: Op) -> tuple[list[str], list[str], list[str]]:
         if op.tag is None:
@@ -143,13 +199,16 @@ class SymbolicRuns:
 
 
 class _Run:
-    """One order of the operations: one of them is delayed before it starts (`at_start`) or before it ends."""
+    """One order of the operations: one of them is delayed before it starts (`at_start`)
+    or before it ends."""
 
     def __init__(self, runs: SymbolicRuns, delayed: int, at_start: bool) -> None:
         self._runs, self._delayed, self._at_start = runs, delayed, at_start
         self._ops = runs.plan.ops
         self._memory: dict[Cell, Any] = {
-            home: _OLD for subgroup in range(runs.plan.subgroups) for home in runs.homes(subgroup)
+            home: _OLD
+            for subgroup in range(runs.plan.subgroups)
+            for home in runs.homes(subgroup)
         }
         self._points = [*runs.points]
         self._point = -1.0
@@ -160,7 +219,9 @@ class _Run:
         for index, op in enumerate(self._ops):
             for before in set(op.after):
                 self._dependents[before].append(index)
-        self._startable = [index for index, count in enumerate(self._waiting) if not count]
+        self._startable = [
+            index for index, count in enumerate(self._waiting) if not count
+        ]
         self._inputs: dict[int, list[Any]] = {}
         self._running: list[int] = []
         self._undone = set(range(len(self._ops)))
@@ -169,9 +230,15 @@ class _Run:
         self._problem: str | None = None
 
     def problem(self) -> str | None:
-        """Run all operations and return what goes wrong first, or is wrong in the end."""
+        """Run all operations and return what goes wrong first, or is wrong in the
+        end."""
         while self._undone and self._problem is None:
-            if not (self._start_any() or self._advance() or self._end_any() or self._release()):
+            if not (
+                self._start_any()
+                or self._advance()
+                or self._end_any()
+                or self._release()
+            ):
                 return "operations wait for each other"
         return self._problem or self._wrong_result()
 
@@ -180,7 +247,10 @@ class _Run:
         on_host = None if OWN_GRADIENT in self._runs.rules else _OWN
         for subgroup in range(self._runs.plan.subgroups):
             homes = self._runs.homes(subgroup)
-            new = {home: (_OLD, _OWN if home[0] == "state@gpu" else on_host, factor) for home in homes}
+            new = {
+                home: (_OLD, _OWN if home[0] == "state@gpu" else on_host, factor)
+                for home in homes
+            }
             for cell, value in {**new, ("param@gpu", subgroup): new[homes[0]]}.items():
                 if self._memory.get(cell) != value:
                     return f"{cell} has {self._memory.get(cell)}"
@@ -188,11 +258,15 @@ class _Run:
 
     def _can_start(self, index: int) -> bool:
         op = self._ops[index]
-        return op.start <= self._point and all(self._ops[one].resource != op.resource for one in self._running)
+        return op.start <= self._point and all(
+            self._ops[one].resource != op.resource for one in self._running
+        )
 
     def _start_any(self) -> bool:
         for index in self._startable:
-            if self._can_start(index) and not (self._at_start and index == self._delayed):
+            if self._can_start(index) and not (
+                self._at_start and index == self._delayed
+            ):
                 self._start(index)
                 return True
         return False
@@ -221,7 +295,9 @@ class _Run:
             if op.holds is not None and not op.is_late and op.holds.point < point:
                 return False
         self._point = self._points.pop(0)
-        for subgroup in [one for one in self._unready if self._runs.ready[one] < point + _ROUNDING]:
+        for subgroup in [
+            one for one in self._unready if self._runs.ready[one] < point + _ROUNDING
+        ]:
             self._unready.remove(subgroup)
             self._memory["job", subgroup] = _OWN
         return True
@@ -239,7 +315,9 @@ class _Run:
             self._memory[cell] = "in work"
         if op.kind == "read":
             if op.tag in self._buffers:
-                self._problem = f"{op.kind} of {op.subgroup} finds another state in its buffer"
+                self._problem = (
+                    f"{op.kind} of {op.subgroup} finds another state in its buffer"
+                )
             self._buffers[op.tag] = op.subgroup
 
     def _end(self, index: int) -> None:
@@ -248,7 +326,10 @@ class _Run:
         now |= dict.fromkeys((*effect.writes, *effect.empties), "in work")
         for cell, value in now.items():
             if self._memory.get(cell) != value:
-                self._problem = f"{op.kind} of {op.subgroup} works with {cell} while others change it"
+                self._problem = (
+                    f"{op.kind} of {op.subgroup} works with {cell} while others change "
+                    "it"
+                )
         for cell in effect.empties:
             del self._memory[cell]
         for cell in effect.writes:
@@ -277,10 +358,15 @@ class _Run:
         return (inputs[0], _OWN if _OWN in inputs else None, factor)
 
     def _confirm(self) -> None:
-        """Let results of speculative updates be right where these have put them: copies and casts of them are not."""
+        """Let results of speculative updates be right where these have put them: copies
+        and casts of them are not."""
         for op in self._ops:
             if op.is_speculative:
-                names = ["state@host"] if op.subgroup in self._runs.casts else ["state@host", "param@host"]
+                names = (
+                    ["state@host"]
+                    if op.subgroup in self._runs.casts
+                    else ["state@host", "param@host"]
+                )
                 for cell in ((name, op.subgroup) for name in names):
                     value = self._memory.get(cell)
                     if isinstance(value, tuple) and value[2] == _ASSUMED:
@@ -296,9 +382,14 @@ def is_refused(plan: Plan, workload: Workload) -> bool:
     return False
 
 
-def with_one_wait_less(plan: Plan, draw: random.Random, count: int) -> Iterator[tuple[str, Plan]]:
-    """Yield so many plans, with the names of the operation that waits no more and of the one for which it did."""
-    waits = [(index, before) for index, op in enumerate(plan.ops) for before in op.after]
+def with_one_wait_less(
+    plan: Plan, draw: random.Random, count: int
+) -> Iterator[tuple[str, Plan]]:
+    """Yield so many plans, with the names of the operation that waits no more and of
+    the one for which it did."""
+    waits = [
+        (index, before) for index, op in enumerate(plan.ops) for before in op.after
+    ]
     for index, before in draw.sample(waits, min(count, len(waits))):
         op = plan.ops[index]
         fewer = op._replace(after=tuple(one for one in op.after if one != before))
@@ -306,9 +397,11 @@ def with_one_wait_less(plan: Plan, draw: random.Random, count: int) -> Iterator[
         yield f"{op.name} without {plan.ops[before].name}", changed
 
 
-def assert_refused_where_results_are_wrong(plan: Plan, workload: Workload, draw: random.Random, count: int) -> None:
-    """Check that a plan gives right results in every order, and that it is refused with a dependency less exactly where
-    it does not give them any more."""
+def assert_refused_where_results_are_wrong(
+    plan: Plan, workload: Workload, draw: random.Random, count: int
+) -> None:
+    """Check that a plan gives right results in every order, and that it is refused with
+    a dependency less exactly where it does not give them any more."""
     assert next(SymbolicRuns(plan, workload).problems(), None) is None
     for name, changed in with_one_wait_less(plan, draw, count):
         problem = next(SymbolicRuns(changed, workload).problems(), None)

@@ -23,34 +23,51 @@ from tests.interleave.strategies import machines, policies, workloads
 
 @settings(max_examples=examples(25, by_default=4))
 @given(policies(), workloads(), machines())
-def test_make_plan__is_valid_for_every_policy(policy: str, workload: Workload, machine: Machine) -> None:
+def test_make_plan__is_valid_for_every_policy(
+    policy: str, workload: Workload, machine: Machine
+) -> None:
     plan = make_plan(policy, workload, machine)
     assert plan.validate(workload) is plan
     assert plan.policy == policy
     assert plan.subgroups == len(workload.subgroups)
     where = {op.subgroup: op.resource for op in plan.ops if op.kind == "update"}
     assert set(where) == set(range(plan.subgroups))
-    assert all(where[subgroup] == "gpu" for subgroup in plan.resident | plan.kept_gradients | plan.parked)
+    assert all(
+        where[subgroup] == "gpu"
+        for subgroup in plan.resident | plan.kept_gradients | plan.parked
+    )
     assert plan.resident_bytes == pytest.approx(
-        workload.state_bytes * sum(workload.subgroups[subgroup] for subgroup in plan.resident)
+        workload.state_bytes
+        * sum(workload.subgroups[subgroup] for subgroup in plan.resident)
     )
 
 
 def test_make_plan__works_for_one_subgroup_and_for_thousands() -> None:
-    for policy in ["zero-offload", "twin-flow:0.37", "pipelined", "interleaved:3@0.9", "gpu-only"]:
+    for policy in [
+        "zero-offload",
+        "twin-flow:0.37",
+        "pipelined",
+        "interleaved:3@0.9",
+        "gpu-only",
+    ]:
         for count in [1, 2, 5000]:
             plan = make_plan(policy, even(count), TEST_MACHINE)
             updates = plan.counts()
-            assert updates.get("update on cpu", 0) + updates.get("update on gpu", 0) == count
+            assert (
+                updates.get("update on cpu", 0) + updates.get("update on gpu", 0)
+                == count
+            )
 
 
 def windows(clipping: bool = True) -> Workload:
     return even(8, gpu_free=((0.0, 1e12),), clipping=clipping)
 
 
-# Plans with every kind of state: resident, parked, streamed across the end of the iteration and within the update, and
-# on the CPU.
-PLACEMENT = Placement(resident=1, moved=5, slots=4, early=4, late=3, round_trip_gradients=1)
+# Plans with every kind of state: resident, parked, streamed across the end of the
+# iteration and within the update, and on the CPU.
+PLACEMENT = Placement(
+    resident=1, moved=5, slots=4, early=4, late=3, round_trip_gradients=1
+)
 
 
 def placed(workload: Workload) -> Plan:
@@ -63,14 +80,26 @@ PLANS = {
     "adaptive": (placed(windows()), windows()),
     "adaptive, no clipping": (placed(windows(False)), windows(False)),
     "interleaved": (make_plan("interleaved:2@0.8", windows(), TEST_MACHINE), windows()),
-    "interleaved, no room": (make_plan("interleaved:2", even(6, gpu_free=((0.0, 0.0),)), TEST_MACHINE), even(6)),
+    "interleaved, no room": (
+        make_plan("interleaved:2", even(6, gpu_free=((0.0, 0.0),)), TEST_MACHINE),
+        even(6),
+    ),
     "zero-offload": (make_plan("zero-offload", windows(), TEST_MACHINE), windows()),
 }
 
 
 def test_plans_of_these_tests__have_all_kinds_of_operations() -> None:
     kinds = {op.kind for plan, _ in PLANS.values() for op in plan.ops}
-    assert kinds == {"gradient down", "gradient up", "clip", "fetch", "update", "flush", "cast", "upload"}
+    assert kinds == {
+        "gradient down",
+        "gradient up",
+        "clip",
+        "fetch",
+        "update",
+        "flush",
+        "cast",
+        "upload",
+    }
     plan = PLANS["adaptive"][0]
     assert plan.resident
     assert len(plan.parked) == PLACEMENT.late
@@ -103,7 +132,11 @@ def without(ops: tuple[Op, ...], removed: int) -> list[Op]:
         inherited = set(ops[removed].after) if removed in after else set()
         return tuple(sorted(index - (index > removed) for index in kept | inherited))
 
-    return [op._replace(after=renumbered(op.after)) for index, op in enumerate(ops) if index != removed]
+    return [
+        op._replace(after=renumbered(op.after))
+        for index, op in enumerate(ops)
+        if index != removed
+    ]
 
 
 @each_plan
@@ -111,7 +144,11 @@ def test_validate__refuses_a_repeated_operation(name: str) -> None:
     plan, _ = PLANS[name]
     for op in plan.ops:
         again = op._replace(takes=0.0, gives=0.0)
-        refused(name, [*plan.ops, again], "finds no|is repeated|is the second update|does not wait for")
+        refused(
+            name,
+            [*plan.ops, again],
+            "finds no|is repeated|is the second update|does not wait for",
+        )
 
 
 @each_plan
@@ -129,8 +166,15 @@ def test_validate__refuses_device_memory_that_is_not_released(name: str) -> None
     plan, _ = PLANS[name]
     for index, op in enumerate(plan.ops):
         if op.takes or op.gives:
-            for changed in (op._replace(takes=0.0, gives=0.0), op._replace(takes=2 * op.takes + 1)):
-                refused(name, [*plan.ops[:index], changed, *plan.ops[index + 1 :]], "device memory")
+            for changed in (
+                op._replace(takes=0.0, gives=0.0),
+                op._replace(takes=2 * op.takes + 1),
+            ):
+                refused(
+                    name,
+                    [*plan.ops[:index], changed, *plan.ops[index + 1 :]],
+                    "device memory",
+                )
 
 
 @each_plan
@@ -138,9 +182,15 @@ def test_validate__refuses_an_operation_on_the_wrong_resource(name: str) -> None
     plan, _ = PLANS[name]
     allowed = {"update": {"cpu", "gpu"}, "cast": {"cpu"}, "clip": {"cpu"}}
     for index, op in enumerate(plan.ops):
-        for resource in {"cpu", "gpu", "h2d", "d2h"} - allowed.get(op.kind, {op.resource}):
+        for resource in {"cpu", "gpu", "h2d", "d2h"} - allowed.get(
+            op.kind, {op.resource}
+        ):
             moved = op._replace(resource=resource)  # type: ignore[arg-type]
-            refused(name, [*plan.ops[:index], moved, *plan.ops[index + 1 :]], "cannot run on|finds no")
+            refused(
+                name,
+                [*plan.ops[:index], moved, *plan.ops[index + 1 :]],
+                "cannot run on|finds no",
+            )
 
 
 @each_plan
@@ -153,11 +203,26 @@ def test_validate__refuses_an_update_on_the_other_processor(name: str) -> None:
 
 
 BREAKS: dict[str, tuple[Callable[[Op], Op], str]] = {
-    "later input": (lambda op: op._replace(after=(*op.after, 10**6)), "waits for a later operation"),
-    "negative input": (lambda op: op._replace(after=(*op.after, -1)), "waits for a later operation"),
-    "point before the iteration": (lambda op: op._replace(start=-0.5), "outside of the iteration"),
-    "point after the step": (lambda op: op._replace(start=4.5), "outside of the iteration"),
-    "point not a number": (lambda op: op._replace(start=float("nan")), "outside of the iteration"),
+    "later input": (
+        lambda op: op._replace(after=(*op.after, 10**6)),
+        "waits for a later operation",
+    ),
+    "negative input": (
+        lambda op: op._replace(after=(*op.after, -1)),
+        "waits for a later operation",
+    ),
+    "point before the iteration": (
+        lambda op: op._replace(start=-0.5),
+        "outside of the iteration",
+    ),
+    "point after the step": (
+        lambda op: op._replace(start=4.5),
+        "outside of the iteration",
+    ),
+    "point not a number": (
+        lambda op: op._replace(start=float("nan")),
+        "outside of the iteration",
+    ),
     "subgroup beyond the last": (lambda op: op._replace(subgroup=99), "subgroup 99"),
     "negative subgroup": (lambda op: op._replace(subgroup=-1), "subgroup -1"),
 }
@@ -200,7 +265,9 @@ def test_validate__refuses_an_update_before_clipping() -> None:
 def test_validate__refuses_a_read_before_the_gradient_is_ready(name: str) -> None:
     plan, _ = PLANS[name]
     for index, op in enumerate(plan.ops):
-        if op.kind == "gradient down" or (op.kind == "update" and op.subgroup in plan.kept_gradients):
+        if op.kind == "gradient down" or (
+            op.kind == "update" and op.subgroup in plan.kept_gradients
+        ):
             sooner = op._replace(start=op.start - 0.01)
             refused(
                 name,
@@ -221,10 +288,15 @@ def test_validate__refuses_clipping_before_all_gradients_are_ready() -> None:
 
 
 @given(workloads(), st.floats(0, 1.5))
-def test_point_at__inverts_the_time_of_a_point(workload: Workload, share: float) -> None:
+def test_point_at__inverts_the_time_of_a_point(
+    workload: Workload, share: float
+) -> None:
     seconds = share * workload.compute_s
     point = point_at(workload, seconds)
     assert OTHER <= point <= UPDATE
     lengths = (workload.other_s, workload.forward_s, workload.backward_s)
-    inverted = sum(length * min(max(point - phase, 0.0), 1.0) for phase, length in enumerate(lengths))
+    inverted = sum(
+        length * min(max(point - phase, 0.0), 1.0)
+        for phase, length in enumerate(lengths)
+    )
     assert inverted == pytest.approx(min(seconds, workload.compute_s), abs=1e-12)

@@ -1,4 +1,5 @@
-"""Random machines and workloads with few subgroups, by kind. The same kind and seed give the same case."""
+"""Random machines and workloads with few subgroups, by kind. The same kind and seed
+give the same case."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ KINDS = (
     "windows clipped",
     "windows not clipped",
 )
-# (position in the phase, share of the largest free memory): activations fill the memory in the forward and are freed
-# in the backward.
+# (position in the phase, share of the largest free memory): activations fill the memory
+# in the forward and are freed in the backward.
 _FORWARD_STEPS = ((0.0, 1.0), (0.1, 0.7), (0.5, 0.4), (1.0, 0.2))
 _BACKWARD_STEPS = ((0.5, 0.5), (0.8, 0.8), (1.0, 1.0))
 
@@ -48,8 +49,14 @@ def small_case(kind: str, seed: int) -> tuple[Workload, Machine]:
         top = max(everything * spread(0.2, 1.5), 12 * max(sizes))
         free: FreeMemorySteps = (
             (0.0, top),
-            *((other_s + forward_s * position, top * share) for position, share in _FORWARD_STEPS),
-            *((other_s + forward_s + backward_s * position, top * share) for position, share in _BACKWARD_STEPS),
+            *(
+                (other_s + forward_s * position, top * share)
+                for position, share in _FORWARD_STEPS
+            ),
+            *(
+                (other_s + forward_s + backward_s * position, top * share)
+                for position, share in _BACKWARD_STEPS
+            ),
         )
     else:
         free = ((0.0, max(everything * spread(0.1, 1.1), 12 * min(sizes))),)
@@ -68,7 +75,9 @@ def small_case(kind: str, seed: int) -> tuple[Workload, Machine]:
     return workload, machine
 
 
-def _machine(draw: np.random.Generator, spread: Callable[[float, float], float]) -> Machine:
+def _machine(
+    draw: np.random.Generator, spread: Callable[[float, float], float]
+) -> Machine:
     link = spread(10e9, 60e9)
     return Machine(
         name="random",
@@ -87,12 +96,21 @@ def _machine(draw: np.random.Generator, spread: Callable[[float, float], float])
     )
 
 
-def _shares(kind: str, count: int, draw: np.random.Generator, spread: Callable[[float, float], float]) -> list[float]:
+def _shares(
+    kind: str,
+    count: int,
+    draw: np.random.Generator,
+    spread: Callable[[float, float], float],
+) -> list[float]:
     """Return the relative sizes of the subgroups."""
     shares = [1.0] * count
     if kind.startswith("one large"):
         # An embedding is mostly at one of the ends.
-        shares[int(draw.choice([0, count - 1, int(draw.integers(count))]))] = draw.uniform(2, 6)
-    elif kind.startswith("uneven") or (kind.startswith("windows") and draw.random() >= 0.5):
+        shares[int(draw.choice([0, count - 1, int(draw.integers(count))]))] = (
+            draw.uniform(2, 6)
+        )
+    elif kind.startswith("uneven") or (
+        kind.startswith("windows") and draw.random() >= 0.5
+    ):
         shares = [spread(0.3, 3) for _ in shares]
     return shares

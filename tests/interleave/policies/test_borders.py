@@ -1,4 +1,5 @@
-"""Text of policies is parsed where it comes in; everywhere else a policy is an object."""
+"""Text of policies is parsed where it comes in; everywhere else a policy is an
+object."""
 
 import ast
 from pathlib import Path
@@ -38,18 +39,29 @@ def _names(code: str) -> set[str]:
     """Return the names and attributes of names in code, but for its imports."""
     nodes = [*ast.walk(ast.parse(code))]
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    return names | {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    return names | {
+        ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)
+    }
 
 
 def test_policies__are_parsed_at_borders_alone() -> None:
     users: dict[str, set[str]] = {name: set() for name in BORDERS}
-    folders = [ROOT / name for name in ("analysis", "features", "interleave", "profiler", "ebbtide/cli")]
-    files = [*(ROOT / "ebbtide").glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))]
+    folders = [
+        ROOT / name
+        for name in ("analysis", "features", "interleave", "profiler", "ebbtide/cli")
+    ]
+    files = [
+        *(ROOT / "ebbtide").glob("*.py"),
+        *(file for folder in folders for file in folder.rglob("*.py")),
+    ]
     for file in files:
         code = file.read_text(encoding="utf-8")
         named = {name for name in BORDERS if name in code}
         for name in named and named & _names(code):
             users[name].add(file.relative_to(ROOT).as_posix())
     # Features may be deleted.
-    present = {name: {file for file in places if (ROOT / file).is_file()} for name, places in BORDERS.items()}
+    present = {
+        name: {file for file in places if (ROOT / file).is_file()}
+        for name, places in BORDERS.items()
+    }
     assert users == present

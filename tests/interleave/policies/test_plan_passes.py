@@ -9,7 +9,13 @@ import pytest
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import registry
-from ebbtide.interleave.policies.registry import Maker, Policy, as_policy, complete, make_plan
+from ebbtide.interleave.policies.registry import (
+    Maker,
+    Policy,
+    as_policy,
+    complete,
+    make_plan,
+)
 from ebbtide.machines.machine import Machine
 from tests.interleave.model.test_kinds import machine, workload
 
@@ -23,7 +29,9 @@ class Marking:
         self.in_memory = name == "inner"
         self.options = {name: ("off", "on")}
 
-    def plan(self, make: Maker, policy: Policy, workload: Workload, machine: Machine) -> Plan:
+    def plan(
+        self, make: Maker, policy: Policy, workload: Workload, machine: Machine
+    ) -> Plan:
         return self.complete(make(policy, workload, machine), workload, machine)
 
     def complete(self, plan: Plan, workload: Workload, machine: Machine) -> Plan:
@@ -32,15 +40,21 @@ class Marking:
 
 @pytest.fixture(autouse=True)
 def _passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "plan_passes", lambda: [Marking("outer"), Marking("inner")])
+    monkeypatch.setattr(
+        registry, "plan_passes", lambda: [Marking("outer"), Marking("inner")]
+    )
 
 
 def test_plan__goes_through_all_passes_from_the_inside() -> None:
     assert make_plan("pipelined", workload(), machine()).remark == " inner outer"
-    assert as_policy("pipelined").plan_in_memory(workload(), machine()).remark == " inner"
+    assert (
+        as_policy("pipelined").plan_in_memory(workload(), machine()).remark == " inner"
+    )
 
 
-def test_plan__goes_through_no_pass_that_the_policy_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan__goes_through_no_pass_that_the_policy_leaves_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     without = replace(registry.POLICIES["pipelined"], without=frozenset({"outer"}))
     monkeypatch.setitem(registry.POLICIES, "pipelined", without)
     assert make_plan("pipelined", workload(), machine()).remark == " inner"

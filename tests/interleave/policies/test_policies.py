@@ -13,7 +13,16 @@ from ebbtide.errors import PolicyError
 from ebbtide.interleave import policies
 from ebbtide.interleave.model.plan import STEP, Plan
 from ebbtide.interleave.model.workload import Workload
-from ebbtide.interleave.policies import BUILT_IN, POLICIES, SYSTEMS, PlanBuilder, Policy, as_policy, make_plan, policy
+from ebbtide.interleave.policies import (
+    BUILT_IN,
+    POLICIES,
+    SYSTEMS,
+    PlanBuilder,
+    Policy,
+    as_policy,
+    make_plan,
+    policy,
+)
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 from tests.interleave.simulation.test_simulator import TEST_MACHINE, even
@@ -23,7 +32,11 @@ BAD_STRINGS = [
     ("", "gpu-only, interleaved:2, "),
     ("magic", "there is no policy 'magic'; there are adaptive, "),
     ("Adaptive", "there is no policy 'Adaptive'"),
-    ("twin-flow", "'twin-flow' lacks the share on the CPU: write it after a colon, as in twin-flow:0.5"),
+    (
+        "twin-flow",
+        "'twin-flow' lacks the share on the CPU: write it after a colon, as in "
+        "twin-flow:0.5",
+    ),
     ("twin-flow:", "lacks the share on the CPU"),
     ("twin-flow:3", "the share on the CPU is '3'; it must be a number from 0 to 1"),
     ("twin-flow:-0.1", "must be a number from 0 to 1"),
@@ -44,10 +57,18 @@ BAD_STRINGS = [
     ("gpu-only:", "gpu-only takes nothing after a colon"),
     ("adaptive:fast", "adaptive takes nothing after a colon"),
     ("pipelined,grads=sync", "grads is one of async, blocking"),
-    ("pipelined,grads", "pipelined has no option 'grads'; it has grads=async|blocking, params=pipelined|blocking"),
+    (
+        "pipelined,grads",
+        "pipelined has no option 'grads'; it has grads=async|blocking, "
+        "params=pipelined|blocking",
+    ),
     ("pipelined,stride=2", "pipelined has no option 'stride=2'"),
     ("pipelined,", "pipelined has no option ''"),
-    ("gpu-only,grads=async", "gpu-only has no option 'grads=async'; it has weights=resident|streamed|streamed:K|auto"),
+    (
+        "gpu-only,grads=async",
+        "gpu-only has no option 'grads=async'; it has "
+        "weights=resident|streamed|streamed:K|auto",
+    ),
     ("adaptive,params=blocking", "adaptive has no option"),
 ]
 
@@ -63,9 +84,17 @@ def test_make_plan__refuses_bad_strings() -> None:
 def test_with_options__leaves_defaults_out_and_the_rest_of_the_text_as_it_is() -> None:
     chosen = as_policy("interleaved:2, grads=async ,overlap=auto")
     assert chosen.with_options(overlap="none").text == "interleaved:2, grads=async "
-    assert chosen.with_options(overlap="forward").text == "interleaved:2, grads=async ,overlap=forward"
-    assert chosen.with_options(overlap="forward") == as_policy("interleaved:2, grads=async ,overlap=forward")
-    assert as_policy("adaptive,overlap=none").with_options(weights="auto").text == "adaptive,overlap=none,weights=auto"
+    assert (
+        chosen.with_options(overlap="forward").text
+        == "interleaved:2, grads=async ,overlap=forward"
+    )
+    assert chosen.with_options(overlap="forward") == as_policy(
+        "interleaved:2, grads=async ,overlap=forward"
+    )
+    assert (
+        as_policy("adaptive,overlap=none").with_options(weights="auto").text
+        == "adaptive,overlap=none,weights=auto"
+    )
     with pytest.raises(PolicyError, match="has no option 'overlap=forward'"):
         as_policy("twin-flow:0.5").with_options(overlap="forward")
 
@@ -74,10 +103,16 @@ def test_make__is_what_the_text_of_the_parts_is() -> None:
     for made, text in (
         (Policy.make("gpu-only"), "gpu-only"),
         (Policy.make("interleaved", 3), "interleaved:3"),
-        (Policy.make("twin-flow", "0.5", params="pipelined"), "twin-flow:0.5,params=pipelined"),
+        (
+            Policy.make("twin-flow", "0.5", params="pipelined"),
+            "twin-flow:0.5,params=pipelined",
+        ),
     ):
         assert made == as_policy(text)
-        assert (made.value, made.options) == (as_policy(text).value, as_policy(text).options)
+        assert (made.value, made.options) == (
+            as_policy(text).value,
+            as_policy(text).options,
+        )
         assert str(made) == text
     with pytest.raises(PolicyError, match="no policy 'interleave'"):
         Policy.make("interleave")
@@ -93,34 +128,65 @@ def test_policy__answers_questions_about_its_overlap() -> None:
         ("gpu-only", "none", False, False, False),
     ):
         one = as_policy(text)
-        assert [one.overlap, one.speculates, one.depends_on_rates, one.states("overlap")] == answers, text
+        assert [
+            one.overlap,
+            one.speculates,
+            one.depends_on_rates,
+            one.states("overlap"),
+        ] == answers, text
 
 
 def test_as_policy__reads_values_and_options() -> None:
     layers = {"weights": "resident", "activations": "keep"}
-    assert as_policy("zero-offload").options == {"grads": "async", "params": "blocking", **layers}
-    assert as_policy("pipelined").options == {"grads": "async", "params": "pipelined", "overlap": "none", **layers}
+    assert as_policy("zero-offload").options == {
+        "grads": "async",
+        "params": "blocking",
+        **layers,
+    }
+    assert as_policy("pipelined").options == {
+        "grads": "async",
+        "params": "pipelined",
+        "overlap": "none",
+        **layers,
+    }
     chosen = as_policy(" interleaved:2@0.8 , grads = blocking")
     assert (chosen.name, chosen.value) == ("interleaved", "2@0.8")
-    assert chosen.options == {"grads": "blocking", "params": "pipelined", "overlap": "none", **layers}
+    assert chosen.options == {
+        "grads": "blocking",
+        "params": "pipelined",
+        "overlap": "none",
+        **layers,
+    }
     assert chosen.text == " interleaved:2@0.8 , grads = blocking"
     # Counts may be written as integral floats.
     assert (
-        make_plan("interleaved:2e0", even(4), TEST_MACHINE).ops == make_plan("interleaved:2", even(4), TEST_MACHINE).ops
+        make_plan("interleaved:2e0", even(4), TEST_MACHINE).ops
+        == make_plan("interleaved:2", even(4), TEST_MACHINE).ops
     )
 
 
 def test_policies__imports_every_module_of_the_package() -> None:
-    modules = {module.name for module in walk_packages(policies.__path__, f"{policies.__name__}.")}
+    modules = {
+        module.name
+        for module in walk_packages(policies.__path__, f"{policies.__name__}.")
+    }
     assert modules <= set(sys.modules)
-    plugged = {f"{plug.package}.{plug.target}" for plug in seams.plugs("policies").values()}
-    assert {registered.function.__module__ for registered in POLICIES.values()} <= modules | plugged
+    plugged = {
+        f"{plug.package}.{plug.target}" for plug in seams.plugs("policies").values()
+    }
+    assert {
+        registered.function.__module__ for registered in POLICIES.values()
+    } <= modules | plugged
 
 
 def test_built_in__has_every_policy_with_a_summary() -> None:
     # Policies that decide about layers are for workloads that have them.
-    others = {name for name, registered in POLICIES.items() if "layers" in registered.without}
-    assert {as_policy(text).name for text in (*BUILT_IN, *SYSTEMS)} == set(POLICIES) - others
+    others = {
+        name for name, registered in POLICIES.items() if "layers" in registered.without
+    }
+    assert {as_policy(text).name for text in (*BUILT_IN, *SYSTEMS)} == set(
+        POLICIES
+    ) - others
     assert all(len(registered.summary) > 10 for registered in POLICIES.values())
 
 
@@ -154,15 +220,29 @@ def test_interleaved__streams_every_kth_subgroup() -> None:
 )
 def test_make_plan__is_equal_where_policies_coincide(one: str, other: str) -> None:
     workload = even(6)
-    assert make_plan(one, workload, TEST_MACHINE).ops == make_plan(other, workload, TEST_MACHINE).ops
+    assert (
+        make_plan(one, workload, TEST_MACHINE).ops
+        == make_plan(other, workload, TEST_MACHINE).ops
+    )
 
 
 @given(fixed_policies(), workloads(), machines())
-def test_interleaved__needs_two_buffers(policy: str, workload: Workload, machine: Machine) -> None:
+def test_interleaved__needs_two_buffers(
+    policy: str, workload: Workload, machine: Machine
+) -> None:
     plan = make_plan(policy, workload, machine)
-    kept = workload.grad_bytes * sum(workload.subgroups[subgroup] for subgroup in plan.kept_gradients)
-    buffers = 2 * workload.state_bytes * max((workload.subgroups[subgroup] for subgroup in on_gpu(plan)), default=0)
-    assert simulate(plan, workload, machine).peak_device_bytes <= plan.resident_bytes + kept + buffers + 1
+    kept = workload.grad_bytes * sum(
+        workload.subgroups[subgroup] for subgroup in plan.kept_gradients
+    )
+    buffers = (
+        2
+        * workload.state_bytes
+        * max((workload.subgroups[subgroup] for subgroup in on_gpu(plan)), default=0)
+    )
+    assert (
+        simulate(plan, workload, machine).peak_device_bytes
+        <= plan.resident_bytes + kept + buffers + 1
+    )
 
 
 def test_interleaved__keeps_only_gradients_that_fit_at_every_moment() -> None:
@@ -175,7 +255,12 @@ def test_interleaved__keeps_only_gradients_that_fit_at_every_moment() -> None:
     assert simulate(plan, narrow, TEST_MACHINE).fits_device(None)
     # The free memory before the backward does not matter.
     early = even(8, size, gpu_free=((0.0, 2.4e9), (1.0, 9e9)))
-    assert make_plan("interleaved:2", early, TEST_MACHINE).kept_gradients == {1, 3, 5, 7}
+    assert make_plan("interleaved:2", early, TEST_MACHINE).kept_gradients == {
+        1,
+        3,
+        5,
+        7,
+    }
 
 
 def test_policy__registers_a_function_of_the_user() -> None:
@@ -185,17 +270,28 @@ def test_policy__registers_a_function_of_the_user() -> None:
 
         More of it."""
         count = len(workload.subgroups)
-        resident = range(count // 2) if chosen.options["order"] == "first" else range(count // 2, count)
+        resident = (
+            range(count // 2)
+            if chosen.options["order"] == "first"
+            else range(count // 2, count)
+        )
         builder = PlanBuilder(chosen.text, workload)
         builder.gradients(keep=frozenset(resident))
         for subgroup in range(count):
-            builder.resident(subgroup) if subgroup in resident else builder.on_cpu(subgroup)
+            builder.resident(subgroup) if subgroup in resident else builder.on_cpu(
+                subgroup
+            )
         return builder.plan()
 
     try:
-        assert POLICIES["half-resident"].summary == "The first half, or the last, stays on the GPU."
+        assert (
+            POLICIES["half-resident"].summary
+            == "The first half, or the last, stays on the GPU."
+        )
         assert make_plan("half-resident", even(6), TEST_MACHINE).resident == {0, 1, 2}
-        assert make_plan("half-resident,order=last", even(6), TEST_MACHINE).resident == {3, 4, 5}
+        assert make_plan(
+            "half-resident,order=last", even(6), TEST_MACHINE
+        ).resident == {3, 4, 5}
         with pytest.raises(PolicyError, match="order is one of first, last"):
             make_plan("half-resident,order=middle", even(6), TEST_MACHINE)
     finally:
@@ -203,7 +299,8 @@ def test_policy__registers_a_function_of_the_user() -> None:
 
 
 def test_adaptive__updates_before_the_step_only_without_clipping() -> None:
-    """Updates of DeepSpeed wait for the step; those of `adaptive` follow their gradients."""
+    """Updates of DeepSpeed wait for the step; those of `adaptive` follow their
+    gradients."""
     workload = even(6, gpu_free=((0.0, 4e9),), clipping=False)
     with_step = make_plan("interleaved:2", workload, TEST_MACHINE)
     assert all(op.start == STEP for op in with_step.ops if op.kind == "update")

@@ -1,4 +1,5 @@
-"""Tests of replay results: their order, their figures, whether they fit, and what limits them."""
+"""Tests of replay results: their order, their figures, whether they fit, and what
+limits them."""
 
 from __future__ import annotations
 
@@ -61,7 +62,11 @@ def one(policy: str, job: Workload, target: Machine) -> PolicyResult:
 
 
 @settings(max_examples=examples(15, by_default=8))
-@given(st.lists(fixed_policies(), min_size=1, max_size=3), workloads(max_subgroups=6), machines())
+@given(
+    st.lists(fixed_policies(), min_size=1, max_size=3),
+    workloads(max_subgroups=6),
+    machines(),
+)
 def test_replay__gives_the_results_of_the_schedules_in_the_requested_order(
     policies: list[str], job: Workload, target: Machine
 ) -> None:
@@ -70,10 +75,21 @@ def test_replay__gives_the_results_of_the_schedules_in_the_requested_order(
     assert replayed.results[0] == replayed.results[-1]
     for result, schedule in zip(replayed.results, replayed.schedules, strict=True):
         assert schedule == simulate(make_plan(result.policy, job, target), job, target)
-        phases = result.forward_ms + result.backward_ms + result.update_ms + result.other_ms
-        assert result.iteration_ms == pytest.approx(phases) == pytest.approx(schedule.iteration_s * 1e3)
-        assert result.exposed_ms == pytest.approx(result.iteration_ms - job.compute_s * 1e3, abs=1e-6)
-        assert (result.h2d_bytes, result.d2h_bytes) == (schedule.moved_bytes("h2d"), schedule.moved_bytes("d2h"))
+        phases = (
+            result.forward_ms + result.backward_ms + result.update_ms + result.other_ms
+        )
+        assert (
+            result.iteration_ms
+            == pytest.approx(phases)
+            == pytest.approx(schedule.iteration_s * 1e3)
+        )
+        assert result.exposed_ms == pytest.approx(
+            result.iteration_ms - job.compute_s * 1e3, abs=1e-6
+        )
+        assert (result.h2d_bytes, result.d2h_bytes) == (
+            schedule.moved_bytes("h2d"),
+            schedule.moved_bytes("d2h"),
+        )
         assert list(result.busy) == ["cpu", "gpu", "h2d", "d2h"]
         assert all(0 <= share <= 1 for share in result.busy.values())
 
@@ -81,26 +97,54 @@ def test_replay__gives_the_results_of_the_schedules_in_the_requested_order(
 def test_as_json__has_the_keys_of_the_contract() -> None:
     values = replay(workload(), machine()).as_json()
     # Keys may be added to it, these may not change.
-    assert list(values) == ["workload", "machine", "results", "bound", "skipped", "late", "accuracy"]
+    assert list(values) == [
+        "workload",
+        "machine",
+        "results",
+        "bound",
+        "skipped",
+        "late",
+        "accuracy",
+    ]
     assert [result["policy"] for result in values["results"]] == list(BUILT_IN)
     assert all(list(result) == RESULT for result in values["results"])
     assert list(values["bound"]) == BOUND
     # The built-in policies have no overlap.
     assert values["bound"].pop("overlap") == "none"
-    assert [values["bound"][key] for key in WITH_OVERLAP] == [values["bound"][key] for key in WITHOUT_OVERLAP]
-    assert {key: values["machine"][key] for key in ("name", "duplex_bytes_per_s", "step_overhead_s")} == {
+    assert [values["bound"][key] for key in WITH_OVERLAP] == [
+        values["bound"][key] for key in WITHOUT_OVERLAP
+    ]
+    assert {
+        key: values["machine"][key]
+        for key in ("name", "duplex_bytes_per_s", "step_overhead_s")
+    } == {
         "name": "box",
         "duplex_bytes_per_s": None,
         "step_overhead_s": None,
     }
-    figures = [value for result in values["results"] for value in result.values() if isinstance(value, (int, float))]
-    assert all(math.isfinite(value) and value >= 0 for value in [*figures, *values["bound"].values()])
+    figures = [
+        value
+        for result in values["results"]
+        for value in result.values()
+        if isinstance(value, (int, float))
+    ]
+    assert all(
+        math.isfinite(value) and value >= 0
+        for value in [*figures, *values["bound"].values()]
+    )
     json.dumps(values, allow_nan=False)
 
 
 def test_replay__repeats_policy_strings_as_given() -> None:
-    strings = [" interleaved:2@1 , grads=blocking", "twin-flow:0.50", "zero-offload", "interleaved:2e0"]
-    assert [result.policy for result in replay(workload(), machine(), strings).results] == strings
+    strings = [
+        " interleaved:2@1 , grads=blocking",
+        "twin-flow:0.50",
+        "zero-offload",
+        "interleaved:2e0",
+    ]
+    assert [
+        result.policy for result in replay(workload(), machine(), strings).results
+    ] == strings
 
 
 @pytest.mark.parametrize(
@@ -119,8 +163,16 @@ def test_replay__repeats_policy_strings_as_given() -> None:
 def test_fits__covers_both_memories_and_is_null_if_one_is_not_known(
     device: float | None, host: float | None, fits: bool | None
 ) -> None:
-    """Interleaving 2e9 parameters takes two buffers of 1.2 GB, and 24 GB of state and copies on the host."""
-    assert one("interleaved:2", workload(gpu_free_bytes=device), machine(host_memory_bytes=host)).fits is fits
+    """Interleaving 2e9 parameters takes two buffers of 1.2 GB, and 24 GB of state and
+    copies on the host."""
+    assert (
+        one(
+            "interleaved:2",
+            workload(gpu_free_bytes=device),
+            machine(host_memory_bytes=host),
+        ).fits
+        is fits
+    )
 
 
 def test_fits__needs_only_host_memory_for_plans_without_device_memory() -> None:
@@ -145,7 +197,9 @@ def test_fits__needs_only_host_memory_for_plans_without_device_memory() -> None:
         ("zero-offload", {"h2d_pageable_bytes_per_s": 4e9}, "dependencies"),
     ],
 )
-def test_limited_by__is_the_busiest_resource_or_dependencies(policy: str, changes: dict[str, Any], limit: str) -> None:
+def test_limited_by__is_the_busiest_resource_or_dependencies(
+    policy: str, changes: dict[str, Any], limit: str
+) -> None:
     target = replace(TEST_MACHINE, step_overhead_s=0.0, **changes)
     assert one(policy, even(50), target).limited_by == limit
 
@@ -153,7 +207,11 @@ def test_limited_by__is_the_busiest_resource_or_dependencies(policy: str, change
 def test_replay__skips_built_in_policies_that_lack_rates() -> None:
     target = machine(gpu_update_params_per_s=None)
     replayed = replay(workload(), target)
-    assert [result.policy for result in replayed.results] == ["zero-offload", "pipelined", "adaptive"]
+    assert [result.policy for result in replayed.results] == [
+        "zero-offload",
+        "pipelined",
+        "adaptive",
+    ]
     assert list(replayed.skipped) == ["twin-flow:0.5", "interleaved:2", "gpu-only"]
     assert all("gpu_update_params_per_s" in why for why in replayed.skipped.values())
     with pytest.raises(MachineError, match="has no gpu_update_params_per_s"):
@@ -165,7 +223,11 @@ def test_replay__skips_built_in_policies_that_lack_rates() -> None:
 
 
 def test_replay__has_the_bound_of_the_overlap_of_all_policies() -> None:
-    policies = ["pipelined", "pipelined,overlap=backward", "interleaved:2,overlap=forward"]
+    policies = [
+        "pipelined",
+        "pipelined,overlap=backward",
+        "interleaved:2,overlap=forward",
+    ]
     replayed = replay(workload(), machine(), policies)
     assert replayed.overlap.name == "both"
     assert replayed.overlap_bound.iteration_s < replayed.bound.iteration_s

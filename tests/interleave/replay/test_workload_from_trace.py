@@ -12,7 +12,18 @@ from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.replay.replay import replay
 from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.profiler.trace import TraceBuilder
-from tests.analysis.findings.jobs import CAPACITY, GIB, MS, PARAMS, PEAK, PHASES, Job, devices, offloaded, split_by_stub
+from tests.analysis.findings.jobs import (
+    CAPACITY,
+    GIB,
+    MS,
+    PARAMS,
+    PEAK,
+    PHASES,
+    Job,
+    devices,
+    offloaded,
+    split_by_stub,
+)
 from tests.interleave.job_files import machine
 
 FORWARD, BACKWARD, OTHER = 0.1, 0.2, 0.005
@@ -25,11 +36,17 @@ def test_workload_of__has_what_was_recorded() -> None:
     job.builder.meta["stub"] = {"subgroup_params": 300_000_000, "version": "3"}
     job.meta(
         model={"params": 7, "dtypes": {"torch.bfloat16": 900, "torch.float32": 100}},
-        optimizers=[{"params": PARAMS - 5, "state_dtypes": {"torch.float32": 2 * PARAMS}}, {"params": 5}],
+        optimizers=[
+            {"params": PARAMS - 5, "state_dtypes": {"torch.float32": 2 * PARAMS}},
+            {"params": 5},
+        ],
     )
     job.memory("device", {"other": 70, "forward": 60, "backward": 50, "update": 70})
-    # The job itself uses a quarter of the link in the forward. The copies of the update are the optimizer's.
-    job.copy("h2d", "forward", 10, 50, round(0.25 * PEAK * FORWARD)).copy("d2h", "update", 10, 50, round(0.05 * PEAK))
+    # The job itself uses a quarter of the link in the forward. The copies of the update
+    # are the optimizer's.
+    job.copy("h2d", "forward", 10, 50, round(0.25 * PEAK * FORWARD)).copy(
+        "d2h", "update", 10, 50, round(0.05 * PEAK)
+    )
     assert workload_of(job.builder.build("name.ebb")) == Workload(
         name="name",
         params=PARAMS,
@@ -59,14 +76,17 @@ def test_gpu_free__is_the_least_over_iterations_at_each_position() -> None:
     job.memory("device", dict.fromkeys(("other", *PHASES), 20))
     job.builder.meta["warmup_iterations"] = 0
     rank = job.builder.rank(0)
-    # One iteration uses more from a quarter of the backward on, another one in its second half.
+    # One iteration uses more from a quarter of the backward on, another one in its
+    # second half.
     for iteration, offset_ms, size in ((1, 50, 50), (2, 100, 70)):
         rank.memory(job.begins[0, "backward"][iteration] + offset_ms * MS, size * GIB)
     workload = workload_of(job.trace)
     assert workload.gpu_free is not None
     begin = OTHER + FORWARD
     times, sizes = zip(*workload.gpu_free, strict=True)
-    assert times == pytest.approx((0, OTHER, begin, begin + BACKWARD / 4, begin + BACKWARD / 2, begin + BACKWARD))
+    assert times == pytest.approx(
+        (0, OTHER, begin, begin + BACKWARD / 4, begin + BACKWARD / 2, begin + BACKWARD)
+    )
     assert sizes == tuple(size * GIB for size in (60, 60, 60, 30, 10, 60))
 
 
@@ -80,7 +100,9 @@ def test_gpu_free__reduces_many_steps_without_promising_more() -> None:
         job.builder.rank(0).memory(begin + offset_ms * MS, round(size * GIB))
     workload = workload_of(job.trace)
     assert workload.gpu_free is not None
-    inside = [entry for entry in workload.gpu_free if OTHER <= entry[0] < OTHER + FORWARD]
+    inside = [
+        entry for entry in workload.gpu_free if OTHER <= entry[0] < OTHER + FORWARD
+    ]
     assert len(inside) <= 32
     for offset_ms, size in used:
         free = workload.free_at(OTHER + (offset_ms + 0.5) / 1e3)
@@ -99,7 +121,11 @@ def test_gpu_free__counts_state_of_the_recorded_job_as_free() -> None:
     unsplit = offloaded(1, used=used)
     assert workload_of(unsplit.trace).min_free_bytes == free
     resident = devices(Job(1)).memory("device", {"other": used})
-    resident.meta(optimizers=[{"params": PARAMS, "state_bytes": state, "state_devices": ["cuda:0"]}])
+    resident.meta(
+        optimizers=[
+            {"params": PARAMS, "state_bytes": state, "state_devices": ["cuda:0"]}
+        ]
+    )
     assert workload_of(resident.trace).min_free_bytes == free + state
 
 
@@ -115,12 +141,17 @@ def test_workload_of__removes_waiting_from_the_backward() -> None:
     workload = workload_of(job.trace)
     assert workload.backward_s == pytest.approx(BACKWARD - waited)
     assert workload.notes == (
-        "the recorded backward waited about 150 ms for gradient copies (an estimate): replayed without that wait",
+        "the recorded backward waited about 150 ms for gradient copies (an estimate): "
+        "replayed without that wait",
         POOL_NOTE,
     )
-    # The free memory is scaled with the backward: its steps keep their relative positions, the update follows.
+    # The free memory is scaled with the backward: its steps keep their relative
+    # positions, the update follows.
     assert workload.gpu_free is not None
-    assert workload.gpu_free[-1] == (pytest.approx(workload.compute_s), pytest.approx(40 * GIB, abs=1))
+    assert workload.gpu_free[-1] == (
+        pytest.approx(workload.compute_s),
+        pytest.approx(40 * GIB, abs=1),
+    )
     middle = OTHER + FORWARD + workload.backward_s / 2
     assert workload.free_at(middle - 1e-6) == CAPACITY - 40 * GIB
     assert workload.free_at(middle + 1e-6) == CAPACITY - 20 * GIB
@@ -149,9 +180,18 @@ def test_workload_of__without_memory_supports_policies_that_do_not_need_it() -> 
     ("phases", "params", "message"),
     [
         ((), PARAMS, "no finished iteration with forward, backward and update"),
-        (("forward", "backward"), PARAMS, "no update phase: nothing to replay .an optimizer in the backward has none"),
+        (
+            ("forward", "backward"),
+            PARAMS,
+            "no update phase: nothing to replay .an optimizer in the backward has none",
+        ),
         (("forward", "update"), PARAMS, "no finished iteration|no backward"),
-        (PHASES, None, "has no number of parameters that a rank updates: describe the job in a --work"),
+        (
+            PHASES,
+            None,
+            "has no number of parameters that a rank updates: describe the job in a "
+            "--work",
+        ),
         (PHASES, 0, "has no number of parameters"),
     ],
 )
@@ -174,12 +214,15 @@ def test_workload_of__refuses_traces_without_phases_or_parameters(
     ("printed", "subgroups"),
     [
         ([6 * 10**8, 4 * 10**8], (6 * 10**8, 4 * 10**8)),
-        # Sizes of other jobs or ranks, or no sizes: the configuration counts, and without it 1e8.
+        # Sizes of other jobs or ranks, or no sizes: the configuration counts, and
+        # without it 1e8.
         ([6 * 10**8], (25 * 10**7,) * 4),
         ([], (25 * 10**7,) * 4),
     ],
 )
-def test_subgroups__are_those_printed_or_configured(printed: list[int], subgroups: tuple[int, ...]) -> None:
+def test_subgroups__are_those_printed_or_configured(
+    printed: list[int], subgroups: tuple[int, ...]
+) -> None:
     job = split_by_stub(None)
     assert workload_of(job.trace).subgroups == (10**8,) * 10
     job.builder.meta["stub"] |= {"subgroup_params": 25 * 10**7, "subgroups": printed}
@@ -191,7 +234,17 @@ def test_subgroups__are_those_printed_or_configured(printed: list[int], subgroup
 
 @pytest.mark.usefixtures("stub_framework")
 def test_workload_of__takes_bytes_from_the_dtypes() -> None:
-    job = split_by_stub(1).meta(model={"dtypes": {"torch.float32": 10, "torch.float16": 3}})
-    workload = workload_of(job.meta(optimizers=[{"params": PARAMS, "state_dtypes": {"torch.float32": PARAMS}}]).trace)
+    job = split_by_stub(1).meta(
+        model={"dtypes": {"torch.float32": 10, "torch.float16": 3}}
+    )
+    workload = workload_of(
+        job.meta(
+            optimizers=[{"params": PARAMS, "state_dtypes": {"torch.float32": PARAMS}}]
+        ).trace
+    )
     # A master weight and a momentum.
-    assert (workload.param_bytes, workload.grad_bytes, workload.state_bytes) == (4, 4, 8)
+    assert (workload.param_bytes, workload.grad_bytes, workload.state_bytes) == (
+        4,
+        4,
+        8,
+    )

@@ -1,16 +1,22 @@
-"""An independent event loop: iterations of a plan laid end to end, with the job, resources and buffers as objects.
+"""An independent event loop: iterations of a plan laid end to end, with the job,
+resources and buffers as objects.
 
-It follows the definitions in docs/model.md and docs/storage.md, and knows nothing of how the simulator works.
+It follows the definitions in docs/model.md and docs/storage.md, and knows nothing of
+how the simulator works.
 
-- The job passes through the points of each iteration in turn. At a point it waits for what the iteration before has due
-  there; only then has it reached the point, and operations of the point may start. It then waits for operations of the
-  point that block. It stands still while a late operation runs on the GPU, and at the end of the step until all
-  operations that are not late have ended.
-- A resource runs one operation at a time: of those that are ready the one of the oldest iteration, first in the plan.
-- A buffer has the state of one subgroup, from the start of its read to the end of its write, whatever the iteration. A
-  read waits for its buffer. A valid plan never needs that, since the engine knows no such wait: what a plan leaves out
-  is noted, and so is an operation on state that is in no buffer.
-- Collectives take their share of the link while the job computes, and none while it stands still.
+- The job passes through the points of each iteration in turn. At a point it waits for
+  what the iteration before has due there; only then has it reached the point, and
+  operations of the point may start. It then waits for operations of the point that
+  block. It stands still while a late operation runs on the GPU, and at the end of the
+  step until all operations that are not late have ended.
+- A resource runs one operation at a time: of those that are ready the one of the oldest
+  iteration, first in the plan.
+- A buffer has the state of one subgroup, from the start of its read to the end of its
+  write, whatever the iteration. A read waits for its buffer. A valid plan never needs
+  that, since the engine knows no such wait: what a plan leaves out is noted, and so is
+  an operation on state that is in no buffer.
+- Collectives take their share of the link while the job computes, and none while it
+  stands still.
 """
 
 from __future__ import annotations
@@ -19,12 +25,21 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ebbtide.interleave.model.plan import BACKWARD, FORWARD, OTHER, STEP, UPDATE, Op, Plan
+from ebbtide.interleave.model.plan import (
+    BACKWARD,
+    FORWARD,
+    OTHER,
+    STEP,
+    UPDATE,
+    Op,
+    Plan,
+)
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.machine import Machine
 from tests.interleave.simulation.fluid import alone_s, collectives_left, speeds
 
-# What is left of an operation, as a share of the time so far, when it has ended but for rounding.
+# What is left of an operation, as a share of the time so far, when it has ended but for
+# rounding.
 _ROUNDING = 1e-12
 
 
@@ -47,7 +62,8 @@ class Run(NamedTuple):
 
     Attributes:
         iterations: Their times.
-        faults: Reads that had nothing to wait for but their buffer, and operations on state that was in none.
+        faults: Reads that had nothing to wait for but their buffer, and operations on
+            state that was in none.
     """
 
     iterations: list[Iteration]
@@ -67,7 +83,8 @@ class _Key(NamedTuple):
 
 @dataclass
 class _Job:
-    """The training job: where it is, and how much compute is left until the next point."""
+    """The training job: where it is, and how much compute is left until the next
+    point."""
 
     iteration: int = 0
     stop: int = 0
@@ -82,13 +99,30 @@ def run_explicitly(plan: Plan, workload: Workload, machine: Machine, count: int)
 
 
 class _Loop:
-    def __init__(self, plan: Plan, workload: Workload, machine: Machine, count: int) -> None:
-        self._plan, self._workload, self._machine, self._count = plan, workload, machine, count
-        points = {OTHER, FORWARD, BACKWARD, UPDATE, *(op.start for op in plan.ops if op.start <= UPDATE)}
+    def __init__(
+        self, plan: Plan, workload: Workload, machine: Machine, count: int
+    ) -> None:
+        self._plan, self._workload, self._machine, self._count = (
+            plan,
+            workload,
+            machine,
+            count,
+        )
+        points = {
+            OTHER,
+            FORWARD,
+            BACKWARD,
+            UPDATE,
+            *(op.start for op in plan.ops if op.start <= UPDATE),
+        }
         points |= {op.due for op in plan.ops if op.is_late}
         self._points = [*sorted(points), STEP]
         self._work = [alone_s(op, plan, workload, machine) for op in plan.ops]
-        self._lengths = {"other": workload.other_s, "forward": workload.forward_s, "backward": workload.backward_s}
+        self._lengths = {
+            "other": workload.other_s,
+            "forward": workload.forward_s,
+            "backward": workload.backward_s,
+        }
         self._now = 0.0
         self._job = _Job()
         # The point of each iteration that the job has reached.
@@ -98,18 +132,25 @@ class _Loop:
         self._left_s: dict[_Key, float] = {}
         self._starts: dict[_Key, float] = {}
         self._ends: dict[_Key, float] = {}
-        # Whose state is in each buffer, of which iteration; and the buffers that are being written.
+        # Whose state is in each buffer, of which iteration; and the buffers that are
+        # being written.
         self._owner: dict[int, tuple[int, int]] = {}
         self._written: set[int] = set()
         self._buffer_of = {op.subgroup: op.tag for op in plan.ops if op.kind == "read"}
-        self._casts_on_gpu = {op.subgroup for op in plan.ops if op.kind == "cast" and op.resource == "gpu"}
+        self._casts_on_gpu = {
+            op.subgroup for op in plan.ops if op.kind == "cast" and op.resource == "gpu"
+        }
         self._faults: list[str] = []
 
     def run(self) -> Run:
         while len(self._job.begins) <= self._count or self._running or self._waiting:
             while self._start_operations() or self._move_job():
                 pass
-            if len(self._job.begins) > self._count and not self._running and not self._waiting:
+            if (
+                len(self._job.begins) > self._count
+                and not self._running
+                and not self._waiting
+            ):
                 break
             self._pass_time()
         begins = self._job.begins
@@ -117,7 +158,10 @@ class _Loop:
             Iteration(
                 begins[number + 1] - begins[number],
                 *(
-                    [times[_Key(number, index)] - begins[number] for index in range(len(self._plan.ops))]
+                    [
+                        times[_Key(number, index)] - begins[number]
+                        for index in range(len(self._plan.ops))
+                    ]
                     for times in (self._starts, self._ends)
                 ),
             )
@@ -140,14 +184,21 @@ class _Loop:
             if point == OTHER:
                 job.begins.append(self._now)
                 if job.iteration == self._count:
-                    # One more beginning than iterations; what it would start does not matter.
+                    # One more beginning than iterations; what it would start does not
+                    # matter.
                     job.iteration += 1
                     return True
-                self._waiting |= {_Key(job.iteration, index) for index in range(len(self._plan.ops))}
+                self._waiting |= {
+                    _Key(job.iteration, index) for index in range(len(self._plan.ops))
+                }
             job.has_reached = True
             self._reached[job.iteration] = point
             return True
-        blocking = [index for index, op in enumerate(self._plan.ops) if op.is_blocking and op.start == point]
+        blocking = [
+            index
+            for index, op in enumerate(self._plan.ops)
+            if op.is_blocking and op.start == point
+        ]
         if any(_Key(job.iteration, index) not in self._ends for index in blocking):
             return False
         job.has_reached = False
@@ -160,12 +211,15 @@ class _Loop:
         return True
 
     def _may_reach(self, point: float) -> bool:
-        """Return whether all has ended that the iteration before must have ended at a point of this one."""
+        """Return whether all has ended that the iteration before must have ended at a
+        point of this one."""
         before = self._job.iteration - 1
         if before < 0:
             return True
         due = [
-            index for index, op in enumerate(self._plan.ops) if (point == OTHER if not op.is_late else op.due <= point)
+            index
+            for index, op in enumerate(self._plan.ops)
+            if (point == OTHER if not op.is_late else op.due <= point)
         ]
         return all(_Key(before, index) in self._ends for index in due)
 
@@ -175,7 +229,8 @@ class _Loop:
         return (end - begin) * list(self._lengths.values())[math.floor(begin)]
 
     def _start_operations(self) -> bool:
-        """Start operations that are ready on resources that are idle; return whether any did."""
+        """Start operations that are ready on resources that are idle; return whether
+        any did."""
         started = False
         for key in sorted(self._waiting):
             op = self._op(key)
@@ -183,7 +238,11 @@ class _Loop:
             is_ready = op.start <= self._reached[key.iteration] and all(
                 _Key(key.iteration, before) in self._ends for before in op.after
             )
-            if not is_ready or resource in self._running or not self._has_buffer(key, op):
+            if (
+                not is_ready
+                or resource in self._running
+                or not self._has_buffer(key, op)
+            ):
                 continue
             self._waiting.remove(key)
             self._running[resource] = key
@@ -193,14 +252,17 @@ class _Loop:
         return started
 
     def _has_buffer(self, key: _Key, op: Op) -> bool:
-        """Return whether an operation that is ready otherwise may start, as far as buffers are concerned."""
+        """Return whether an operation that is ready otherwise may start, as far as
+        buffers are concerned."""
         buffer = self._buffer_of.get(op.subgroup)
         if buffer is None:
             return True
         own = key.iteration, op.subgroup
         if op.kind == "read":
             if buffer in self._written or self._owner.get(buffer, own) != own:
-                self._faults.append(f"{op.kind} of {own} has only its buffer to wait for")
+                self._faults.append(
+                    f"{op.kind} of {own} has only its buffer to wait for"
+                )
                 return False
             self._owner[buffer] = own
         elif op.kind == "write" and op.tag is not None:
@@ -219,7 +281,8 @@ class _Loop:
         return True
 
     def _pass_time(self) -> None:
-        """Let time pass until the next operation ends or the job is at its next point."""
+        """Let time pass until the next operation ends or the job is at its next
+        point."""
         job = self._job
         keys = dict(enumerate(self._running.values()))
         ops = {number: self._op(key) for number, key in keys.items()}
@@ -228,11 +291,14 @@ class _Loop:
         left = {"h2d": 1.0, "d2h": 1.0}
         if computes and self._points[job.stop - 1] < UPDATE:
             phase = list(self._lengths)[math.floor(self._points[job.stop - 1])]
-            left = collectives_left(phase, self._lengths[phase], self._workload, self._machine)
+            left = collectives_left(
+                phase, self._lengths[phase], self._workload, self._machine
+            )
         work = {number: self._work[key.index] for number, key in keys.items()}
         speed = speeds(ops, work, left, self._workload, self._machine)
         passing_s = min(
-            [self._left_s[key] / speed[number] for number, key in keys.items()] + [job.left_s] * computes,
+            [self._left_s[key] / speed[number] for number, key in keys.items()]
+            + [job.left_s] * computes,
             default=math.inf,
         )
         if passing_s == math.inf:

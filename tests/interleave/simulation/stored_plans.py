@@ -1,4 +1,5 @@
-"""Random plans, with and without state in storage: every kind of placement and overlap, any legal point and due."""
+"""Random plans, with and without state in storage: every kind of placement and overlap,
+any legal point and due."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from ebbtide.features.overlap.policy import late
 from ebbtide.features.overlap.speculation import redone, speculate
 from ebbtide.features.storage.policy import StorageLayout, stored_in
 from ebbtide.interleave.model.operations import OVERLAPS, Hold
-from ebbtide.interleave.model.plan import BACKWARD, FORWARD, STEP, UPDATE, Plan, forward_points
+from ebbtide.interleave.model.plan import (
+    BACKWARD,
+    FORWARD,
+    STEP,
+    UPDATE,
+    Plan,
+    forward_points,
+)
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.search.assignment import ROLES, Assignment, FreeMemory
 from ebbtide.interleave.policies.search.assignment_plan import plan_of
@@ -28,7 +36,9 @@ _EARLY_POINTS = (0.5, FORWARD, 1.5)
 def paths(draw: st.DrawFn) -> StoragePath:
     """Draw the rates of a path."""
     read, write = draw(spread(0.3e9, 60e9)), draw(spread(0.3e9, 60e9))
-    both = draw(st.none() | st.floats(0.6, 1.0).map(lambda share: share * (read + write)))
+    both = draw(
+        st.none() | st.floats(0.6, 1.0).map(lambda share: share * (read + write))
+    )
     return StoragePath(read, write, None, both)
 
 
@@ -45,27 +55,50 @@ def cases(
         again: Whether some plans are those of redone steps.
     """
     workload = draw(workloads(max_subgroups=max_subgroups))
-    machine = replace(draw(machines()), storage=tuple(draw(st.lists(paths(), min_size=1, max_size=2))))
-    everything = 2 * workload.params * (workload.state_bytes + workload.grad_bytes + workload.param_bytes)
-    workload = replace(workload, gpu_free=((0.0, everything),), host_free_bytes=draw(st.floats(0, 1)) * everything / 2)
+    machine = replace(
+        draw(machines()), storage=tuple(draw(st.lists(paths(), min_size=1, max_size=2)))
+    )
+    everything = (
+        2
+        * workload.params
+        * (workload.state_bytes + workload.grad_bytes + workload.param_bytes)
+    )
+    workload = replace(
+        workload,
+        gpu_free=((0.0, everything),),
+        host_free_bytes=draw(st.floats(0, 1)) * everything / 2,
+    )
     overlap = OVERLAPS[draw(st.sampled_from([*OVERLAPS]))]
     if draw(st.booleans()):
-        plan = plan_of(workload, FreeMemory(workload), draw(_assignments(workload)), "random", overlap)
+        plan = plan_of(
+            workload,
+            FreeMemory(workload),
+            draw(_assignments(workload)),
+            "random",
+            overlap,
+        )
     else:
         plan = draw(engine_plans.plans(workload))
         if overlap.backward:
             plan = speculate(plan, workload, draw(st.integers(0, 3)))
         if overlap.forward:
             plan = late(plan, workload)
-    # Where operations wait for those of another subgroup, these cannot be moved at will.
+    # Where operations wait for those of another subgroup, these cannot be moved at
+    # will.
     assume(_is_valid(plan, workload))
     if stored:
-        layout = StorageLayout(draw(st.sampled_from(["spread", "first", "last"])), draw(st.integers(1, 4)))
+        layout = StorageLayout(
+            draw(st.sampled_from(["spread", "first", "last"])), draw(st.integers(1, 4))
+        )
         plan = stored_in(plan, workload, machine, layout)
         assume(plan.stored and _is_valid(plan, workload))
     changed = draw(_changed(plan, workload))
     plan = changed if _is_valid(changed, workload) else plan
-    return redone(plan) if again and plan.speculated and draw(st.booleans()) else plan, workload, machine
+    return (
+        redone(plan) if again and plan.speculated and draw(st.booleans()) else plan,
+        workload,
+        machine,
+    )
 
 
 @st.composite
@@ -75,11 +108,19 @@ def _assignments(draw: st.DrawFn, workload: Workload) -> Assignment:
     roles = draw(st.lists(st.sampled_from(ROLES), min_size=count, max_size=count))
     of = {role: tuple(s for s in order if roles[s] == role) for role in ROLES}
     on_gpu = tuple(s for s in order if roles[s] != "cpu")
-    late_ones, early_ones = frozenset(of["late"] + of["parked"]), frozenset(of["early"] + of["parked"])
+    late_ones, early_ones = (
+        frozenset(of["late"] + of["parked"]),
+        frozenset(of["early"] + of["parked"]),
+    )
     return Assignment(
         of["cpu"],
         # Those that must be flushed come before those that stay.
-        tuple(sorted((s for s in on_gpu if roles[s] != "resident"), key=late_ones.__contains__)),
+        tuple(
+            sorted(
+                (s for s in on_gpu if roles[s] != "resident"),
+                key=late_ones.__contains__,
+            )
+        ),
         of["resident"],
         early_ones,
         late_ones,
@@ -100,12 +141,20 @@ def _changed(draw: st.DrawFn, plan: Plan, workload: Workload) -> Plan:
         op = ops[index]
         if op.is_late and draw(st.booleans()):
             needed = [FORWARD, 1.5, BACKWARD, *forward_points(workload)]
-            due = draw(st.sampled_from([due for due in needed if due <= op.holds.point]))
+            due = draw(
+                st.sampled_from([due for due in needed if due <= op.holds.point])
+            )
             ops[index] = op._replace(holds=Hold(due, is_next=True))
         else:
-            later = [point for point in (*_EARLY_POINTS, BACKWARD, 2.5, UPDATE, STEP) if point >= op.start]
+            later = [
+                point
+                for point in (*_EARLY_POINTS, BACKWARD, 2.5, UPDATE, STEP)
+                if point >= op.start
+            ]
             holds = op.holds if op.is_late else None
-            ops[index] = op._replace(start=draw(st.sampled_from(later or [op.start])), holds=holds)
+            ops[index] = op._replace(
+                start=draw(st.sampled_from(later or [op.start])), holds=holds
+            )
     return replace(plan, ops=tuple(ops))
 
 

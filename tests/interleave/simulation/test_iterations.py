@@ -1,4 +1,5 @@
-"""Tests of iterations in a row: with an independent event loop that lays them end to end, and in closed form."""
+"""Tests of iterations in a row: with an independent event loop that lays them end to
+end, and in closed form."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from tests.interleave.simulation.stored_plans import cases
 from tests.interleave.strategies import fixed_policies, machines, workloads
 
 GB = 1e9
-# Iterations are equal if their lengths differ by less, relatively; some approach one length slowly.
+# Iterations are equal if their lengths differ by less, relatively; some approach one
+# length slowly.
 SAME_LENGTH, MOST = 1e-10, 48
 # Iterations of a long run; its second half has whole periods of 2, 3 and 4.
 _LONG_RUN = 121
@@ -45,15 +47,23 @@ def steady_iteration(plan: Plan, workload: Workload, machine: Machine) -> Iterat
         assert not run.faults
         # No iteration follows the last one.
         before, iteration = run.iterations[-3:-1]
-        if abs(before.length_s - iteration.length_s) <= SAME_LENGTH * iteration.length_s:
+        if (
+            abs(before.length_s - iteration.length_s)
+            <= SAME_LENGTH * iteration.length_s
+        ):
             return iteration
         assume(count < MOST)
         count *= 2
 
 
 def assert_as_explicit(plan: Plan, workload: Workload, machine: Machine) -> None:
-    schedule, iteration = simulate(plan, workload, machine), steady_iteration(plan, workload, machine)
-    assert schedule.iteration_s == pytest.approx(iteration.length_s, rel=1e-8, abs=1e-12)
+    schedule, iteration = (
+        simulate(plan, workload, machine),
+        steady_iteration(plan, workload, machine),
+    )
+    assert schedule.iteration_s == pytest.approx(
+        iteration.length_s, rel=1e-8, abs=1e-12
+    )
     slack = 1e-8 * iteration.length_s
     assert schedule.starts == pytest.approx(iteration.starts, rel=1e-8, abs=slack)
     assert schedule.ends == pytest.approx(iteration.ends, rel=1e-8, abs=slack)
@@ -61,13 +71,17 @@ def assert_as_explicit(plan: Plan, workload: Workload, machine: Machine) -> None
 
 @given(cases())
 @settings(max_examples=examples(300, by_default=25))
-def test_simulate__with_state_in_storage_equals_explicit_iterations(case: tuple[Plan, Workload, Machine]) -> None:
+def test_simulate__with_state_in_storage_equals_explicit_iterations(
+    case: tuple[Plan, Workload, Machine],
+) -> None:
     assert_as_explicit(*case)
 
 
 @given(cases(stored=False))
 @settings(max_examples=examples(200, by_default=20))
-def test_simulate__equals_explicit_iterations(case: tuple[Plan, Workload, Machine]) -> None:
+def test_simulate__equals_explicit_iterations(
+    case: tuple[Plan, Workload, Machine],
+) -> None:
     assert_as_explicit(*case)
 
 
@@ -84,21 +98,32 @@ def test_simulate__equals_explicit_iterations_under_every_policy(
 def test_validate__accepts_no_plan_in_which_two_states_share_a_buffer(
     case: tuple[Plan, Workload, Machine], data: st.DataObject
 ) -> None:
-    """Any operations may wait for less, begin earlier or be due later than in a valid plan."""
+    """Any operations may wait for less, begin earlier or be due later than in a valid
+    plan."""
     plan, workload, machine = case
     ops = list(plan.ops)
-    for index in data.draw(st.lists(st.integers(0, len(ops) - 1), min_size=1, max_size=4)):
+    for index in data.draw(
+        st.lists(st.integers(0, len(ops) - 1), min_size=1, max_size=4)
+    ):
         op = ops[index]
         change = data.draw(st.sampled_from(["after", "point", "due", "buffer"]))
         if change == "after":
-            op = op._replace(after=tuple(before for before in op.after if data.draw(st.booleans())))
+            op = op._replace(
+                after=tuple(before for before in op.after if data.draw(st.booleans()))
+            )
         elif change == "point":
-            op = op._replace(start=data.draw(st.sampled_from([0.0, FORWARD, 1.5, BACKWARD, 2.5, UPDATE, STEP])))
+            op = op._replace(
+                start=data.draw(
+                    st.sampled_from([0.0, FORWARD, 1.5, BACKWARD, 2.5, UPDATE, STEP])
+                )
+            )
         elif change == "due":
             due = data.draw(st.sampled_from([None, FORWARD, 1.5, BACKWARD, 2.5]))
             op = op._replace(holds=None if due is None else Hold(due, is_next=True))
         elif op.tag is not None:
-            op = op._replace(tag=data.draw(st.integers(0, len(plan.storage_buffers) - 1)))
+            op = op._replace(
+                tag=data.draw(st.integers(0, len(plan.storage_buffers) - 1))
+            )
         ops[index] = op
     changed = replace(plan, ops=tuple(ops))
     try:
@@ -114,14 +139,20 @@ MACHINE = Machine(
     gpu_update_params_per_s=1e12, step_overhead_s=0.0, host_memory_bytes=64 * GB,
     storage=(StoragePath(0.6 * GB, 3 * GB),),
 )  # fmt: skip
-JOB = Workload("job", 2 * 10**8, 10**8, forward_s=0.1, backward_s=1.0, host_free_bytes=0.0)
+JOB = Workload(
+    "job", 2 * 10**8, 10**8, forward_s=0.1, backward_s=1.0, host_free_bytes=0.0
+)
 
 
-def test_simulate__reads_into_a_buffer_when_the_iteration_before_has_written_it() -> None:
-    """Subgroup 0 leaves the device when the iteration begins; 1 is in storage, and its write is due at the backward.
+def test_simulate__reads_into_a_buffer_when_the_iteration_before_has_written_it() -> (
+    None
+):
+    """Subgroup 0 leaves the device when the iteration begins; 1 is in storage, and its
+    write is due at the backward.
 
-    From the begin of a backward: read until 2 s, update until 2.1, upload until 2.11, which ends the step, and forward
-    until 2.21. The write takes until 2.5, and the next read begins then, not when the forward ends.
+    From the begin of a backward: read until 2 s, update until 2.1, upload until 2.11,
+    which ends the step, and forward until 2.21. The write takes until 2.5, and the next
+    read begins then, not when the forward ends.
     """
     builder = PlanBuilder("parked", JOB)
     builder.leave([0])
@@ -129,7 +160,9 @@ def test_simulate__reads_into_a_buffer_when_the_iteration_before_has_written_it(
     builder.fetch(0)
     builder.update_fetched(0)
     builder.on_cpu(1)
-    plan = stored_in(builder.plan(), JOB, MACHINE, StorageLayout("spread", 1)).validate(JOB)
+    plan = stored_in(builder.plan(), JOB, MACHINE, StorageLayout("spread", 1)).validate(
+        JOB
+    )
     schedule = simulate(plan, JOB, MACHINE)
     assert schedule.iteration_s == pytest.approx(2.5)
     times = {op.kind: (start, end) for op, start, end in schedule.items()}
@@ -137,7 +170,8 @@ def test_simulate__reads_into_a_buffer_when_the_iteration_before_has_written_it(
 
 
 def alternating_plan() -> tuple[Plan, Workload, Machine]:
-    """Return a plan of which every second iteration is longer: parked state leaves the device while late updates run.
+    """Return a plan of which every second iteration is longer: parked state leaves the
+    device while late updates run.
 
     The engine does not run it: it begins an iteration when the one before has ended."""
     sizes = (831336019, 627972074, 768915099, 832627212, 793015361)
@@ -158,7 +192,8 @@ def alternating_plan() -> tuple[Plan, Workload, Machine]:
     plan = late(speculate(builder.plan(), job, 3), job)
     points = (OTHER, OTHER, *(op.start for op in builder.ops[2:]))
     early = [
-        op._replace(start=point) if op.subgroup in (0, 2) else op for op, point in zip(plan.ops, points, strict=True)
+        op._replace(start=point) if op.subgroup in (0, 2) else op
+        for op, point in zip(plan.ops, points, strict=True)
     ]
     return replace(plan, ops=tuple(early), cpu_share=0.92), job, machine
 
@@ -170,18 +205,32 @@ def test_simulate__rates_iterations_that_alternate_by_their_mean() -> None:
     assert len(lengths) == 2
     assert max(lengths) > 1.1 * min(lengths)
     run = run_explicitly(plan, job, machine, 40)
-    assert schedule.iteration_s == pytest.approx(fmean(one.length_s for one in run.iterations[20:40]), rel=1e-6)
-    phases = (schedule.other_s, schedule.forward_s, schedule.backward_s, schedule.update_s)
+    assert schedule.iteration_s == pytest.approx(
+        fmean(one.length_s for one in run.iterations[20:40]), rel=1e-6
+    )
+    phases = (
+        schedule.other_s,
+        schedule.forward_s,
+        schedule.backward_s,
+        schedule.update_s,
+    )
     assert sum(phases) == pytest.approx(fmean(lengths))
-    assert schedule.note == f"its iterations alternate: {', '.join(ms_text(1e3 * length) for length in lengths)}"
+    assert (
+        schedule.note
+        == f"its iterations alternate: {', '.join(ms_text(1e3 * length) for length in lengths)}"
+    )
     assert schedule.settles
     # Those of the whole cycle.
-    assert schedule.peak_device_bytes == pytest.approx(max(one.peak_device_bytes for one in schedule.cycle))
+    assert schedule.peak_device_bytes == pytest.approx(
+        max(one.peak_device_bytes for one in schedule.cycle)
+    )
     assert schedule.fits_device(None)
     assert max(schedule.busy_shares().values()) <= 1.0
 
 
-def test_simulate__rates_iterations_that_do_not_settle_by_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulate__rates_iterations_that_do_not_settle_by_the_second_half(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(iterations, "_period", lambda times: 0)
     schedule = simulate(*alternating_plan())
     assert len(schedule.cycle) == 32
@@ -192,7 +241,9 @@ def test_simulate__rates_iterations_that_do_not_settle_by_the_second_half(monkey
 
 @given(st.booleans().flatmap(lambda stored: cases(stored=stored)))
 @settings(max_examples=examples(100, by_default=10))
-def test_simulate__rates_plans_by_the_mean_of_many_iterations(case: tuple[Plan, Workload, Machine]) -> None:
+def test_simulate__rates_plans_by_the_mean_of_many_iterations(
+    case: tuple[Plan, Workload, Machine],
+) -> None:
     plan, workload, machine = case
     work = Simulator(workload, machine).iteration_work(plan)
     schedule = run_iterations(work)

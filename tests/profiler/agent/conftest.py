@@ -1,4 +1,5 @@
-"""Jobs that are recorded with `Tracer`, all in one process, since each process would import torch."""
+"""Jobs that are recorded with `Tracer`, all in one process, since each process would
+import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tests.profiler.agent.jobs import CASES
 
 @pytest.fixture(scope="session")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
-    """Record loops that need no compiler, closures, and updates by hand; return the traces by name."""
+    """Record loops that need no compiler, closures, and updates by hand; return the
+    traces by name."""
     from tests.profiler.agent.test_closures import CLOSURES
     from tests.profiler.agent.test_manual_updates import MANUAL_UPDATES
     from tests.profiler.agent.test_phases import COMPILED, read_all, trace_all

@@ -6,9 +6,10 @@ from textwrap import dedent
 
 STEPS = 4
 
-# What is imported is no garbage. To collect it, also when the process ends, takes a quarter of the time of the import.
-# torch's decorators of these methods, and of the steps of torch's optimizers, import torch's compiler at their first
-# call, which takes as long as the import of torch.
+# What is imported is no garbage. To collect it, also when the process ends, takes a
+# quarter of the time of the import. torch's decorators of these methods, and of the
+# steps of torch's optimizers, import torch's compiler at their first call, which takes
+# as long as the import of torch.
 PRELUDE = f"""
 import gc
 gc.disable()
@@ -183,14 +184,21 @@ CASES: dict[str, tuple[str, str]] = {
         """,
         "update",
     ),
-    "a compiled model": ("model = torch.compile(model, fullgraph=True)\n" + PLAIN, "forward backward update"),
+    "a compiled model": (
+        "model = torch.compile(model, fullgraph=True)\n" + PLAIN,
+        "forward backward update",
+    ),
     "a compiled model, without a compiler": (
         'model = torch.compile(model, fullgraph=True, backend="aot_eager")\n' + PLAIN,
         "forward backward update",
     ),
-    "a model compiled in place": ("model.compile(fullgraph=True)\n" + PLAIN, "forward backward update"),
+    "a model compiled in place": (
+        "model.compile(fullgraph=True)\n" + PLAIN,
+        "forward backward update",
+    ),
     "compiled blocks in a plain model": (
-        "model[0] = torch.compile(model[0], fullgraph=True)\nmodel[2].compile()\n" + PLAIN,
+        "model[0] = torch.compile(model[0], fullgraph=True)\nmodel[2].compile()\n"
+        + PLAIN,
         "forward backward update",
     ),
     "a compiled function around the model": (
@@ -257,7 +265,8 @@ CASES: dict[str, tuple[str, str]] = {
             optimizer.step()
             optimizer.zero_grad()
         """,
-        "forward forward backward update",  # the checkpointed call runs without gradients
+        # the checkpointed call runs without gradients
+        "forward forward backward update",
     ),
     "checkpointing, non-reentrant": (
         """

@@ -1,4 +1,5 @@
-"""Allocations of some iterations: on the CPU in a real job, on CUDA with the calls of a scripted allocator."""
+"""Allocations of some iterations: on the CPU in a real job, on CUDA with the calls of a
+scripted allocator."""
 
 from __future__ import annotations
 
@@ -58,7 +59,10 @@ print(loss.item())
 PARAMS = 500 * 64 + 2 * (64 * 256 + 256 + 256 * 64 + 64)
 TENSORS = 1 + 2 * 4
 WITH_A_PROFILER = {
-    "before": "profiler = torch.profiler.profile() if number == 3 else None; profiler and profiler.start()",
+    "before": (
+        "profiler = torch.profiler.profile() if number == 3 else None; profiler and "
+        "profiler.start()"
+    ),
     "after": "profiler and profiler.stop()",
 }
 
@@ -66,7 +70,9 @@ WITH_A_PROFILER = {
 def profiled(folder: Path, *options: str, **parts: str) -> tuple[Trace, Any]:
     script = folder / "train.py"
     script.write_text(
-        JOB.replace("{before}", parts.get("before", "pass")).replace("{after}", parts.get("after", "pass"))
+        JOB.replace("{before}", parts.get("before", "pass")).replace(
+            "{after}", parts.get("after", "pass")
+        )
     )
     command = [
         sys.executable,
@@ -90,7 +96,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Any]:
     return profiled(tmp_path_factory.mktemp("job"), "--allocator-iterations", "2")
 
 
-def test_allocation_capture__holders_of_a_known_model_are_exact(recorded: tuple[Trace, Any]) -> None:
+def test_allocation_capture__holders_of_a_known_model_are_exact(
+    recorded: tuple[Trace, Any],
+) -> None:
     trace = recorded[0]
     phases = trace.phases(0)
     update = phases[(phases["phase"] == "update") & (phases["iteration"] == 3)].iloc[0]
@@ -101,12 +109,18 @@ def test_allocation_capture__holders_of_a_known_model_are_exact(recorded: tuple[
     assert sizes["parameter"] == sizes["gradient"] == 4 * PARAMS
     # Two moments, and a step of 4 bytes per tensor.
     assert sizes["optimizer_state"] == 8 * PARAMS + 4 * TENSORS
-    modules = {holder.module: holder.bytes for holder in holders.holders if holder.category == "parameter"}
+    modules = {
+        holder.module: holder.bytes
+        for holder in holders.holders
+        if holder.category == "parameter"
+    }
     assert modules["blocks.1.up"] == 4 * (64 * 256 + 256)
     assert modules["embedding"] == 4 * 500 * 64
 
 
-def test_allocation_capture__knows_nearly_all_of_the_peak(recorded: tuple[Trace, Any]) -> None:
+def test_allocation_capture__knows_nearly_all_of_the_peak(
+    recorded: tuple[Trace, Any],
+) -> None:
     holders = holders_at(recorded[0], 0)
     assert holders is not None
     sizes = dict(holders.by("category"))
@@ -121,7 +135,9 @@ def test_allocation_capture__activations_have_the_module_and_the_line_that_made_
     rows = recorded[0].allocations(0)
     up = rows[(rows["module"] == "blocks.0.up") & rows["category"].isna()]
     assert len(up)
-    assert any("forward (" in stack and "train.py" in stack for stack in up["stack"].dropna())
+    assert any(
+        "forward (" in stack and "train.py" in stack for stack in up["stack"].dropna()
+    )
     timelines = memory_by_category(recorded[0], 0, "cpu")
     assert all(sizes.min() >= 0 for _, sizes in timelines.values())
 
@@ -139,7 +155,9 @@ def test_allocation_capture__leaves_the_streams_and_the_result_of_the_job_alone(
 
 
 @pytest.mark.slow
-def test_allocation_capture__ends_before_the_job_begins_a_profiler_of_its_own(tmp_path: Path) -> None:
+def test_allocation_capture__ends_before_the_job_begins_a_profiler_of_its_own(
+    tmp_path: Path,
+) -> None:
     trace, _ = profiled(tmp_path, "--allocator-iterations", "3", **WITH_A_PROFILER)
     assert any("the job uses a profiler" in note for note in trace.notes)
     assert len(trace.allocations(0)) > 0
@@ -179,16 +197,37 @@ def test_allocation_capture__does_not_crash_a_job_that_trains_in_other_threads(
     script = tmp_path / "train.py"
     script.write_text(PRELUDE + TWO_THREADS.replace("{calls}", calls))
     trace = tmp_path / "run.ebb"
-    profile = [sys.executable, "-m", "ebbtide", "profile", "--allocator-iterations", "4", "-o", trace, "--"]
+    profile = [
+        sys.executable,
+        "-m",
+        "ebbtide",
+        "profile",
+        "--allocator-iterations",
+        "4",
+        "-o",
+        trace,
+        "--",
+    ]
     run = run_process([*profile, sys.executable, script])
     bare = run_process([sys.executable, script])
-    assert (run.returncode, run.stdout) == (bare.returncode, bare.stdout) == (0, bare.stdout), run.stderr
+    assert (
+        (run.returncode, run.stdout)
+        == (bare.returncode, bare.stdout)
+        == (0, bare.stdout)
+    ), run.stderr
     assert all(line.startswith("ebbtide: ") for line in run.stderr.splitlines())
     assert any(note in text for text in open_trace(trace).notes)
 
 
 def event(action: str, size: int, time_us: int, addr: int = 4096) -> dict[str, Any]:
-    return {"action": action, "addr": addr, "size": size, "stream": 0, "time_us": time_us, "device": 0}
+    return {
+        "action": action,
+        "addr": addr,
+        "size": size,
+        "stream": 0,
+        "time_us": time_us,
+        "device": 0,
+    }
 
 
 def recorder_of(job_info: Any) -> Any:
@@ -202,23 +241,44 @@ def recorder_of(job_info: Any) -> Any:
     )
 
 
-def test_allocation_capture__reads_the_history_of_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Before: one block, 1000 bytes asked for. Then 700 asked for; then the first is freed.
-    events = [event("alloc", 700, 1), event("free_requested", 1000, 2, 512), event("free_completed", 1000, 3, 512)]
-    block = {"size": 1024, "requested_size": 700, "address": 4096, "state": "active_allocated"}
+def test_allocation_capture__reads_the_history_of_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Before: one block, 1000 bytes asked for. Then 700 asked for; then the first is
+    # freed.
+    events = [
+        event("alloc", 700, 1),
+        event("free_requested", 1000, 2, 512),
+        event("free_completed", 1000, 3, 512),
+    ]
+    block = {
+        "size": 1024,
+        "requested_size": 700,
+        "address": 4096,
+        "state": "active_allocated",
+    }
     segment = {"device": 0, "address": 4096, "total_size": 2048, "blocks": [block]}
     snapshot = {"device_traces": [events], "segments": [segment]}
     states: list[Any] = []
     memory = SimpleNamespace(
-        _snapshot=lambda: snapshot, _record_memory_history=lambda **options: states.append(options["enabled"])
+        _snapshot=lambda: snapshot,
+        _record_memory_history=lambda **options: states.append(options["enabled"]),
     )
-    cuda = SimpleNamespace(current_device=lambda: 0, is_initialized=lambda: True, memory=memory)
-    torch: Any = SimpleNamespace(cuda=cuda, _C=SimpleNamespace(_cuda_isHistoryEnabled=lambda: False))
+    cuda = SimpleNamespace(
+        current_device=lambda: 0, is_initialized=lambda: True, memory=memory
+    )
+    torch: Any = SimpleNamespace(
+        cuda=cuda, _C=SimpleNamespace(_cuda_isHistoryEnabled=lambda: False)
+    )
     notes: list[str] = []
-    job_info = SimpleNamespace(path=lambda name: str(tmp_path / name), note=notes.append)
+    job_info = SimpleNamespace(
+        path=lambda name: str(tmp_path / name), note=notes.append
+    )
     recorder = recorder_of(job_info)
     owners = [(4096, 700, "gradient", "layer")]
-    monkeypatch.setattr("ebbtide.profiler.agent.detailed_capture.list_blocks", lambda *_: owners)
+    monkeypatch.setattr(
+        "ebbtide.profiler.agent.detailed_capture.list_blocks", lambda *_: owners
+    )
     capture = AllocationCapture(recorder, torch, Options(allocator_iterations=1))
     capture.enter_iteration(1)
     assert states == []
@@ -239,7 +299,9 @@ def test_allocation_capture__reads_the_history_of_cuda(tmp_path: Path, monkeypat
         (2_005, 700),
         (3_005, 700),
     ]
-    assert allocations[["bytes", "category", "module", "device"]].astype(object).to_numpy().tolist() == [
+    assert allocations[["bytes", "category", "module", "device"]].astype(
+        object
+    ).to_numpy().tolist() == [
         [1000, None, None, "cuda:0"],
         [700, "gradient", "layer", "cuda:0"],
     ]
@@ -247,8 +309,12 @@ def test_allocation_capture__reads_the_history_of_cuda(tmp_path: Path, monkeypat
 
 
 def test_allocation_capture__leaves_a_history_of_the_job_alone(tmp_path: Path) -> None:
-    cuda = SimpleNamespace(current_device=lambda: 0, is_initialized=lambda: True, memory=None)
-    torch: Any = SimpleNamespace(cuda=cuda, _C=SimpleNamespace(_cuda_isHistoryEnabled=lambda: True))
+    cuda = SimpleNamespace(
+        current_device=lambda: 0, is_initialized=lambda: True, memory=None
+    )
+    torch: Any = SimpleNamespace(
+        cuda=cuda, _C=SimpleNamespace(_cuda_isHistoryEnabled=lambda: True)
+    )
     notes: list[str] = []
     job_info = SimpleNamespace(note=notes.append)
     recorder = recorder_of(job_info)

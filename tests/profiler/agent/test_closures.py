@@ -1,4 +1,5 @@
-"""Optimizers that call a closure, once or several times per step, and closures that fail."""
+"""Optimizers that call a closure, once or several times per step, and closures that
+fail."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def closure():
 # name: (the job, the phases of every iteration)
 JOBS: dict[str, tuple[str, list[str]]] = {
     "a closure as keyword": (
-        CLOSURE + "for _ in range(STEPS): assert optimizer.step(closure=closure) is not None",
+        CLOSURE
+        + "for _ in range(STEPS): assert optimizer.step(closure=closure) is not None",
         ["forward backward update"] * STEPS,
     ),
     "a closure by position, with a scheduler and hooks": (
@@ -215,11 +217,16 @@ for _ in range(3):
 
 
 # Recorded by the fixture `traced`.
-CLOSURES = {name: job for name, (job, _) in JOBS.items()} | {"slow calls": SLOW_CALLS, "results": RESULTS}
+CLOSURES = {name: job for name, (job, _) in JOBS.items()} | {
+    "slow calls": SLOW_CALLS,
+    "results": RESULTS,
+}
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_tracer__records_the_phases_of_closures(name: str, traced: dict[str, Trace]) -> None:
+def test_tracer__records_the_phases_of_closures(
+    name: str, traced: dict[str, Trace]
+) -> None:
     assert phases_of(traced[name]) == [words.split() for words in JOBS[name][1]]
     assert all(phases_are_apart(traced[name]))
 
@@ -227,20 +234,32 @@ def test_tracer__records_the_phases_of_closures(name: str, traced: dict[str, Tra
 def phases_are_apart(trace: Trace) -> list[bool]:
     """Whether each phase begins after the end of the one before."""
     phases = trace.phases(0)
-    return list(phases["start_ns"].iloc[1:].to_numpy() >= phases["end_ns"].iloc[:-1].to_numpy())
+    return list(
+        phases["start_ns"].iloc[1:].to_numpy() >= phases["end_ns"].iloc[:-1].to_numpy()
+    )
 
 
-def test_tracer__notes_a_closure_that_is_called_several_times(traced: dict[str, Trace]) -> None:
-    noted = {name for name in CLOSURES if any("closure several times" in note for note in traced[name].notes)}
+def test_tracer__notes_a_closure_that_is_called_several_times(
+    traced: dict[str, Trace],
+) -> None:
+    noted = {
+        name
+        for name in CLOSURES
+        if any("closure several times" in note for note in traced[name].notes)
+    }
     assert noted == {"several calls of a closure", "slow calls"}
 
 
-def test_tracer__spans_the_whole_step_of_several_calls(traced: dict[str, Trace]) -> None:
+def test_tracer__spans_the_whole_step_of_several_calls(
+    traced: dict[str, Trace],
+) -> None:
     phases = traced["slow calls"].phases(0)
     assert ((phases["end_ns"] - phases["start_ns"]) >= 60e6).all()
 
 
-def test_step__returns_and_raises_as_without_a_recorder(traced: dict[str, Trace]) -> None:
+def test_step__returns_and_raises_as_without_a_recorder(
+    traced: dict[str, Trace],
+) -> None:
     update = ["forward", "backward", "update"]
     assert phases_of(traced["results"]) == [update] * 4
     assert not traced["results"].notes

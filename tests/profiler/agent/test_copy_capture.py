@@ -1,4 +1,5 @@
-"""`CopyCapture` (`--transfers`) with the real profiler of torch and its CPU activity instead of CUPTI's."""
+"""`CopyCapture` (`--transfers`) with the real profiler of torch and its CPU activity
+instead of CUPTI's."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class FakeRecorder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.notes: list[str] = []
-        self.job_info = SimpleNamespace(note=self.notes.append, path=lambda name: str(folder / name))
+        self.job_info = SimpleNamespace(
+            note=self.notes.append, path=lambda name: str(folder / name)
+        )
 
 
 @pytest.fixture
@@ -40,7 +43,9 @@ def torch_with_gpu(**cuda: Any) -> Any:
         cuda=SimpleNamespace(is_initialized=lambda: True, **cuda),
         autograd=torch.autograd,
         _C=torch._C,
-        profiler=SimpleNamespace(profile=torch.profiler.profile, ProfilerActivity=activities),
+        profiler=SimpleNamespace(
+            profile=torch.profiler.profile, ProfilerActivity=activities
+        ),
     )
 
 
@@ -64,17 +69,23 @@ def test_copy_capture__writes_slices_of_whole_iterations_named_for_their_spans(
         copies.enter_iteration(iteration)
         torch.ones(8).sum()
     copies.close()
-    bounds = [int(bound) for path in slices(recorder) for bound in path.stem.split("-")[1:]]
+    bounds = [
+        int(bound) for path in slices(recorder) for bound in path.stem.split("-")[1:]
+    ]
     assert len(bounds) == 6
     assert bounds == sorted(bounds)
     assert before_ns < bounds[0]
     for path in slices(recorder):
-        names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+        names = {
+            event.get("name") for event in json.loads(path.read_text())["traceEvents"]
+        }
         assert "aten::ones" in names
     assert recorder.notes == []
 
 
-def test_copy_capture__ends_when_the_job_starts_a_profiler(copies: CopyCapture, recorder: FakeRecorder) -> None:
+def test_copy_capture__ends_when_the_job_starts_a_profiler(
+    copies: CopyCapture, recorder: FakeRecorder
+) -> None:
     copies.enter_iteration(0)
     torch.ones(8).sum()
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as job_profiler:
@@ -87,7 +98,9 @@ def test_copy_capture__ends_when_the_job_starts_a_profiler(copies: CopyCapture, 
     assert "a profiler of its own" in note
 
 
-def test_copy_capture__leaves_a_running_profiler_alone(copies: CopyCapture, recorder: FakeRecorder) -> None:
+def test_copy_capture__leaves_a_running_profiler_alone(
+    copies: CopyCapture, recorder: FakeRecorder
+) -> None:
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as job_profiler:
         copies.enter_iteration(0)
         torch.zeros(8).sum()
@@ -97,24 +110,39 @@ def test_copy_capture__leaves_a_running_profiler_alone(copies: CopyCapture, reco
     assert len(recorder.notes) == 1
 
 
-def test_copy_capture__profiles_only_the_requested_iterations(recorder: FakeRecorder) -> None:
-    copies = CopyCapture(recorder, torch_with_gpu(), Options(first=2, last=4, transfers=True))  # type: ignore[arg-type]
+def test_copy_capture__profiles_only_the_requested_iterations(
+    recorder: FakeRecorder,
+) -> None:
+    copies = CopyCapture(
+        recorder, torch_with_gpu(), Options(first=2, last=4, transfers=True)
+    )  # type: ignore[arg-type]
     for iteration in range(6):
         copies.enter_iteration(iteration)
         torch.full((iteration + 1,), 1.0)
     copies.close()
-    # The first slice is a single iteration; no second one is paused for, since the iterations are limited.
+    # The first slice is a single iteration; no second one is paused for, since the
+    # iterations are limited.
     assert len(slices(recorder)) == 2
-    events = [event for path in slices(recorder) for event in json.loads(path.read_text())["traceEvents"]]
+    events = [
+        event
+        for path in slices(recorder)
+        for event in json.loads(path.read_text())["traceEvents"]
+    ]
     assert sum(event.get("name") == "aten::full" for event in events) == 2
 
 
 def record_slices(
-    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, iterations_ns: list[int], stop_ns: int
+    recorder: FakeRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+    iterations_ns: list[int],
+    stop_ns: int,
 ) -> list[int]:
-    """Run iterations of 5,000 events and of these lengths; return those that a slice covers."""
+    """Run iterations of 5,000 events and of these lengths; return those that a slice
+    covers."""
     now_ns, events = [1_000], [0]
-    monkeypatch.setattr("ebbtide.profiler.agent.detailed_capture.time.monotonic_ns", lambda: now_ns[0])
+    monkeypatch.setattr(
+        "ebbtide.profiler.agent.detailed_capture.time.monotonic_ns", lambda: now_ns[0]
+    )
 
     class Profiler:
         profiler = None
@@ -150,14 +178,22 @@ def test_copy_capture__limits_the_events_of_a_slice_and_its_share_of_the_time(
     record_slices(recorder, monkeypatch, [100_000_000] * 2_000, stop_ns=50_000_000)
     sizes = [path.stat().st_size for path in recorder.folder.glob("copies-*.json")]
     # What the device still ran while the profiler stopped is in the slice.
-    bounds = [int(bound) for bound in sorted(recorder.folder.glob("copies-*.json"))[0].stem.split("-")[1:]]
+    bounds = [
+        int(bound)
+        for bound in sorted(recorder.folder.glob("copies-*.json"))[0].stem.split("-")[
+            1:
+        ]
+    ]
     assert bounds == [1_000, 150_001_000]
-    # In 200 s there is time for 3 s of stopping, or 60 slices; pauses that grow leave fewer.
+    # In 200 s there is time for 3 s of stopping, or 60 slices; pauses that grow leave
+    # fewer.
     assert 15 < len(sizes) < 30
     assert max(sizes) <= 25_000 * 250
 
 
-@pytest.mark.parametrize(("stop_ns", "fewest"), [(50_000_000, 20), (200_000_000, 15), (600_000_000, 3)])
+@pytest.mark.parametrize(
+    ("stop_ns", "fewest"), [(50_000_000, 20), (200_000_000, 15), (600_000_000, 3)]
+)
 def test_copy_capture__covers_several_iterations_of_a_job_of_a_few_seconds(
     recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, stop_ns: int, fewest: int
 ) -> None:
@@ -173,7 +209,9 @@ def test_copy_capture__leaves_the_profiler_of_another_thread_running(
     thread.start()
     thread.join()
     assert slices(recorder) == []
-    assert recorder.notes == ["copies were not recorded to the end: the recording ended on another thread"]
+    assert recorder.notes == [
+        "copies were not recorded to the end: the recording ended on another thread"
+    ]
     copies._profiler.stop()
 
 

@@ -15,7 +15,14 @@ import numpy as np
 import pytest
 
 from ebbtide.profiler import open_trace
-from tests.conftest import Recorded, ebbtide, ebbtide_in_process, run_process, running_process, slow_case
+from tests.conftest import (
+    Recorded,
+    ebbtide,
+    ebbtide_in_process,
+    run_process,
+    running_process,
+    slow_case,
+)
 from tests.profiler.agent.jobs import PLAIN, PRELUDE
 
 Record = Callable[..., Recorded]
@@ -35,11 +42,23 @@ ENDLESS = PRELUDE + textwrap.dedent(
 )
 
 
-def test_recorder__keeps_all_but_the_last_second_of_a_killed_job(tmp_path: Path) -> None:
+def test_recorder__keeps_all_but_the_last_second_of_a_killed_job(
+    tmp_path: Path,
+) -> None:
     job = tmp_path / "job.py"
     job.write_text(ENDLESS)
     path = tmp_path / "run.ebb"
-    command = [sys.executable, "-m", "ebbtide", "profile", "-o", str(path), "--", sys.executable, str(job)]
+    command = [
+        sys.executable,
+        "-m",
+        "ebbtide",
+        "profile",
+        "-o",
+        str(path),
+        "--",
+        sys.executable,
+        str(job),
+    ]
     with running_process(command) as process:
         assert process.stdout is not None
         ends: dict[int, float] = {}
@@ -49,14 +68,19 @@ def test_recorder__keeps_all_but_the_last_second_of_a_killed_job(tmp_path: Path)
             step, end_s = process.stdout.readline().split()
             ends[int(step)] = float(end_s)
             old_steps = {step for step, end in ends.items() if end < float(end_s) - 1}
-        collector = json.loads((path / "spool" / "recording.lock").read_text())["collector"]
+        collector = json.loads((path / "spool" / "recording.lock").read_text())[
+            "collector"
+        ]
         os.kill(collector, signal.SIGKILL)
         os.killpg(process.pid, signal.SIGKILL)
         killed_s = time.monotonic()
     trace = open_trace(path)
     assert trace.meta.state == "recording"
     recorded = set(trace.phases(0)["iteration"].dropna())
-    assert old_steps | {step for step, end in ends.items() if end < killed_s - 1} <= recorded
+    assert (
+        old_steps | {step for step, end in ends.items() if end < killed_s - 1}
+        <= recorded
+    )
     assert any("its recording has no end" in note for note in trace.notes)
     # Reading it again, and by the commands, gives the same.
     summary = json.loads(ebbtide_in_process("summary", path, "--json").stdout)
@@ -77,7 +101,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_recorder__stops_at_a_full_disk_and_the_job_goes_on(small_disk: Path, tmp_path: Path) -> None:
+def test_recorder__stops_at_a_full_disk_and_the_job_goes_on(
+    small_disk: Path, tmp_path: Path
+) -> None:
     job = tmp_path / "job.py"
     job.write_text(ENDLESS.replace("10**6", "700").replace("0.02", "0.002"))
     path = small_disk / "run.ebb"
@@ -85,15 +111,22 @@ def test_recorder__stops_at_a_full_disk_and_the_job_goes_on(small_disk: Path, tm
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.splitlines()) == 700
     closing = ("ebbtide: trace:", "ebbtide: recorded:", "ebbtide: next:")
-    warnings = [text for text in run.stderr.splitlines() if not text.startswith(closing)]
+    warnings = [
+        text for text in run.stderr.splitlines() if not text.startswith(closing)
+    ]
     assert len(warnings) == 1, run.stderr
     assert "no space left" in warnings[0].lower()
     iterations = open_trace(path).phases(0)["iteration"].dropna()
     assert 20 < iterations.nunique() < 700
-    assert json.loads(ebbtide_in_process("summary", path, "--json").stdout)["iterations"] == iterations.nunique()
+    assert (
+        json.loads(ebbtide_in_process("summary", path, "--json").stdout)["iterations"]
+        == iterations.nunique()
+    )
 
 
-@pytest.mark.parametrize("path", ["/proc/nothing/run.ebb", slow_case("/dev/null/run.ebb")])
+@pytest.mark.parametrize(
+    "path", ["/proc/nothing/run.ebb", slow_case("/dev/null/run.ebb")]
+)
 def test_profile__reports_an_unwritable_output_in_one_line(path: str) -> None:
     run = ebbtide("profile", "-o", path, "--", "true")
     assert run.returncode == 2
@@ -103,7 +136,9 @@ def test_profile__reports_an_unwritable_output_in_one_line(path: str) -> None:
 
 @pytest.mark.slow
 def test_profile__keeps_only_the_requested_iterations(record: Record) -> None:
-    recorded = record(PRELUDE + PLAIN.replace("STEPS", "12"), options=("--iterations", "4:7"))
+    recorded = record(
+        PRELUDE + PLAIN.replace("STEPS", "12"), options=("--iterations", "4:7")
+    )
     trace = recorded.trace
     phases = trace.phases(0)
     assert list(phases["iteration"]) == [4, 4, 4, 5, 5, 5, 6, 6, 6]
@@ -117,7 +152,10 @@ def test_profile__keeps_only_the_requested_iterations(record: Record) -> None:
 
 @pytest.mark.slow
 def test_recorder__stops_at_max_size_and_the_job_goes_on(record: Record) -> None:
-    recorded = record(ENDLESS.replace("10**6", "300").replace("0.02", "0.002"), options=("--max-size", "20KB"))
+    recorded = record(
+        ENDLESS.replace("10**6", "300").replace("0.02", "0.002"),
+        options=("--max-size", "20KB"),
+    )
     assert recorded.run.returncode == 0
     assert len(recorded.run.stdout.splitlines()) == 300
     assert "--max-size" in recorded.run.stderr
@@ -127,7 +165,15 @@ def test_recorder__stops_at_max_size_and_the_job_goes_on(record: Record) -> None
 @pytest.mark.slow
 def test_recorder__agrees_with_the_clock_of_the_script(record: Record) -> None:
     recorded = record(ENDLESS.replace("10**6", "30"))
-    script_ends = [float(output.split()[1]) for output in recorded.run.stdout.splitlines()]
-    ends = recorded.trace.phases(0).groupby("iteration")["end_ns"].max().to_numpy() / 1e9
-    assert np.median(np.diff(ends)) == pytest.approx(np.median(np.diff(script_ends)), rel=0.05)
-    assert ends[-1] - ends[0] == pytest.approx(script_ends[-1] - script_ends[0], rel=0.05)
+    script_ends = [
+        float(output.split()[1]) for output in recorded.run.stdout.splitlines()
+    ]
+    ends = (
+        recorded.trace.phases(0).groupby("iteration")["end_ns"].max().to_numpy() / 1e9
+    )
+    assert np.median(np.diff(ends)) == pytest.approx(
+        np.median(np.diff(script_ends)), rel=0.05
+    )
+    assert ends[-1] - ends[0] == pytest.approx(
+        script_ends[-1] - script_ends[0], rel=0.05
+    )

@@ -1,4 +1,5 @@
-"""Frames of hooks: warnings, logs and tracebacks of a job show what they show unrecorded."""
+"""Frames of hooks: warnings, logs and tracebacks of a job show what they show
+unrecorded."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tests.conftest import Recorded, run_process, slow_case
 from tests.profiler.agent.jobs import PRELUDE
 from tests.profiler.agent.test_isolation import FILES
 
-# Each place of the job warns and logs for all its callers, then raises; it prints the traceback, and ends with one.
+# Each place of the job warns and logs for all its callers, then raises; it prints the
+# traceback, and ends with one.
 JOB = """
 import contextlib, logging, sys, traceback, warnings
 warnings.simplefilter("always")
@@ -78,14 +80,22 @@ optimizer.step(closure)
 
 @pytest.mark.parametrize(
     ("place", "base"),
-    [("forward", "PlainSGD"), slow_case("backward", "torch.optim.SGD"), slow_case("step", "torch.optim.SGD")],
+    [
+        ("forward", "PlainSGD"),
+        slow_case("backward", "torch.optim.SGD"),
+        slow_case("step", "torch.optim.SGD"),
+    ],
 )
 def test_hidden__shows_a_job_the_frames_it_has_unrecorded(
     place: str, base: str, record: Callable[..., Recorded], tmp_path: Path
 ) -> None:
     recorded = record(PRELUDE + JOB.replace("BASE", base), arguments=(place,))
     bare = run_process([sys.executable, tmp_path / "job.py", place], cwd=tmp_path)
-    stderr = "".join(line for line in recorded.run.stderr.splitlines(keepends=True) if not line.startswith("ebbtide: "))
+    stderr = "".join(
+        line
+        for line in recorded.run.stderr.splitlines(keepends=True)
+        if not line.startswith("ebbtide: ")
+    )
     assert "forward 11" in bare.stdout
     assert "Traceback" in bare.stderr
     assert recorded.run.stdout == bare.stdout
@@ -121,13 +131,28 @@ print(torch.nn.Module.__call__.__code__.co_qualname)
 def test_hooks__take_no_keyword_argument_from_the_job() -> None:
     for file in FILES:
         for function in ast.walk(ast.parse(file.read_text())):
-            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) and function.args.kwarg is not None:
-                own = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
-                assert not own or not _passes_on(function, function.args.kwarg.arg), (function.name, own)
+            if (
+                isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+                and function.args.kwarg is not None
+            ):
+                own = [
+                    argument.arg
+                    for argument in (*function.args.args, *function.args.kwonlyargs)
+                ]
+                assert not own or not _passes_on(function, function.args.kwarg.arg), (
+                    function.name,
+                    own,
+                )
 
 
 def _passes_on(function: ast.AST, keywords: str) -> bool:
-    """Return whether a function calls another with the keyword arguments that it has received."""
+    """Return whether a function calls another with the keyword arguments that it has
+    received."""
     calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
-    passed = [keyword for call in calls for keyword in call.keywords if keyword.arg is None]
-    return any(isinstance(keyword.value, ast.Name) and keyword.value.id == keywords for keyword in passed)
+    passed = [
+        keyword for call in calls for keyword in call.keywords if keyword.arg is None
+    ]
+    return any(
+        isinstance(keyword.value, ast.Name) and keyword.value.id == keywords
+        for keyword in passed
+    )

@@ -25,8 +25,15 @@ Trainer(model, TrainingArguments("out", disable_tqdm=True, **settings), train_da
 """
 
 
-def test_describe_framework__is_the_outermost_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("trl.trainer.sft_trainer", "transformers.trainer", "torchtune.training", "llamafactory.train"):
+def test_describe_framework__is_the_outermost_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (
+        "trl.trainer.sft_trainer",
+        "transformers.trainer",
+        "torchtune.training",
+        "llamafactory.train",
+    ):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.delitem(sys.modules, "pytorch_lightning.trainer", raising=False)
     model = torch.nn.Linear(2, 2)
@@ -43,24 +50,43 @@ def test_describe_framework__is_the_outermost_one(monkeypatch: pytest.MonkeyPatc
 
 def test_batch_of__is_that_of_the_first_tensor() -> None:
     tokens = torch.zeros(4, 16, dtype=torch.long)
-    assert batch_of(((), {"inputs": {"scale": 2.0, "tokens": [tokens]}}), torch.Tensor) == {
+    assert batch_of(
+        ((), {"inputs": {"scale": 2.0, "tokens": [tokens]}}), torch.Tensor
+    ) == {
         "micro_batch": 4,
         "tokens": 64,
     }
-    assert batch_of(((torch.zeros(()), tokens.half()), {}), torch.Tensor) == {"micro_batch": 4}
+    assert batch_of(((torch.zeros(()), tokens.half()), {}), torch.Tensor) == {
+        "micro_batch": 4
+    }
     assert batch_of((("text",), {}), torch.Tensor) == {}
 
 
 LOOP = [
     *(sys.executable, str(ROOT / "examples" / "train_gpt.py")),
-    *("--steps", "3", "--layers", "2", "--width", "64", "--context", "64", "--batch", "4"),
+    *(
+        "--steps",
+        "3",
+        "--layers",
+        "2",
+        "--width",
+        "64",
+        "--context",
+        "64",
+        "--batch",
+        "4",
+    ),
 ]
 DRY_RUN = ("dry-run", "--gpu", "a10")
 
 
 def test_tracer__records_the_framework_of_the_job(traced: dict[str, Trace]) -> None:
     framework = traced["a plain loop"].meta.ranks[0].framework
-    assert (framework.name, framework.micro_batch, framework.tokens) == ("torch", 8, None)
+    assert (framework.name, framework.micro_batch, framework.tokens) == (
+        "torch",
+        8,
+        None,
+    )
 
 
 @pytest.mark.slow
@@ -74,7 +100,10 @@ def test_tracer__records_the_framework_of_the_job(traced: dict[str, Trace]) -> N
     ids=["recorded", "dry", "trainer"],
 )
 def test_record__has_the_framework_of_the_job(
-    words: tuple[str, ...], job: list[str], expected: tuple[str, int, int], tmp_path: Path
+    words: tuple[str, ...],
+    job: list[str],
+    expected: tuple[str, int, int],
+    tmp_path: Path,
 ) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "trainer.py").write_text(TRAINER)

@@ -1,10 +1,16 @@
-"""Training loops of frameworks and of unusual optimizers: phases agree with timers inside the job."""
+"""Training loops of frameworks and of unusual optimizers: phases agree with timers
+inside the job."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.profiler.agent.timed_jobs import STEPS, TIMED_JOBS, Record, record_in_agreement
+from tests.profiler.agent.timed_jobs import (
+    STEPS,
+    TIMED_JOBS,
+    Record,
+    record_in_agreement,
+)
 
 
 @pytest.mark.slow

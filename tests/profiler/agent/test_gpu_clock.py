@@ -16,7 +16,8 @@ US, MS, S = 1_000, 1_000_000, 1_000_000_000
 
 
 class FakeEvent:
-    """A torch.cuda.Event; `passed_ns` is the host time at which the device passes it."""
+    """A torch.cuda.Event; `passed_ns` is the host time at which the device passes
+    it."""
 
     def __init__(self, cuda: FakeCuda, enable_timing: bool) -> None:
         cuda.check()
@@ -49,7 +50,8 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """torch.cuda over a device timeline, and the host's clock `now`; also replaces the module `time`."""
+    """torch.cuda over a device timeline, and the host's clock `now`; also replaces the
+    module `time`."""
 
     def __init__(self) -> None:
         self.now = 5_000 * S
@@ -58,13 +60,16 @@ class FakeCuda:
         self.capturing = False
         self.one_queue = False  # as with CUDA_DEVICE_MAX_CONNECTIONS=1
         self.drift = 0.0
-        self.busy: defaultdict[tuple[int, int | None], int] = defaultdict(int)  # until when, by (device, stream)
+        # until when, by (device, stream)
+        self.busy: defaultdict[tuple[int, int | None], int] = defaultdict(int)
         self.events: list[FakeEvent] = []
         self.recorded: list[tuple[FakeEvent, int | None]] = []
 
     def launch(self, nanoseconds: int, stream: int | None = None) -> None:
         """Queue work of this length, without waiting for it."""
-        self.busy[self.device, stream] = max(self.now, self.busy[self.device, stream]) + nanoseconds
+        self.busy[self.device, stream] = (
+            max(self.now, self.busy[self.device, stream]) + nanoseconds
+        )
 
     def check(self) -> None:
         assert self.initialized, "this would have initialized CUDA"
@@ -104,8 +109,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return cuda
 
 
-def phase(clock: GpuClock, cuda: FakeCuda, sequence: int, work_ns: int = MS) -> tuple[Any, Any]:
-    """Record a phase that takes the host 10 us and the device `work_ns`; return its two marks."""
+def phase(
+    clock: GpuClock, cuda: FakeCuda, sequence: int, work_ns: int = MS
+) -> tuple[Any, Any]:
+    """Record a phase that takes the host 10 us and the device `work_ns`; return its two
+    marks."""
     start = clock.record_mark()
     cuda.launch(work_ns)
     cuda.now += 10 * US
@@ -131,7 +139,9 @@ def test_gpu_clock__does_nothing_before_cuda_is_initialized(cuda: FakeCuda) -> N
     assert cuda.events == []
 
 
-def test_gpu_clock__records_and_queries_nothing_during_a_capture(cuda: FakeCuda) -> None:
+def test_gpu_clock__records_and_queries_nothing_during_a_capture(
+    cuda: FakeCuda,
+) -> None:
     clock = GpuClock(cuda)
     marks = phase(clock, cuda, 1)
     cuda.now += S
@@ -155,7 +165,9 @@ def test_gpu_clock__drops_a_phase_that_ends_in_a_capture(cuda: FakeCuda) -> None
     assert clock.record_mark()[1] is start[1]  # its event is used again
 
 
-def test_gpu_clock__converts_times_of_a_lagging_device_to_the_host_clock(cuda: FakeCuda) -> None:
+def test_gpu_clock__converts_times_of_a_lagging_device_to_the_host_clock(
+    cuda: FakeCuda,
+) -> None:
     clock = GpuClock(cuda)
     cuda.launch(300 * MS)
     true = [true_times(phase(clock, cuda, n, 7 * MS)) for n in range(5)]
@@ -168,7 +180,9 @@ def test_gpu_clock__converts_times_of_a_lagging_device_to_the_host_clock(cuda: F
         assert end == pytest.approx(true_end, abs=US)
 
 
-def test_finished_spans__yields_a_phase_once_the_device_has_passed_it(cuda: FakeCuda) -> None:
+def test_finished_spans__yields_a_phase_once_the_device_has_passed_it(
+    cuda: FakeCuda,
+) -> None:
     clock = GpuClock(cuda)
     ends = [true_times(phase(clock, cuda, n))[1] for n in range(3)]
     assert list(clock.finished_spans()) == []
@@ -228,7 +242,9 @@ def test_release_mark__makes_the_event_available_again(cuda: FakeCuda) -> None:
     assert clock.record_mark()[1] is not mark[1]
 
 
-def test_gpu_clock__corrects_drift_by_a_new_anchor_every_ten_seconds(cuda: FakeCuda) -> None:
+def test_gpu_clock__corrects_drift_by_a_new_anchor_every_ten_seconds(
+    cuda: FakeCuda,
+) -> None:
     clock = GpuClock(cuda)
     cuda.drift = 20e-6  # of the device's clock: 2 ms in the 100 s of this test
     start_ns = cuda.now
@@ -244,7 +260,9 @@ def test_gpu_clock__corrects_drift_by_a_new_anchor_every_ten_seconds(cuda: FakeC
     assert 9 <= len(anchors(cuda)) <= 11
 
 
-def test_gpu_clock__converts_a_phase_pending_during_a_new_anchor(cuda: FakeCuda) -> None:
+def test_gpu_clock__converts_a_phase_pending_during_a_new_anchor(
+    cuda: FakeCuda,
+) -> None:
     clock = GpuClock(cuda)
     old = phase(clock, cuda, 1, 12 * S)
     cuda.now += 11 * S
@@ -253,7 +271,8 @@ def test_gpu_clock__converts_a_phase_pending_during_a_new_anchor(cuda: FakeCuda)
     cuda.now += 3 * S
     spans = list(clock.finished_spans())
     for (_, start, end), marks in zip(spans, (old, new), strict=True):
-        assert start == pytest.approx(marks[0][1].passed_ns, abs=2 * US)  # float32 over 11 s
+        # float32 over 11 s
+        assert start == pytest.approx(marks[0][1].passed_ns, abs=2 * US)
         assert end == pytest.approx(marks[1][1].passed_ns, abs=2 * US)
 
 
@@ -266,7 +285,9 @@ def test_drain__waits_for_the_device_for_a_limited_time(cuda: FakeCuda) -> None:
     assert cuda.now - start_ns < 1.1 * S
 
 
-def test_drain__asks_nothing_of_the_device_on_a_thread_without_marks(cuda: FakeCuda) -> None:
+def test_drain__asks_nothing_of_the_device_on_a_thread_without_marks(
+    cuda: FakeCuda,
+) -> None:
     clock = GpuClock(cuda)
     phase(clock, cuda, 1)
     cuda.now += S

@@ -1,4 +1,5 @@
-"""Recording does not change the job: its results, output, signals, modules and processes."""
+"""Recording does not change the job: its results, output, signals, modules and
+processes."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ Record = Callable[..., Recorded]
 
 
 @pytest.mark.slow
-def test_recorder__lets_an_exception_of_a_signal_handler_reach_the_job(record: Record) -> None:
+def test_recorder__lets_an_exception_of_a_signal_handler_reach_the_job(
+    record: Record,
+) -> None:
     recorded = record(
         PRELUDE
         + PLAIN
@@ -42,19 +45,28 @@ for _ in range(3):
         break
 """
     )
-    assert (recorded.run.returncode, recorded.run.stdout) == (0, "alarm\n"), recorded.run.stderr
+    assert (recorded.run.returncode, recorded.run.stdout) == (0, "alarm\n"), (
+        recorded.run.stderr
+    )
     assert len(recorded.phases()) == 4
 
 
-def test_inject__does_not_hide_modules_of_the_job(tmp_path: Path, record: Record) -> None:
+def test_inject__does_not_hide_modules_of_the_job(
+    tmp_path: Path, record: Record
+) -> None:
     (tmp_path / "profiler.py").write_text("HERE = 'profiler.py of the job'\n")
     for package in ("analysis", "interleave"):
         (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").write_text(f"HERE = '{package} of the job'\n")
-    (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['SITE'] = 'sitecustomize of the job'\n")
+        (tmp_path / package / "__init__.py").write_text(
+            f"HERE = '{package} of the job'\n"
+        )
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nos.environ['SITE'] = 'sitecustomize of the job'\n"
+    )
     modules = (
         "import os, sys, profiler, analysis, interleave, sitecustomize\n"
-        "print(profiler.HERE, analysis.HERE, interleave.HERE, os.environ['SITE'], sitecustomize.__file__, sys.path)\n"
+        "print(profiler.HERE, analysis.HERE, interleave.HERE, os.environ['SITE'], "
+        "sitecustomize.__file__, sys.path)\n"
     )
     (tmp_path / "modules.py").write_text(modules)
     bare = _bare(tmp_path / "modules.py", PYTHONPATH=str(tmp_path))
@@ -64,7 +76,9 @@ def test_inject__does_not_hide_modules_of_the_job(tmp_path: Path, record: Record
     assert len(recorded.phases()) == 4
 
 
-def test_torch_hooks__leave_nothing_in_models_copies_or_checkpoints(record: Record, tmp_path: Path) -> None:
+def test_torch_hooks__leave_nothing_in_models_copies_or_checkpoints(
+    record: Record, tmp_path: Path
+) -> None:
     recorded = record(
         "import copy, io, pickle, pickletools, sys, threading\n"
         + PRELUDE
@@ -87,7 +101,9 @@ def test_torch_hooks__leave_nothing_in_models_copies_or_checkpoints(record: Reco
     assert recorded.run.returncode == 0, recorded.run.stderr
 
 
-def test_recorder__records_a_fork_that_trains_apart_and_no_data_loader_workers(record: Record) -> None:
+def test_recorder__records_a_fork_that_trains_apart_and_no_data_loader_workers(
+    record: Record,
+) -> None:
     recorded = record(
         PRELUDE
         + """
@@ -120,13 +136,21 @@ if __name__ == "__main__":
     assert len(recorded.phases()) == 5
     assert recorded.trace.rank(0).stopped == "closed"
     fork = open_trace(recorded.path.with_name("run-2.ebb"))
-    assert (fork.ranks, len(phases_of(fork)), fork.rank(0).stopped) == ([0], 5, "closed")
+    assert (fork.ranks, len(phases_of(fork)), fork.rank(0).stopped) == (
+        [0],
+        5,
+        "closed",
+    )
     assert not recorded.path.with_name("run-3.ebb").exists()
 
 
 @pytest.mark.slow
-def test_inject__reaches_a_job_that_sets_pythonpath(record: Record, tmp_path: Path) -> None:
-    (tmp_path / "train.sh").write_text(f'PYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+def test_inject__reaches_a_job_that_sets_pythonpath(
+    record: Record, tmp_path: Path
+) -> None:
+    (tmp_path / "train.sh").write_text(
+        f'PYTHONPATH={tmp_path} exec {sys.executable} "$@"\n'
+    )
     recorded = record(PRELUDE + PLAIN, launcher=("bash", str(tmp_path / "train.sh")))
     assert len(recorded.phases()) == 4
 
@@ -145,15 +169,21 @@ def other_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_inject__reaches_an_environment_without_ebbtide(other_python: Path, record: Record) -> None:
-    probe = "import importlib.util; assert importlib.util.find_spec('ebbtide') is None\n"
+def test_inject__reaches_an_environment_without_ebbtide(
+    other_python: Path, record: Record
+) -> None:
+    probe = (
+        "import importlib.util; assert importlib.util.find_spec('ebbtide') is None\n"
+    )
     recorded = record(probe + PRELUDE + PLAIN, launcher=(str(other_python),))
     assert recorded.run.returncode == 0, recorded.run.stderr
     assert len(recorded.phases()) == 4
 
 
 @pytest.mark.slow
-def test_profile__explains_why_an_isolated_environment_is_not_recorded(other_python: Path, record: Record) -> None:
+def test_profile__explains_why_an_isolated_environment_is_not_recorded(
+    other_python: Path, record: Record
+) -> None:
     recorded = record(PRELUDE + PLAIN, launcher=(str(other_python), "-I"))
     assert recorded.run.returncode == 0
     (line,) = recorded.run.stderr.splitlines()
@@ -165,7 +195,9 @@ def test_profile__explains_why_an_isolated_environment_is_not_recorded(other_pyt
     ("command", "reason"),
     [
         (["true"], "no Python process loaded the agent"),
-        pytest.param([sys.executable, "-c", "pass"], "imported torch", marks=pytest.mark.slow),
+        pytest.param(
+            [sys.executable, "-c", "pass"], "imported torch", marks=pytest.mark.slow
+        ),
         pytest.param(
             [sys.executable, "-c", "import torch; torch.ones(3)"],
             "no module ran forward with gradients",
@@ -187,9 +219,14 @@ def test_profile__explains_why_a_command_without_training_is_not_recorded(
 @pytest.mark.slow
 def test_profile__says_that_a_job_failed_before_it_trained(tmp_path: Path) -> None:
     script = "import torch\nraise ImportError('of the job')"
-    run = ebbtide("profile", "-o", tmp_path / "run.ebb", "--", sys.executable, "-c", script)
+    run = ebbtide(
+        "profile", "-o", tmp_path / "run.ebb", "--", sys.executable, "-c", script
+    )
     assert run.returncode == 1
-    assert "nothing was recorded: the job failed before any module ran forward with gradients" in run.stderr
+    assert (
+        "nothing was recorded: the job failed before any module ran forward with "
+        "gradients" in run.stderr
+    )
     assert "disk space" not in run.stderr
 
 

@@ -1,4 +1,5 @@
-"""The figures that a recorder keeps for its job: which iterations they are of, and when they are known."""
+"""The figures that a recorder keeps for its job: which iterations they are of, and when
+they are known."""
 
 from __future__ import annotations
 
@@ -13,12 +14,22 @@ LATE_NS = 5
 HEAP = (3, 0)
 
 
-def add_step(figures: IterationFigures, number: int, device: int | None = None, read: bool = True) -> None:
-    """Add a step and end its iteration; on a device it runs LATE_NS later than the host says."""
+def add_step(
+    figures: IterationFigures, number: int, device: int | None = None, read: bool = True
+) -> None:
+    """Add a step and end its iteration; on a device it runs LATE_NS later than the host
+    says."""
     for phase, (start_ns, end_ns) in TIMES.items():
         mark = None if device is None else EventMark(device, object(), 0)
         record = PhaseRecord(
-            phase, 3 * number + phase, 0, 0, number * STEP_NS + start_ns, number * STEP_NS + end_ns, mark, mark
+            phase,
+            3 * number + phase,
+            0,
+            0,
+            number * STEP_NS + start_ns,
+            number * STEP_NS + end_ns,
+            mark,
+            mark,
         )
         figures.add_phase(record, read)
     figures.end_iteration(number)
@@ -55,7 +66,10 @@ def test_times__are_those_of_the_device_once_it_has_passed_all_phases() -> None:
     pass_on_device(figures, 0, FORWARD, BACKWARD, UPDATE)
     pass_on_device(figures, 1, FORWARD, BACKWARD, UPDATE)
     pass_on_device(figures, 2, FORWARD, BACKWARD)
-    assert [(t.number, t.start_ns, t.end_ns) for t in figures.times()] == [(1, 95, 195), (0, 15, 95)]
+    assert [(t.number, t.start_ns, t.end_ns) for t in figures.times()] == [
+        (1, 95, 195),
+        (0, 15, 95),
+    ]
     pass_on_device(figures, 2, UPDATE)
     assert next(figures.times())[:3] == (2, 195, 295)
 
@@ -82,7 +96,9 @@ def test_end_iteration__extends_the_last_one_by_a_second_optimizer() -> None:
     assert figures.peaks(1) == {HEAP: 50}
 
 
-def test_peaks__start_with_the_value_that_stands_and_are_of_the_last_iteration_that_was_read() -> None:
+def test_peaks__start_with_the_value_that_stands_and_are_of_the_last_iteration_that_was_read() -> (
+    None
+):
     figures = IterationFigures()
     figures.add_memory([(*HEAP, 70)])
     figures.add_memory([(*HEAP, 60)])
@@ -90,4 +106,8 @@ def test_peaks__start_with_the_value_that_stands_and_are_of_the_last_iteration_t
     figures.add_memory([(*HEAP, 20)])
     add_step(figures, 1)
     add_step(figures, 2, read=False)
-    assert [figures.peaks(number) for number in range(3)] == [{HEAP: 70}, {HEAP: 60}, {HEAP: 60}]
+    assert [figures.peaks(number) for number in range(3)] == [
+        {HEAP: 70},
+        {HEAP: 60},
+        {HEAP: 60},
+    ]

@@ -24,7 +24,8 @@ class FakeOptimizer:
 
 
 class FakeJob:
-    """Plays a training loop written as words: `b` is a backward, other letters are the optimizers of one update."""
+    """Plays a training loop written as words: `b` is a backward, other letters are the
+    optimizers of one update."""
 
     def __init__(self) -> None:
         self.rule = IterationRule()
@@ -38,7 +39,9 @@ class FakeJob:
             if word == "b":
                 self.backwards += 1
             else:
-                stepping = [self.optimizers.setdefault(name, FakeOptimizer()) for name in word]
+                stepping = [
+                    self.optimizers.setdefault(name, FakeOptimizer()) for name in word
+                ]
                 ended.append(self.rule.add_update(stepping, self.backwards))
         return ended
 
@@ -64,7 +67,20 @@ def test_iteration_rule__counts_one_for_a_gan_with_one_backward() -> None:
 
 
 def test_iteration_rule__counts_each_of_five_discriminator_steps() -> None:
-    assert ended("b D " * 5 + "b G " + "b D " * 5 + "b G") == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 9, 9]
+    assert ended("b D " * 5 + "b G " + "b D " * 5 + "b G") == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        4,
+        5,
+        6,
+        7,
+        8,
+        9,
+        9,
+    ]
 
 
 def test_iteration_rule__adds_none_for_an_optimizer_that_steps_rarely() -> None:
@@ -85,7 +101,9 @@ def test_iteration_rule__counts_one_for_a_step_of_lbfgs() -> None:
     assert ended("b b b b b L b b b L b L") == [0, 1, 2]
 
 
-def test_iteration_rule__counts_one_per_backward_with_an_optimizer_per_parameter() -> None:
+def test_iteration_rule__counts_one_per_backward_with_an_optimizer_per_parameter() -> (
+    None
+):
     assert ended("b A B C D b A B C D b D C B A") == [0] * 4 + [1] * 4 + [2] * 4
 
 
@@ -113,7 +131,9 @@ def test_iteration_rule__continues_with_a_new_optimizer() -> None:
 def test_iteration_rule__counts_one_per_optimizer_of_the_same_parameters() -> None:
     rule, parameter = IterationRule(), FakeParameter()
     optimizers = [FakeOptimizer(FakeParameter(), parameter) for _ in range(4)]
-    assert [rule.add_update([optimizer], 1 + n) for n, optimizer in enumerate(optimizers)] == [0, 1, 2, 3]
+    assert [
+        rule.add_update([optimizer], 1 + n) for n, optimizer in enumerate(optimizers)
+    ] == [0, 1, 2, 3]
     # Two of them step after one backward.
     assert [rule.add_update([optimizer], 5) for optimizer in optimizers[:2]] == [4, 4]
 
@@ -141,7 +161,9 @@ words = st.lists(st.sampled_from(["b", "A", "B", "C", "AB", "CA"]), max_size=40)
 
 
 @given(words)
-def test_iteration_rule__increases_by_one_after_a_new_backward(words: list[str]) -> None:
+def test_iteration_rule__increases_by_one_after_a_new_backward(
+    words: list[str],
+) -> None:
     job, last = FakeJob(), -1
     stepped_at: dict[str, int] = {}
     for word in words:
@@ -157,26 +179,47 @@ def test_iteration_rule__increases_by_one_after_a_new_backward(words: list[str])
 
 
 @given(words)
-def test_iteration_rule__has_one_step_after_a_backward_per_optimizer_and_iteration(words: list[str]) -> None:
+def test_iteration_rule__has_one_step_after_a_backward_per_optimizer_and_iteration(
+    words: list[str],
+) -> None:
     job = FakeJob()
     stepped_at: dict[str, int] = {}
     counted: set[tuple[int | None, str]] = set()
     for word in words:
         for number in job.play([word]):
-            fresh = {(number, name) for name in word if job.backwards > stepped_at.get(name, 0)}
+            fresh = {
+                (number, name)
+                for name in word
+                if job.backwards > stepped_at.get(name, 0)
+            }
             assert not fresh & counted
             counted |= fresh
             stepped_at |= dict.fromkeys(word, job.backwards)
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), max_size=12))
-def test_iteration_rule__counts_one_per_round_of_backwards(rounds: list[tuple[int, int]]) -> None:
-    words = [word for backwards, steps in rounds for word in ["b"] * backwards + ["A"] * steps]
-    expected = [number for number, (_, steps) in enumerate(rounds) for _ in range(steps)]
+def test_iteration_rule__counts_one_per_round_of_backwards(
+    rounds: list[tuple[int, int]],
+) -> None:
+    words = [
+        word
+        for backwards, steps in rounds
+        for word in ["b"] * backwards + ["A"] * steps
+    ]
+    expected = [
+        number for number, (_, steps) in enumerate(rounds) for _ in range(steps)
+    ]
     assert ended(words) == expected
 
 
 @given(st.lists(st.permutations("ABC"), max_size=10), st.booleans())
-def test_iteration_rule__does_not_depend_on_the_order_of_optimizers(orders: list[list[str]], own_losses: bool) -> None:
-    rounds = ["b".join(["", *order]) if own_losses else "b" + "".join(order) for order in orders]
-    assert ended([*"".join(rounds)]) == [number for number in range(len(orders)) for _ in range(3)]
+def test_iteration_rule__does_not_depend_on_the_order_of_optimizers(
+    orders: list[list[str]], own_losses: bool
+) -> None:
+    rounds = [
+        "b".join(["", *order]) if own_losses else "b" + "".join(order)
+        for order in orders
+    ]
+    assert ended([*"".join(rounds)]) == [
+        number for number in range(len(orders)) for _ in range(3)
+    ]

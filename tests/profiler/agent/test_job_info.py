@@ -1,4 +1,5 @@
-"""The description of a job: its optimizers, and its file where several threads write."""
+"""The description of a job: its optimizers, and its file where several threads
+write."""
 
 from __future__ import annotations
 
@@ -38,8 +39,12 @@ def test_job_info__is_whole_where_several_threads_write(tmp_path: Path) -> None:
     assert len(json.loads(file.read_text())["notes"]) == 3 * NOTES
 
 
-def test_describe_optimizers__leaves_out_parameters_that_are_frozen_from_the_start() -> None:
-    frozen, trained, later_frozen = (torch.nn.Parameter(torch.ones(size)) for size in (8, 4, 2))
+def test_describe_optimizers__leaves_out_parameters_that_are_frozen_from_the_start() -> (
+    None
+):
+    frozen, trained, later_frozen = (
+        torch.nn.Parameter(torch.ones(size)) for size in (8, 4, 2)
+    )
     frozen.requires_grad_(False)
     optimizer = torch.optim.AdamW([frozen, trained, later_frozen])
     (trained.sum() + later_frozen.sum()).backward()

@@ -1,4 +1,5 @@
-"""Loops without an optimizer of torch: iterations are cut where a forward follows a backward."""
+"""Loops without an optimizer of torch: iterations are cut where a forward follows a
+backward."""
 
 from __future__ import annotations
 
@@ -51,14 +52,20 @@ WARNING = 'mark them with Tracer(...).phase("update")'
 
 
 # Recorded by the fixture `traced`.
-MANUAL_UPDATES = {"manual": MANUAL, "own optimizer": OWN_OPTIMIZER, "torch": ACCUMULATION}
+MANUAL_UPDATES = {
+    "manual": MANUAL,
+    "own optimizer": OWN_OPTIMIZER,
+    "torch": ACCUMULATION,
+}
 
 
 def test_tracer__cuts_iterations_without_an_optimizer(traced: dict[str, Trace]) -> None:
     for name in ("manual", "own optimizer"):
         assert phases_of(traced[name]) == [["forward", "backward"]] * STEPS
         assert [note for note in traced[name].notes if WARNING in note]
-    assert phases_of(traced["torch"]) == [["forward", "backward"] * 3 + ["update"]] * STEPS
+    assert (
+        phases_of(traced["torch"]) == [["forward", "backward"] * 3 + ["update"]] * STEPS
+    )
     assert not traced["torch"].notes
 
 
@@ -71,8 +78,11 @@ def test_profile__warns_once_and_gives_no_time_of_updates(record: Record) -> Non
     assert times["update_ms"].isna().all()
 
 
-def records(phases: str, iteration_after: int | None = None, first: int = 0) -> np.ndarray:
-    """Return the records of a spool with phases written as F, B and U, and an iteration that ends after one of them."""
+def records(
+    phases: str, iteration_after: int | None = None, first: int = 0
+) -> np.ndarray:
+    """Return the records of a spool with phases written as F, B and U, and an iteration
+    that ends after one of them."""
     rows = []
     if first:
         rows.append({"kind": kinds.START, "a": first})
@@ -98,9 +108,13 @@ def records(phases: str, iteration_after: int | None = None, first: int = 0) -> 
         ("", {}),
     ],
 )
-def test_iteration_ends__are_where_a_forward_follows_a_backward(phases: str, ends: dict[int, int]) -> None:
+def test_iteration_ends__are_where_a_forward_follows_a_backward(
+    phases: str, ends: dict[int, int]
+) -> None:
     assert iteration_ends(records(phases)) == ends
-    assert iteration_ends(records(phases, first=7)) == {7 + number: end for number, end in ends.items()}
+    assert iteration_ends(records(phases, first=7)) == {
+        7 + number: end for number, end in ends.items()
+    }
 
 
 def test_iteration_ends__follow_optimizers_where_any_stepped() -> None:

@@ -1,4 +1,5 @@
-"""At which phase boundaries memory is read, and jobs that are recorded without memory."""
+"""At which phase boundaries memory is read, and jobs that are recorded without
+memory."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ebbtide.profiler.agent.memory_reader import ALLOCATED, RESERVED, MemoryReader, PhaseReadings
+from ebbtide.profiler.agent.memory_reader import (
+    ALLOCATED,
+    RESERVED,
+    MemoryReader,
+    PhaseReadings,
+)
 from tests.conftest import Recorded
 from tests.profiler.agent.jobs import PLAIN, PRELUDE, STEPS
 
@@ -18,7 +24,8 @@ STEP_PHASES = 3
 
 
 def steps_read(step_ns: int, cost_ns: int, enabled: bool = True) -> list[int]:
-    """Return the readings at the ends of each step's phases, if a reading takes `cost_ns`."""
+    """Return the readings at the ends of each step's phases, if a reading takes
+    `cost_ns`."""
     memory = MemoryReader(torch, enabled)
     memory.read_here = list  # type: ignore[method-assign]
     memory.cost_ns = cost_ns
@@ -56,17 +63,27 @@ def test_memory_reader__reads_the_device_of_the_last_phase_on_every_thread() -> 
         size = {"all": {"current": device << 30}}
         return {"allocated_bytes": size, "reserved_bytes": size}
 
-    cuda = SimpleNamespace(is_initialized=lambda: True, current_device=lambda: getattr(current, "device", 0))
-    memory = MemoryReader(SimpleNamespace(cuda=cuda, _C=SimpleNamespace(_cuda_memoryStats=stats)))
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        current_device=lambda: getattr(current, "device", 0),
+    )
+    memory = MemoryReader(
+        SimpleNamespace(cuda=cuda, _C=SimpleNamespace(_cuda_memoryStats=stats))
+    )
     readings = PhaseReadings(memory)
     with ThreadPoolExecutor(1) as pool:
         for device in (3, 2):
             current.device = device
-            expected = [(pool_code, device, device << 30) for pool_code in (ALLOCATED, RESERVED)]
+            expected = [
+                (pool_code, device, device << 30) for pool_code in (ALLOCATED, RESERVED)
+            ]
             assert readings.read(0) == expected
             assert pool.submit(memory.read).result() == expected
         # An error in a thread has the figures of its own device.
-        assert [reading[1] for reading in pool.submit(memory.read, 1).result()] == [1, 1]
+        assert [reading[1] for reading in pool.submit(memory.read, 1).result()] == [
+            1,
+            1,
+        ]
 
 
 @pytest.mark.slow

@@ -18,10 +18,11 @@ from tests.profiler.agent.jobs import PRELUDE
 pytestmark = pytest.mark.gpu
 Record = Callable[..., Recorded]
 
-# On the stand-in, a host that takes the times waits for Python's lock, which the kernels have.
+# On the stand-in, a host that takes the times waits for Python's lock, which the
+# kernels have.
 CLOCK_NS = 20_000_000 if is_on_stand_in() else 50_000
-# The model is large enough for its phases to be told apart on the device, and small on the stand-in. There is an event
-# before each iteration, and one at the end.
+# The model is large enough for its phases to be told apart on the device, and small on
+# the stand-in. There is an event before each iteration, and one at the end.
 JOB = PRELUDE + textwrap.dedent(
     """
     import json
@@ -62,7 +63,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     job, path = folder / "job.py", folder / "run.ebb"
     job.write_text(JOB)
     options = ["--allocator-iterations", "4"]
-    return Recorded(ebbtide("profile", "-o", path, *options, "--", sys.executable, job), path)
+    return Recorded(
+        ebbtide("profile", "-o", path, *options, "--", sys.executable, job), path
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +80,24 @@ def test_phases__have_device_times_after_their_launch(recorded: Recorded) -> Non
     assert phases["gpu_end_ns"].notna().all()
     assert (phases["gpu_start_ns"] >= phases["start_ns"] - CLOCK_NS).all()
     assert (phases["gpu_end_ns"] > phases["gpu_start_ns"]).all()
-    assert (phases["gpu_start_ns"].iloc[1:].to_numpy() >= phases["gpu_end_ns"].iloc[:-1].to_numpy()).all()
+    assert (
+        phases["gpu_start_ns"].iloc[1:].to_numpy()
+        >= phases["gpu_end_ns"].iloc[:-1].to_numpy()
+    ).all()
 
 
-def test_iterations__agree_with_the_events_of_the_job(recorded: Recorded, figures: dict[str, Any]) -> None:
+def test_iterations__agree_with_the_events_of_the_job(
+    recorded: Recorded, figures: dict[str, Any]
+) -> None:
     summary = json.loads(ebbtide("summary", recorded.path, "--json").stdout)
     # All but the first ones.
     steady = figures["iterations_ms"][-len(summary["iterations_ms"]) :]
     assert summary["iteration_ms"] == pytest.approx(statistics.median(steady), rel=0.05)
 
 
-def test_memory__agrees_with_torch_and_between_pools(recorded: Recorded, figures: dict[str, Any]) -> None:
+def test_memory__agrees_with_torch_and_between_pools(
+    recorded: Recorded, figures: dict[str, Any]
+) -> None:
     allocated, reserved = figures["allocated"], figures["reserved"]
     memory = recorded.trace.memory(0)
     peaks = memory.groupby("pool")["bytes"].max()
@@ -96,7 +106,10 @@ def test_memory__agrees_with_torch_and_between_pools(recorded: Recorded, figures
     assert peaks["allocated"] <= allocated
     assert peaks["reserved"] <= reserved
     assert peaks["device"] >= peaks["reserved"]
-    assert (memory[memory["pool"].isin(["device", "reserved", "allocated"])]["device"] == "cuda:0").all()
+    assert (
+        memory[memory["pool"].isin(["device", "reserved", "allocated"])]["device"]
+        == "cuda:0"
+    ).all()
 
 
 def test_transfers__include_the_copies_of_the_job(record: Record) -> None:
@@ -128,12 +141,18 @@ def test_state__has_plausible_values_of_a_busy_card(record: Record) -> None:
     assert len(state) >= 2
     assert set(state["device"]) == {"cuda:0"}
     assert state["utilization_percent"].dropna().between(0, 100).all()
-    limits = {"power_w": (20, 2000), "sm_clock_mhz": (100, 4000), "temperature_celsius": (10, 110)}
+    limits = {
+        "power_w": (20, 2000),
+        "sm_clock_mhz": (100, 4000),
+        "temperature_celsius": (10, 110),
+    }
     for column, (lowest, highest) in limits.items():
         assert state[column].notna().any()
         assert state[column].dropna().between(lowest, highest).all()
     figures = json.loads(ebbtide("summary", recorded.path, "--json").stdout)["gpu"]
-    assert {"utilization", "power", "sm_clock"} <= {figure["quantity"] for figure in figures}
+    assert {"utilization", "power", "sm_clock"} <= {
+        figure["quantity"] for figure in figures
+    }
 
 
 def test_recorder__does_not_change_a_bit_of_the_parameters_on_a_gpu(

@@ -1,4 +1,5 @@
-"""Out-of-memory errors of real jobs on the CPU: the record, the holders, and the job's own output."""
+"""Out-of-memory errors of real jobs on the CPU: the record, the holders, and the job's
+own output."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from tests.conftest import Recorded, ebbtide_in_process, run_process
 from tests.profiler.agent.jobs import PRELUDE
 
 MIB = 1 << 20
-# A limit of the job's own raises in the forward of the third iteration; before, a thread runs out of memory.
+# A limit of the job's own raises in the forward of the third iteration; before, a
+# thread runs out of memory.
 JOB = (
     PRELUDE
     + """
@@ -70,23 +72,45 @@ def test_out_of_memory__keeps_phase_request_and_holders_and_the_output_of_the_jo
     recorded = record(JOB, options=("--allocator-iterations", "0"))
     bare = run_process([sys.executable, str(tmp_path / "job.py")], cwd=tmp_path)
     lines = recorded.run.stderr.splitlines(keepends=True)
-    assert "".join(line for line in lines if not line.startswith("ebbtide:")) == bare.stderr
-    assert (recorded.run.returncode, recorded.run.stdout) == (bare.returncode, bare.stdout) == (1, "")
+    assert (
+        "".join(line for line in lines if not line.startswith("ebbtide:"))
+        == bare.stderr
+    )
+    assert (
+        (recorded.run.returncode, recorded.run.stdout)
+        == (bare.returncode, bare.stdout)
+        == (1, "")
+    )
     assert "Traceback" in bare.stderr
-    assert f"the job ran out of memory: ebbtide memory {recorded.path} --at oom" in recorded.run.stderr
+    assert (
+        f"the job ran out of memory: ebbtide memory {recorded.path} --at oom"
+        in recorded.run.stderr
+    )
     in_thread, in_forward = recorded.trace.rank(0).out_of_memory
-    assert (in_thread.phase, in_thread.iteration, in_thread.requested_bytes) == ("other", 0, 3)
+    assert (in_thread.phase, in_thread.iteration, in_thread.requested_bytes) == (
+        "other",
+        0,
+        3,
+    )
     assert (in_forward.phase, in_forward.iteration) == ("forward", 2)
     assert (in_forward.requested_bytes, in_forward.capacity_bytes) == (2 << 30, 4 << 30)
     assert not recorded.trace.meta.options.allocator_iterations
-    answer = json.loads(ebbtide_in_process("memory", recorded.path, "--at", "oom", "--json").stdout)
+    answer = json.loads(
+        ebbtide_in_process("memory", recorded.path, "--at", "oom", "--json").stdout
+    )
     named = [holder for holder in answer["holders"] if holder["category"] is not None]
-    assert [(h["category"], h["module"], h["bytes"]) for h in sorted(named, key=by_size)[:3]] == [
+    assert [
+        (h["category"], h["module"], h["bytes"]) for h in sorted(named, key=by_size)[:3]
+    ] == [
         ("optimizer_state", "1.inner", 4 * (32 * 32 + 32)),
         ("parameter", "1.inner", 4 * (32 * 32 + 32)),
         ("optimizer_state", "0", 4 * (16 * 32 + 32)),
     ]
-    assert sum(holder["bytes"] for holder in answer["holders"]) == answer["bytes"] == answer["allocated_bytes"]
+    assert (
+        sum(holder["bytes"] for holder in answer["holders"])
+        == answer["bytes"]
+        == answer["allocated_bytes"]
+    )
     text = ebbtide_in_process("memory", recorded.path, "--at", "oom").stdout
     assert "ran out of memory on cpu" in text
     assert "in forward of iteration 2" in text
@@ -123,9 +147,14 @@ def train(steps: int) -> int:
     return failures
 
 
-def test_out_of_memory__of_the_cpu_allocator_is_recorded_three_times_while_the_job_goes_on(tmp_path: Path) -> None:
+def test_out_of_memory__of_the_cpu_allocator_is_recorded_three_times_while_the_job_goes_on(
+    tmp_path: Path,
+) -> None:
     hooks = sys.excepthook, threading.excepthook
-    with warnings.catch_warnings(record=True) as warned, Tracer(tmp_path / "run.ebb") as tracer:
+    with (
+        warnings.catch_warnings(record=True) as warned,
+        Tracer(tmp_path / "run.ebb") as tracer,
+    ):
         assert train(6) == 5
         assert (sys.excepthook, threading.excepthook) != hooks
     assert "ran out of memory" in str(warned[0].message)
@@ -223,7 +252,11 @@ def test_watch__joins_what_the_observer_and_the_exception_say(
         "capacity_bytes": 80 * MIB,
         "message": str(error),
     }
-    assert (other_device["device"], other_device["allocated_bytes"], other_device["message"]) == (
+    assert (
+        other_device["device"],
+        other_device["allocated_bytes"],
+        other_device["message"],
+    ) == (
         "cuda:1",
         50 * MIB + 1,
         None,
@@ -239,7 +272,9 @@ def test_watch__records_each_of_several_errors_with_the_same_text(
     recorder, watch, _ = observed
     for _ in range(3):
         # The next one takes the address of this one, which is freed.
-        error = RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.")
+        error = RuntimeError(
+            "DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."
+        )
         watch.see(error)
         watch.see(error)
         del error

@@ -18,7 +18,9 @@ Record = Callable[..., Recorded]
 
 
 # Inductor starts a C++ compiler.
-COMPILED = [name for name in CASES if "compiled" in name and "without a compiler" not in name]
+COMPILED = [
+    name for name in CASES if "compiled" in name and "without a compiler" not in name
+]
 
 TRACE_ALL = """
 import json, sys
@@ -31,25 +33,36 @@ for number, job in enumerate(json.load(open(sys.argv[1]))):
 
 def read_all(folder: Path, jobs: dict[str, str]) -> dict[str, Trace]:
     """Return the traces that `trace_all` wrote, by the names of the jobs."""
-    return {name: open_trace(folder / f"{number}.ebb") for number, name in enumerate(jobs)}
+    return {
+        name: open_trace(folder / f"{number}.ebb") for number, name in enumerate(jobs)
+    }
 
 
-def trace_all(folder: Path, jobs: dict[str, str], prelude: str = PRELUDE + ADAMW) -> dict[str, Trace]:
-    """Record each job with `Tracer`, all in one process; return the traces by the names of the jobs."""
-    (folder / "jobs.json").write_text(json.dumps([prelude + textwrap.dedent(job) for job in jobs.values()]))
+def trace_all(
+    folder: Path, jobs: dict[str, str], prelude: str = PRELUDE + ADAMW
+) -> dict[str, Trace]:
+    """Record each job with `Tracer`, all in one process; return the traces by the names
+    of the jobs."""
+    (folder / "jobs.json").write_text(
+        json.dumps([prelude + textwrap.dedent(job) for job in jobs.values()])
+    )
     run = run_process([sys.executable, "-c", TRACE_ALL, "jobs.json"], cwd=folder)
     assert run.returncode == 0, run.stderr
     return read_all(folder, jobs)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in COMPILED])
-def test_tracer__records_the_phases_of_every_loop(name: str, traced: dict[str, Trace]) -> None:
+def test_tracer__records_the_phases_of_every_loop(
+    name: str, traced: dict[str, Trace]
+) -> None:
     assert phases_of(traced[name]) == [CASES[name][1].split()] * STEPS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
-def test_profile__records_the_phases_of_compiled_loops(name: str, record: Record) -> None:
+def test_profile__records_the_phases_of_compiled_loops(
+    name: str, record: Record
+) -> None:
     job, expected = CASES[name]
     recorded = record(PRELUDE + ADAMW + textwrap.dedent(job))
     assert recorded.run.returncode == 0, recorded.run.stderr
@@ -91,17 +104,30 @@ fully_shard(model, mesh=mesh)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", WRAPS)
 def test_profile__records_two_ranks_on_one_clock(kind: str, record: Record) -> None:
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    launcher = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    )
     optimizer = "PlainSGD" if kind == "hooks" else "torch.optim.AdamW"
-    recorded = record(PRELUDE + DISTRIBUTED.format(wrap=WRAPS[kind], optimizer=optimizer), launcher=launcher)
+    recorded = record(
+        PRELUDE + DISTRIBUTED.format(wrap=WRAPS[kind], optimizer=optimizer),
+        launcher=launcher,
+    )
     assert recorded.run.returncode == 0, recorded.run.stderr
     trace = recorded.trace
     assert trace.ranks == [0, 1]
     assert [trace.rank(rank).world_size for rank in trace.ranks] == [2, 2]
     for rank in trace.ranks:
         assert recorded.phases(rank) == [["forward", "backward", "update"]] * 4
-    # The backward ends with a reduction over both ranks: on one clock, each must end after the other began.
-    first, second = (trace.phases(rank).query("phase == 'backward'") for rank in trace.ranks)
+    # The backward ends with a reduction over both ranks: on one clock, each must end
+    # after the other began.
+    first, second = (
+        trace.phases(rank).query("phase == 'backward'") for rank in trace.ranks
+    )
     assert (first["end_ns"].to_numpy() > second["start_ns"].to_numpy()).all()
     assert (second["end_ns"].to_numpy() > first["start_ns"].to_numpy()).all()
 
@@ -134,7 +160,9 @@ def test_phases__have_numbered_micro_steps(traced: dict[str, Trace]) -> None:
 
 
 @pytest.mark.slow
-def test_phase__contains_the_phases_detected_inside_it(record: Record, tmp_path: object) -> None:
+def test_phase__contains_the_phases_detected_inside_it(
+    record: Record, tmp_path: object
+) -> None:
     recorded = record(
         PRELUDE
         + textwrap.dedent(

@@ -1,4 +1,5 @@
-"""Pipeline schedules, which interleave the forwards and backwards of micro-batches: real ones, on two processes."""
+"""Pipeline schedules, which interleave the forwards and backwards of micro-batches:
+real ones, on two processes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from ebbtide.profiler.trace.iterations import micro_steps
 from tests.conftest import slow
 from tests.profiler.agent.timed_jobs import PRELUDE, STEPS, Record, record_in_agreement
 
-LAUNCHER = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+LAUNCHER = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+)
 
 TORCH = (
     PRELUDE
@@ -68,33 +76,49 @@ ORDERS = {
 def orders(phases: pd.DataFrame) -> list[str]:
     """Each iteration's phases with their micro-steps, as in ORDERS."""
     words = phases["phase"].str[0].str.upper() + phases["micro_step"].astype(str)
-    return [" ".join(words[rows.index]) for _, rows in phases[phases["iteration"].notna()].groupby("iteration")]
+    return [
+        " ".join(words[rows.index])
+        for _, rows in phases[phases["iteration"].notna()].groupby("iteration")
+    ]
 
 
 @pytest.mark.parametrize("schedule", slow(ORDERS, but=[]))
-def test_profile__records_each_micro_batch_of_a_pipeline(schedule: str, record: Record) -> None:
+def test_profile__records_each_micro_batch_of_a_pipeline(
+    schedule: str, record: Record
+) -> None:
     job = f"PER_RANK, SCHEDULE = 1, {schedule!r}\n{TORCH}"
     recorded = record_in_agreement(record, job, ranks=2, launcher=LAUNCHER)
     for rank in (0, 1):
-        # In the first iteration a stage also runs once to find the shapes of its outputs and gradients.
-        assert orders(recorded.trace.phases(rank))[1:] == [ORDERS[schedule][rank]] * (STEPS - 1)
+        # In the first iteration a stage also runs once to find the shapes of its
+        # outputs and gradients.
+        assert orders(recorded.trace.phases(rank))[1:] == [ORDERS[schedule][rank]] * (
+            STEPS - 1
+        )
 
 
 @pytest.mark.slow
-def test_profile__records_each_micro_batch_of_an_interleaved_pipeline(record: Record) -> None:
+def test_profile__records_each_micro_batch_of_an_interleaved_pipeline(
+    record: Record,
+) -> None:
     job = f"PER_RANK, SCHEDULE = 2, 'ScheduleInterleaved1F1B'\n{TORCH}"
     recorded = record_in_agreement(record, job, ranks=2, launcher=LAUNCHER)
     for rank in (0, 1):
         phases = recorded.trace.phases(rank)
         phases = phases[phases["iteration"] > 0]
-        counts = phases[phases["phase"] != "update"].groupby(["iteration", "micro_step"])["phase"].value_counts()
-        # Both of the rank's stages run each of the four micro-batches forward and backward.
+        counts = (
+            phases[phases["phase"] != "update"]
+            .groupby(["iteration", "micro_step"])["phase"]
+            .value_counts()
+        )
+        # Both of the rank's stages run each of the four micro-batches forward and
+        # backward.
         assert len(counts) == (STEPS - 1) * 4 * 2
         assert counts.eq(2).all()
 
 
 def table(phases: str, sources: str = "", micro_batches: str = "") -> pd.DataFrame:
-    """An iteration's phases, written as in ORDERS; the modules that ran forward, and known micro-batches."""
+    """An iteration's phases, written as in ORDERS; the modules that ran forward, and
+    known micro-batches."""
     names = {"F": "forward", "B": "backward", "U": "update"}
     words = phases.split()
     numbers = iter(sources.split() or ["1"] * words.count("F"))
@@ -103,7 +127,8 @@ def table(phases: str, sources: str = "", micro_batches: str = "") -> pd.DataFra
             "iteration": pd.array([0] * len(words), dtype="Int64"),
             "phase": [names[word] for word in words],
             "source": [int(next(numbers)) if word == "F" else 0 for word in words],
-            "micro_batch": [int(number) for number in micro_batches.split()] or [0] * len(words),
+            "micro_batch": [int(number) for number in micro_batches.split()]
+            or [0] * len(words),
         }
     )
 
@@ -114,14 +139,17 @@ MICRO_STEPS = [
     ("F F F B B B U", "", "0 1 2 0 1 2 2"),
     ("F F B F F B U", "1 2 1 2", "0 0 0 1 1 1 1"),  # a loss that is a module
     ("F F B U", "", "0 0 0 0"),  # a model called twice
-    ("F F B B U", "1 2", "0 0 0 0 0"),  # the same with a loss module and a gradient penalty
+    # the same with a loss module and a gradient penalty
+    ("F F B B U", "1 2", "0 0 0 0 0"),
     ("F B B U", "", "0 0 0 0"),
 ]
 
 
 def test_micro_steps__follow_the_forwards_of_one_module() -> None:
     for phases, sources, expected in MICRO_STEPS:
-        assert list(micro_steps(table(phases, sources))) == [int(number) for number in expected.split()]
+        assert list(micro_steps(table(phases, sources))) == [
+            int(number) for number in expected.split()
+        ]
 
 
 def test_micro_steps__follow_known_micro_batches() -> None:

@@ -50,7 +50,8 @@ for thread in threads:
     thread.join()
 '''
 
-# A parameter whose gradient is read by the recorder only in `read`, which may look at what the others do.
+# A parameter whose gradient is read by the recorder only in `read`, which may look at
+# what the others do.
 WATCHED = """
 import sys, threading
 released, in_backward, reads = threading.Event(), threading.Event(), []
@@ -95,7 +96,8 @@ begin = threading.Event()
 other = threading.Thread(target=stay_in_backward)
 """
 
-# name: a job in which a second thread is in its backward while the first one trains; no reading may fall into it.
+# name: a job in which a second thread is in its backward while the first one trains; no
+# reading may fall into it.
 SECOND_BACKWARDS = {
     "that began before the first inventory": """
         class Meeting(PlainSGD):
@@ -194,7 +196,9 @@ def test_profile__warns_of_two_threads_that_train(record: Record) -> None:
     assert "one model per process" in recorded.run.stderr
 
 
-def test_profile__warns_of_a_thread_that_trains_only_within_the_phases_of_another(record: Record) -> None:
+def test_profile__warns_of_a_thread_that_trains_only_within_the_phases_of_another(
+    record: Record,
+) -> None:
     recorded = record(
         PRELUDE
         + textwrap.dedent("""
@@ -223,7 +227,13 @@ def test_profile__warns_of_a_thread_that_trains_only_within_the_phases_of_anothe
         """)
     )
     assert recorded.run.returncode == 0, recorded.run.stderr
-    assert sum("two threads train at the same time" in note for note in recorded.trace.notes) == 1
+    assert (
+        sum(
+            "two threads train at the same time" in note
+            for note in recorded.trace.notes
+        )
+        == 1
+    )
 
 
 @pytest.mark.slow
@@ -242,7 +252,9 @@ def test_inventory__reads_no_gradient_beside_the_backward_of_another_thread(
     assert "several threads train" in recorded.run.stderr
 
 
-def test_quiet__is_the_moment_outside_of_a_backward_of_the_only_thread_that_trains() -> None:
+def test_quiet__is_the_moment_outside_of_a_backward_of_the_only_thread_that_trains() -> (
+    None
+):
     threads = TrainingThreads(torch)
 
     def quiet() -> bool:
@@ -270,9 +282,17 @@ def test_quiet__is_the_moment_outside_of_a_backward_of_the_only_thread_that_trai
 @pytest.mark.slow
 def test_tracer__does_not_warn_where_one_thread_trains(tmp_path: Path) -> None:
     traces = trace_all(tmp_path, ONE_TRAINS)
-    assert {name: trace.notes for name, trace in traces.items()} == {name: [] for name in ONE_TRAINS}
-    assert traces["one thread after the other"].phases(0)["iteration"].nunique() == 5 * STEPS
-    # Only before the first phases of the thread that trains, the other could be the one.
-    loading = phases_of(traces["a thread that loads data, with transforms that are modules"])
+    assert {name: trace.notes for name, trace in traces.items()} == {
+        name: [] for name in ONE_TRAINS
+    }
+    assert (
+        traces["one thread after the other"].phases(0)["iteration"].nunique()
+        == 5 * STEPS
+    )
+    # Only before the first phases of the thread that trains, the other could be the
+    # one.
+    loading = phases_of(
+        traces["a thread that loads data, with transforms that are modules"]
+    )
     assert len(loading) >= 99
     assert loading[2:] == [["forward", "backward", "update"]] * (len(loading) - 2)

@@ -1,4 +1,5 @@
-"""Forwards without gradients: a named part of `other` that changes neither phases nor iterations."""
+"""Forwards without gradients: a named part of `other` that changes neither phases nor
+iterations."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ outer = Outer()
 
 # Recorded by the fixture `traced`.
 WITHOUT_GRADIENTS = {
-    f"without gradients, {name}": PRELUDE_OF_JOBS + TRAIN.format(before=before, after=after)
+    f"without gradients, {name}": PRELUDE_OF_JOBS
+    + TRAIN.format(before=before, after=after)
     for name, (before, after) in JOBS.items()
 }
 
@@ -94,7 +96,9 @@ ITERATIONS = {
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_forwards_without_gradients__are_rows_of_their_iteration(name: str, traces: dict[str, Trace]) -> None:
+def test_forwards_without_gradients__are_rows_of_their_iteration(
+    name: str, traces: dict[str, Trace]
+) -> None:
     ops, spans = traces[name].ops(0), traces[name].phases(0)
     assert set(ops["name"]) <= {NAME}
     assert set(ops["resource"]) <= {"host"}
@@ -106,7 +110,9 @@ def test_forwards_without_gradients__are_rows_of_their_iteration(name: str, trac
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_forwards_without_gradients__change_no_phase(name: str, traces: dict[str, Trace]) -> None:
+def test_forwards_without_gradients__change_no_phase(
+    name: str, traces: dict[str, Trace]
+) -> None:
     extra = ["forward"] if name == "a phase inside" else []
     trained = ["forward", "backward", "forward", "backward", "update"]
     assert phases_of(traces[name]) == [trained, *[extra + trained] * (STEPS - 1)]
@@ -116,14 +122,22 @@ def test_summary__names_the_part_of_other(traces: dict[str, Trace]) -> None:
     trace = traces["generation"]
     summary = summarize(trace)
     ops = trace.ops(0)
-    ops = ops[ops["iteration"].isin(range(summary.warmup_iterations, summary.iterations))]
+    ops = ops[
+        ops["iteration"].isin(range(summary.warmup_iterations, summary.iterations))
+    ]
     sums = (ops["end_ns"] - ops["start_ns"]).groupby(ops["iteration"]).sum() / 1e6
     expected = sums.reindex(range(summary.iterations), fill_value=0.0).median()
     assert summary.without_gradients_ms == pytest.approx(expected)
     assert summary.as_json()["without_gradients_ms"] == summary.without_gradients_ms
-    assert [line for line in summary_view(trace, summary) if isinstance(line, str) and line.startswith("of other: ")]
+    assert [
+        line
+        for line in summary_view(trace, summary)
+        if isinstance(line, str) and line.startswith("of other: ")
+    ]
     steps = sub_steps(trace)
-    assert [(step.name, step.phase, step.resource) for step in steps.steps] == [(NAME, "other", "host")]
+    assert [(step.name, step.phase, step.resource) for step in steps.steps] == [
+        (NAME, "other", "host")
+    ]
     tables = [part for part in steps_view(trace, steps) if isinstance(part, Table)]
     assert "They follow each other" in str(tables[0].note)
     assert summarize(traces["another thread"]).without_gradients_ms is None

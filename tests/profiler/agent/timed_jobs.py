@@ -1,4 +1,5 @@
-"""Training jobs of every kind that time their own phases, to compare a recording with."""
+"""Training jobs of every kind that time their own phases, to compare a recording
+with."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ from tests.conftest import Recorded
 
 Record = Callable[..., Recorded]
 
-# A phase agrees if it is as long as the job's own timer says, to within the larger of these. The job's timer includes
-# what the recorder does at an edge of a phase: up to 0.3 ms where it writes the iteration to its file.
+# A phase agrees if it is as long as the job's own timer says, to within the larger of
+# these. The job's timer includes what the recorder does at an edge of a phase: up to
+# 0.3 ms where it writes the iteration to its file.
 RELATIVE, ABSOLUTE_NS = 0.03, 500_000
 
 STEPS = 8
-# Other processes on the machine may stop a job between its own timer and the recorder's: they can only move the two
-# apart. So of each kind of phase the best quarter counts, and of several runs the best one.
+# Other processes on the machine may stop a job between its own timer and the
+# recorder's: they can only move the two apart. So of each kind of phase the best
+# quarter counts, and of several runs the best one.
 BEST, RUNS = 0.25, 3
 
 PRELUDE = f"""
@@ -176,7 +179,12 @@ def _add(name: str, job: str, phases: str, **values: object) -> None:
 
 for _accumulation in (1, 4):
     _rounds = " ".join(["forward backward"] * _accumulation)
-    _add(f"SAM, {_accumulation}", _SAM, f"{_rounds} update {_rounds} update", ACCUMULATION=_accumulation)
+    _add(
+        f"SAM, {_accumulation}",
+        _SAM,
+        f"{_rounds} update {_rounds} update",
+        ACCUMULATION=_accumulation,
+    )
     for _automatic in (True, False):
         _kind = "automatic" if _automatic else "manual"
         _add(
@@ -290,12 +298,19 @@ _add(
 )
 
 
-def record_in_agreement(record: Record, job: str, ranks: int = 1, launcher: Sequence[str] = ()) -> Recorded:
-    """Return a recording of `job` whose phases are those that the job timed, one by one, and as long."""
+def record_in_agreement(
+    record: Record, job: str, ranks: int = 1, launcher: Sequence[str] = ()
+) -> Recorded:
+    """Return a recording of `job` whose phases are those that the job timed, one by
+    one, and as long."""
     for run in range(1, RUNS + 1):
-        recorded = record(job, options=("--force",), **({"launcher": launcher} if launcher else {}))
+        recorded = record(
+            job, options=("--force",), **({"launcher": launcher} if launcher else {})
+        )
         assert recorded.run.returncode == 0, recorded.run.stderr
-        disagreements = [line for rank in range(ranks) for line in _disagreements(recorded, rank)]
+        disagreements = [
+            line for rank in range(ranks) for line in _disagreements(recorded, rank)
+        ]
         if not disagreements:
             break
         assert run < RUNS, disagreements
@@ -304,13 +319,20 @@ def record_in_agreement(record: Record, job: str, ranks: int = 1, launcher: Sequ
 
 def _disagreements(recorded: Recorded, rank: int) -> list[str]:
     timers = json.loads(Path(recorded.path.parent, f"timers-{rank}.json").read_text())
-    timed = pd.DataFrame(timers, columns=["phase", "start_ns", "end_ns"]).sort_values("start_ns", ignore_index=True)
+    timed = pd.DataFrame(timers, columns=["phase", "start_ns", "end_ns"]).sort_values(
+        "start_ns", ignore_index=True
+    )
     phases = recorded.trace.phases(rank).sort_values("start_ns", ignore_index=True)
     assert list(phases["phase"]) == list(timed["phase"])
-    limits = np.maximum(RELATIVE * (timed["end_ns"] - timed["start_ns"]).to_numpy(), ABSOLUTE_NS)
+    limits = np.maximum(
+        RELATIVE * (timed["end_ns"] - timed["start_ns"]).to_numpy(), ABSOLUTE_NS
+    )
     return [
         f"rank {rank}, {phase}: {side} is off by {share:.2f} of the limit"
         for side in ("start_ns", "end_ns")
-        for phase, share in ((phases[side] - timed[side]).abs() / limits).groupby(timed["phase"]).quantile(BEST).items()
+        for phase, share in ((phases[side] - timed[side]).abs() / limits)
+        .groupby(timed["phase"])
+        .quantile(BEST)
+        .items()
         if share > 1
     ]

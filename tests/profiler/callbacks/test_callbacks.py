@@ -1,4 +1,5 @@
-"""Callbacks in real jobs of Hugging Face's Trainer and of Lightning: the figures reach their loggers."""
+"""Callbacks in real jobs of Hugging Face's Trainer and of Lightning: the figures reach
+their loggers."""
 
 from __future__ import annotations
 
@@ -78,9 +79,13 @@ pytorch_lightning.Trainer(
 
 
 def check_rows(rows: list[dict[str, float]], trace: Trace, relative: float) -> None:
-    """Compare the logs of steps with the trace: each has the figures of its iteration, as long as there are any."""
+    """Compare the logs of steps with the trace: each has the figures of its iteration,
+    as long as there are any."""
     seconds = durations_ms(intervals(trace, 0)).frame / 1e3
-    assert [row.get("ebbtide/iteration") for row in rows] == [*range(RECORDED), *[None] * (STEPS - RECORDED)]
+    assert [row.get("ebbtide/iteration") for row in rows] == [
+        *range(RECORDED),
+        *[None] * (STEPS - RECORDED),
+    ]
     for number, row in enumerate(rows):
         figures = {key for key in row if key.startswith("ebbtide/")}
         assert bool(figures) == (number < RECORDED)
@@ -89,7 +94,9 @@ def check_rows(rows: list[dict[str, float]], trace: Trace, relative: float) -> N
             assert row[f"ebbtide/phase_seconds/{phase}"] == expected
 
 
-def test_hugging_face_callback__adds_the_figures_to_the_logs_of_steps(record: Record) -> None:
+def test_hugging_face_callback__adds_the_figures_to_the_logs_of_steps(
+    record: Record,
+) -> None:
     recorded = record(HUGGING_FACE, options=OPTIONS)
     assert recorded.run.returncode == 0, recorded.run.stderr
     rows = json.loads(recorded.path.with_name("rows.json").read_text())
@@ -105,7 +112,9 @@ def test_lightning_callback__logs_the_figures_of_steps(record: Record) -> None:
     rows: dict[float, dict[str, float]] = defaultdict(dict)
     with open(recorded.path.parent / "csv" / "version_0" / "metrics.csv") as file:
         for row in csv.DictReader(file):
-            rows[float(row["step"])] |= {key: float(value) for key, value in row.items() if value}
+            rows[float(row["step"])] |= {
+                key: float(value) for key, value in row.items() if value
+            }
     assert all("loss" in row for row in rows.values())
     check_rows([rows[step] for step in sorted(rows)], recorded.trace, 1e-9)
 
@@ -113,15 +122,25 @@ def test_lightning_callback__logs_the_figures_of_steps(record: Record) -> None:
 @pytest.mark.parametrize(
     ("script", "added", "phase"),
     [
-        (HUGGING_FACE, "HuggingFaceCallback.add_to(trainer, out_of_memory='oom.ebb')", "forward"),
+        (
+            HUGGING_FACE,
+            "HuggingFaceCallback.add_to(trainer, out_of_memory='oom.ebb')",
+            "forward",
+        ),
         # Lightning runs forward and backward in a closure of the optimizer.
         (LIGHTNING, "LightningCallback(out_of_memory='oom.ebb')", "update"),
     ],
 )
-def test_callbacks__record_an_out_of_memory_error(tmp_path: Path, script: str, added: str, phase: str) -> None:
+def test_callbacks__record_an_out_of_memory_error(
+    tmp_path: Path, script: str, added: str, phase: str
+) -> None:
     plain = added.partition("(")[0] + ("(trainer)" if "trainer" in added else "()")
-    job = script.replace(plain, added).replace("self.net = ", "self.calls = 0\n        self.net = ")
-    failing = "self.calls += 1\n        if self.calls == 3: torch.empty(1 << 50)\n        "
+    job = script.replace(plain, added).replace(
+        "self.net = ", "self.calls = 0\n        self.net = "
+    )
+    failing = (
+        "self.calls += 1\n        if self.calls == 3: torch.empty(1 << 50)\n        "
+    )
     for line in ("out = self.net(x)", "loss = (self.net"):
         job = job.replace(line, failing + line)
     (tmp_path / "job.py").write_text(job)

@@ -1,4 +1,5 @@
-"""Chrome traces read in chunks: the same events as from json.loads for any chunk size, and invalid files."""
+"""Chrome traces read in chunks: the same events as from json.loads for any chunk size,
+and invalid files."""
 
 from __future__ import annotations
 
@@ -31,7 +32,13 @@ def expected_fields(event: dict[str, Any]) -> tuple[Any, ...]:
     start = None if ts is None else int(ts * 1000)
     args = event.get("args", {})
     names = ("bytes", "device", "correlation", "Sequence number", "Total Allocated")
-    return event.get("cat", ""), event.get("name", ""), start, int(dur * 1000), *(args.get(n, MISSING) for n in names)
+    return (
+        event.get("cat", ""),
+        event.get("name", ""),
+        start,
+        int(dur * 1000),
+        *(args.get(n, MISSING) for n in names),
+    )
 
 
 def fields_of(event: Event) -> tuple[Any, ...]:
@@ -47,14 +54,25 @@ def fields_of(event: Event) -> tuple[Any, ...]:
 awkward = ['}, {"', "},\n  {", "]}", '"\\', "\\u0041\\", "[{", "a" * 90, "ü\u2028😀"]
 text = st.text(max_size=12) | st.sampled_from(awkward)
 anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | text,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | text,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3)
+    ),
     max_leaves=6,
 )
 whole_numbers = st.integers(0, 1 << 52)
-# Microseconds with their nanoseconds: after a base as torch writes them now, and since 1970.
-microseconds = whole_numbers.map(str) | st.builds("{}.{:03d}".format, st.integers(0, 18 * 10**14), st.integers(0, 999))
-lengths = st.builds("{}.{:03d}".format, st.integers(0, 1 << 40), st.integers(0, 999)) | st.integers(0, 1 << 50).map(str)
+# Microseconds with their nanoseconds: after a base as torch writes them now, and since
+# 1970.
+microseconds = whole_numbers.map(str) | st.builds(
+    "{}.{:03d}".format, st.integers(0, 18 * 10**14), st.integers(0, 999)
+)
+lengths = st.builds(
+    "{}.{:03d}".format, st.integers(0, 1 << 40), st.integers(0, 999)
+) | st.integers(0, 1 << 50).map(str)
 args = st.fixed_dictionaries(
     {},
     optional={
@@ -80,40 +98,63 @@ names = {
 
 @st.composite
 def event_texts(draw: st.DrawFn) -> str:
-    """Draw one event as text. Its times are formatted here, since json.dumps does not support Decimal."""
+    """Draw one event as text. Its times are formatted here, since json.dumps does not
+    support Decimal."""
     event = draw(st.fixed_dictionaries({}, optional={**names, "args": args}))
-    parts = [f"{json.dumps(key)}: {json.dumps(value, **draw(styles))}" for key, value in event.items()]
+    parts = [
+        f"{json.dumps(key)}: {json.dumps(value, **draw(styles))}"
+        for key, value in event.items()
+    ]
     parts += [f'"ts": {draw(microseconds)}'] if draw(st.booleans()) else []
     parts += [f'"dur": {draw(lengths)}'] if draw(st.booleans()) else []
     return "{" + ", ".join(draw(st.permutations(parts))) + "}"
 
 
-styles = st.sampled_from([{}, {"indent": 1}, {"separators": (",", ":")}, {"ensure_ascii": False}])
+styles = st.sampled_from(
+    [{}, {"indent": 1}, {"separators": (",", ":")}, {"ensure_ascii": False}]
+)
 metas = st.dictionaries(text.map("x{}".format), anything, max_size=2)
 
 
 @st.composite
 def trace_texts(draw: st.DrawFn) -> str:
     between = draw(st.sampled_from([",", ", ", ",\n  ", "\n,\n"]))
-    events = "[" + between.join(draw(st.lists(event_texts(), max_size=8))) + draw(st.sampled_from(["]", "\n  ]"]))
+    events = (
+        "["
+        + between.join(draw(st.lists(event_texts(), max_size=8)))
+        + draw(st.sampled_from(["]", "\n  ]"]))
+    )
     if draw(st.booleans()):
         return events
-    kept = draw(st.sampled_from([{}, {"baseTimeNanoseconds": BASE, "distributedInfo": {"rank": 3}}]))
+    kept = draw(
+        st.sampled_from(
+            [{}, {"baseTimeNanoseconds": BASE, "distributedInfo": {"rank": 3}}]
+        )
+    )
     before, after = draw(metas), draw(metas)
     (before if draw(st.booleans()) else after).update(kept)
-    parts = [f"{json.dumps(key)}: {json.dumps(value, **draw(styles))}" for key, value in before.items()]
+    parts = [
+        f"{json.dumps(key)}: {json.dumps(value, **draw(styles))}"
+        for key, value in before.items()
+    ]
     parts.append(f'"traceEvents": {events}')
     parts += [f"{json.dumps(key)}:{json.dumps(value)}" for key, value in after.items()]
     return "{" + ", ".join(parts) + "}"
 
 
 @given(trace_texts(), st.integers(1, 400))
-@example('{"traceEvents": [{"ts": 1.5, "args": {"rows": [{}, {}]}}, {"ts": 2}], "deviceProperties": [{}, {}]}', 30)
+@example(
+    '{"traceEvents": [{"ts": 1.5, "args": {"rows": [{}, {}]}}, {"ts": 2}], '
+    '"deviceProperties": [{}, {}]}',
+    30,
+)
 def test_batches__give_the_same_events_for_any_chunk(text: str, chunk: int) -> None:
     expected = json.loads(text, parse_float=Decimal)
     trace, events = read(text, chunk)
     listed = expected if isinstance(expected, list) else expected["traceEvents"]
-    assert [fields_of(event) for event in events] == [expected_fields(event) for event in listed]
+    assert [fields_of(event) for event in events] == [
+        expected_fields(event) for event in listed
+    ]
     assert (trace.count, trace.skipped, trace.stop_reason) == (len(listed), 0, None)
     base = 0 if isinstance(expected, list) else expected.get("baseTimeNanoseconds", 0)
     assert trace.base_ns == base
@@ -121,7 +162,9 @@ def test_batches__give_the_same_events_for_any_chunk(text: str, chunk: int) -> N
 
 
 @given(trace_texts(), st.integers(1, 400), st.data())
-def test_batches__give_the_events_before_a_cut(text: str, chunk: int, data: st.DataObject) -> None:
+def test_batches__give_the_events_before_a_cut(
+    text: str, chunk: int, data: st.DataObject
+) -> None:
     _, all_events = read(text)
     raw = text.encode()
     cut = raw[: data.draw(st.integers(0, len(raw) - 1))]
@@ -138,7 +181,9 @@ def test_batches__give_the_events_before_a_cut(text: str, chunk: int, data: st.D
 def _event_ends(raw: bytes) -> list[int]:
     """Return the end of each event, by the decoder of the standard library."""
     text = raw.decode()
-    position = text.index("[", text.index('"traceEvents"') if text.startswith("{") else 0) + 1
+    position = (
+        text.index("[", text.index('"traceEvents"') if text.startswith("{") else 0) + 1
+    )
     ends = []
     decoder = json.JSONDecoder()
     while True:
@@ -179,8 +224,15 @@ def test_spans__keep_every_nanosecond() -> None:
 
 
 def test_spans__mix_float_and_decimal_times() -> None:
-    _, events = read('[{"ts": 1712195495519689.047}, {"ts": 1712195495519689}, {"ts": 2.5, "dur": 1}]')
-    assert spans(events)[0].tolist() == [1_712_195_495_519_689_047, 1_712_195_495_519_689_000, 2_500]
+    _, events = read(
+        '[{"ts": 1712195495519689.047}, {"ts": 1712195495519689}, {"ts": 2.5, "dur": '
+        "1}]"
+    )
+    assert spans(events)[0].tolist() == [
+        1_712_195_495_519_689_047,
+        1_712_195_495_519_689_000,
+        2_500,
+    ]
     assert spans(events)[1].tolist()[2] == 3_500
 
 
@@ -212,27 +264,54 @@ WITHOUT_TIME = [
 
 def test_batches__skip_and_count_events_without_a_valid_time() -> None:
     for event in WITHOUT_TIME:
-        trace, events = read('{"traceEvents": [{"ts": 1}, ' + event + ', {"ts": 2}], "host_name": "box"}')
+        trace, events = read(
+            '{"traceEvents": [{"ts": 1}, ' + event + ', {"ts": 2}], "host_name": "box"}'
+        )
         assert [event_read.ts for event_read in events] == [1, 2]
-        assert (trace.skipped, trace.stop_reason, trace.meta) == (1, None, {"host_name": "box"})
+        assert (trace.skipped, trace.stop_reason, trace.meta) == (
+            1,
+            None,
+            {"host_name": "box"},
+        )
 
 
 def test_read_event__reads_the_valid_fields_of_an_event() -> None:
-    event = one('{"cat": 7, "name": "a", "ts": "5.5", "dur": 2, "args": {"bytes": "64", "device": "x", "stream": 0.5}}')
+    event = one(
+        '{"cat": 7, "name": "a", "ts": "5.5", "dur": 2, "args": {"bytes": "64", '
+        '"device": "x", "stream": 0.5}}'
+    )
     assert (event.cat, event.name, event.ts, event.dur) == ("", "a", 5.5, 2)
-    assert (event.args.bytes, event.args.device, event.args.stream) == (64, MISSING, MISSING)
-    assert one('{"ts": 1, "args": "N/A"}').args == one('{"ts": 1, "args": null}').args == one('{"ts": 1}').args
+    assert (event.args.bytes, event.args.device, event.args.stream) == (
+        64,
+        MISSING,
+        MISSING,
+    )
+    assert (
+        one('{"ts": 1, "args": "N/A"}').args
+        == one('{"ts": 1, "args": null}').args
+        == one('{"ts": 1}').args
+    )
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "inf", "-nan", "Infinity"])
 def test_repair_json__removes_numbers_that_are_not_json(number: str) -> None:
-    event = one(f'{{"ts": 3, "name": "inf, nan", "args": {{"blocks per SM": {number}, "x": [{number}], "device": 2}}}}')
+    event = one(
+        f'{{"ts": 3, "name": "inf, nan", "args": {{"blocks per SM": {number}, "x": '
+        f'[{number}], "device": 2}}}}'
+    )
     assert (event.ts, event.args.device) == (3, 2)
 
 
 def test_repair_json__removes_bytes_and_backslashes_that_are_not_json() -> None:
     names = [rb"C:\Users\me", b"\xff\xfe", rb"\ud800", b"a\x01\nb"]
-    raw = b"[" + b",".join(b'{"ts": %d, "name": "%b"}' % (number, name) for number, name in enumerate(names)) + b"]"
+    raw = (
+        b"["
+        + b",".join(
+            b'{"ts": %d, "name": "%b"}' % (number, name)
+            for number, name in enumerate(names)
+        )
+        + b"]"
+    )
     trace, events = read(raw)
     assert [event.ts for event in events] == [0, 1, 2, 3]
     assert events[0].name == r"C:\Users\me"
@@ -277,7 +356,9 @@ def test_batches__accept_a_trace_without_events() -> None:
 
 
 def test_batches__stop_at_damage_and_keep_the_events_before() -> None:
-    trace, events = read('{"traceEvents": [{"ts": 1}, {"ts": 2}: {"ts": 3}], "host_name": "box"}')
+    trace, events = read(
+        '{"traceEvents": [{"ts": 1}, {"ts": 2}: {"ts": 3}], "host_name": "box"}'
+    )
     assert [event.ts for event in events] == [1, 2]
     assert trace.stop_reason == "it has text that is not JSON"
     assert trace.meta == {}
@@ -319,8 +400,14 @@ def test_batches__keep_events_from_before_the_stream_failed() -> None:
         list(ChromeTrace(Failing(b'{"traceEvents": [')).batches())
 
 
-@given(st.binary(max_size=60), st.sampled_from([b"", b"[", b'{"traceEvents": [{"ts": 1}, ']), st.integers(1, 50))
-def test_batches__raise_an_error_or_give_events_for_noise(noise: bytes, head: bytes, chunk: int) -> None:
+@given(
+    st.binary(max_size=60),
+    st.sampled_from([b"", b"[", b'{"traceEvents": [{"ts": 1}, ']),
+    st.integers(1, 50),
+)
+def test_batches__raise_an_error_or_give_events_for_noise(
+    noise: bytes, head: bytes, chunk: int
+) -> None:
     try:
         trace, events = read(head + noise, chunk)
     except ValueError:

@@ -1,7 +1,9 @@
-"""Random training jobs, composed of behaviours that a recorder could harm or be harmed by.
+"""Random training jobs, composed of behaviours that a recorder could harm or be harmed
+by.
 
-A behaviour is a function that returns the text of a part of the job. Whatever the job prints must not depend on time,
-on numbers of processes and descriptors, or on whether it is recorded.
+A behaviour is a function that returns the text of a part of the job. Whatever the job
+prints must not depend on time, on numbers of processes and descriptors, or on whether
+it is recorded.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def join(child):
     say("child", os.waitpid(child, 0)[1])
 """
 
-# Requests for slices, as `ebbtide profile --attach` and others may leave them in the folder of the trace.
+# Requests for slices, as `ebbtide profile --attach` and others may leave them in the
+# folder of the trace.
 REQUESTS = """
 def request(kind):
     link = TRACE + "/spool/slice-request"
@@ -71,7 +74,16 @@ def request(kind):
     time.sleep(0.3)
     say(steps(3))
 """
-REQUEST_KINDS = ("slice", "slice", "slice", "folder", "pipe", "import os", "/dev/zero", "x" * 4000)
+REQUEST_KINDS = (
+    "slice",
+    "slice",
+    "slice",
+    "folder",
+    "pipe",
+    "import os",
+    "/dev/zero",
+    "x" * 4000,
+)
 
 SECOND = "say('second', train(2))\n"
 
@@ -85,8 +97,10 @@ class Job:
         text: The script.
         second: A second script, which the first may execute.
         flags: Flags of the interpreter.
-        disk_kib: Size of the file system of the trace in KiB; None: that of the test's folder.
-        keeps_count: Whether every iteration that the job prints as its own must be in the trace.
+        disk_kib: Size of the file system of the trace in KiB; None: that of the test's
+            folder.
+        keeps_count: Whether every iteration that the job prints as its own must be in
+            the trace.
     """
 
     behaviours: tuple[str, ...]
@@ -141,9 +155,24 @@ def close_standard(rng: random.Random) -> str:
 
 
 def fork(rng: random.Random) -> str:
-    inside = rng.choice(["pass", "write_files('child')", "os.closerange(3, 4096)", "os.chdir('/')", "os.setsid()"])
+    inside = rng.choice(
+        [
+            "pass",
+            "write_files('child')",
+            "os.closerange(3, 4096)",
+            "os.chdir('/')",
+            "os.setsid()",
+        ]
+    )
     train = rng.choice(["pass", "say('child', steps(2))"])
-    end = rng.choice(["os._exit(3)", "sys.exit(4)", "raise ValueError('child')", "os.kill(os.getpid(), 15)"])
+    end = rng.choice(
+        [
+            "os._exit(3)",
+            "sys.exit(4)",
+            "raise ValueError('child')",
+            "os.kill(os.getpid(), 15)",
+        ]
+    )
     return f"""
     child = os.fork()
     if child == 0:
@@ -196,7 +225,13 @@ def thread(rng: random.Random) -> str:
 
 def handled_signals(rng: random.Random) -> str:
     name = rng.choice(["SIGUSR1", "SIGTERM", "SIGINT", "SIGHUP", "SIGCHLD"])
-    send = rng.choice(["os.kill(os.getpid(), number)", "os.killpg(os.getpgid(0), number)", "os.kill(0, number)"])
+    send = rng.choice(
+        [
+            "os.kill(os.getpid(), number)",
+            "os.killpg(os.getpgid(0), number)",
+            "os.kill(0, number)",
+        ]
+    )
     return f"""
     number, received = signal.{name}, []
     signal.signal(number, lambda *_: received.append(1))
@@ -230,7 +265,9 @@ def no_children(rng: random.Random) -> str:
 
 def change_folder(rng: random.Random) -> str:
     name = f"sub-{rng.randint(1, 3)}"
-    removed = f"os.rmdir(os.path.join('..', {name!r}))" if rng.random() < 0.2 else "pass"
+    removed = (
+        f"os.rmdir(os.path.join('..', {name!r}))" if rng.random() < 0.2 else "pass"
+    )
     return f"""
     os.makedirs({name!r}, exist_ok=True)
     os.chdir({name!r})
@@ -250,7 +287,9 @@ def limit_descriptors(rng: random.Random) -> str:
 
 
 def limit_file_size(rng: random.Random) -> str:
-    action = rng.choice(["signal.SIG_IGN", "signal.SIG_DFL", "lambda *_: say('too large')"])
+    action = rng.choice(
+        ["signal.SIG_IGN", "signal.SIG_DFL", "lambda *_: say('too large')"]
+    )
     restore = rng.choice(["resource.setrlimit(resource.RLIMIT_FSIZE, before)", "pass"])
     return f"""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -309,7 +348,10 @@ def change_umask(rng: random.Random) -> str:
 
 
 def many_steps(rng: random.Random) -> str:
-    return f"\n    say(steps({rng.choice([1, 10, 300])}))\n    time.sleep({rng.choice([0, 0.3])})\n"
+    return (
+        f"\n    say(steps({rng.choice([1, 10, 300])}))\n    "
+        f"time.sleep({rng.choice([0, 0.3])})\n"
+    )
 
 
 CLOSING = (close_all, close_one_by_one, duplicate_over_all)
@@ -336,7 +378,8 @@ BEHAVIOURS: dict[Callable[[random.Random], str], int] = {
     change_umask: 1,
     many_steps: 4,
 }
-# After these, iterations may be missing in the trace, or its last iteration is that of the exit.
+# After these, iterations may be missing in the trace, or its last iteration is that of
+# the exit.
 LOSE_ITERATIONS = {
     "thread",
     "limit_descriptors",
@@ -354,36 +397,59 @@ ENDS = {
     "raise": "raise RuntimeError('at the end')",
     "_exit": "os._exit(5)",
     "kill": "os.kill(os.getpid(), signal.SIGKILL)",
-    "terminate": "signal.signal(signal.SIGTERM, signal.SIG_DFL)\nos.kill(os.getpid(), signal.SIGTERM)",
-    "exec": "os.execv(sys.executable, [sys.executable, *FLAGS, os.path.join(START, 'second.py')])",
-    "daemonize": "if os.fork():\n    os._exit(0)\nos.setsid()\ntime.sleep(0.3)\nsay('daemon', train(2))",
+    "terminate": (
+        "signal.signal(signal.SIGTERM, signal.SIG_DFL)\nos.kill(os.getpid(), "
+        "signal.SIGTERM)"
+    ),
+    "exec": (
+        "os.execv(sys.executable, [sys.executable, *FLAGS, os.path.join(START, "
+        "'second.py')])"
+    ),
+    "daemonize": (
+        "if os.fork():\n    os._exit(0)\nos.setsid()\ntime.sleep(0.3)\nsay('daemon', "
+        "train(2))"
+    ),
 }
 
 
 def random_job(rng: random.Random, trace: Path, on_demand: bool = False) -> Job:
-    """Compose a random job that is recorded into `trace`, on demand with requests for slices between its parts."""
+    """Compose a random job that is recorded into `trace`, on demand with requests for
+    slices between its parts."""
     flags = tuple(flag for flag in ("-I", "-S") if rng.random() < 0.1)
     parts, names = [], []
     for _ in range(rng.randint(3, 7)):
         behaviour = rng.choices(list(BEHAVIOURS), list(BEHAVIOURS.values()))[0]
-        # Processes of multiprocessing talk to each other through descriptors that would be closed.
+        # Processes of multiprocessing talk to each other through descriptors that would
+        # be closed.
         if behaviour is spawn and any(closing.__name__ in names for closing in CLOSING):
             continue
         names.append(behaviour.__name__)
         parts.append(textwrap.dedent(behaviour(rng)))
-        if behaviour is spawn and not any(closing.__name__ in names for closing in CLOSING):
+        if behaviour is spawn and not any(
+            closing.__name__ in names for closing in CLOSING
+        ):
             # Its helper processes stay: nothing may close their descriptors afterwards.
             break
     if on_demand:
         parts = [f"request({rng.choice(REQUEST_KINDS)!r})\n{part}" for part in parts]
     end = rng.choice(list(ENDS))
-    parts.append("say('iterations of the job', trained[0])\nwrite_files('end')\n" + ENDS[end] + "\n")
-    head = HEADER.format(site_packages=sysconfig.get_path("purelib"), trace=str(trace), flags=flags)
+    parts.append(
+        "say('iterations of the job', trained[0])\nwrite_files('end')\n"
+        + ENDS[end]
+        + "\n"
+    )
+    head = HEADER.format(
+        site_packages=sysconfig.get_path("purelib"), trace=str(trace), flags=flags
+    )
     start = "START = os.getcwd()\n"
     body = textwrap.indent("".join(parts), "    ")
     return Job(
         behaviours=(*names, end),
-        text=head + TRAINING + FUNCTIONS + REQUESTS + f'if __name__ == "__main__":\n    {start}{body}',
+        text=head
+        + TRAINING
+        + FUNCTIONS
+        + REQUESTS
+        + f'if __name__ == "__main__":\n    {start}{body}',
         second=head + TRAINING + FUNCTIONS + REQUESTS + SECOND,
         flags=flags,
         disk_kib=rng.choice([64, 256]) if rng.random() < 0.12 else None,

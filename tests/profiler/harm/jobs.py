@@ -1,4 +1,5 @@
-"""Jobs of every kind, with the phases of their iterations: they are run bare and recorded (`test_jobs.py`)."""
+"""Jobs of every kind, with the phases of their iterations: they are run bare and
+recorded (`test_jobs.py`)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ from textwrap import dedent
 from tests.profiler.agent.jobs import CASES, PLAIN, PRELUDE, STEPS
 
 PYTHON = sys.executable
-TWO_RANKS = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "job.py")
+TWO_RANKS = (
+    PYTHON,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "job.py",
+)
 PYTEST = (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "job.py")
 STEP = ("forward", "backward", "update")
 
@@ -38,7 +47,13 @@ DIGEST = """
 print(b''.join(p.detach().numpy().tobytes() for p in model.parameters()).hex())
 """
 LOOPS = (
-    *("a plain loop", "gradient accumulation", "a GradScaler", "a GradScaler that skips every step", "a GAN"),
+    *(
+        "a plain loop",
+        "gradient accumulation",
+        "a GradScaler",
+        "a GradScaler that skips every step",
+        "a GAN",
+    ),
     *(
         "LBFGS with a closure",
         "a compiled model",
@@ -46,7 +61,11 @@ LOOPS = (
         "evaluation in between",
         "a gradient penalty",
     ),
-    *("the optimizer in the backward", "checkpointing inside the model", "an optimizer for each step"),
+    *(
+        "the optimizer in the backward",
+        "checkpointing inside the model",
+        "an optimizer for each step",
+    ),
     *("two optimizers in a row", "a step that raises and is tried again"),
 )
 
@@ -289,14 +308,27 @@ def _loop(name: str) -> HarmJob:
 
 JOBS = {
     **{name: _loop(name) for name in LOOPS},
-    "a model after the other": HarmJob(PRELUDE + dedent(CASES["a model after the other"][0])),
+    "a model after the other": HarmJob(
+        PRELUDE + dedent(CASES["a model after the other"][0])
+    ),
     **{name: HarmJob(PRELUDE + dedent(body)) for name, body in BODIES.items()},
     **{name: HarmJob(PRELUDE + PLAIN + dedent(end)) for name, end in ENDS.items()},
-    **{name: HarmJob(PRELUDE + PLAIN + DIGEST, command=command) for name, command in COMMANDS.items()},
+    **{
+        name: HarmJob(PRELUDE + PLAIN + DIGEST, command=command)
+        for name, command in COMMANDS.items()
+    },
     "pytest": HarmJob(PYTEST_JOB, command=PYTEST),
     "pytest -W error": HarmJob(PYTEST_JOB, command=(*PYTEST, "-W", "error")),
-    **{name: HarmJob(PRELUDE + RANKS.format(wrap=wrap), command=TWO_RANKS, ranks=2) for name, wrap in WRAPS.items()},
-    **{f"DeepSpeed ZeRO-{stage}": HarmJob(DEEPSPEED.format(stage=stage), needs="deepspeed") for stage in (2, 3)},
+    **{
+        name: HarmJob(PRELUDE + RANKS.format(wrap=wrap), command=TWO_RANKS, ranks=2)
+        for name, wrap in WRAPS.items()
+    },
+    **{
+        f"DeepSpeed ZeRO-{stage}": HarmJob(
+            DEEPSPEED.format(stage=stage), needs="deepspeed"
+        )
+        for stage in (2, 3)
+    },
     "Trainer of Hugging Face": HarmJob(TRAINER, needs="transformers"),
     "accelerate": HarmJob(PRELUDE + ACCELERATE + DIGEST, needs="accelerate"),
     "Lightning": HarmJob(PRELUDE + LIGHTNING, needs="pytorch_lightning"),

@@ -12,7 +12,8 @@ from ebbtide.profiler.trace import open_trace
 from tests.conftest import Run, ebbtide, phases_of, run_process
 from tests.profiler.agent.jobs import PRELUDE
 
-# Defines `train(steps)`, which returns the last loss. It imports torch and creates a model, and runs nothing yet.
+# Defines `train(steps)`, which returns the last loss. It imports torch and creates a
+# model, and runs nothing yet.
 TRAINING = (
     PRELUDE
     + """
@@ -38,9 +39,22 @@ def training_program(folder: Path, body: str, name: str = "job.py") -> Path:
     return file
 
 
-def profile_command(output: str | Path, *command: str | Path, options: Sequence[str] = ()) -> list[str]:
-    """Return the command that records `command` into `output`, with options of `ebbtide profile`."""
-    return [sys.executable, "-m", "ebbtide", "profile", *options, "-o", str(output), "--", *map(str, command)]
+def profile_command(
+    output: str | Path, *command: str | Path, options: Sequence[str] = ()
+) -> list[str]:
+    """Return the command that records `command` into `output`, with options of `ebbtide
+    profile`."""
+    return [
+        sys.executable,
+        "-m",
+        "ebbtide",
+        "profile",
+        *options,
+        "-o",
+        str(output),
+        "--",
+        *map(str, command),
+    ]
 
 
 def run_bare(*command: str | Path, cwd: Path) -> Run:
@@ -48,7 +62,9 @@ def run_bare(*command: str | Path, cwd: Path) -> Run:
     return run_process(command, cwd=cwd, env={**os.environ, **ONE_THREAD})
 
 
-def run_profiled(*command: str | Path, cwd: Path, output: str | Path = "run.ebb") -> Run:
+def run_profiled(
+    *command: str | Path, cwd: Path, output: str | Path = "run.ebb"
+) -> Run:
     """Record a command with one thread for torch."""
     return ebbtide("profile", "-o", output, "--", *command, cwd=cwd)
 

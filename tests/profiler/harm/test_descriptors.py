@@ -1,4 +1,5 @@
-"""The agent writes to no descriptor of the job, and loses nothing where the job ends without a warning."""
+"""The agent writes to no descriptor of the job, and loses nothing where the job ends
+without a warning."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import slow
-from tests.profiler.harm.programs import iterations_of, job_lines, run_profiled, training_program
+from tests.profiler.harm.programs import (
+    iterations_of,
+    job_lines,
+    run_profiled,
+    training_program,
+)
 
 CLOSE_AND_OPEN = """
 os.closerange(3, 4096)
@@ -22,11 +28,16 @@ for number in range(3, 512):
         os.dup2(files[number % 12].fileno(), number)
 """
 
-TAKE_OVER = {"closes all descriptors": CLOSE_AND_OPEN, "duplicates over all descriptors": DUPLICATE_OVER_ALL}
+TAKE_OVER = {
+    "closes all descriptors": CLOSE_AND_OPEN,
+    "duplicates over all descriptors": DUPLICATE_OVER_ALL,
+}
 
 
 @pytest.mark.parametrize("name", slow(TAKE_OVER, but=["closes all descriptors"]))
-def test_agent__writes_nothing_into_files_of_a_job_that_takes_over_its_descriptor(name: str, tmp_path: Path) -> None:
+def test_agent__writes_nothing_into_files_of_a_job_that_takes_over_its_descriptor(
+    name: str, tmp_path: Path
+) -> None:
     program = (
         "import time\ntrain(2)\n"
         + TAKE_OVER[name]
@@ -45,7 +56,9 @@ for file in files:
     file.write(b"parent")
 """
     )
-    run = run_profiled(sys.executable, training_program(tmp_path, program), cwd=tmp_path)
+    run = run_profiled(
+        sys.executable, training_program(tmp_path, program), cwd=tmp_path
+    )
     assert job_lines(run.stderr) == []
     assert (run.returncode, run.stdout) == (0, "0\n")
     contents = [(tmp_path / f"own-{number}.bin").read_bytes() for number in range(12)]
@@ -54,7 +67,9 @@ for file in files:
 
 
 @pytest.mark.slow
-def test_agent__leaves_the_numbers_of_the_standard_descriptors_to_the_job(tmp_path: Path) -> None:
+def test_agent__leaves_the_numbers_of_the_standard_descriptors_to_the_job(
+    tmp_path: Path,
+) -> None:
     program = """
     for number in range(3):
         os.close(number)
@@ -63,24 +78,34 @@ def test_agent__leaves_the_numbers_of_the_standard_descriptors_to_the_job(tmp_pa
     print("printed", numbers)
     train(2)
     """
-    run = run_profiled(sys.executable, training_program(tmp_path, program), cwd=tmp_path)
+    run = run_profiled(
+        sys.executable, training_program(tmp_path, program), cwd=tmp_path
+    )
     assert run.returncode == 0
     assert (tmp_path / "second").read_text() == "printed [0, 1, 2]\n"
     assert [(tmp_path / name).read_text() for name in ("first", "third")] == ["", ""]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("end", "status"), [("os._exit(0)", 0), ("os.kill(os.getpid(), 9)", -9)])
+@pytest.mark.parametrize(
+    ("end", "status"), [("os._exit(0)", 0), ("os.kill(os.getpid(), 9)", -9)]
+)
 def test_agent__loses_at_most_the_last_iteration_of_a_job_that_ends_abruptly(
     end: str, status: int, tmp_path: Path
 ) -> None:
-    run = run_profiled(sys.executable, training_program(tmp_path, f"train(1000)\n{end}\n"), cwd=tmp_path)
+    run = run_profiled(
+        sys.executable,
+        training_program(tmp_path, f"train(1000)\n{end}\n"),
+        cwd=tmp_path,
+    )
     assert (run.returncode, job_lines(run.stderr)) == (status, [])
     assert iterations_of(tmp_path / "run.ebb") in (999, 1000)
 
 
 @pytest.mark.slow
-def test_profile__does_not_blame_a_job_that_has_no_descriptor_left_for_the_recorder(tmp_path: Path) -> None:
+def test_profile__does_not_blame_a_job_that_has_no_descriptor_left_for_the_recorder(
+    tmp_path: Path,
+) -> None:
     program = training_program(
         tmp_path,
         """

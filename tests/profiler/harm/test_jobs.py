@@ -1,4 +1,5 @@
-"""Jobs of every kind, each run bare and recorded: the same exit code, output and errors, and the phases it has run."""
+"""Jobs of every kind, each run bare and recorded: the same exit code, output and
+errors, and the phases it has run."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ VARIABLE = re.compile(
 
 
 @pytest.mark.parametrize("name", slow(JOBS, QUICK))
-def test_profile__changes_nothing_of_a_job(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_profile__changes_nothing_of_a_job(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     job = JOBS[name]
     if find_spec(job.needs) is None:
         pytest.skip(f"needs {job.needs}")
@@ -32,18 +35,25 @@ def test_profile__changes_nothing_of_a_job(name: str, tmp_path: Path, request: p
     folder.mkdir()
     (folder / "job.py").write_text(job.text)
     bare = run_bare(*job.command, cwd=folder)
-    profiled = run_bare(*profile_command(tmp_path / "run.ebb", *job.command), cwd=folder)
+    profiled = run_bare(
+        *profile_command(tmp_path / "run.ebb", *job.command), cwd=folder
+    )
     assert profiled.returncode == bare.returncode, profiled.stderr
     assert _output(profiled, job.ranks) == _output(bare, job.ranks)
     trace = open_trace(tmp_path / "run.ebb")
     assert trace.ranks == list(range(job.ranks))
     for rank in trace.ranks:
-        assert [tuple(phases) for phases in phases_of(trace, rank)] == list(job.iterations)
+        assert [tuple(phases) for phases in phases_of(trace, rank)] == list(
+            job.iterations
+        )
 
 
 def _output(run: Run, ranks: int) -> tuple[list[str], list[str]]:
-    """Return the lines of stdout and stderr that a job wrote; those of several ranks are sorted."""
-    stdout, stderr = (_timeless(lines) for lines in (run.stdout.splitlines(), job_lines(run.stderr)))
+    """Return the lines of stdout and stderr that a job wrote; those of several ranks
+    are sorted."""
+    stdout, stderr = (
+        _timeless(lines) for lines in (run.stdout.splitlines(), job_lines(run.stderr))
+    )
     return (stdout, stderr) if ranks == 1 else (sorted(stdout), sorted(stderr))
 
 

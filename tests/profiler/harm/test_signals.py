@@ -1,4 +1,5 @@
-"""Each signal reaches the job once, whoever sends it, and the job starts in the state that it would have bare."""
+"""Each signal reaches the job once, whoever sends it, and the job starts in the state
+that it would have bare."""
 
 from __future__ import annotations
 
@@ -45,8 +46,10 @@ while True:
 
 @pytest.fixture(autouse=True)
 def hangups_end_jobs() -> Iterator[None]:
-    """Let jobs start with the default of SIGHUP also where the tests run under nohup, whose children ignore it."""
-    # A handler is not inherited by a program that is executed, and keeps a hangup from ending the tests.
+    """Let jobs start with the default of SIGHUP also where the tests run under nohup,
+    whose children ignore it."""
+    # A handler is not inherited by a program that is executed, and keeps a hangup from
+    # ending the tests.
     before = signal.signal(signal.SIGHUP, lambda *_: None)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -55,7 +58,8 @@ def hangups_end_jobs() -> Iterator[None]:
 def _signalled(command: Sequence[str]) -> tuple[list[str], int]:
     """Send signals to a running job; return what it printed and its return code.
 
-    Each signal waits for the line that reports the one before: signals of the same number merge while one is pending.
+    Each signal waits for the line that reports the one before: signals of the same
+    number merge while one is pending.
     """
     with running_process(command) as process:
         assert process.stdout is not None
@@ -75,16 +79,26 @@ def _signalled(command: Sequence[str]) -> tuple[list[str], int]:
 
 def test_profile__delivers_each_signal_once_to_the_job(tmp_path: Path) -> None:
     job = training_program(tmp_path, COUNTING)
-    expected = ["ready", *(f"SIGUSR1 {number}" for number in range(1, 9)), "SIGINT 1", "SIGTERM 1"]
+    expected = [
+        "ready",
+        *(f"SIGUSR1 {number}" for number in range(1, 9)),
+        "SIGINT 1",
+        "SIGTERM 1",
+    ]
     path = tmp_path / "run.ebb"
-    assert _signalled(profile_command(path, sys.executable, job)) == (expected, -signal.SIGHUP)
+    assert _signalled(profile_command(path, sys.executable, job)) == (
+        expected,
+        -signal.SIGHUP,
+    )
     assert iterations_of(path) >= 3
 
 
 @pytest.mark.slow
 def test_profile__delivers_signals_as_a_bare_run_does(tmp_path: Path) -> None:
     command = [sys.executable, str(training_program(tmp_path, COUNTING))]
-    assert _signalled(profile_command(tmp_path / "run.ebb", *command)) == _signalled(command)
+    assert _signalled(profile_command(tmp_path / "run.ebb", *command)) == _signalled(
+        command
+    )
 
 
 @pytest.mark.slow
@@ -105,19 +119,25 @@ print(counts[0])
 sys.exit(3)
 """
     job.write_text(program)
-    # Without --foreground it also signals its group, so that the job may get the signal twice.
+    # Without --foreground it also signals its group, so that the job may get the signal
+    # twice.
     timeout = ("timeout", "--foreground", "-s", "TERM")
     bare = run_bare(*timeout, "2", sys.executable, job, cwd=tmp_path)
-    profiled = run_process([*timeout, "5", *profile_command("run.ebb", sys.executable, job)], cwd=tmp_path)
+    profiled = run_process(
+        [*timeout, "5", *profile_command("run.ebb", sys.executable, job)], cwd=tmp_path
+    )
     assert (bare.stdout, bare.returncode) == ("1\n", 124)
     assert (profiled.stdout, profiled.returncode) == (bare.stdout, bare.returncode)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSEGV, signal.SIGINT])
-def test_profile__ends_by_the_signal_that_ends_the_job(number: signal.Signals, tmp_path: Path) -> None:
+def test_profile__ends_by_the_signal_that_ends_the_job(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     program = (
-        f"train(2)\nimport signal\nsignal.signal({int(number)}, signal.SIG_DFL)\nos.kill(os.getpid(), {int(number)})\n"
+        f"train(2)\nimport signal\nsignal.signal({int(number)}, "
+        f"signal.SIG_DFL)\nos.kill(os.getpid(), {int(number)})\n"
     )
     job = training_program(tmp_path, program)
     run = run_profiled(sys.executable, job, cwd=tmp_path)
@@ -148,9 +168,13 @@ class _OnTerminal:
 
 
 @pytest.mark.slow
-def test_profile__delivers_ctrl_c_once_and_survives_the_end_of_the_terminal(tmp_path: Path) -> None:
+def test_profile__delivers_ctrl_c_once_and_survives_the_end_of_the_terminal(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "run.ebb"
-    job = _OnTerminal(profile_command(path, sys.executable, training_program(tmp_path, COUNTING)))
+    job = _OnTerminal(
+        profile_command(path, sys.executable, training_program(tmp_path, COUNTING))
+    )
     try:
         job.read_until("ready")
         os.write(job.terminal, b"\x03")
@@ -196,6 +220,10 @@ def test_profile__starts_the_job_in_the_state_of_a_bare_run(tmp_path: Path) -> N
 
 
 def test_profile__gives_the_job_no_child_process(tmp_path: Path) -> None:
-    program = "import os; print(open(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read(), flush=True)"
+    program = (
+        "import os; "
+        "print(open(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read(), "
+        "flush=True)"
+    )
     run = run_profiled(sys.executable, "-c", program, cwd=tmp_path)
     assert (run.returncode, run.stdout) == (0, "\n")

@@ -1,4 +1,5 @@
-"""Jobs whose threads train, load data and save while processes are forked: same losses and exit codes as unrecorded."""
+"""Jobs whose threads train, load data and save while processes are forked: same losses
+and exit codes as unrecorded."""
 
 from __future__ import annotations
 
@@ -65,11 +66,17 @@ sys.exit(3)
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_profile__does_not_change_a_job_of_many_threads_and_forks(tmp_path: Path) -> None:
+def test_profile__does_not_change_a_job_of_many_threads_and_forks(
+    tmp_path: Path,
+) -> None:
     job = tmp_path / "job.py"
     job.write_text(JOB)
     bare = run_bare(sys.executable, job, cwd=tmp_path)
     assert (bare.returncode, bare.stderr) == (3, "")
     for number in range(examples(25, by_default=1)):
         run = run_profiled(sys.executable, job, cwd=tmp_path, output=f"run{number}.ebb")
-        assert (run.returncode, run.stdout, job_lines(run.stderr)) == (3, bare.stdout, []), (number, run.stderr)
+        assert (run.returncode, run.stdout, job_lines(run.stderr)) == (
+            3,
+            bare.stdout,
+            [],
+        ), (number, run.stderr)

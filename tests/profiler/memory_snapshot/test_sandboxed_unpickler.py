@@ -12,11 +12,21 @@ from pathlib import Path
 import pytest
 
 from ebbtide.features.importers.source import Source, SourceError
-from ebbtide.profiler.memory_snapshot.reader import Snapshot, SnapshotError, read_snapshot
+from ebbtide.profiler.memory_snapshot.reader import (
+    Snapshot,
+    SnapshotError,
+    read_snapshot,
+)
 from ebbtide.profiler.memory_snapshot.sandboxed_unpickler import ACTIONS, EVENT_COLUMNS
 from tests.conftest import run_process, slow, slow_case
 
-EVENT = {"action": "alloc", "addr": 1, "size": 512, "stream": 0, "time_us": 1_700_000_000_000_000}
+EVENT = {
+    "action": "alloc",
+    "addr": 1,
+    "size": 512,
+    "stream": 0,
+    "time_us": 1_700_000_000_000_000,
+}
 
 
 class Caller:
@@ -37,12 +47,14 @@ class Elsewhere(pickle.Pickler):
 
 
 def nested(levels: int, step: bytes) -> bytes:
-    """Return a dict whose key is deeply nested tuples, which are hashed level by level."""
+    """Return a dict whose key is deeply nested tuples, which are hashed level by
+    level."""
     return b"\x80\x04})" + step * levels + b"K\x00s."
 
 
 def repeated_traces() -> bytes:
-    """Return a small file of 10**10 events: one list of events, repeated by reference."""
+    """Return a small file of 10**10 events: one list of events, repeated by
+    reference."""
     trace = [EVENT] * 100_000
     return pickle.dumps({"segments": [], "device_traces": [trace] * 100_000}, 4)
 
@@ -75,15 +87,28 @@ HOSTILE = {
     "no snapshot": pickle.dumps({"loss": [1.0, 2.0]}),
     "a number": pickle.dumps(7),
     "numbers as events": pickle.dumps({"segments": [], "device_traces": [[1, 2]]}),
-    "too large a number": pickle.dumps({"segments": [], "device_traces": [[{**EVENT, "size": 1 << 80}]]}),
-    "text for a number": pickle.dumps({"segments": [], "device_traces": [[{**EVENT, "size": "512"}]]}),
+    "too large a number": pickle.dumps(
+        {"segments": [], "device_traces": [[{**EVENT, "size": 1 << 80}]]}
+    ),
+    "text for a number": pickle.dumps(
+        {"segments": [], "device_traces": [[{**EVENT, "size": "512"}]]}
+    ),
     "packed zeros": gzip.compress(b"\x80\x04") + 100 * gzip.compress(bytes(1_000_000)),
     "damaged gzip": gzip.compress(pickle.dumps([EVENT] * 1000))[:-20],
 }
 
 
-# One of each kind: a size that is not there, deep nesting, no end, damage, other content.
-TELLING = ("bytes", "deep key", "events without end", "cyclic", "cut off", "numbers as events", "packed zeros")
+# One of each kind: a size that is not there, deep nesting, no end, damage, other
+# content.
+TELLING = (
+    "bytes",
+    "deep key",
+    "events without end",
+    "cyclic",
+    "cut off",
+    "numbers as events",
+    "packed zeros",
+)
 
 
 def read(path: Path, seconds: int = 20) -> Snapshot:
@@ -96,7 +121,9 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", slow(HOSTILE, but=TELLING))
-def test_read_snapshot__raises_one_error_for_a_harmful_pickle(name: str, source: Path) -> None:
+def test_read_snapshot__raises_one_error_for_a_harmful_pickle(
+    name: str, source: Path
+) -> None:
     source.write_bytes(HOSTILE[name])
     with pytest.raises((SnapshotError, SourceError)) as refusal:
         read(source, seconds=1)
@@ -104,8 +131,14 @@ def test_read_snapshot__raises_one_error_for_a_harmful_pickle(name: str, source:
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("names", [TELLING, pytest.param([*HOSTILE], marks=pytest.mark.slow)], ids=["telling", "all"])
-def test_read_snapshot__harmful_pickles_cost_little_memory(names: Sequence[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [TELLING, pytest.param([*HOSTILE], marks=pytest.mark.slow)],
+    ids=["telling", "all"],
+)
+def test_read_snapshot__harmful_pickles_cost_little_memory(
+    names: Sequence[str], tmp_path: Path
+) -> None:
     for name in names:
         (tmp_path / f"{name}.pickle").write_bytes(HOSTILE[name])
     script = """if True:
@@ -126,17 +159,23 @@ def test_read_snapshot__harmful_pickles_cost_little_memory(names: Sequence[str],
     assert max(map(int, run.stdout.split())) < 512 << 20
 
 
-def test_read_snapshot__runs_nothing_from_the_file(tmp_path: Path, source: Path) -> None:
+def test_read_snapshot__runs_nothing_from_the_file(
+    tmp_path: Path, source: Path
+) -> None:
     mark = tmp_path / "mark"
     source.write_bytes(pickle.dumps({"segments": [Caller(mark)]}))
-    with pytest.raises(SnapshotError, match=r"it asks to run posix\.system, which was refused"):
+    with pytest.raises(
+        SnapshotError, match=r"it asks to run posix\.system, which was refused"
+    ):
         read(source)
     assert not mark.exists()
 
 
 def test_read_snapshot__removes_control_characters_from_errors(source: Path) -> None:
     source.write_bytes(b"\x80\x04\x8c\x04\x1b[2J\x8c\x01x\x93.")
-    with pytest.raises(SnapshotError, match=r"it asks to run \?\[2J\.x, which was refused"):
+    with pytest.raises(
+        SnapshotError, match=r"it asks to run \?\[2J\.x, which was refused"
+    ):
         read(source)
 
 
@@ -148,27 +187,45 @@ def test_read_snapshot__refuses_objects_outside_the_file(source: Path) -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_read_snapshot__refuses_times_of_some_events_alone(devices: int, source: Path) -> None:
+def test_read_snapshot__refuses_times_of_some_events_alone(
+    devices: int, source: Path
+) -> None:
     event = {key: value for key, value in EVENT.items() if key != "time_us"}
     traces = [[event, EVENT]] if devices == 1 else [[event], [EVENT]]
     source.write_bytes(pickle.dumps({"segments": [], "device_traces": traces}))
-    with pytest.raises(SnapshotError, match=r"some of its events have no times|-1 for time_us"):
+    with pytest.raises(
+        SnapshotError, match=r"some of its events have no times|-1 for time_us"
+    ):
         read(source)
 
 
 @pytest.mark.parametrize("protocol", [2, slow_case(3), slow_case(4), 5])
 def test_read_snapshot__reads_plain_data(protocol: int, source: Path) -> None:
     block = {"size": 1024, "state": "active_allocated"}
-    blocks = [{**block, "requested_size": 700}, {**block, "history": [{"real_size": 600}]}, block]
+    blocks = [
+        {**block, "requested_size": 700},
+        {**block, "history": [{"real_size": 600}]},
+        block,
+    ]
     segment = {"device": 1, "address": 0, "total_size": 4096, "blocks": blocks}
     unknown = {"action": "user_defined", "size": 0}
-    source.write_bytes(pickle.dumps({"segments": [segment], "device_traces": [[EVENT, unknown], []]}, protocol))
+    source.write_bytes(
+        pickle.dumps(
+            {"segments": [segment], "device_traces": [[EVENT, unknown], []]}, protocol
+        )
+    )
     snapshot = read(source)
-    first = {device: next(events.blocks(*ACTIONS))[0] for device, events in snapshot.events.items()}
-    assert {device: [int(event[name]) for name in EVENT_COLUMNS] for device, event in first.items()} == {
-        0: [0, EVENT["time_us"], 512, 1, -1]
+    first = {
+        device: next(events.blocks(*ACTIONS))[0]
+        for device, events in snapshot.events.items()
     }
-    assert snapshot.segments.to_dict("records") == [{"device": 1, "bytes": 4096, "pool": 0}]
+    assert {
+        device: [int(event[name]) for name in EVENT_COLUMNS]
+        for device, event in first.items()
+    } == {0: [0, EVENT["time_us"], 512, 1, -1]}
+    assert snapshot.segments.to_dict("records") == [
+        {"device": 1, "bytes": 4096, "pool": 0}
+    ]
     assert snapshot.blocks["requested"].tolist() == [700, 600, 1024]
     assert snapshot.blocks["address"].tolist() == [0, 1024, 2048]
 
@@ -177,13 +234,30 @@ def frame(name: str, file: str = "/job/train.py", line: int = 1) -> dict[str, ob
     return {"name": name, "filename": file, "line": line}
 
 
-def test_read_snapshot__keeps_the_python_frames_of_stacks_and_each_stack_once(source: Path) -> None:
+def test_read_snapshot__keeps_the_python_frames_of_stacks_and_each_stack_once(
+    source: Path,
+) -> None:
     native = frame("at::empty_cuda", "??", 0), frame("_PyEval_EvalFrameDefault", "", 0)
     stack = [native[0], frame("step"), native[1], frame("main", line=7)]
-    node = frame("torch::autograd::generated::MulBackward0::apply(std::vector<at::Tensor>)", "", 0)
-    engine = frame("torch::autograd::Engine::thread_main(std::shared_ptr<torch::autograd::GraphTask>)", "", 0)
+    node = frame(
+        "torch::autograd::generated::MulBackward0::apply(std::vector<at::Tensor>)",
+        "",
+        0,
+    )
+    engine = frame(
+        "torch::autograd::Engine::thread_main(std::shared_ptr<torch::autograd::GraphTask>)",
+        "",
+        0,
+    )
     workspace = frame("at::cuda::getNewWorkspace()", "", 0)
-    stacks = [stack, [*stack], [native[0], node, engine], [frame("recompute"), node, engine], [], [*native]]
+    stacks = [
+        stack,
+        [*stack],
+        [native[0], node, engine],
+        [frame("recompute"), node, engine],
+        [],
+        [*native],
+    ]
     stacks += [[workspace, node, engine]]
     events = [{**EVENT, "frames": frames} for frames in stacks]
     source.write_bytes(pickle.dumps({"segments": [], "device_traces": [events]}))
@@ -194,7 +268,15 @@ def test_read_snapshot__keeps_the_python_frames_of_stacks_and_each_stack_once(so
         "autograd engine\nMulBackward0\nrecompute (/job/train.py:1)",
         "autograd engine\nMulBackward0\ncuBLAS workspace",
     ]
-    assert next(snapshot.events[0].blocks(*ACTIONS))["stack"].tolist() == [0, 0, 1, 2, -1, -1, 3]
+    assert next(snapshot.events[0].blocks(*ACTIONS))["stack"].tolist() == [
+        0,
+        0,
+        1,
+        2,
+        -1,
+        -1,
+        3,
+    ]
 
 
 def test_read_snapshot__removes_control_characters_from_stacks(source: Path) -> None:
@@ -205,7 +287,11 @@ def test_read_snapshot__removes_control_characters_from_stacks(source: Path) -> 
 
 
 @pytest.mark.parametrize("size", [-1, 1 << 48])
-def test_read_snapshot__refuses_sizes_that_no_device_has(size: int, source: Path) -> None:
-    source.write_bytes(pickle.dumps({"segments": [], "device_traces": [[{**EVENT, "size": size}]]}))
+def test_read_snapshot__refuses_sizes_that_no_device_has(
+    size: int, source: Path
+) -> None:
+    source.write_bytes(
+        pickle.dumps({"segments": [], "device_traces": [[{**EVENT, "size": size}]]})
+    )
     with pytest.raises(SnapshotError, match=f"it has {size} for bytes"):
         read(source)

@@ -17,7 +17,14 @@ from ebbtide.profiler.recording.collector import RecordedCommand
 from ebbtide.profiler.recording.launch import BackgroundJob
 from tests.conftest import PROCESS_TIMEOUT_S
 
-SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +35,15 @@ def _handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def run(output: Path, program: str, while_running: Callable[[BackgroundJob], None] = lambda _: None) -> BackgroundJob:
+def run(
+    output: Path,
+    program: str,
+    while_running: Callable[[BackgroundJob], None] = lambda _: None,
+) -> BackgroundJob:
     """Run a Python program as a job until it is finished."""
-    job = BackgroundJob(RecordedCommand([sys.executable, "-c", program], output, Options()))
+    job = BackgroundJob(
+        RecordedCommand([sys.executable, "-c", program], output, Options())
+    )
     while_running(job)
     wait_for(job.is_finished)
     return job
@@ -44,7 +57,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_background_job__keeps_output_and_exit_code_of_the_job(tmp_path: Path) -> None:
-    program = "import sys; print('out', sys.stdin.read()); print('err', file=sys.stderr); sys.exit(9)"
+    program = (
+        "import sys; print('out', sys.stdin.read()); print('err', file=sys.stderr); "
+        "sys.exit(9)"
+    )
     job = run(tmp_path / "run.ebb", program)
     assert sorted(job.log.read_text().split()) == ["err", "out"]
     assert job.log == tmp_path / "run.log"
@@ -53,7 +69,9 @@ def test_background_job__keeps_output_and_exit_code_of_the_job(tmp_path: Path) -
     assert job.exit_code() == 9
 
 
-def test_background_job__passes_signals_on_and_interrupts_the_whole_group(tmp_path: Path) -> None:
+def test_background_job__passes_signals_on_and_interrupts_the_whole_group(
+    tmp_path: Path,
+) -> None:
     program = """
 import os, signal, sys, time
 numbers = []
@@ -82,16 +100,30 @@ os.kill(os.getpid(), signal.SIGTERM)
         job.interrupt()
 
     job = run(tmp_path / "run.ebb", program, send)
-    assert job.log.read_text().split() == ["ready", "ready", "SIGUSR1", "SIGTERM", "SIGINT", "child", "5"]
+    assert job.log.read_text().split() == [
+        "ready",
+        "ready",
+        "SIGUSR1",
+        "SIGTERM",
+        "SIGINT",
+        "child",
+        "5",
+    ]
     assert job.exit_code() == 128 + signal.SIGTERM
 
 
-def test_background_job__leaves_nothing_of_a_job_that_cannot_start(tmp_path: Path) -> None:
+def test_background_job__leaves_nothing_of_a_job_that_cannot_start(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(TraceError, match="cannot run no-such-program"):
-        BackgroundJob(RecordedCommand(["no-such-program"], tmp_path / "run.ebb", Options()))
+        BackgroundJob(
+            RecordedCommand(["no-such-program"], tmp_path / "run.ebb", Options())
+        )
     (tmp_path / "file").write_text("x")
     with pytest.raises(TraceError, match="cannot write"):
-        BackgroundJob(RecordedCommand(["true"], tmp_path / "file" / "run.ebb", Options()))
+        BackgroundJob(
+            RecordedCommand(["true"], tmp_path / "file" / "run.ebb", Options())
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -100,7 +132,9 @@ def test_background_job__replaces_output_only_if_forced(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"run\.log exists already"):
         BackgroundJob(RecordedCommand(["true"], tmp_path / "run.ebb", Options()))
     assert (tmp_path / "run.log").read_text() == "mine"
-    job = BackgroundJob(RecordedCommand(["echo", "new"], tmp_path / "run.ebb", Options(), force=True))
+    job = BackgroundJob(
+        RecordedCommand(["echo", "new"], tmp_path / "run.ebb", Options(), force=True)
+    )
     wait_for(job.is_finished)
     assert job.exit_code() == 0
     assert job.log.read_text() == "new\n"

@@ -28,6 +28,9 @@ def test_profile__requires_linux(tmp_path: Path) -> None:
 
 
 def test_tracer__requires_linux(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="records on Linux only"), Tracer(tmp_path / "run.ebb"):
+    with (
+        pytest.raises(TraceError, match="records on Linux only"),
+        Tracer(tmp_path / "run.ebb"),
+    ):
         pass
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,8 @@ from ebbtide.profiler import Trace, open_trace
 from tests.conftest import run_process
 from tests.profiler.agent.jobs import ADAMW, PLAIN, PRELUDE, STEPS
 
-# name: the rest of a script that begins with a model, an optimizer and `train`; it writes traces named after it.
+# name: the rest of a script that begins with a model, an optimizer and `train`; it
+# writes traces named after it.
 SCRIPTS = {
     "block": """
         step = torch.optim.AdamW.step
@@ -73,7 +74,8 @@ SCRIPTS = {
     """,
 }
 
-# Runs all scripts in one process, since each process would import torch, and writes how each ended.
+# Runs all scripts in one process, since each process would import torch, and writes how
+# each ended.
 RUN_ALL = """
 import json, traceback
 errors = {}
@@ -85,12 +87,16 @@ for name, script in json.load(open("scripts.json")).items():
         errors[name] = traceback.format_exc()
 json.dump(errors, open("errors.json", "w"))
 """
-LOOP = f"from ebbtide.profiler import Tracer\ndef train():\n{textwrap.indent(PLAIN, '    ')}\n"
+LOOP = (
+    "from ebbtide.profiler import Tracer\ndef "
+    f"train():\n{textwrap.indent(PLAIN, '    ')}\n"
+)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of all scripts: the tracebacks by the names of the scripts, and what the process printed."""
+    """The end of all scripts: the tracebacks by the names of the scripts, and what the
+    process printed."""
 
     folder: Path
     errors: dict[str, str]
@@ -103,11 +109,18 @@ class Outcome:
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     folder = tmp_path_factory.mktemp("scripts")
-    texts = {name: PRELUDE + ADAMW + LOOP + textwrap.dedent(script) for name, script in SCRIPTS.items()}
+    texts = {
+        name: PRELUDE + ADAMW + LOOP + textwrap.dedent(script)
+        for name, script in SCRIPTS.items()
+    }
     (folder / "scripts.json").write_text(json.dumps(texts))
     run = run_process([sys.executable, "-c", RUN_ALL], cwd=folder)
     assert run.returncode == 0, run.stderr
-    return Outcome(folder, json.loads((folder / "errors.json").read_text()), run.stdout + run.stderr)
+    return Outcome(
+        folder,
+        json.loads((folder / "errors.json").read_text()),
+        run.stdout + run.stderr,
+    )
 
 
 def test_tracer__records_the_block_only(outcome: Outcome) -> None:
@@ -115,7 +128,9 @@ def test_tracer__records_the_block_only(outcome: Outcome) -> None:
     for name in ("block", "second-block"):
         trace = outcome.trace(name)
         assert trace.meta.state == "complete"
-        assert list(trace.phases(0)["phase"]) == ["forward", "backward", "update"] * STEPS
+        assert (
+            list(trace.phases(0)["phase"]) == ["forward", "backward", "update"] * STEPS
+        )
         assert trace.phases(0)["iteration"].max() == STEPS - 1
         assert {"heap", "rss"} <= set(trace.memory(0)["pool"])
 
@@ -128,10 +143,15 @@ def test_tracer__prints_nothing_but_the_warning_of_wrong_use(outcome: Outcome) -
 
 def test_phase__marks_a_step_compiled_as_one_function(outcome: Outcome) -> None:
     assert outcome.errors["compiled"] == ""
-    assert list(outcome.trace("compiled").phases(0)["phase"]) == ["forward", "backward", "update"] * STEPS
+    assert (
+        list(outcome.trace("compiled").phases(0)["phase"])
+        == ["forward", "backward", "update"] * STEPS
+    )
 
 
-def test_phase__ends_iterations_by_updates_without_a_torch_optimizer(outcome: Outcome) -> None:
+def test_phase__ends_iterations_by_updates_without_a_torch_optimizer(
+    outcome: Outcome,
+) -> None:
     assert outcome.errors["no-optimizer"] == ""
     assert outcome.trace("no-optimizer").phases(0)["iteration"].nunique() == STEPS
 

@@ -1,4 +1,5 @@
-"""A fake of the module `pynvml`: its real errors, constants and structures, and functions over fake cards."""
+"""A fake of the module `pynvml`: its real errors, constants and structures, and
+functions over fake cards."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ import pynvml
 
 GIB = 2**30
 _POWER = pynvml.NVML_FI_DEV_POWER_INSTANT
-_RX, _TX = pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES, pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES
+_RX, _TX = (
+    pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES,
+    pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES,
+)
 _MEMBERS = {
     pynvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
     pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG: "ulVal",
@@ -23,7 +27,8 @@ _MEMBERS = {
 
 @dataclass
 class FakeCard:
-    """One card, by default without any source of link throughput; pairs are (to the card, from it)."""
+    """One card, by default without any source of link throughput; pairs are (to the
+    card, from it)."""
 
     uuid: str = "GPU-a"
     name: Any = "Fake H100"
@@ -35,7 +40,8 @@ class FakeCard:
     step: tuple[int, int] = (1_000_000, 10_000)
     value_type: int = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG
     bits: int = 64
-    returns: dict[int, int] = field(default_factory=dict)  # the nvmlReturn of a field or of a GPM metric
+    # the nvmlReturn of a field or of a GPM metric
+    returns: dict[int, int] = field(default_factory=dict)
     gpm: tuple[float, float] | None = None  # MiB/s
     throughput: tuple[int, int] | None = None  # KB/s
     throughput_s: float = 0.0  # how long one reading blocks
@@ -52,8 +58,11 @@ class FakeCard:
         self._faults: list[tuple[str, int, int, float]] = []
         self._lock = threading.Lock()
 
-    def fail(self, function: str, code: int, first: int = 1, last: float = float("inf")) -> FakeCard:
-        """Make the calls `first` to `last` of a function fail; `*` counts the calls of all functions together."""
+    def fail(
+        self, function: str, code: int, first: int = 1, last: float = float("inf")
+    ) -> FakeCard:
+        """Make the calls `first` to `last` of a function fail; `*` counts the calls of
+        all functions together."""
         self._faults.append((function, code, first, last))
         return self
 
@@ -82,7 +91,9 @@ def hopper(**values: Any) -> FakeCard:
 
 def older(**values: Any) -> FakeCard:
     """Return a card that has its throughput over 20 ms and nothing else."""
-    return FakeCard(**{"throughput": (12_000_000, 3_000), "throughput_s": 0.005, **values})
+    return FakeCard(
+        **{"throughput": (12_000_000, 3_000), "throughput_s": 0.005, **values}
+    )
 
 
 class FakeNvml:
@@ -94,7 +105,12 @@ class FakeNvml:
         without: Names that this version of it does not have.
     """
 
-    def __init__(self, *cards: FakeCard, init_error: int | None = None, without: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        *cards: FakeCard,
+        init_error: int | None = None,
+        without: tuple[str, ...] = (),
+    ) -> None:
         self.cards = cards
         self.init_error = init_error
         self.without = without
@@ -140,11 +156,15 @@ class FakeNvml:
 
     def nvmlDeviceGetPciInfo(self, card: FakeCard) -> Any:
         self._checked(card, "nvmlDeviceGetPciInfo")
-        return pynvml.nvmlPciInfo_t(busId=f"0000000{self.cards.index(card)}:1B:00.0".encode())
+        return pynvml.nvmlPciInfo_t(
+            busId=f"0000000{self.cards.index(card)}:1B:00.0".encode()
+        )
 
     def nvmlDeviceGetMemoryInfo(self, card: FakeCard) -> Any:
         self._checked(card, "nvmlDeviceGetMemoryInfo")
-        return pynvml.c_nvmlMemory_t(total=card.total, free=card.total - card.used, used=card.used)
+        return pynvml.c_nvmlMemory_t(
+            total=card.total, free=card.total - card.used, used=card.used
+        )
 
     def nvmlDeviceGetCurrPcieLinkGeneration(self, card: FakeCard) -> int:
         return self._checked(card, "nvmlDeviceGetCurrPcieLinkGeneration").generation
@@ -158,7 +178,9 @@ class FakeNvml:
     def nvmlDeviceGetMaxPcieLinkWidth(self, card: FakeCard) -> int:
         return self._checked(card, "nvmlDeviceGetMaxPcieLinkWidth").width
 
-    def nvmlDeviceGetFieldValues(self, card: FakeCard, scoped_fields: list[tuple[int, int]]) -> Any:
+    def nvmlDeviceGetFieldValues(
+        self, card: FakeCard, scoped_fields: list[tuple[int, int]]
+    ) -> Any:
         fields = [number for number, _ in scoped_fields]
         if fields == [_POWER]:
             return self._instant_power(card)
@@ -170,17 +192,29 @@ class FakeNvml:
         answers = (pynvml.c_nvmlFieldValue_t * len(fields))()
         for answer, number in zip(answers, fields, strict=True):
             answer.fieldId = number
-            missing = pynvml.NVML_SUCCESS if card.counters else pynvml.NVML_ERROR_NOT_SUPPORTED
+            missing = (
+                pynvml.NVML_SUCCESS
+                if card.counters
+                else pynvml.NVML_ERROR_NOT_SUPPORTED
+            )
             answer.nvmlReturn = card.returns.get(number, missing)
             answer.valueType = card.value_type
             if answer.nvmlReturn == pynvml.NVML_SUCCESS and card.counters:
-                setattr(answer.value, _MEMBERS.get(card.value_type, "dVal"), card.counters[(_RX, _TX).index(number)])
+                setattr(
+                    answer.value,
+                    _MEMBERS.get(card.value_type, "dVal"),
+                    card.counters[(_RX, _TX).index(number)],
+                )
         if card.counters:
-            card.counters = [(n + step) % 2**card.bits for n, step in zip(card.counters, card.step, strict=True)]
+            card.counters = [
+                (n + step) % 2**card.bits
+                for n, step in zip(card.counters, card.step, strict=True)
+            ]
         return answers
 
     def _instant_power(self, card: FakeCard) -> Any:
-        """Answer for the field of the instantaneous power; `fail` has a name of its own for it."""
+        """Answer for the field of the instantaneous power; `fail` has a name of its own
+        for it."""
         self._checked(card, "instant power")
         (answer,) = answers = (pynvml.c_nvmlFieldValue_t * 1)()
         answer.fieldId, answer.valueType = _POWER, pynvml.NVML_VALUE_TYPE_UNSIGNED_INT
@@ -199,7 +233,10 @@ class FakeNvml:
 
     def nvmlDeviceGetClockInfo(self, card: FakeCard, clock: int) -> int:
         self._checked(card, "nvmlDeviceGetClockInfo")
-        return {pynvml.NVML_CLOCK_SM: card.sm_mhz, pynvml.NVML_CLOCK_MEM: card.memory_mhz}[clock]
+        return {
+            pynvml.NVML_CLOCK_SM: card.sm_mhz,
+            pynvml.NVML_CLOCK_MEM: card.memory_mhz,
+        }[clock]
 
     def nvmlDeviceGetTemperature(self, card: FakeCard, sensor: int) -> int:
         assert sensor == pynvml.NVML_TEMPERATURE_GPU
@@ -216,7 +253,11 @@ class FakeNvml:
         if card.throughput is None:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         time.sleep(card.throughput_s)
-        return card.throughput[(pynvml.NVML_PCIE_UTIL_RX_BYTES, pynvml.NVML_PCIE_UTIL_TX_BYTES).index(counter)]
+        return card.throughput[
+            (pynvml.NVML_PCIE_UTIL_RX_BYTES, pynvml.NVML_PCIE_UTIL_TX_BYTES).index(
+                counter
+            )
+        ]
 
     def nvmlGpmQueryDeviceSupport(self, card: FakeCard) -> Any:
         self._checked(card, "nvmlGpmQueryDeviceSupport")
@@ -241,9 +282,15 @@ class FakeNvml:
         assert card is not None
         assert card is self.samples[_address(request.sample2)]
         assert card.gpm is not None
-        assert (request.version, request.numMetrics) == (pynvml.NVML_GPM_METRICS_GET_VERSION, 2)
+        assert (request.version, request.numMetrics) == (
+            pynvml.NVML_GPM_METRICS_GET_VERSION,
+            2,
+        )
         self._checked(card, "nvmlGpmMetricsGet")
-        order = pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC, pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC
+        order = (
+            pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC,
+            pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC,
+        )
         for metric in request.metrics[0], request.metrics[1]:
             metric.nvmlReturn = card.returns.get(metric.metricId, pynvml.NVML_SUCCESS)
             if metric.nvmlReturn == pynvml.NVML_SUCCESS:

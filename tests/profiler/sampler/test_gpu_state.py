@@ -16,7 +16,10 @@ FUNCTIONS = {
     "nvmlDeviceGetTemperature": {"temperature"},
 }
 POWER = ("instant power", "nvmlDeviceGetPowerUsage")
-REASONS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+REASONS = (
+    "nvmlDeviceGetCurrentClocksEventReasons",
+    "nvmlDeviceGetCurrentClocksThrottleReasons",
+)
 ALL = {
     "utilization": 97,
     "memory_utilization": 41,
@@ -34,7 +37,11 @@ def reader_of(card: FakeCard, without: tuple[str, ...] = ()) -> GpuStateReader:
 
 def test_read__keeps_a_true_zero() -> None:
     values = reader_of(FakeCard(utilization=(0, 0), reasons=0)).read()
-    assert (values["utilization"], values["memory_utilization"], values["throttle_reasons"]) == (0, 0, 0)
+    assert (
+        values["utilization"],
+        values["memory_utilization"],
+        values["throttle_reasons"],
+    ) == (0, 0, 0)
 
 
 def test_read__takes_the_older_name_of_the_reasons() -> None:
@@ -44,18 +51,34 @@ def test_read__takes_the_older_name_of_the_reasons() -> None:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION])
-def test_read__leaves_out_what_the_card_refuses_and_does_not_ask_again(function: str, code: int) -> None:
+@pytest.mark.parametrize(
+    "code", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION]
+)
+def test_read__leaves_out_what_the_card_refuses_and_does_not_ask_again(
+    function: str, code: int
+) -> None:
     reader = reader_of(card := FakeCard().fail(function, code))
-    rest = {quantity: value for quantity, value in ALL.items() if quantity not in FUNCTIONS[function]}
+    rest = {
+        quantity: value
+        for quantity, value in ALL.items()
+        if quantity not in FUNCTIONS[function]
+    }
     assert [reader.read() for _ in range(3)] == [rest] * 3
     assert card.calls[function] == (2 if function == "nvmlDeviceGetClockInfo" else 1)
-    refused = ", ".join(quantity.replace("_", " ") for quantity in ALL if quantity in FUNCTIONS[function])
+    refused = ", ".join(
+        quantity.replace("_", " ")
+        for quantity in ALL
+        if quantity in FUNCTIONS[function]
+    )
     assert reader.refusals() == f"{refused} ({pynvml.NVMLError(code)})"
 
 
-@pytest.mark.parametrize(("quantity", "functions"), [("power", POWER), ("throttle_reasons", REASONS)])
-def test_read__leaves_out_what_both_functions_refuse(quantity: str, functions: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("quantity", "functions"), [("power", POWER), ("throttle_reasons", REASONS)]
+)
+def test_read__leaves_out_what_both_functions_refuse(
+    quantity: str, functions: tuple[str, str]
+) -> None:
     card = FakeCard()
     for function in functions:
         card.fail(function, pynvml.NVML_ERROR_NOT_SUPPORTED)
@@ -72,7 +95,9 @@ def test_read__leaves_out_a_quantity_that_this_pynvml_does_not_have() -> None:
 
 
 def test_read__leaves_a_gap_for_a_passing_error() -> None:
-    card = FakeCard().fail("nvmlDeviceGetUtilizationRates", pynvml.NVML_ERROR_TIMEOUT, first=2, last=10)
+    card = FakeCard().fail(
+        "nvmlDeviceGetUtilizationRates", pynvml.NVML_ERROR_TIMEOUT, first=2, last=10
+    )
     reader = reader_of(card)
     recorded = [reader.read().get("utilization") for _ in range(12)]
     assert recorded == [97, *[None] * 9, 97, 97]
@@ -80,7 +105,9 @@ def test_read__leaves_a_gap_for_a_passing_error() -> None:
 
 
 def test_read__gives_up_after_ten_errors_in_a_row() -> None:
-    reader = reader_of(card := FakeCard().fail("nvmlDeviceGetTemperature", pynvml.NVML_ERROR_UNKNOWN))
+    reader = reader_of(
+        card := FakeCard().fail("nvmlDeviceGetTemperature", pynvml.NVML_ERROR_UNKNOWN)
+    )
     for _ in range(12):
         assert set(ALL) - set(reader.read()) == {"temperature"}
     assert card.calls["nvmlDeviceGetTemperature"] == 10

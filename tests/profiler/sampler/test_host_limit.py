@@ -1,4 +1,5 @@
-"""Host memory against the limit of its control group, read from invented files of /proc and /sys."""
+"""Host memory against the limit of its control group, read from invented files of /proc
+and /sys."""
 
 from __future__ import annotations
 
@@ -27,23 +28,39 @@ def write(root: Path, name: str, text: object) -> None:
 
 @pytest.fixture(params=["version 2", "version 1"])
 def host(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A host with a group of 8 GiB around a job's group without a limit; 7 GiB are in use, 1 GiB of them cached."""
+    """A host with a group of 8 GiB around a job's group without a limit; 7 GiB are in
+    use, 1 GiB of them cached."""
     root = tmp_path / "host"
     unified = request.param == "version 2"
-    write(root, "proc/42/cgroup", "0::/pod/job" if unified else "5:cpu:/pod/job\n4:memory:/pod/job")
+    write(
+        root,
+        "proc/42/cgroup",
+        "0::/pod/job" if unified else "5:cpu:/pod/job\n4:memory:/pod/job",
+    )
     top = "sys/fs/cgroup/pod" if unified else "sys/fs/cgroup/memory/pod"
-    limit, usage = ("memory.max", "memory.current") if unified else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    limit, usage = (
+        ("memory.max", "memory.current")
+        if unified
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
     write(root, f"{top}/job/{limit}", "max" if unified else 9223372036854771712)
     write(root, f"{top}/{limit}", 8 * GIB)
     write(root, f"{top}/{usage}", 7 * GIB)
     prefix = "" if unified else "total_"
-    cached = f"{prefix}active_file {GIB // 4}\n{prefix}inactive_file {3 * GIB // 4}\n{prefix}anon {6 * GIB}"
+    cached = (
+        f"{prefix}active_file {GIB // 4}\n{prefix}inactive_file "
+        f"{3 * GIB // 4}\n{prefix}anon {6 * GIB}"
+    )
     write(root, f"{top}/memory.stat", cached)
     return root
 
 
 def usage_file(host: Path) -> Path:
-    return next(path for path in host.rglob("memory.*") if path.name in ("memory.current", "memory.usage_in_bytes"))
+    return next(
+        path
+        for path in host.rglob("memory.*")
+        if path.name in ("memory.current", "memory.usage_in_bytes")
+    )
 
 
 def test_memory_group__is_the_nearest_with_a_limit(host: Path) -> None:
@@ -73,7 +90,9 @@ def test_watch__warns_once_and_not_for_cached_files(host: Path) -> None:
     assert watch.description["control_group"].endswith("/pod")
 
 
-def test_sampler__records_the_use_of_the_group_and_passes_the_warning_on(host: Path, tmp_path: Path) -> None:
+def test_sampler__records_the_use_of_the_group_and_passes_the_warning_on(
+    host: Path, tmp_path: Path
+) -> None:
     pid = os.getpid()
     (host / "proc/42").rename(host / f"proc/{pid}")
     usage_file(host).write_text(f"{int(8.5 * GIB)}\n")
@@ -94,10 +113,16 @@ def test_sampler__records_the_use_of_the_group_and_passes_the_warning_on(host: P
 
 
 @pytest.mark.parametrize(("used", "signal"), [(7.5, None), (7.5, 9), (7.1, None)])
-def test_host_memory_limit__is_found_from_nine_tenths_on(used: float, signal: int | None) -> None:
+def test_host_memory_limit__is_found_from_nine_tenths_on(
+    used: float, signal: int | None
+) -> None:
     exit_status = {} if signal is None else {"exit": {"signal": signal}}
-    builder = TraceBuilder("recorded", host={"memory_limit": {"bytes": 8 * GIB}}, **exit_status)
-    builder.rank(0, devices=[{"device": "cpu", "kind": "cpu"}]).memory(0, int(used * GIB), "cgroup", "cpu")
+    builder = TraceBuilder(
+        "recorded", host={"memory_limit": {"bytes": 8 * GIB}}, **exit_status
+    )
+    builder.rank(0, devices=[{"device": "cpu", "kind": "cpu"}]).memory(
+        0, int(used * GIB), "cgroup", "cpu"
+    )
     finding = host_memory_limit(JobMetrics(builder.build()))
     if used < 7.2:
         assert finding is None

@@ -1,4 +1,5 @@
-"""Link throughput from each source that a card may have, and the choice between them."""
+"""Link throughput from each source that a card may have, and the choice between
+them."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class FakeClock:
         return self.ms * MS
 
 
-def read_at(source: LinkSource, clock: FakeClock, *milliseconds: int) -> list[LinkSample | None]:
+def read_at(
+    source: LinkSource, clock: FakeClock, *milliseconds: int
+) -> list[LinkSample | None]:
     samples = []
     for clock.ms in milliseconds:
         samples.append(source.read())
@@ -62,7 +65,9 @@ def test_counter_source__gives_nothing_for_two_readings_at_one_time() -> None:
 
 
 def test_counter_source__loses_no_byte_over_a_passing_error() -> None:
-    card = counting(step=(1_000_000, 0)).fail("nvmlDeviceGetFieldValues", pynvml.NVML_ERROR_TIMEOUT, first=2, last=2)
+    card = counting(step=(1_000_000, 0)).fail(
+        "nvmlDeviceGetFieldValues", pynvml.NVML_ERROR_TIMEOUT, first=2, last=2
+    )
     source = CounterSource(gpu_of(card), clock := FakeClock())
     assert read_at(source, clock, 0) == [None]
     with pytest.raises(NvmlError, match="Timeout"):
@@ -84,7 +89,9 @@ def test_gpm_source__gives_nothing_within_100_ms() -> None:
 
 @pytest.mark.parametrize("function", ["nvmlGpmSampleGet", "nvmlGpmMetricsGet"])
 def test_gpm_source__recovers_from_a_passing_error(function: str) -> None:
-    library = FakeNvml(card := hopper().fail(function, pynvml.NVML_ERROR_TIMEOUT, first=2, last=2))
+    library = FakeNvml(
+        card := hopper().fail(function, pynvml.NVML_ERROR_TIMEOUT, first=2, last=2)
+    )
     source = GpmSource(open_gpus(Nvml(library)).gpus[0], clock := FakeClock())
     assert read_at(source, clock, 0) == [None]
     if function == "nvmlGpmMetricsGet":
@@ -96,8 +103,13 @@ def test_gpm_source__recovers_from_a_passing_error(function: str) -> None:
     assert len(library.samples) == 1
 
 
-@pytest.mark.parametrize("function", ["nvmlDeviceGetFieldValues", "nvmlGpmQueryDeviceSupport", "nvmlGpmSampleGet"])
-def test_best_source__raises_for_a_card_lost_while_sources_are_tried(function: str) -> None:
+@pytest.mark.parametrize(
+    "function",
+    ["nvmlDeviceGetFieldValues", "nvmlGpmQueryDeviceSupport", "nvmlGpmSampleGet"],
+)
+def test_best_source__raises_for_a_card_lost_while_sources_are_tried(
+    function: str,
+) -> None:
     card = hopper().fail(function, pynvml.NVML_ERROR_GPU_IS_LOST)
     with pytest.raises(GpuLost):
         best_source(gpu_of(card))

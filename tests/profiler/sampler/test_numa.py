@@ -34,7 +34,11 @@ class Reader:
         self.now_s = now_s
         self._reader.read(PID)
         file = placement_file(self.spools, PID)
-        return msgspec.json.decode(file.read_bytes(), type=NumaPlacement) if file.exists() else None
+        return (
+            msgspec.json.decode(file.read_bytes(), type=NumaPlacement)
+            if file.exists()
+            else None
+        )
 
 
 @pytest.fixture
@@ -47,7 +51,9 @@ def placement(cpu_nodes: tuple[int, ...], **gib: float) -> NumaPlacement:
     return NumaPlacement(cpu_nodes=cpu_nodes, memory_bytes=sizes)
 
 
-def test_numa_reader__reads_cores_at_once_and_memory_when_the_job_has_allocated(reader: Reader) -> None:
+def test_numa_reader__reads_cores_at_once_and_memory_when_the_job_has_allocated(
+    reader: Reader,
+) -> None:
     write_process(reader.root, PID, "0-31", {0: 1, 1: 2})
     assert reader.read_at(100.0) == placement((0, 1))
     assert reader.read_at(101.9) == placement((0, 1))
@@ -92,20 +98,32 @@ def test_numa_reader__reads_no_memory_where_there_is_one_node(tmp_path: Path) ->
     assert reader.read_at(100.0) == reader.read_at(200.0) == placement((0,))
 
 
-def test_numa_reader__writes_nothing_about_a_process_that_has_ended(reader: Reader) -> None:
+def test_numa_reader__writes_nothing_about_a_process_that_has_ended(
+    reader: Reader,
+) -> None:
     assert reader.read_at(100.0) is None
     write_process(reader.root, PID, "0-15")
     assert reader.read_at(100.2) == placement((0,))
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"cpu_nodes": "0"}', "[]"])
-def test_sampler__records_the_nodes_of_gpu_and_process(tmp_path: Path, content: str) -> None:
-    root = numa_host(tmp_path / "root", {0: "0-15", 1: "16-31"}, {"0000:1b:00.0": 0, "0001:1b:00.0": 1})
+def test_sampler__records_the_nodes_of_gpu_and_process(
+    tmp_path: Path, content: str
+) -> None:
+    root = numa_host(
+        tmp_path / "root",
+        {0: "0-15", 1: "16-31"},
+        {"0000:1b:00.0": 0, "0001:1b:00.0": 1},
+    )
     pid = os.getpid()  # the header of a spool has that of its process
     write_process(root, pid, "0-15")
     spools = tmp_path / "spools"
     spools.mkdir()
-    sampler = Sampler(spools, library=FakeNvml(FakeCard(uuid="GPU-a"), FakeCard(uuid="GPU-b")), root=root)
+    sampler = Sampler(
+        spools,
+        library=FakeNvml(FakeCard(uuid="GPU-a"), FakeCard(uuid="GPU-b")),
+        root=root,
+    )
     write_agent_files(spools, sampler.host["name"], "GPU-b", pid)
     sampler.start()
     sampler.stop()

@@ -17,16 +17,33 @@ def gpu_of(card: FakeCard, without: tuple[str, ...] = ()) -> Gpu:
     return open_gpus(Nvml(FakeNvml(card, without=without))).gpus[0]
 
 
-PEAKS = [(1, 1, 0.25), (2, 16, 8.0), (3, 16, 15.75), (4, 16, 31.5), (4, 8, 15.75), (5, 16, 63.0), (6, 16, 121.0)]
+PEAKS = [
+    (1, 1, 0.25),
+    (2, 16, 8.0),
+    (3, 16, 15.75),
+    (4, 16, 31.5),
+    (4, 8, 15.75),
+    (5, 16, 63.0),
+    (6, 16, 121.0),
+]
 
 
 def test_link_peak_bytes_per_s__matches_the_specification() -> None:
     for generation, width, gigabytes in PEAKS:
-        assert link_peak_bytes_per_s(generation, width) == pytest.approx(gigabytes * 1e9, rel=1e-3)
+        assert link_peak_bytes_per_s(generation, width) == pytest.approx(
+            gigabytes * 1e9, rel=1e-3
+        )
 
 
 def test_link_peak_bytes_per_s__is_none_for_an_unknown_link() -> None:
-    for generation, width in [(None, 16), (5, None), (None, None), (0, 16), (5, 0), (99, 16)]:
+    for generation, width in [
+        (None, 16),
+        (5, None),
+        (None, None),
+        (0, 16),
+        (5, 0),
+        (99, 16),
+    ]:
         assert link_peak_bytes_per_s(generation, width) is None
 
 
@@ -50,8 +67,12 @@ def test_nvml_error__has_a_class_for_each_kind_of_failure() -> None:
 
 
 def test_describe__returns_the_facts_of_a_card() -> None:
-    description = gpu_of(FakeCard(uuid="GPU-7", name=b"Fake A100", generation=4)).describe()
-    assert description["link"].pop("peak_bytes_per_s") == pytest.approx(31.5e9, rel=1e-3)
+    description = gpu_of(
+        FakeCard(uuid="GPU-7", name=b"Fake A100", generation=4)
+    ).describe()
+    assert description["link"].pop("peak_bytes_per_s") == pytest.approx(
+        31.5e9, rel=1e-3
+    )
     assert description == {
         "index": 0,
         "name": "Fake A100",
@@ -63,18 +84,28 @@ def test_describe__returns_the_facts_of_a_card() -> None:
 
 
 def test_describe__returns_none_for_what_the_card_does_not_report() -> None:
-    description = gpu_of(FakeCard().fail("*", pynvml.NVML_ERROR_NOT_SUPPORTED, first=2)).describe()
+    description = gpu_of(
+        FakeCard().fail("*", pynvml.NVML_ERROR_NOT_SUPPORTED, first=2)
+    ).describe()
     link = description.pop("link")
     assert set(link.values()) == {None}
-    assert description == dict.fromkeys(("name", "uuid", "capacity_bytes", "pci_bus_id"), None) | {"index": 0}
+    assert description == dict.fromkeys(
+        ("name", "uuid", "capacity_bytes", "pci_bus_id"), None
+    ) | {"index": 0}
 
 
 def test_read_link__returns_none_for_an_unsupported_value() -> None:
-    gpu = gpu_of(FakeCard().fail("nvmlDeviceGetCurrPcieLinkGeneration", pynvml.NVML_ERROR_NOT_SUPPORTED))
+    gpu = gpu_of(
+        FakeCard().fail(
+            "nvmlDeviceGetCurrPcieLinkGeneration", pynvml.NVML_ERROR_NOT_SUPPORTED
+        )
+    )
     assert (gpu.read_link().generation, gpu.read_link().width) == (None, 16)
 
 
-@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_NO_PERMISSION])
+@pytest.mark.parametrize(
+    "code", [pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_NO_PERMISSION]
+)
 def test_gpus__leaves_out_a_card_that_cannot_be_opened(code: int) -> None:
     closed = FakeCard().fail("nvmlDeviceGetHandleByIndex", code)
     gpus = open_gpus(Nvml(FakeNvml(closed, FakeCard(uuid="GPU-b")))).gpus
@@ -89,8 +120,12 @@ def test_gpus__leaves_out_a_card_that_cannot_be_opened(code: int) -> None:
         (pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG, 2**64 - 1),
     ],
 )
-def test_read_pcie_counters__reads_every_integer_type(value_type: int, count: int) -> None:
-    assert gpu_of(counting(counters=[count, 5], value_type=value_type)).read_pcie_counters() == (count, 5)
+def test_read_pcie_counters__reads_every_integer_type(
+    value_type: int, count: int
+) -> None:
+    assert gpu_of(
+        counting(counters=[count, 5], value_type=value_type)
+    ).read_pcie_counters() == (count, 5)
 
 
 def test_read_pcie_counters__rejects_an_unknown_type() -> None:
@@ -108,13 +143,18 @@ def test_read_pcie_counters__rejects_an_unknown_type() -> None:
         (pynvml.NVML_ERROR_UNKNOWN, NvmlError),
     ],
 )
-def test_read_pcie_counters__raises_for_one_failed_field(field: int, code: int, kind: type[NvmlError]) -> None:
+def test_read_pcie_counters__raises_for_one_failed_field(
+    field: int, code: int, kind: type[NvmlError]
+) -> None:
     with pytest.raises(NvmlError) as caught:
         gpu_of(counting(returns={field: code})).read_pcie_counters()
     assert type(caught.value) is kind
 
 
-@pytest.mark.parametrize("metric", [pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC, pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC])
+@pytest.mark.parametrize(
+    "metric",
+    [pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC, pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC],
+)
 def test_read_gpm_rates__raises_for_one_failed_metric(metric: int) -> None:
     gpu = gpu_of(hopper(returns={metric: pynvml.NVML_ERROR_NOT_SUPPORTED}))
     first, second = gpu.take_gpm_sample(), gpu.take_gpm_sample()
@@ -131,7 +171,9 @@ def test_take_gpm_sample__frees_a_sample_that_fails() -> None:
 
 def test_supports_gpm__is_false_for_a_pynvml_without_gpm() -> None:
     assert gpu_of(hopper()).supports_gpm() is True
-    assert gpu_of(hopper(), without=("nvmlGpmQueryDeviceSupport",)).supports_gpm() is False
+    assert (
+        gpu_of(hopper(), without=("nvmlGpmQueryDeviceSupport",)).supports_gpm() is False
+    )
 
 
 def test_read_pcie_counters__raises_for_a_pynvml_without_counters() -> None:

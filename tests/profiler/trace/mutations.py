@@ -1,4 +1,5 @@
-"""Damages folders of traces at random: the bytes, lengths, types and values of their files, and what files are."""
+"""Damages folders of traces at random: the bytes, lengths, types and values of their
+files, and what files are."""
 
 from __future__ import annotations
 
@@ -12,11 +13,45 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-_TEXTS = ("", "\x1b[2J", "two\nlines", "n" * 10_000, "cuda:99", "\u202e", "update", "nan")
+_TEXTS = (
+    "",
+    "\x1b[2J",
+    "two\nlines",
+    "n" * 10_000,
+    "cuda:99",
+    "\u202e",
+    "update",
+    "nan",
+)
 _NUMBERS = (0, -1, 1, 2**31, 2**53 + 1, 2**62, 2**63 - 1, -(2**63))
 _FLOATS = (0.0, -1.0, 1e-300, 1e308, float("inf"), float("-inf"), float("nan"))
-_OTHER_TYPES = (pa.string(), pa.float64(), pa.float16(), pa.int8(), pa.int32(), pa.uint64(), pa.bool_(), pa.binary())
-_OTHERS = (None, True, -1, 0, 1.5, 1e308, 10**30, 2**63, *_TEXTS, [], {}, [[]], [{}], [None, -1], {"rank": 0})
+_OTHER_TYPES = (
+    pa.string(),
+    pa.float64(),
+    pa.float16(),
+    pa.int8(),
+    pa.int32(),
+    pa.uint64(),
+    pa.bool_(),
+    pa.binary(),
+)
+_OTHERS = (
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    1e308,
+    10**30,
+    2**63,
+    *_TEXTS,
+    [],
+    {},
+    [[]],
+    [{}],
+    [None, -1],
+    {"rank": 0},
+)
 
 
 def mutate(folder: Path, generator: random.Random) -> None:
@@ -70,8 +105,14 @@ def _mutate_object(file: Path, generator: random.Random) -> None:
     """Replace or remove a random value of an object of JSON."""
     whole = json.loads(file.read_bytes())
     parents = [(whole, generator.choice(list(whole)))]
-    while generator.random() < 0.8 and isinstance(child := parents[-1][0][parents[-1][1]], (dict, list)) and child:
-        key = generator.choice(list(child) if isinstance(child, dict) else range(len(child)))
+    while (
+        generator.random() < 0.8
+        and isinstance(child := parents[-1][0][parents[-1][1]], (dict, list))
+        and child
+    ):
+        key = generator.choice(
+            list(child) if isinstance(child, dict) else range(len(child))
+        )
         parents.append((child, key))
     parent, key = parents[-1]
     if generator.random() < 0.15:
@@ -98,13 +139,24 @@ def _mutate_rows(file: Path, generator: random.Random) -> None:
         rows = rows.take(generator.choices(range(len(rows)), k=len(rows)))
     elif kind == 4:
         other = generator.choice(_OTHER_TYPES)
-        rows = rows.set_column(position, field.name, rows.column(position).cast(other, safe=False))
+        rows = rows.set_column(
+            position, field.name, rows.column(position).cast(other, safe=False)
+        )
     else:
         text = any(isinstance(value, str) for value in values)
-        others = _TEXTS if text else _FLOATS if pa.types.is_floating(field.type) else _NUMBERS
+        others = (
+            _TEXTS
+            if text
+            else _FLOATS
+            if pa.types.is_floating(field.type)
+            else _NUMBERS
+        )
         count = generator.choice((1, 1, 2, len(values)))
         for row in generator.sample(range(len(values)), min(count, len(values))):
             values[row] = generator.choice((*others, None, generator.choice(values)))
-        column = pa.array(values, field.type.value_type if pa.types.is_dictionary(field.type) else field.type)
+        column = pa.array(
+            values,
+            field.type.value_type if pa.types.is_dictionary(field.type) else field.type,
+        )
         rows = rows.set_column(position, pa.field(field.name, column.type), column)
     pq.write_table(rows, file)

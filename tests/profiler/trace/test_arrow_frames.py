@@ -1,4 +1,5 @@
-"""Tests of frames made from Arrow tables, compared with `frame`, which builds them value by value."""
+"""Tests of frames made from Arrow tables, compared with `frame`, which builds them
+value by value."""
 
 from __future__ import annotations
 
@@ -39,24 +40,40 @@ def types(column: TraceColumn) -> st.SearchStrategy[pa.DataType]:
 
 @st.composite
 def tables(draw: st.DrawFn) -> tuple[str, Rows, pa.Table]:
-    """Draw a table of the trace: its name, rows, and an Arrow table of them in chunks, with columns of any width."""
+    """Draw a table of the trace: its name, rows, and an Arrow table of them in chunks,
+    with columns of any width."""
     name = draw(st.sampled_from(sorted(TABLES)))
     columns = [c for c in TABLES[name] if not c.nullable or draw(st.booleans())]
-    parts = draw(st.lists(st.lists(st.fixed_dictionaries({c.name: value(c) for c in columns}), max_size=4), max_size=3))
+    parts = draw(
+        st.lists(
+            st.lists(
+                st.fixed_dictionaries({c.name: value(c) for c in columns}), max_size=4
+            ),
+            max_size=3,
+        )
+    )
     schema = pa.schema([(column.name, draw(types(column))) for column in columns])
     chunks = [pa.Table.from_pylist(part, schema) for part in parts]
-    return name, [row for part in parts for row in part], pa.concat_tables([schema.empty_table(), *chunks])
+    return (
+        name,
+        [row for part in parts for row in part],
+        pa.concat_tables([schema.empty_table(), *chunks]),
+    )
 
 
 @settings(max_examples=examples(60, by_default=8))
 @given(tables())
-def test_arrow_frame__is_the_frame_of_the_same_rows(table: tuple[str, Rows, pa.Table]) -> None:
+def test_arrow_frame__is_the_frame_of_the_same_rows(
+    table: tuple[str, Rows, pa.Table],
+) -> None:
     name, rows, arrow = table
     result, expected = arrow_frame(name, arrow), frame(name, rows)
     assert list(result[SORT[name]]) == sorted(row[SORT[name]] for row in rows)
     pd.testing.assert_frame_equal(result, expected, check_categorical=False)
     for column in result.select_dtypes("category"):
-        assert list(result[column].cat.categories) == sorted(result[column].cat.categories)
+        assert list(result[column].cat.categories) == sorted(
+            result[column].cat.categories
+        )
 
 
 @pytest.mark.parametrize(
@@ -68,16 +85,22 @@ def test_arrow_frame__is_the_frame_of_the_same_rows(table: tuple[str, Rows, pa.T
         ({"pool": None}, "needs a column pool"),
     ],
 )
-def test_arrow_frame__refuses_other_kinds_and_missing_values(change: dict[str, Any], message: str) -> None:
+def test_arrow_frame__refuses_other_kinds_and_missing_values(
+    change: dict[str, Any], message: str
+) -> None:
     columns = {"t_ns": [1], "device": ["cpu"], "pool": ["heap"], "bytes": [1]} | change
-    rows = pa.table({name: values for name, values in columns.items() if values is not None})
+    rows = pa.table(
+        {name: values for name, values in columns.items() if values is not None}
+    )
     with pytest.raises(ValueError, match=message):
         arrow_frame("memory", rows)
 
 
 @settings(max_examples=examples(60, by_default=15))
 @given(tables(), st.booleans())
-def test_columns__have_the_values_of_the_frame(table: tuple[str, Rows, pa.Table], from_arrow: bool) -> None:
+def test_columns__have_the_values_of_the_frame(
+    table: tuple[str, Rows, pa.Table], from_arrow: bool
+) -> None:
     name, rows, arrow = table
     expected = frame(name, rows)
     columns = Columns(name, typed_rows(name, arrow) if from_arrow else expected)
@@ -91,8 +114,15 @@ def test_columns__have_the_values_of_the_frame(table: tuple[str, Rows, pa.Table]
             texts = columns.texts(column.name)
             assert [text for text in texts if text is not None] == present
             assert columns.labels(column.name) == list(dict.fromkeys(present))
-            assert columns.equal(column.name, "a").tolist() == [text == "a" for text in texts]
+            assert columns.equal(column.name, "a").tolist() == [
+                text == "a" for text in texts
+            ]
         elif pa.types.is_integer(column.type):
-            assert columns.ints(column.name)[columns.recorded(column.name)].tolist() == present
+            assert (
+                columns.ints(column.name)[columns.recorded(column.name)].tolist()
+                == present
+            )
         else:
-            assert [value for value in columns.floats(column.name) if value == value] == present
+            assert [
+                value for value in columns.floats(column.name) if value == value
+            ] == present

@@ -21,5 +21,8 @@ def test_open_trace__loads_the_format_alone(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     loaded = run.stdout.split()
     assert len(loaded) <= 16, loaded
-    recorders = tuple(f"ebbtide.profiler.{part}" for part in ("agent", "sampler", "recording", "importers"))
+    recorders = tuple(
+        f"ebbtide.profiler.{part}"
+        for part in ("agent", "sampler", "recording", "importers")
+    )
     assert not [name for name in loaded if name.startswith(recorders)]

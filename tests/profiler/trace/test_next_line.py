@@ -23,13 +23,18 @@ def test_closing_lines__name_what_records_training_where_there_is_none() -> None
         "recorded: phases, memory",
         IDLE,
     ]
-    assert closing_lines(TraceBuilder("recorded").build())[1:] == ["recorded: nothing", IDLE]
+    assert closing_lines(TraceBuilder("recorded").build())[1:] == [
+        "recorded: nothing",
+        IDLE,
+    ]
     # A source whose feature is not installed, or that no command makes.
     assert closing_lines(TraceBuilder("simulated").build())[-1] == IDLE
 
 
 @pytest.mark.parametrize("has", ["iteration", "device", "gpu"])
-def test_next_line__is_the_next_command_of_a_trace_with_something_to_explain(has: str) -> None:
+def test_next_line__is_the_next_command_of_a_trace_with_something_to_explain(
+    has: str,
+) -> None:
     builder = TraceBuilder("recorded")
     rank = idle(builder)
     if has == "iteration":

@@ -1,4 +1,5 @@
-"""Traces that earlier versions wrote: they open, and have the figures that their own version printed."""
+"""Traces that earlier versions wrote: they open, and have the figures that their own
+version printed."""
 
 from __future__ import annotations
 
@@ -24,23 +25,43 @@ def lost(before: Any, now: Any, place: str = "") -> list[str]:
     """The figures of `before` that `now` lacks or has otherwise; keys may be added."""
     if isinstance(before, dict) and isinstance(now, dict):
         keys = before.keys() - TEXTS
-        return [text for key in sorted(keys) for text in lost(before[key], now.get(key), f"{place}.{key}")]
+        return [
+            text
+            for key in sorted(keys)
+            for text in lost(before[key], now.get(key), f"{place}.{key}")
+        ]
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        return [text for n in range(len(now)) for text in lost(before[n], now[n], f"{place}[{n}]")]
+        return [
+            text
+            for n in range(len(now))
+            for text in lost(before[n], now[n], f"{place}[{n}]")
+        ]
     return [] if before == now else [f"{place}: {before} then, {now} now"]
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=lambda path: path.stem)
-def test_old_trace__has_the_figures_that_its_own_version_printed(trace: Path, tmp_path: Path) -> None:
+def test_old_trace__has_the_figures_that_its_own_version_printed(
+    trace: Path, tmp_path: Path
+) -> None:
     copy = shutil.copytree(trace, tmp_path / trace.name)
     run = ebbtide_in_process("summary", copy, "--json")
     assert run.returncode == 0, run.stderr
-    assert lost(json.loads(trace.with_suffix(".json").read_text()), json.loads(run.stdout)) == []
+    assert (
+        lost(json.loads(trace.with_suffix(".json").read_text()), json.loads(run.stdout))
+        == []
+    )
 
 
-@pytest.mark.parametrize("command", ["windows", "memory", "findings", *(f"summary --by {key}" for key in KEYS)])
-@pytest.mark.parametrize("trace", [TRACES[0], slow_case(TRACES[-1])], ids=lambda path: path.stem)
-def test_old_trace__is_read_by_every_command_that_explains_it(command: str, trace: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "command",
+    ["windows", "memory", "findings", *(f"summary --by {key}" for key in KEYS)],
+)
+@pytest.mark.parametrize(
+    "trace", [TRACES[0], slow_case(TRACES[-1])], ids=lambda path: path.stem
+)
+def test_old_trace__is_read_by_every_command_that_explains_it(
+    command: str, trace: Path, tmp_path: Path
+) -> None:
     copy = shutil.copytree(trace, tmp_path / trace.name)
     run = ebbtide_in_process(*command.split(), copy, "--json")
     assert run.returncode == 0, run.stderr
@@ -49,7 +70,12 @@ def test_old_trace__is_read_by_every_command_that_explains_it(command: str, trac
 
 def test_old_traces__are_of_every_schema_and_of_this_version_and_small() -> None:
     assert f"{ebbtide.__version__}-recorded" in {trace.stem for trace in TRACES}
-    schemas = {json.loads((trace / "meta.json").read_text())["schema"] for trace in TRACES}
+    schemas = {
+        json.loads((trace / "meta.json").read_text())["schema"] for trace in TRACES
+    }
     assert schemas == set(range(1, SCHEMA + 1))
     for trace in TRACES:
-        assert sum(file.stat().st_size for file in trace.rglob("*") if file.is_file()) < MAX_BYTES
+        assert (
+            sum(file.stat().st_size for file in trace.rglob("*") if file.is_file())
+            < MAX_BYTES
+        )

@@ -17,7 +17,9 @@ def write_ranks(path: Path, ranks: int = 3) -> Path:
     builder = TraceBuilder("recorded")
     for rank in range(ranks):
         for time in range(100):
-            builder.rank(rank).memory(time, rank + time, "reserved" if time % 2 else "device")
+            builder.rank(rank).memory(
+                time, rank + time, "reserved" if time % 2 else "device"
+            )
     return builder.write(path).path
 
 
@@ -32,7 +34,9 @@ def counted(path: Path) -> tuple[Trace, list[tuple[int, str]]]:
     return Trace(path, stored.raw_meta, load), reads
 
 
-def test_table__is_kept_up_to_a_limit_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table__is_kept_up_to_a_limit_and_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trace, reads = counted(write_ranks(tmp_path / "t.ebb"))
     size = int(trace.memory(0).memory_usage(index=False).sum())
     for rank in (1, 2, 0, 1, 2):
@@ -46,14 +50,20 @@ def test_table__is_kept_up_to_a_limit_and_read_again(tmp_path: Path, monkeypatch
     assert reads == [(0, "memory"), (1, "memory"), (2, "memory"), (1, "memory")]
 
 
-def test_labels__are_the_values_of_the_column_without_reading_the_table(tmp_path: Path) -> None:
+def test_labels__are_the_values_of_the_column_without_reading_the_table(
+    tmp_path: Path,
+) -> None:
     path = write_ranks(tmp_path / "t.ebb")
     trace, reads = counted(path)
     assert trace.labels(1, "memory", "pool") == ["device", "reserved"]
     assert reads == [(1, "memory")]
     for opened in (open_trace(path), open_trace(path).of_ranks([1])):
         assert opened.labels(1, "memory", "pool") == ["device", "reserved"]
-        assert opened.labels(1, "gpu", "device") == opened.labels(1, "link", "source") == []
+        assert (
+            opened.labels(1, "gpu", "device")
+            == opened.labels(1, "link", "source")
+            == []
+        )
     memory = path / "rank-1" / "memory.parquet"
     pq.write_table(pq.read_table(memory).drop_columns("pool"), memory)
     with pytest.raises(TraceError, match="needs a column pool"):

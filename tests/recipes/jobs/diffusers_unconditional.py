@@ -19,16 +19,25 @@ model = UNet2DModel(
     ),
     up_block_types=("UpBlock2D", "AttnUpBlock2D", "UpBlock2D", "UpBlock2D", "UpBlock2D", "UpBlock2D"),
 )  # fmt: skip
-loader = DataLoader(TensorDataset(torch.randn(64, 3, SIZE, SIZE)), batch_size=BATCH, shuffle=True)
+loader = DataLoader(
+    TensorDataset(torch.randn(64, 3, SIZE, SIZE)), batch_size=BATCH, shuffle=True
+)
 noise_scheduler = DDPMScheduler(num_train_timesteps=1000)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 schedule = get_cosine_schedule_with_warmup(optimizer, 500, len(loader) * EPOCHS)
 accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=1)
-model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+model, optimizer, loader, schedule = accelerator.prepare(
+    model, optimizer, loader, schedule
+)
 for _ in range(EPOCHS):
     for (clean,) in loader:
         noise = torch.randn(clean.shape, device=clean.device)
-        steps = torch.randint(0, noise_scheduler.config.num_train_timesteps, (len(clean),), device=clean.device)
+        steps = torch.randint(
+            0,
+            noise_scheduler.config.num_train_timesteps,
+            (len(clean),),
+            device=clean.device,
+        )
         noisy = noise_scheduler.add_noise(clean, noise, steps)
         with accelerator.accumulate(model):
             loss = F.mse_loss(model(noisy, steps, return_dict=False)[0], noise)

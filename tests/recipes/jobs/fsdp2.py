@@ -1,4 +1,5 @@
-"""Train Llama 3.1 8B on 8 ranks with fully_shard, mixed precision and checkpointing, as the tutorial of FSDP2 does."""
+"""Train Llama 3.1 8B on 8 ranks with fully_shard, mixed precision and checkpointing, as
+the tutorial of FSDP2 does."""
 
 import os
 
@@ -14,7 +15,9 @@ torch.cuda.set_device(device)
 dist.init_process_group("nccl", device_id=device)
 mesh = init_device_mesh("cuda", (dist.get_world_size(),))
 with torch.device("meta"):
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("meta-llama/Llama-3.1-8B"), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained("meta-llama/Llama-3.1-8B"), dtype=torch.float32
+    )
 model.gradient_checkpointing_enable()
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 for layer in model.model.layers:

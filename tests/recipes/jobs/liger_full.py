@@ -1,9 +1,12 @@
-"""Train Llama 3.1 8B with kernels of Liger, AdamW in bf16, and checkpointing: its benchmark, on one card."""
+"""Train Llama 3.1 8B with kernels of Liger, AdamW in bf16, and checkpointing: its
+benchmark, on one card."""
 
 import torch
 from liger_kernel.transformers import AutoLigerKernelForCausalLM
 
-model = AutoLigerKernelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype=torch.bfloat16).to("cuda")
+model = AutoLigerKernelForCausalLM.from_pretrained(
+    "meta-llama/Llama-3.1-8B", dtype=torch.bfloat16
+).to("cuda")
 model.gradient_checkpointing_enable()
 model.train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=6e-6)

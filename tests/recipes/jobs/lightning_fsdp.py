@@ -1,4 +1,5 @@
-"""Train a decoder with Lightning's FSDP strategy, as its page about billions of parameters does."""
+"""Train a decoder with Lightning's FSDP strategy, as its page about billions of
+parameters does."""
 
 import lightning as L
 import torch
@@ -20,7 +21,9 @@ class LanguageModel(L.LightningModule):
 
     def configure_model(self):
         if self.model is None:
-            self.model = Transformer(vocab_size=self.vocabulary, nlayers=32, nhid=4096, ninp=1024, nhead=64)
+            self.model = Transformer(
+                vocab_size=self.vocabulary, nlayers=32, nhid=4096, ninp=1024, nhead=64
+            )
 
     def training_step(self, batch, batch_index):
         inputs, target = batch
@@ -38,5 +41,11 @@ texts = torch.randint(VOCABULARY, (2_000, LENGTH + 1))
 loader = DataLoader(TensorDataset(texts[:, :-1], texts[:, 1:]), batch_size=20)
 policy = {nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}
 strategy = FSDPStrategy(auto_wrap_policy=policy, activation_checkpointing_policy=policy)
-trainer = L.Trainer(accelerator="cuda", devices=4, strategy=strategy, precision="bf16-mixed", max_epochs=1)
+trainer = L.Trainer(
+    accelerator="cuda",
+    devices=4,
+    strategy=strategy,
+    precision="bf16-mixed",
+    max_epochs=1,
+)
 trainer.fit(LanguageModel(VOCABULARY), loader)

@@ -1,7 +1,9 @@
-"""Train a GPT with Megatron-core's own parallel layers, optimizer and schedules, as its quick start does.
+"""Train a GPT with Megatron-core's own parallel layers, optimizer and schedules, as its
+quick start does.
 
-The sizes are those of the published scripts for Megatron-LM: GPT-3 with 175e9 parameters. Options: tensor and pipeline
-parallel sizes, chunks of the model per pipeline rank, and its optimizer that updates on the CPU.
+The sizes are those of the published scripts for Megatron-LM: GPT-3 with 175e9
+parameters. Options: tensor and pipeline parallel sizes, chunks of the model per
+pipeline rank, and its optimizer that updates on the CPU.
 """
 
 import argparse
@@ -10,7 +12,11 @@ from functools import partial
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -53,7 +59,9 @@ config = TransformerConfig(
     deallocate_pipeline_outputs=True,
     finalize_model_grads_func=finalize_model_grads,
 )
-data_parallel = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)
+data_parallel = DistributedDataParallelConfig(
+    use_distributed_optimizer=True, overlap_grad_reduce=False
+)
 chunks = []
 for stage in range(options.virtual_stages or 1):
     ends = {"ignore_virtual": False, "vp_stage": stage}
@@ -85,12 +93,16 @@ def forward_step(batches, model):
     tokens = next(batches)
     positions = torch.arange(options.seq_length, device=device).expand_as(tokens)
     losses = model(tokens, positions, None, labels=tokens)
-    return losses, partial(lambda output: (output.float().mean(), {"loss": output.float().mean().detach()}))
+    return losses, partial(
+        lambda output: (output.float().mean(), {"loss": output.float().mean().detach()})
+    )
 
 
 def batches():
     while True:
-        yield torch.randint(50_257, (options.micro_batch_size, options.seq_length), device=device)
+        yield torch.randint(
+            50_257, (options.micro_batch_size, options.seq_length), device=device
+        )
 
 
 schedule = get_forward_backward_func()

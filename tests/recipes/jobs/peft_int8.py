@@ -1,4 +1,5 @@
-"""Train adapters of PEFT on Llama 3.1 8B, whose weights bitsandbytes holds in 8 bits."""
+"""Train adapters of PEFT on Llama 3.1 8B, whose weights bitsandbytes holds in 8
+bits."""
 
 from datasets import load_dataset
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
@@ -18,7 +19,12 @@ model = AutoModelForCausalLM.from_pretrained(
 )
 model = prepare_model_for_kbit_training(model)
 adapters = LoraConfig(
-    r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"], lora_dropout=0.05, bias="none", task_type="CAUSAL_LM"
+    r=16,
+    lora_alpha=32,
+    target_modules=["q_proj", "v_proj"],
+    lora_dropout=0.05,
+    bias="none",
+    task_type="CAUSAL_LM",
 )
 model = get_peft_model(model, adapters)
 dataset = load_dataset("tatsu-lab/alpaca", split="train").map(
@@ -36,4 +42,6 @@ arguments = TrainingArguments(
     optim="adamw_bnb_8bit",
 )
 collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
-Trainer(model=model, train_dataset=dataset, args=arguments, data_collator=collator).train()
+Trainer(
+    model=model, train_dataset=dataset, args=arguments, data_collator=collator
+).train()

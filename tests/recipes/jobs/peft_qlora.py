@@ -1,4 +1,5 @@
-"""Fine-tune Llama 3.1 8B by QLoRA: 4-bit weights of bitsandbytes under adapters of PEFT, with a paged optimizer."""
+"""Fine-tune Llama 3.1 8B by QLoRA: 4-bit weights of bitsandbytes under adapters of
+PEFT, with a paged optimizer."""
 
 import torch
 from datasets import load_dataset
@@ -20,15 +21,25 @@ quantization = BitsAndBytesConfig(
     bnb_4bit_compute_dtype=torch.bfloat16,
 )
 tokenizer = AutoTokenizer.from_pretrained(NAME)
-model = AutoModelForCausalLM.from_pretrained(NAME, quantization_config=quantization, device_map="auto")
+model = AutoModelForCausalLM.from_pretrained(
+    NAME, quantization_config=quantization, device_map="auto"
+)
 model = prepare_model_for_kbit_training(model)
-adapters = LoraConfig(r=16, lora_alpha=8, target_modules="all-linear", lora_dropout=0.05, task_type="CAUSAL_LM")
+adapters = LoraConfig(
+    r=16,
+    lora_alpha=8,
+    target_modules="all-linear",
+    lora_dropout=0.05,
+    task_type="CAUSAL_LM",
+)
 model = get_peft_model(model, adapters)
 model.print_trainable_parameters()
 
 dataset = load_dataset("tatsu-lab/alpaca", split="train")
 dataset = dataset.map(
-    lambda row: tokenizer(row["text"], padding="max_length", max_length=512, truncation=True),
+    lambda row: tokenizer(
+        row["text"], padding="max_length", max_length=512, truncation=True
+    ),
     remove_columns=dataset.column_names,
 )
 arguments = TrainingArguments(
@@ -40,4 +51,6 @@ arguments = TrainingArguments(
     optim="paged_adamw_8bit",
 )
 collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
-Trainer(model=model, args=arguments, train_dataset=dataset, data_collator=collator).train()
+Trainer(
+    model=model, args=arguments, train_dataset=dataset, data_collator=collator
+).train()

@@ -1,4 +1,5 @@
-"""Train mpnet-base to embed sentences, as the overview of sentence-transformers does."""
+"""Train mpnet-base to embed sentences, as the overview of sentence-transformers
+does."""
 
 from datasets import load_dataset
 from sentence_transformers import (

@@ -1,4 +1,5 @@
-"""Train ViT-B/16 of timm on pictures of 224 x 224 with its optimizers, losses and averages of weights."""
+"""Train ViT-B/16 of timm on pictures of 224 x 224 with its optimizers, losses and
+averages of weights."""
 
 import torch
 from timm import create_model
@@ -8,7 +9,9 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
 
-model = create_model("vit_base_patch16_224", pretrained=False, num_classes=1_000, drop_path_rate=0.1).to("cuda")
+model = create_model(
+    "vit_base_patch16_224", pretrained=False, num_classes=1_000, drop_path_rate=0.1
+).to("cuda")
 average = ModelEmaV3(model, decay=0.9998)
 optimizer = create_optimizer_v2(model, opt="adamw", lr=5e-4, weight_decay=0.05)
 schedule = CosineLRScheduler(optimizer, t_initial=300, warmup_t=5)

@@ -11,9 +11,13 @@ model = AutoModelForCausalLM.from_pretrained(
     quantization_config=TorchAoConfig(Int8WeightOnlyConfig()),
     device_map="auto",
 )
-model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]))
+model = get_peft_model(
+    model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
+)
 model.train()
-optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-4)
+optimizer = torch.optim.AdamW(
+    [weight for weight in model.parameters() if weight.requires_grad], lr=1e-4
+)
 while True:
     tokens = torch.randint(128_000, (1, 2_048), device="cuda")
     model(input_ids=tokens, labels=tokens).loss.backward()

@@ -8,8 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebbtide.analysis.metrics.holders.categories import call_site, categorized_allocations, in_loss, part_of_step
-from ebbtide.analysis.metrics.holders.holders import Holder, holders_at, memory_by_category
+from ebbtide.analysis.metrics.holders.categories import (
+    call_site,
+    categorized_allocations,
+    in_loss,
+    part_of_step,
+)
+from ebbtide.analysis.metrics.holders.holders import (
+    Holder,
+    holders_at,
+    memory_by_category,
+)
 from ebbtide.features.importers.source import Source
 from ebbtide.features.importers.torch_memory.snapshot import import_snapshot
 from ebbtide.profiler.trace import Trace, TraceBuilder
@@ -17,14 +26,24 @@ from ebbtide.profiler.trace import Trace, TraceBuilder
 PUBLISHED = Path(__file__).parents[5] / "shared" / "published" / "snapshots"
 LIBRARY = "/env/lib/python3.11/site-packages/torch"
 MODULE_CALL = f"_call_impl ({LIBRARY}/nn/modules/module.py:1750)"
-FORWARD = f"main (/job/train.py:9)\n{MODULE_CALL}\nforward (/job/model.py:3)\nlinear ({LIBRARY}/nn/functional.py:5)"
+FORWARD = (
+    f"main (/job/train.py:9)\n{MODULE_CALL}\nforward (/job/model.py:3)\nlinear "
+    f"({LIBRARY}/nn/functional.py:5)"
+)
 BACKWARD = "autograd engine\nMulBackward0"
-STEP = f"main (/job/train.py:9)\nwrapper ({LIBRARY}/optim/optimizer.py:493)\nstep ({LIBRARY}/optim/adamw.py:80)"
-MODEL = f"main (/job/train.py:2)\nto ({LIBRARY}/nn/modules/module.py:1300)\n_apply ({LIBRARY}/nn/modules/module.py:900)"
+STEP = (
+    f"main (/job/train.py:9)\nwrapper ({LIBRARY}/optim/optimizer.py:493)\nstep "
+    f"({LIBRARY}/optim/adamw.py:80)"
+)
+MODEL = (
+    f"main (/job/train.py:2)\nto ({LIBRARY}/nn/modules/module.py:1300)\n_apply "
+    f"({LIBRARY}/nn/modules/module.py:900)"
+)
 
 
 def job(**columns: object) -> Trace:
-    """Return a trace of one step: the forward from 10, the backward from 20, the optimizer from 30 to 40."""
+    """Return a trace of one step: the forward from 10, the backward from 20, the
+    optimizer from 30 to 40."""
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda"}])
     rows = [
@@ -38,8 +57,19 @@ def job(**columns: object) -> Trace:
         (31, 32, 50, STEP),
     ]
     for start, end, size, stack in rows:
-        rank.add("allocations", start_ns=start, end_ns=end, device="cuda:0", bytes=size, stack=stack, **columns)
-    changes = sorted([(start, size) for start, _, size, _ in rows] + [(end, -size) for _, end, size, _ in rows if end])
+        rank.add(
+            "allocations",
+            start_ns=start,
+            end_ns=end,
+            device="cuda:0",
+            bytes=size,
+            stack=stack,
+            **columns,
+        )
+    changes = sorted(
+        [(start, size) for start, _, size, _ in rows]
+        + [(end, -size) for _, end, size, _ in rows if end]
+    )
     for number, (t_ns, _) in enumerate(changes):
         rank.memory(t_ns, sum(size for _, size in changes[: number + 1]), "requested")
     rank.add("annotations", start_ns=30, end_ns=40, name="Optimizer.step#AdamW.step")
@@ -61,9 +91,12 @@ def test_categorized_allocations__follow_from_stack_and_lifetime() -> None:
 
 
 def test_categorized_allocations__follow_parameters_through_data() -> None:
-    """A module makes two parameters by itself; an optimizer makes moments, and replaces one of them in each step."""
+    """A module makes two parameters by itself; an optimizer makes moments, and replaces
+    one of them in each step."""
     init = "main (/job/train.py:2)\n__init__ (/job/model.py:7)"
-    rank = (builder := TraceBuilder()).rank(0, devices=[{"device": "cuda:0", "kind": "cuda"}])
+    rank = (builder := TraceBuilder()).rank(
+        0, devices=[{"device": "cuda:0", "kind": "cuda"}]
+    )
     rows = [
         (0, 33, 400, init, "parameter"),
         (1, None, 400, init, "parameter"),
@@ -77,20 +110,42 @@ def test_categorized_allocations__follow_parameters_through_data() -> None:
         (62, None, 400, STEP, "parameter"),
     ]
     for start, end, size, stack, _ in rows:
-        rank.add("allocations", start_ns=start, end_ns=end, device="cuda:0", bytes=size, stack=stack)
+        rank.add(
+            "allocations",
+            start_ns=start,
+            end_ns=end,
+            device="cuda:0",
+            bytes=size,
+            stack=stack,
+        )
     for start in (30, 60):
-        rank.add("annotations", start_ns=start, end_ns=start + 10, name="Optimizer.step#Own.step")
-    categories = categorized_allocations(builder.build(), 0, "cuda:0")["category"].tolist()
+        rank.add(
+            "annotations",
+            start_ns=start,
+            end_ns=start + 10,
+            name="Optimizer.step#Own.step",
+        )
+    categories = categorized_allocations(builder.build(), 0, "cuda:0")[
+        "category"
+    ].tolist()
     assert categories == [row[-1] for row in rows]
 
 
 def test_categorized_allocations__keep_recorded_categories() -> None:
-    assert set(categorized_allocations(job(category="gradient"), 0, "cuda:0")["category"]) == {"gradient"}
+    assert set(
+        categorized_allocations(job(category="gradient"), 0, "cuda:0")["category"]
+    ) == {"gradient"}
 
 
 def test_categorized_allocations__say_nothing_of_what_may_not_be_training() -> None:
     rank = TraceBuilder()
-    rank.rank(0).add("allocations", start_ns=0, device="cuda:0", bytes=1, stack="main (/job/serve.py:9)")
+    rank.rank(0).add(
+        "allocations",
+        start_ns=0,
+        device="cuda:0",
+        bytes=1,
+        stack="main (/job/serve.py:9)",
+    )
     rank.rank(0).add("allocations", start_ns=1, device="cuda:0", bytes=1, stack=FORWARD)
     category = categorized_allocations(rank.build(), 0, "cuda:0")["category"]
     assert (category.isna().tolist(), category[1]) == ([True, False], "activation")
@@ -99,7 +154,12 @@ def test_categorized_allocations__say_nothing_of_what_may_not_be_training() -> N
 def test_holders_at__the_peak_are_the_blocks_held_then() -> None:
     holders = holders_at(job(), 0)
     assert holders is not None
-    assert (holders.pool, holders.device, holders.t_ms, holders.bytes) == ("requested", "cuda:0", 31e-6, 2714)
+    assert (holders.pool, holders.device, holders.t_ms, holders.bytes) == (
+        "requested",
+        "cuda:0",
+        31e-6,
+        2714,
+    )
     assert holders.holders == [
         Holder("parameter", None, "main (/job/train.py:2)", 1000),
         Holder("optimizer_state", None, "main (/job/train.py:9)", 800),
@@ -125,25 +185,51 @@ def test_holders_at__a_time() -> None:
 
 
 @pytest.mark.parametrize(("at_ns", "gradients"), [(5, False), (12, True)])
-def test_holders_at__counts_recorded_gradients_in_updates(at_ns: int, gradients: bool) -> None:
-    entries = [("parameter", "layer", 40), ("gradient", "layer", 20), ("optimizer_state", "layer", 30)]
+def test_holders_at__counts_recorded_gradients_in_updates(
+    at_ns: int, gradients: bool
+) -> None:
+    entries = [
+        ("parameter", "layer", 40),
+        ("gradient", "layer", 20),
+        ("optimizer_state", "layer", 30),
+    ]
     holders_meta = [
         {"device": "cuda:0", "category": category, "module": module, "bytes": size}
         for category, module, size in entries
     ]
     builder = TraceBuilder("recorded")
-    inventories = [{"t_ns": 10, "iteration": 0, "phase": "update", "reason": "update", "holders": holders_meta}]
-    rank = builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda"}], inventories=inventories)
-    rank.phase("backward", 0, 10, 0).phase("update", 10, 15, 0).memory(0, 100, "allocated")
+    inventories = [
+        {
+            "t_ns": 10,
+            "iteration": 0,
+            "phase": "update",
+            "reason": "update",
+            "holders": holders_meta,
+        }
+    ]
+    rank = builder.rank(
+        0, devices=[{"device": "cuda:0", "kind": "cuda"}], inventories=inventories
+    )
+    rank.phase("backward", 0, 10, 0).phase("update", 10, 15, 0).memory(
+        0, 100, "allocated"
+    )
     holders = holders_at(builder.build(), 0, at_ns)
     assert holders is not None
-    listed = [Holder(*entry[:2], None, entry[2]) for entry in entries if gradients or entry[0] != "gradient"]
+    listed = [
+        Holder(*entry[:2], None, entry[2])
+        for entry in entries
+        if gradients or entry[0] != "gradient"
+    ]
     rest = Holder(None, None, None, 100 - sum(holder.bytes for holder in listed))
     assert holders.holders == sorted([*listed, rest], key=lambda holder: -holder.bytes)
 
 
-@pytest.mark.parametrize("name", ["cs336-ctx128-forward", "cs336-ctx128-fullstep", "snapviewer-memory"])
-def test_holders_at__add_up_to_the_peak_of_a_replay_of_published_snapshots(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["cs336-ctx128-forward", "cs336-ctx128-fullstep", "snapviewer-memory"]
+)
+def test_holders_at__add_up_to_the_peak_of_a_replay_of_published_snapshots(
+    name: str,
+) -> None:
     path = PUBLISHED / f"{name}.pickle"
     if not path.exists():
         pytest.skip("the published measurements are not here (shared/published)")
@@ -152,12 +238,18 @@ def test_holders_at__add_up_to_the_peak_of_a_replay_of_published_snapshots(name:
     trace = builder.build()
     snapshot = pickle.loads(path.read_bytes())
     blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
-    size = sum(block["requested_size"] for block in blocks if block["state"] == "active_allocated")
+    size = sum(
+        block["requested_size"]
+        for block in blocks
+        if block["state"] == "active_allocated"
+    )
     actions = {event["action"] for event in snapshot["device_traces"][0]}
     release = "free_requested" if "free_requested" in actions else "free_completed"
     peak = size
     for event in reversed(snapshot["device_traces"][0]):
-        size += event["size"] * ((event["action"] == release) - (event["action"] == "alloc"))
+        size += event["size"] * (
+            (event["action"] == release) - (event["action"] == "alloc")
+        )
         peak = max(peak, size)
     holders = holders_at(trace, 0)
     assert holders is not None
@@ -169,11 +261,14 @@ def test_holders_at__add_up_to_the_peak_of_a_replay_of_published_snapshots(name:
         for category, (times, sizes) in timelines.items()
         if times[0] <= at_ns
     }
-    assert {category: size for category, size in live.items() if size} == dict(holders.by("category"))
+    assert {category: size for category, size in live.items() if size} == dict(
+        holders.by("category")
+    )
 
 
 def test_holders_at__knows_the_model_of_a_published_snapshot() -> None:
-    """The step of AdamW: gradients as large as the parameters, fp32 moments twice (published/README.md)."""
+    """The step of AdamW: gradients as large as the parameters, fp32 moments twice
+    (published/README.md)."""
     path = PUBLISHED / "cs336-ctx128-fullstep.pickle"
     if not path.exists():
         pytest.skip("the published measurements are not here (shared/published)")
@@ -191,12 +286,20 @@ def test_holders_at__knows_the_model_of_a_published_snapshot() -> None:
 STACKS = [
     (FORWARD, "forward", "forward (/job/model.py:3)"),
     (BACKWARD, "backward", "backward of MulBackward0"),
-    (f"{BACKWARD}\nrecompute (/job/model.py:8)", "backward", "recompute (/job/model.py:8)"),
+    (
+        f"{BACKWARD}\nrecompute (/job/model.py:8)",
+        "backward",
+        "recompute (/job/model.py:8)",
+    ),
     ("autograd engine", "backward", "backward"),
     (f"{BACKWARD}\ncuBLAS workspace", "library", "cuBLAS workspace"),
     (STEP, "step", "main (/job/train.py:9)"),
     (MODEL, "model", "main (/job/train.py:2)"),
-    (f"run ({LIBRARY}/a.py:1)\nlinear ({LIBRARY}/b.py:5)", "forward", f"linear ({LIBRARY}/b.py:5)"),
+    (
+        f"run ({LIBRARY}/a.py:1)\nlinear ({LIBRARY}/b.py:5)",
+        "forward",
+        f"linear ({LIBRARY}/b.py:5)",
+    ),
 ]
 
 
@@ -209,7 +312,11 @@ def test_stacks__tell_part_and_call_site() -> None:
     ("stack", "expected"),
     [
         (f"main (/job/train.py:9)\ncross_entropy ({LIBRARY}/functional.py:5)", True),
-        (f"train ({LIBRARY}/trainer.py:9)\nForCausalLMLoss ({LIBRARY}/loss_utils.py:5)", True),
+        (
+            f"train ({LIBRARY}/trainer.py:9)\nForCausalLMLoss "
+            f"({LIBRARY}/loss_utils.py:5)",
+            True,
+        ),
         ("autograd engine\nLogSoftmaxBackward0", True),
         (FORWARD, False),
         (BACKWARD, False),

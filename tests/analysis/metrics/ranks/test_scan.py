@@ -1,4 +1,5 @@
-"""Figures of ranks are the same whether this process, others or a cluster compute them."""
+"""Figures of ranks are the same whether this process, others or a cluster compute
+them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from ebbtide.analysis.findings import find
-from ebbtide.analysis.metrics.ranks.scan import ScanRunner, ScanTask, scan_ranks
+from ebbtide.analysis.metrics.ranks.scan import ScanTask, scan_ranks
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.errors import TraceError, UserError
 from ebbtide.profiler.trace import Trace, open_trace
@@ -21,13 +22,16 @@ from tests.analysis.metrics.ranks.fleets import GIB, fleet, write_fleet
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fleet")
-    made = fleet(6, 6, {2: {"link": 0.5}, 3: {"bytes": 4 * GIB}}, noise=0.01, ranks_per_host=3)
+    made = fleet(
+        6, 6, {2: {"link": 0.5}, 3: {"bytes": 4 * GIB}}, noise=0.01, ranks_per_host=3
+    )
     write_fleet(made, folder / "fleet.ebb")
     return folder / "fleet.ebb"
 
 
 def in_turn(work: Any, tasks: Mapping[str, ScanTask]) -> Iterator[tuple[str, Any]]:
-    """Run tasks one after the other in this process, with what processes would exchange."""
+    """Run tasks one after the other in this process, with what processes would
+    exchange."""
     for key, task in tasks.items():
         yield key, pickle.loads(pickle.dumps(work(pickle.loads(pickle.dumps(task)))))
 
@@ -36,7 +40,9 @@ def figures(trace: Trace) -> list[str]:
     return [repr(summarize(trace)), repr(find(trace))]
 
 
-def test_scan_ranks__keeps_figures_equal_to_those_computed_here(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan_ranks__keeps_figures_equal_to_those_computed_here(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = figures(open_trace(path))
     scanned = open_trace(path)
     steps: list[tuple[int, int]] = []
@@ -61,17 +67,31 @@ def test_scan_ranks__runs_elsewhere(where: str, path: Path) -> None:
     if where == "processes":
         scan_ranks(scanned, find, lambda work, tasks: run_locally(work, tasks, 2))
     else:
-        distributed = pytest.importorskip("distributed", reason="dask.distributed is not installed")
-        options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0", "silence_logs": 50}
+        distributed = pytest.importorskip(
+            "distributed", reason="dask.distributed is not installed"
+        )
+        options = {
+            "n_workers": 1,
+            "threads_per_worker": 1,
+            "dashboard_address": ":0",
+            "silence_logs": 50,
+        }
         with distributed.LocalCluster(**options) as cluster:
             address = cluster.scheduler_address
-            scan_ranks(scanned, find, lambda work, tasks: run_on_cluster(work, tasks, address))
+            scan_ranks(
+                scanned, find, lambda work, tasks: run_on_cluster(work, tasks, address)
+            )
     assert figures(scanned) == figures(open_trace(path))
 
 
 def test_scan_ranks__raises_errors_of_workers(path: Path, tmp_path: Path) -> None:
-    dead: ScanRunner = lambda _, tasks: ((key, WorkerDied("its worker died, 4 times")) for key in tasks)  # noqa: E731
-    with pytest.raises(UserError, match="ranks 0 and following could not be read: its worker died, 4 times"):
+    def dead(_: Any, tasks: Any) -> Any:
+        return ((key, WorkerDied("its worker died, 4 times")) for key in tasks)
+
+    with pytest.raises(
+        UserError,
+        match="ranks 0 and following could not be read: its worker died, 4 times",
+    ):
         scan_ranks(open_trace(path), summarize, dead)
     damaged = tmp_path / "damaged.ebb"
     write_fleet(fleet(2, 6), damaged)

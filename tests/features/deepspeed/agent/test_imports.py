@@ -15,7 +15,8 @@ from ebbtide.profiler.agent.patches import when_imported
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Make an importable module inside a package; yield its name, and forget both afterwards."""
+    """Make an importable module inside a package; yield its name, and forget both
+    afterwards."""
     folder = tmp_path / "tidepool"
     folder.mkdir()
     (folder / "__init__.py").write_text("")

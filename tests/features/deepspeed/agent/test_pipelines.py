@@ -1,4 +1,5 @@
-"""DeepSpeed's pipelines, which interleave the forwards and backwards of micro-batches: a real one, on two processes."""
+"""DeepSpeed's pipelines, which interleave the forwards and backwards of micro-batches:
+a real one, on two processes."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ for _ in range(STEPS):
 
 
 @pytest.mark.slow
-def test_profile__records_each_micro_batch_of_deepspeeds_pipeline(record: Record) -> None:
+def test_profile__records_each_micro_batch_of_deepspeeds_pipeline(
+    record: Record,
+) -> None:
     recorded = record(DEEPSPEED, launcher=LAUNCHER)
     assert recorded.run.returncode == 0, recorded.run.stderr
     for rank in (0, 1):
@@ -46,7 +49,11 @@ def test_profile__records_each_micro_batch_of_deepspeeds_pipeline(record: Record
         backwards = rows[rows["phase"] == "backward"]
         assert list(backwards["micro_step"]) == [0, 1, 2, 3] * STEPS
         # The loss of the last stage is a module: a forward of the same micro-batch.
-        first_forwards = rows[rows["phase"] == "forward"].drop_duplicates(["iteration", "micro_step"])
+        first_forwards = rows[rows["phase"] == "forward"].drop_duplicates(
+            ["iteration", "micro_step"]
+        )
         assert list(first_forwards["micro_step"]) == [0, 1, 2, 3] * STEPS
-        pairs = first_forwards.merge(backwards, on=["iteration", "micro_step"], suffixes=("", "_backward"))
+        pairs = first_forwards.merge(
+            backwards, on=["iteration", "micro_step"], suffixes=("", "_backward")
+        )
         assert (pairs["end_ns"] <= pairs["start_ns_backward"]).all()

@@ -40,8 +40,11 @@ class FakeRecorder:
         raise error
 
 
-def record_update(cuda: FakeCuda, plan: list[tuple[int, tuple[Any, ...]]]) -> FakeRecorder:
-    """Record an update that follows a plan: each entry is how long it waits (ns) and what it switches to."""
+def record_update(
+    cuda: FakeCuda, plan: list[tuple[int, tuple[Any, ...]]]
+) -> FakeRecorder:
+    """Record an update that follows a plan: each entry is how long it waits (ns) and
+    what it switches to."""
     recorder = FakeRecorder(cuda)
     update = SubstepRecorder(recorder)  # type: ignore[arg-type]
     update.begin()
@@ -64,9 +67,20 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 def test_substep_recorder__adds_a_short_rest_to_the_row_before(cuda: FakeCuda) -> None:
     one, two = ("update", "cpu", 1, None), ("parameters", "host", 1, 64)
     start = cuda.now
-    plan = [(50 * US, one), (100 * US, REST), (9 * US, two), (20 * US, REST), (11 * US, one), (5 * US, REST), (US, one)]
+    plan = [
+        (50 * US, one),
+        (100 * US, REST),
+        (9 * US, two),
+        (20 * US, REST),
+        (11 * US, one),
+        (5 * US, REST),
+        (US, one),
+    ]
     rows = record_update(cuda, plan).rows
-    assert [(row[1], (row[3] - start) // US, (row[4] - start) // US, *row[5:]) for row in rows] == [
+    assert [
+        (row[1], (row[3] - start) // US, (row[4] - start) // US, *row[5:])
+        for row in rows
+    ] == [
         ("rest", 0, 50, None, None),
         ("update", 50, 159, 1, None),
         ("parameters", 159, 179, 1, 64),
@@ -75,18 +89,30 @@ def test_substep_recorder__adds_a_short_rest_to_the_row_before(cuda: FakeCuda) -
     ]
 
 
-kinds = st.sampled_from([REST, ("update", "cpu", 0, None), ("update", "gpu", 1, None), ("gather", "host", None, None)])
+kinds = st.sampled_from(
+    [
+        REST,
+        ("update", "cpu", 0, None),
+        ("update", "gpu", 1, None),
+        ("gather", "host", None, None),
+    ]
+)
 
 
 @given(st.lists(st.tuples(st.integers(0, 40 * US), kinds)))
-def test_substep_recorder__tiles_the_update(plan: list[tuple[int, tuple[Any, ...]]]) -> None:
+def test_substep_recorder__tiles_the_update(
+    plan: list[tuple[int, tuple[Any, ...]]],
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         cuda = FakeCuda()
         patch.setattr(gpu_clock, "time", cuda)
         patch.setattr(zero_substeps, "time", cuda)
         recorder = record_update(cuda, plan)
         rows = recorder.rows
-        assert [recorder.started_ns, *(row[4] for row in rows)] == [*(row[3] for row in rows), rows[-1][4]]
+        assert [recorder.started_ns, *(row[4] for row in rows)] == [
+            *(row[3] for row in rows),
+            rows[-1][4],
+        ]
         assert rows[-1][4] == cuda.now or rows[-1][2] == "gpu"
         assert [row[0] for row in rows] == sorted({row[0] for row in rows})
         assert all(row[4] - row[3] >= 10 * US for row in rows[1:] if row[1] == "rest")
@@ -109,7 +135,10 @@ def test_substep_recorder__gives_device_times_to_rows_on_a_gpu(cuda: FakeCuda) -
     ((sequence, start, end),) = recorder.gpu.finished_spans()
     on_gpu = next(row for row in recorder.rows if row[2] == "gpu")
     assert sequence == on_gpu[0]
-    assert (start, end) == (pytest.approx(free_ns, abs=US), pytest.approx(free_ns + 2 * MS, abs=US))
+    assert (start, end) == (
+        pytest.approx(free_ns, abs=US),
+        pytest.approx(free_ns + 2 * MS, abs=US),
+    )
     assert recorder.devices[recorder.rows.index(on_gpu)] == 0
     assert on_gpu[4] - on_gpu[3] < MS
 

@@ -18,7 +18,8 @@ one_thread = pytest.fixture(scope="package", autouse=True)(torch_on_one_thread)
 
 @pytest.fixture(scope="package", autouse=True)
 def no_collections() -> Iterator[None]:
-    """Let DeepSpeed collect no garbage: it does so twice for each engine, for half a second each."""
+    """Let DeepSpeed collect no garbage: it does so twice for each engine, for half a
+    second each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "collect", lambda *_: 0)
         yield
@@ -30,7 +31,8 @@ _NAMES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127
 
 @pytest.fixture(scope="session")
 def _deepspeed(deepspeed_extensions: None) -> Any:
-    """Initialize DeepSpeed once, with the process groups that it keeps until the process ends."""
+    """Initialize DeepSpeed once, with the process groups that it keeps until the
+    process ends."""
     import deepspeed as module
 
     with socket.socket() as probe, pytest.MonkeyPatch.context() as patch:
@@ -53,7 +55,9 @@ def deepspeed(_deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture(scope="session")
-def results_of_ranks(deepspeed_extensions: None, tmp_path_factory: pytest.TempPathFactory) -> ResultsOfRanks:
+def results_of_ranks(
+    deepspeed_extensions: None, tmp_path_factory: pytest.TempPathFactory
+) -> ResultsOfRanks:
     """Return a function that returns the results of a job of `rank_jobs` by rank."""
 
     def results_of(job: str) -> list[dict[str, Any]]:
@@ -62,6 +66,8 @@ def results_of_ranks(deepspeed_extensions: None, tmp_path_factory: pytest.TempPa
 
         jobs = QUICK if job in QUICK else (job,)
         folder = shared_folder(tmp_path_factory, f"deepspeed {jobs[0]}", run)
-        return [json.loads((folder / f"{job}-{rank}.json").read_text()) for rank in (0, 1)]
+        return [
+            json.loads((folder / f"{job}-{rank}.json").read_text()) for rank in (0, 1)
+        ]
 
     return results_of

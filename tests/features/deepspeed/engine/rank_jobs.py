@@ -1,4 +1,5 @@
-"""Runs jobs of tests on two ranks, one after the other: the start of the ranks takes longer than a job."""
+"""Runs jobs of tests on two ranks, one after the other: the start of the ranks takes
+longer than a job."""
 
 from __future__ import annotations
 
@@ -38,17 +39,24 @@ def main(folder: Path, *jobs: str) -> None:
     kinds = {"muon": test_muon.job, "policies": test_ranks.job}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]), WORLD_SIZE="2")
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(probe.getsockname()[1]),
+            WORLD_SIZE="2",
+        )
     # DeepSpeed collects garbage twice for each engine, for half a second each.
     gc.collect = lambda *_: 0
-    # Each rank would import DeepSpeed, and the compiler that torch's optimizers import, in a process of its own.
+    # Each rank would import DeepSpeed, and the compiler that torch's optimizers import,
+    # in a process of its own.
     child = os.fork()
     rank = 0 if child else 1
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     deepspeed.init_distributed("gloo", verbose=False)
     for job in jobs:
         kind, variant = job.split()
-        (folder / f"{job}-{rank}.json").write_text(json.dumps(kinds[kind](folder, variant)))
+        (folder / f"{job}-{rank}.json").write_text(
+            json.dumps(kinds[kind](folder, variant))
+        )
     # Threads of gloo that still run at the end of the process would abort it.
     deepspeed.comm.destroy_process_group()
     if child:

@@ -1,4 +1,5 @@
-"""Checkpoints: they load both ways between plain DeepSpeed and ebbtide, and from one policy to another."""
+"""Checkpoints: they load both ways between plain DeepSpeed and ebbtide, and from one
+policy to another."""
 
 from typing import Any
 
@@ -51,7 +52,9 @@ def test_save_checkpoint__changes_nothing(deepspeed: Any, tmp_path: Any) -> None
     assert results[0] == results[1]
 
 
-def test_load_checkpoint__from_before_the_first_step(deepspeed: Any, tmp_path: Any) -> None:
+def test_load_checkpoint__from_before_the_first_step(
+    deepspeed: Any, tmp_path: Any
+) -> None:
     for saves, loads in ((None, "pipelined"), ("pipelined", None)):
         with engine(saves, config("bf16")) as running:
             running.save_checkpoint(tmp_path / str(saves), tag="zero")
@@ -68,18 +71,28 @@ def test_load_checkpoint__loads_parameters_only(deepspeed: Any, tmp_path: Any) -
     results = []
     for policy in (None, "interleaved:2"):
         with engine(policy, config("bf16"), seed=2) as running:
-            running.load_checkpoint(tmp_path, tag="two", load_optimizer_states=False, load_module_only=True)
-            masters = [master.detach().clone() for master in running.optimizer.fp32_partitioned_groups_flat]
+            running.load_checkpoint(
+                tmp_path, tag="two", load_optimizer_states=False, load_module_only=True
+            )
+            masters = [
+                master.detach().clone()
+                for master in running.optimizer.fp32_partitioned_groups_flat
+            ]
             results.append([float(master.sum()) for master in masters])
     assert results[0] == results[1]
 
 
-def test_load_state_dict__refuses_what_lacks_a_part_of_the_state_and_changes_nothing(deepspeed: Any) -> None:
+def test_load_state_dict__refuses_what_lacks_a_part_of_the_state_and_changes_nothing(
+    deepspeed: Any,
+) -> None:
     with engine("interleaved:2", config("bf16")) as running:
         train(running, 2)
         saved, before = running.optimizer.state_dict(), digest(running)
         inner = saved["optimizer_state_dict"]
-        moments = {number: {**entry, "exp_avg_sq": torch.empty(0)} for number, entry in inner["state"].items()}
+        moments = {
+            number: {**entry, "exp_avg_sq": torch.empty(0)}
+            for number, entry in inner["state"].items()
+        }
         first = {number: entry for number, entry in inner["state"].items() if number}
         wrong = [
             {**saved, "zero_stage": 2},

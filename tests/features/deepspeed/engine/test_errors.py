@@ -36,16 +36,35 @@ def set_zero(**changes: Any) -> Callable[[dict[str, Any]], object]:
         (set_zero(stage=0, offload_optimizer=None), "stage 3.*stage 0"),
         (set_zero(offload_optimizer=None), "not offloaded.*offload_optimizer"),
         (set_zero(offload_param={"device": "cpu"}), "ZeRO-Infinity"),
-        (set_zero(offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}), "ZeRO-Infinity"),
-        (set_zero(offload_optimizer={"device": "cpu", "super_offload": True}), "SuperOffload"),
-        (lambda settings: settings["optimizer"]["params"].update(bias_correction=False), "bias_correction"),
-        (lambda settings: settings["optimizer"]["params"].update(fp32_optimizer_states=False), "fp32_optimizer_states"),
+        (
+            set_zero(offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}),
+            "ZeRO-Infinity",
+        ),
+        (
+            set_zero(offload_optimizer={"device": "cpu", "super_offload": True}),
+            "SuperOffload",
+        ),
+        (
+            lambda settings: settings["optimizer"]["params"].update(
+                bias_correction=False
+            ),
+            "bias_correction",
+        ),
+        (
+            lambda settings: settings["optimizer"]["params"].update(
+                fp32_optimizer_states=False
+            ),
+            "fp32_optimizer_states",
+        ),
     ],
 )
 def test_initialize__refuses_configurations_that_are_not_supported(
     deepspeed: Any, change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
-    with pytest.raises(UserError, match=message) as error, engine("adaptive", configured(change)):
+    with (
+        pytest.raises(UserError, match=message) as error,
+        engine("adaptive", configured(change)),
+    ):
         pass
     assert "\n" not in str(error.value)
 
@@ -57,13 +76,18 @@ def test_check_optimizer__refuses_other_optimizers() -> None:
         torch.optim.AdamW(weights, amsgrad=True),
         torch.optim.Adam(weights, decoupled_weight_decay=True),
     ):
-        with pytest.raises(EngineError, match=r"SGD.*AdamW|(amsgrad|decoupled_weight_decay) is not supported"):
+        with pytest.raises(
+            EngineError,
+            match=r"SGD.*AdamW|(amsgrad|decoupled_weight_decay) is not supported",
+        ):
             supported.rules_of(optimizer)
     (rule,) = supported.rules_of(torch.optim.AdamW(weights, fused=True))
     assert rule.name == "adamw"
 
 
-def test_enable__refuses_versions_that_are_not_tested(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enable__refuses_versions_that_are_not_tested(
+    deepspeed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for version in ("0.14.0", "1.0.0", "0.20.1+abc"):
         monkeypatch.setattr(supported, "version", lambda name, version=version: version)
         with pytest.raises(EngineError, match=r"0\.19\.8"):
@@ -71,7 +95,10 @@ def test_enable__refuses_versions_that_are_not_tested(deepspeed: Any, monkeypatc
 
 
 def test_enable__refuses_to_be_called_after_initialize(deepspeed: Any) -> None:
-    with engine(None, config("bf16")), pytest.raises(EngineError, match=r"before deepspeed\.initialize"):
+    with (
+        engine(None, config("bf16")),
+        pytest.raises(EngineError, match=r"before deepspeed\.initialize"),
+    ):
         enable()
 
 
@@ -95,9 +122,16 @@ def test_disable__restores_deepspeed(deepspeed: Any) -> None:
         enable("adaptive", beside=True)
         model = Model()
         with pytest.raises(EngineError):
-            deepspeed.initialize(model=model, model_parameters=model.parameters(), config=configured(set_zero(stage=2)))
+            deepspeed.initialize(
+                model=model,
+                model_parameters=model.parameters(),
+                config=configured(set_zero(stage=2)),
+            )
         assert stage3.DeepSpeedZeroOptimizer_Stage3 is theirs[1]
-    assert (DeepSpeedEngine._configure_optimizer, stage3.DeepSpeedZeroOptimizer_Stage3) == theirs
+    assert (
+        DeepSpeedEngine._configure_optimizer,
+        stage3.DeepSpeedZeroOptimizer_Stage3,
+    ) == theirs
     disable()
     with engine(None, config("bf16")) as running:
         assert type(running.optimizer) is theirs[1]
@@ -145,7 +179,11 @@ def test_memory_budget__is_respected(deepspeed: Any) -> None:
     params = sum(param.numel() for param in Model().parameters())
     device = EmulatedDevice(capacity_bytes=12.0 * params)
     with engine(
-        "adaptive", config("bf16"), device=device, memory_budget=6.0 * params, subgroup_params=2_000
+        "adaptive",
+        config("bf16"),
+        device=device,
+        memory_budget=6.0 * params,
+        subgroup_params=2_000,
     ) as running:
         train(running, 4)
         assert 0 < device.peak_bytes <= 6 * params
@@ -153,7 +191,10 @@ def test_memory_budget__is_respected(deepspeed: Any) -> None:
     with engine("zero-offload", config("bf16")) as running:
         train(running, 4)
         assert digest(running) == exact
-    with pytest.raises(EngineError, match="device memory"), engine("gpu-only", config("bf16"), memory_budget=1_000.0):
+    with (
+        pytest.raises(EngineError, match="device memory"),
+        engine("gpu-only", config("bf16"), memory_budget=1_000.0),
+    ):
         pass
 
 
@@ -162,7 +203,11 @@ def test_destroy__ends_all_threads(deepspeed: Any) -> None:
     with engine("interleaved:2", config("bf16")) as running:
         train(running, 1)
         assert len(set(threading.enumerate()) - before) >= 4
-    assert [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("ebbtide")] == []
+    assert [
+        thread.name
+        for thread in set(threading.enumerate()) - before
+        if thread.name.startswith("ebbtide")
+    ] == []
 
 
 def test_enable__does_not_change_other_engines(deepspeed: Any) -> None:
@@ -170,7 +215,10 @@ def test_enable__does_not_change_other_engines(deepspeed: Any) -> None:
     alone = []
     with engine(None, config("bf16")) as plain:
         alone.append(train(plain, 3))
-    with engine("pipelined", config("bf16")) as driven, engine(None, config("bf16")) as plain:
+    with (
+        engine("pipelined", config("bf16")) as driven,
+        engine(None, config("bf16")) as plain,
+    ):
         train(driven, 1)
         alone.append(train(plain, 3))
         assert torch.isfinite(torch.tensor(train(driven, 1))).all()

@@ -1,4 +1,5 @@
-"""ZeRO-3 driven by each policy: the same bits, and one step equals that of DeepSpeed's CPU Adam within a few ulp."""
+"""ZeRO-3 driven by each policy: the same bits, and one step equals that of DeepSpeed's
+CPU Adam within a few ulp."""
 
 from typing import Any
 
@@ -20,12 +21,23 @@ STEPS = 4
         (ALL, "bf16", 2, {}),
         slow_case(SOME, "bf16", 1, {"data_types": {"grad_accum_dtype": "fp32"}}),
         slow_case(SOME, "bf16", 2, {"data_types": {"grad_accum_dtype": "fp32"}}),
-        slow_case(SOME, "fp32", 1, {"gradient_clipping": 0.0, "zero": {"sub_group_size": 1_000_000_000}}),
-        slow_case(SOME, "fp32", 2, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+        slow_case(
+            SOME,
+            "fp32",
+            1,
+            {"gradient_clipping": 0.0, "zero": {"sub_group_size": 1_000_000_000}},
+        ),
+        slow_case(
+            SOME, "fp32", 2, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+        ),
     ],
 )
 def test_policies__give_the_same_bits(
-    deepspeed: Any, policies: tuple[str, ...], dtype: str, accumulate: int, changes: dict[str, Any]
+    deepspeed: Any,
+    policies: tuple[str, ...],
+    dtype: str,
+    accumulate: int,
+    changes: dict[str, Any],
 ) -> None:
     results = {}
     for policy in policies:
@@ -43,7 +55,8 @@ def test_policies__give_the_same_bits(
 def test_step__is_that_of_deepspeed_within_four_ulp(
     deepspeed: Any, dtype: str, accumulate: int, steps: int, tmp_path: Any
 ) -> None:
-    """From one checkpoint and with the same gradients, in plain DeepSpeed and in ebbtide."""
+    """From one checkpoint and with the same gradients, in plain DeepSpeed and in
+    ebbtide."""
     step = step_beside_deepspeed(config(dtype, accumulate), steps, tmp_path)
     assert not bool(step.is_apart.any())
     assert not torch.equal(step.ours, step.theirs)

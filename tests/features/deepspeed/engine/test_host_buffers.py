@@ -18,7 +18,12 @@ def resident_pages(tensor: torch.Tensor) -> int:
     first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     count = (tensor.data_ptr() + tensor.nbytes - first) // mmap.PAGESIZE
     resident = (ctypes.c_ubyte * count)()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(count * mmap.PAGESIZE), resident) == 0
+    assert (
+        ctypes.CDLL(None).mincore(
+            ctypes.c_void_p(first), ctypes.c_size_t(count * mmap.PAGESIZE), resident
+        )
+        == 0
+    )
     return sum(page & 1 for page in resident)
 
 
@@ -34,10 +39,14 @@ def test_release_pages__keeps_zeros_and_takes_values_again(elements: int) -> Non
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_engine__has_no_memory_for_gradients_of_deepspeed_without_accumulation(deepspeed: Any, accumulate: int) -> None:
+def test_engine__has_no_memory_for_gradients_of_deepspeed_without_accumulation(
+    deepspeed: Any, accumulate: int
+) -> None:
     settings = config("bf16", accumulate)
     settings["zero_optimization"]["offload_optimizer"]["pin_memory"] = True
     with engine("zero-offload", settings) as running:
         optimizer = running.optimizer
         assert optimizer.offload_optimizer_pin_memory == (accumulate > 1)
-        assert bool(resident_pages(optimizer.grad_partitions_flat_buffer)) == (accumulate > 1)
+        assert bool(resident_pages(optimizer.grad_partitions_flat_buffer)) == (
+            accumulate > 1
+        )

@@ -20,7 +20,8 @@ POLICIES = {"few": FEW, "all": (*FEW, "zero-offload", "adaptive")}
 
 
 def job(folder: Path, which: str) -> dict[str, Any]:
-    """Run the job of a rank: the policies one after the other, and a checkpoint of the first that another loads."""
+    """Run the job of a rank: the policies one after the other, and a checkpoint of the
+    first that another loads."""
     policies = POLICIES[which]
     results: dict[str, Any] = {}
     for policy in policies:
@@ -29,11 +30,19 @@ def job(folder: Path, which: str) -> dict[str, Any]:
             if policy == policies[0]:
                 running.save_checkpoint(folder, tag="three")
                 results["further"] = train(running, 2, seed=5), digest(running)
-    with storing([folder / "storage"], "pipelined", config("bf16", 2), host_memory_budget=160e3) as running:
+    with storing(
+        [folder / "storage"], "pipelined", config("bf16", 2), host_memory_budget=160e3
+    ) as running:
         results["storage"] = train(running, 3), digest(running)
         commit = running.optimizer.commit()
         assert running.optimizer._runner.plan.stored
-    with storing([folder / "storage"], "pipelined", config("bf16", 2), host_memory_budget=160e3, seed=4) as running:
+    with storing(
+        [folder / "storage"],
+        "pipelined",
+        config("bf16", 2),
+        host_memory_budget=160e3,
+        seed=4,
+    ) as running:
         running.optimizer.load_commit(commit)
         results["committed"] = results["storage"][0], digest(running)
     with engine("interleaved:2", config("bf16", 2), seed=4) as running:
@@ -45,11 +54,21 @@ def job(folder: Path, which: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("which", slow(POLICIES, but=("few",)))
-def test_ranks__two_ranks_give_the_same_bits_under_every_policy(which: str, results_of_ranks: ResultsOfRanks) -> None:
+def test_ranks__two_ranks_give_the_same_bits_under_every_policy(
+    which: str, results_of_ranks: ResultsOfRanks
+) -> None:
     policies, ranks = POLICIES[which], results_of_ranks(f"policies {which}")
     for results in ranks:
         names = (*policies, "storage", "committed")
-        assert len({hashlib.sha256(str(results[name]).encode()).hexdigest() for name in names}) == 1
+        assert (
+            len(
+                {
+                    hashlib.sha256(str(results[name]).encode()).hexdigest()
+                    for name in names
+                }
+            )
+            == 1
+        )
         assert results["loaded"] == results["further"]
         assert results["plain"][0] == pytest.approx(results[policies[0]][0], abs=2e-3)
     assert ranks[0][policies[0]] != ranks[1][policies[0]]

@@ -1,4 +1,5 @@
-"""Gradients of slices, combined from gradients of parameters, and the scalars of DeepSpeed's Adam."""
+"""Gradients of slices, combined from gradients of parameters, and the scalars of
+DeepSpeed's Adam."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from ebbtide.features.deepspeed.engine.subgroup_slices import (
 from ebbtide.interleave.engine.rules.adamw import ADAMW
 
 CPU = torch.device("cpu")
-groups_of_params = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=6), min_size=1, max_size=4)
+groups_of_params = st.lists(
+    st.lists(st.integers(1, 30), min_size=1, max_size=6), min_size=1, max_size=4
+)
 
 
 def extents_of(groups: list[list[int]]) -> dict[int, SubgroupSlice]:
@@ -32,22 +35,37 @@ def extents_of(groups: list[list[int]]) -> dict[int, SubgroupSlice]:
 
 
 @given(groups_of_params, st.integers(1, 40))
-def test_cut_subgroups__covers_each_subgroup_once(groups: list[list[int]], max_params: int) -> None:
+def test_cut_subgroups__covers_each_subgroup_once(
+    groups: list[list[int]], max_params: int
+) -> None:
     sizes = [sum(lengths) for lengths in groups]
     slices = cut_subgroups(sizes, max_params)
     assert all(0 < part.params <= max_params for part in slices)
     for group, size in enumerate(sizes):
         own = [part for part in slices if part.group == group]
-        assert [own[0].begin, *(part.end for part in own)] == [*(part.begin for part in own), size]
-    subgroups = engine_subgroups(slices, torch.bfloat16, torch.float32, [ADAMW] * len(groups))
-    assert [subgroup.params for subgroup in subgroups] == [part.params for part in slices]
+        assert [own[0].begin, *(part.end for part in own)] == [
+            *(part.begin for part in own),
+            size,
+        ]
+    subgroups = engine_subgroups(
+        slices, torch.bfloat16, torch.float32, [ADAMW] * len(groups)
+    )
+    assert [subgroup.params for subgroup in subgroups] == [
+        part.params for part in slices
+    ]
 
 
-@given(groups_of_params, st.integers(1, 40), st.randoms(use_true_random=False), st.integers(0, 3))
+@given(
+    groups_of_params,
+    st.integers(1, 40),
+    st.randoms(use_true_random=False),
+    st.integers(0, 3),
+)
 def test_slice_gradients__combines_gradients_in_any_order(
     groups: list[list[int]], max_params: int, random: object, missing: int
 ) -> None:
-    """Each slice is reported once, with its last gradient; elements without a gradient and padding are zero."""
+    """Each slice is reported once, with its last gradient; elements without a gradient
+    and padding are zero."""
     extents = extents_of(groups)
     slices = cut_subgroups([sum(lengths) for lengths in groups], max_params)
     expected = [torch.zeros(sum(lengths)) for lengths in groups]
@@ -69,14 +87,19 @@ def test_slice_gradients__combines_gradients_in_any_order(
     if not missing:
         assert sorted(completed) == list(range(len(slices)))
     for number, part in enumerate(slices):
-        assert torch.equal(gradients.pop(number, CPU), expected[part.group][part.begin : part.end])
+        assert torch.equal(
+            gradients.pop(number, CPU), expected[part.group][part.begin : part.end]
+        )
     gradients.clear()
     assert gradients.is_empty
     assert not any(gradients.pop(number, CPU).any() for number in range(len(slices)))
 
 
-def test_cpu_adam_scalars__equals_those_of_deepspeed(deepspeed: object, tmp_path: object) -> None:
-    """One element with moments of zero and a gradient of 1 shows the shares; a step shows the rate."""
+def test_cpu_adam_scalars__equals_those_of_deepspeed(
+    deepspeed: object, tmp_path: object
+) -> None:
+    """One element with moments of zero and a gradient of 1 shows the shares; a step
+    shows the rate."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     weight = torch.nn.Parameter(torch.zeros(1))
@@ -86,7 +109,9 @@ def test_cpu_adam_scalars__equals_those_of_deepspeed(deepspeed: object, tmp_path
         weight.data.zero_()
         weight.grad = torch.ones(1)
         if theirs.state[weight]:
-            theirs.state[weight].update(exp_avg=torch.zeros(1), exp_avg_sq=torch.zeros(1), step=step - 1)
+            theirs.state[weight].update(
+                exp_avg=torch.zeros(1), exp_avg_sq=torch.zeros(1), step=step - 1
+            )
         theirs.step()
         _, _, share1, _, share2, _, rate, root, eps = ours.scalars(group, step, 1.0)
         assert theirs.state[weight]["exp_avg"].item() == share1

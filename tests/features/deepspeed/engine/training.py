@@ -18,13 +18,15 @@ from ebbtide.interleave.deepspeed import disable, enable
 
 
 def import_muon() -> None:
-    """Import DeepSpeed's Muon, as every engine does, without what compiles its products: that takes as long as all."""
+    """Import DeepSpeed's Muon, as every engine does, without what compiles its
+    products: that takes as long as all."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda function: function)
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
 
-# Slices of this size cut DeepSpeed's subgroups of 9,000 elements or more at unaligned positions.
+# Slices of this size cut DeepSpeed's subgroups of 9,000 elements or more at unaligned
+# positions.
 SLICE = 5_003
 WIDTH = 48
 
@@ -36,7 +38,8 @@ class Model(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.checkpointing = checkpointing
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 97), nn.GELU(), nn.Linear(97, WIDTH)) for _ in range(4)
+            nn.Sequential(nn.Linear(WIDTH, 97), nn.GELU(), nn.Linear(97, WIDTH))
+            for _ in range(4)
         )
         self.head = nn.Linear(WIDTH, 7)
 
@@ -63,7 +66,10 @@ def config(dtype: str = "bf16", accumulate: int = 1, **changes: Any) -> dict[str
         "gradient_clipping": 0.5,
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 4}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 4},
+        },
         "steps_per_print": 1_000_000,
     }
     if dtype != "fp32":
@@ -80,7 +86,8 @@ def engine(
     make_model: Callable[..., nn.Module] = Model,
     **options: Any,
 ) -> Iterator[Any]:
-    """Yield a DeepSpeed engine, driven by a policy or plain. Options are for the model and for `enable`.
+    """Yield a DeepSpeed engine, driven by a policy or plain. Options are for the model
+    and for `enable`.
 
     Late updates are slow, so that steps return long before they have ended."""
     import cpuinfo
@@ -89,13 +96,22 @@ def engine(
     # DeepSpeed calls it for every CPU Adam, and it takes a second.
     if not hasattr(cpuinfo.get_cpu_info, "cache_clear"):
         cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    model_options = {name: options.pop(name) for name in ("checkpointing",) if name in options}
+    model_options = {
+        name: options.pop(name) for name in ("checkpointing",) if name in options
+    }
     torch.manual_seed(seed)
     model = make_model(**model_options)
     try:
         if policy is not None:
-            enable(policy, subgroup_params=options.pop("subgroup_params", SLICE), beside=True, **options)
-        created, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+            enable(
+                policy,
+                subgroup_params=options.pop("subgroup_params", SLICE),
+                beside=True,
+                **options,
+            )
+        created, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=settings
+        )
     finally:
         disable()
     if "forward" in f"{policy} {options.get('overlap')}":
@@ -118,12 +134,17 @@ def replace_update(engine: Any, before: Callable[[], object]) -> None:
     kernel.update_ranges = update_after
 
 
-def batches(engine: Any, count: int, seed: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(
+    engine: Any, count: int, seed: int = 1
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     rank = torch.distributed.get_rank()
     generator = torch.Generator().manual_seed(seed + 100 * rank)
     dtype = next(engine.module.parameters()).dtype
     for _ in range(count):
-        x, y = torch.randn(4, WIDTH, generator=generator), torch.randint(0, 7, (4,), generator=generator)
+        x, y = (
+            torch.randn(4, WIDTH, generator=generator),
+            torch.randint(0, 7, (4,), generator=generator),
+        )
         yield x.to(engine.device, dtype), y.to(engine.device)
 
 
@@ -143,16 +164,26 @@ def train(engine: Any, steps: int, seed: int = 1) -> list[float]:
 
 
 def state(engine: Any) -> list[torch.Tensor]:
-    """Return copies of the masters, moments and parameters of this rank, without padding (its values are arbitrary)."""
+    """Return copies of the masters, moments and parameters of this rank, without
+    padding (its values are arbitrary)."""
     optimizer = engine.optimizer
     copies = []
     for group, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         moments = optimizer.optimizer.state[master]
-        tensors = [master.detach(), optimizer.fp16_partitioned_groups_flat[group].detach()]
-        tensors += [moments[name] for name in ("exp_avg", "exp_avg_sq", "momentum_buffer") if name in moments]
+        tensors = [
+            master.detach(),
+            optimizer.fp16_partitioned_groups_flat[group].detach(),
+        ]
+        tensors += [
+            moments[name]
+            for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")
+            if name in moments
+        ]
         sizes = [tensor.numel() for tensor in optimizer.fp16_partitioned_groups[group]]
         for tensor in tensors:
-            for part, padding in zip(tensor.split(sizes), optimizer.groups_padding[group], strict=True):
+            for part, padding in zip(
+                tensor.split(sizes), optimizer.groups_padding[group], strict=True
+            ):
                 copies.append(part[: len(part) - padding].clone())
     return copies
 
@@ -165,21 +196,30 @@ def digest(engine: Any) -> str:
 
 
 class OneStep(NamedTuple):
-    """The masters after one step from one checkpoint, of plain DeepSpeed and of ebbtide, and where they are apart."""
+    """The masters after one step from one checkpoint, of plain DeepSpeed and of
+    ebbtide, and where they are apart."""
 
     theirs: torch.Tensor
     ours: torch.Tensor
-    is_apart: torch.Tensor  # By more than 4 ulp of the larger of master and learning rate.
+    # By more than 4 ulp of the larger of master and learning rate.
+    is_apart: torch.Tensor
     digest: str  # Of ebbtide's.
 
 
 def masters(engine: Any) -> torch.Tensor:
-    return torch.cat([master.detach().clone() for master in engine.optimizer.fp32_partitioned_groups_flat])
+    return torch.cat(
+        [
+            master.detach().clone()
+            for master in engine.optimizer.fp32_partitioned_groups_flat
+        ]
+    )
 
 
-def step_beside_deepspeed(settings: dict[str, Any], steps: int, folder: Path) -> OneStep:
-    """Train plain DeepSpeed, and then one step with the same gradients there and in ebbtide, whose checkpoint is
-    `driven`."""
+def step_beside_deepspeed(
+    settings: dict[str, Any], steps: int, folder: Path
+) -> OneStep:
+    """Train plain DeepSpeed, and then one step with the same gradients there and in
+    ebbtide, whose checkpoint is `driven`."""
     with engine(None, settings) as before:
         train(before, steps)
         before.save_checkpoint(folder, tag="plain")

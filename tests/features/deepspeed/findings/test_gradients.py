@@ -8,13 +8,23 @@ import pytest
 
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.features.deepspeed.findings.gradients import blocking_gradients
-from tests.analysis.findings.jobs import PARAMS, Job, async_copies, devices, offloaded, on_cpu, on_gpu
+from tests.analysis.findings.jobs import (
+    PARAMS,
+    Job,
+    async_copies,
+    devices,
+    offloaded,
+    on_cpu,
+    on_gpu,
+)
 
 
 def of_a_log(ranks: int = 2, **ms: Any) -> Job:
     """Make a DeepSpeed job of which only times were recorded."""
     job = devices(Job(ranks, **ms))
-    job.builder.meta["deepspeed"] = {"config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}}
+    job.builder.meta["deepspeed"] = {
+        "config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    }
     return job
 
 
@@ -29,7 +39,9 @@ def test_blocking_gradients__gain_is_time_of_pageable_copies(length: int) -> Non
 
 def test_blocking_gradients__counts_overlapping_copies_once_on_slowest_rank() -> None:
     job = offloaded(2).copy("d2h", "backward", 0, 60, PARAMS, "pageable", ranks=[1])
-    job.copy("d2h", "backward", 30, 50, PARAMS, "pageable", ranks=[1]).copy("d2h", "backward", 0, 7, PARAMS, "pageable")
+    job.copy("d2h", "backward", 30, 50, PARAMS, "pageable", ranks=[1]).copy(
+        "d2h", "backward", 0, 7, PARAMS, "pageable"
+    )
     assert job.finding(blocking_gradients).potential_gain_ms == pytest.approx(80)
 
 
@@ -37,7 +49,8 @@ def test_blocking_gradients__counts_overlapping_copies_once_on_slowest_rank() ->
     "job",
     [
         async_copies(offloaded()),
-        offloaded().copy("d2h", "backward", 0, 3.9, PARAMS, "pageable"),  # 2 % of the backward are its gradients
+        # 2 % of the backward are its gradients
+        offloaded().copy("d2h", "backward", 0, 3.9, PARAMS, "pageable"),
         offloaded().copy("d2h", "update", 0, 90, PARAMS, "pageable"),
         offloaded().copy("h2d", "backward", 0, 90, PARAMS, "pageable"),
     ],
@@ -47,7 +60,8 @@ def test_blocking_gradients__ignores_other_copies(job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "checkpointing", "forwards"), [(1, False, 2), (1, True, 3), (4, False, 3), (4, None, 4)]
+    ("ranks", "checkpointing", "forwards"),
+    [(1, False, 2), (1, True, 3), (4, False, 3), (4, None, 4)],
 )
 def test_blocking_gradients__estimates_wait_from_backward_and_forward(
     ranks: int, checkpointing: bool | None, forwards: int
@@ -61,20 +75,28 @@ def test_blocking_gradients__estimates_wait_from_backward_and_forward(
 
 
 @pytest.mark.parametrize(("backward", "reported"), [(599, False), (601, True)])
-def test_blocking_gradients__needs_half_more_than_expected_time(backward: float, reported: bool) -> None:
-    assert (of_a_log(2, backward=backward).result(blocking_gradients) is not None) == reported
+def test_blocking_gradients__needs_half_more_than_expected_time(
+    backward: float, reported: bool
+) -> None:
+    assert (
+        of_a_log(2, backward=backward).result(blocking_gradients) is not None
+    ) == reported
 
 
 def test_blocking_gradients__gain_excludes_time_at_link_peak() -> None:
     # 0.5 of the peak over 1000 ms: 500 ms at least, more than four forwards.
-    finding = of_a_log(backward=1000).sample("backward", 0.0, 0.5).finding(blocking_gradients)
+    finding = (
+        of_a_log(backward=1000).sample("backward", 0.0, 0.5).finding(blocking_gradients)
+    )
     assert finding.potential_gain_ms == pytest.approx(500)
     assert "50 % of the link's peak" in finding.evidence[1]
     assert "25 GB/s" in finding.evidence[1]
 
 
 @pytest.mark.parametrize(("share", "reported"), [(0.66, True), (0.67, False)])
-def test_blocking_gradients__is_none_if_link_is_busy(share: float, reported: bool) -> None:
+def test_blocking_gradients__is_none_if_link_is_busy(
+    share: float, reported: bool
+) -> None:
     # Fast forwards: four of them take 160 ms, the link needs 660 and 670 of the 1000.
     job = of_a_log(forward=40, backward=1000).sample("backward", 0.0, share)
     assert (job.result(blocking_gradients) is not None) == reported
@@ -97,16 +119,18 @@ def test_blocking_gradients__infers_offload_from_bytes() -> None:
 def test_blocking_gradients__is_none_without_offload() -> None:
     job = on_gpu(backward=1000).copy("d2h", "backward", 0, 100, PARAMS * 4, "pageable")
     assert (
-        job.meta(optimizers=[{"class": "AdamW", "params": PARAMS, "state_devices": ["cuda"]}]).result(
-            blocking_gradients
-        )
+        job.meta(
+            optimizers=[{"class": "AdamW", "params": PARAMS, "state_devices": ["cuda"]}]
+        ).result(blocking_gradients)
         is None
     )
     assert on_cpu(backward=5000).result(blocking_gradients) is None
     nowhere = offloaded(ratio=0.0, backward=1000)
     assert nowhere.result(blocking_gradients) is None
     nothing = offloaded(backward=1000)
-    nothing.builder.meta["deepspeed"]["config"]["zero_optimization"]["offload_optimizer"] = {"device": "none"}
+    nothing.builder.meta["deepspeed"]["config"]["zero_optimization"][
+        "offload_optimizer"
+    ] = {"device": "none"}
     assert nothing.result(blocking_gradients) is None
 
 

@@ -1,4 +1,5 @@
-"""The rules on state on storage: reported where the job waits for it, with the settings that end the waits."""
+"""The rules on state on storage: reported where the job waits for it, with the settings
+that end the waits."""
 
 from __future__ import annotations
 
@@ -12,9 +13,18 @@ def test_findings__are_about_the_settings_that_cause_the_waits() -> None:
         return {finding.rule: finding.advice for finding in find(trace).findings}
 
     best = {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
-    rules = {"storage-waits", "gradients-on-storage", "few-swap-buffers", "lost-moments"}
+    rules = {
+        "storage-waits",
+        "gradients-on-storage",
+        "few-swap-buffers",
+        "lost-moments",
+    }
     default = advice_by_rule(swapped_job(gradients=True))
-    assert rules & default.keys() == {"storage-waits", "gradients-on-storage", "few-swap-buffers"}
+    assert rules & default.keys() == {
+        "storage-waits",
+        "gradients-on-storage",
+        "few-swap-buffers",
+    }
     assert f"aio.block_size to {4 * SUBGROUP:,}" in default["gradients-on-storage"]
     assert "pipeline_read" in default["storage-waits"]
     assert rules & advice_by_rule(swapped_job(waits_ms=19, **best)).keys() == set()

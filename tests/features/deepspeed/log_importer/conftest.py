@@ -20,17 +20,27 @@ def import_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], T
 
 
 @pytest.fixture(scope="module")
-def import_with_monitor(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Trace]:
+def import_with_monitor(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[Path], Trace]:
     """Return a function that imports a log with its monitor file."""
-    return _cached(tmp_path_factory.mktemp("monitored"), lambda log: [monitor_of(log), log])
+    return _cached(
+        tmp_path_factory.mktemp("monitored"), lambda log: [monitor_of(log), log]
+    )
 
 
-def _cached(folder: Path, files: Callable[[Path], list[Path]]) -> Callable[[Path], Trace]:
+def _cached(
+    folder: Path, files: Callable[[Path], list[Path]]
+) -> Callable[[Path], Trace]:
     traces: dict[Path, Trace] = {}
 
     def get(log: Path) -> Trace:
         if log not in traces:
-            traces[log] = import_trace(files(log), folder / f"{len(traces)}.ebb", hardware=Hardware(link=(5, 16)))
+            traces[log] = import_trace(
+                files(log),
+                folder / f"{len(traces)}.ebb",
+                hardware=Hardware(link=(5, 16)),
+            )
         return traces[log]
 
     return get

@@ -25,18 +25,27 @@ def stamp_ns(text: str) -> int:
     return int(moment.timestamp()) * 10**9 + int(match[2]) * MS
 
 
-def log_line(second: float, text: str, kind: str = "INFO", where: str = "logging.py:96:log_dist") -> str:
+def log_line(
+    second: float, text: str, kind: str = "INFO", where: str = "logging.py:96:log_dist"
+) -> str:
     """Return a line of a log with its time."""
     moment = datetime.datetime(2024, 4, 15, 10) + datetime.timedelta(seconds=second)
-    return f"[{moment:%Y-%m-%d %H:%M:%S},{moment.microsecond // 1000:03d}] [{kind}] [{where}] {text}"
+    return (
+        f"[{moment:%Y-%m-%d %H:%M:%S},{moment.microsecond // 1000:03d}] [{kind}] "
+        f"[{where}] {text}"
+    )
 
 
 def timer_text(**ms: float) -> str:
     """Return durations in ms as DeepSpeed prints them."""
-    return "time (ms) | " + " | ".join(f"{name}: {value:.2f}" for name, value in ms.items())
+    return "time (ms) | " + " | ".join(
+        f"{name}: {value:.2f}" for name, value in ms.items()
+    )
 
 
-def iteration_lines(second: float, fwd: float = 100, bwd: float = 200, step: float = 50) -> list[str]:
+def iteration_lines(
+    second: float, fwd: float = 100, bwd: float = 200, step: float = 50
+) -> list[str]:
     """Return the lines of one iteration, whose timers are printed at `second`."""
     backward_parts = {"bwd_inner": bwd - 20, "bwd_allreduce": 15}
     all_timers = {"fwd": fwd, "bwd": bwd, **backward_parts, "step": step}
@@ -48,23 +57,40 @@ def iteration_lines(second: float, fwd: float = 100, bwd: float = 200, step: flo
     ]
 
 
-def mark_lines(second: float, word: str, ma: float = 1.0, peak: float = 1.5, where: str = "before") -> list[str]:
+def mark_lines(
+    second: float, word: str, ma: float = 1.0, peak: float = 1.5, where: str = "before"
+) -> list[str]:
     """Return the lines of a memory mark, sizes in GiB."""
     return [
-        log_line(second, f"Engine {where} {word}", where="utils.py:800:see_memory_usage"),
-        log_line(second, f"MA {ma} GB         Max_MA {peak} GB         CA 2.0 GB         Max_CA 3 GB "),
+        log_line(
+            second, f"Engine {where} {word}", where="utils.py:800:see_memory_usage"
+        ),
+        log_line(
+            second,
+            f"MA {ma} GB         Max_MA {peak} GB         CA 2.0 GB         Max_CA 3 "
+            "GB ",
+        ),
         log_line(second, "CPU Virtual Memory:  used = 10.0 GB, percent = 5.0%"),
     ]
 
 
 def step_lines(count: int = 5, **durations: float) -> list[str]:
-    """Return the lines of iterations whose timers are printed at 1 s, 2 s, and so on."""
-    return [text for number in range(count) for text in iteration_lines(1.0 + number, **durations)]
+    """Return the lines of iterations whose timers are printed at 1 s, 2 s, and so
+    on."""
+    return [
+        text
+        for number in range(count)
+        for text in iteration_lines(1.0 + number, **durations)
+    ]
 
 
 def micro_step_line(second: float, fwd: float, bwd: float, step: float = 0.05) -> str:
     """Return the timers of a micro-step, durations in ms."""
-    return log_line(second, f"[Rank 0] {timer_text(fwd_microstep=fwd, bwd_microstep=bwd, step_microstep=step)}")
+    return log_line(
+        second,
+        "[Rank 0] "
+        f"{timer_text(fwd_microstep=fwd, bwd_microstep=bwd, step_microstep=step)}",
+    )
 
 
 CONFIG = """json = {
@@ -77,12 +103,20 @@ CONFIG = """json = {
 
 
 def import_log(
-    tmp_path: Path, lines: Iterable[str] | bytes, *other_files: Path, end: str = "\n", **options: Any
+    tmp_path: Path,
+    lines: Iterable[str] | bytes,
+    *other_files: Path,
+    end: str = "\n",
+    **options: Any,
 ) -> Trace:
     """Import a log, together with other files."""
     file = tmp_path / "run.log"
-    file.write_bytes(lines if isinstance(lines, bytes) else (end.join(lines) + end).encode())
-    return import_trace([file, *other_files], tmp_path / "run.ebb", force=True, **options)
+    file.write_bytes(
+        lines if isinstance(lines, bytes) else (end.join(lines) + end).encode()
+    )
+    return import_trace(
+        [file, *other_files], tmp_path / "run.ebb", force=True, **options
+    )
 
 
 def lengths_ms(trace: Trace) -> list[tuple[int, int, str, float]]:
@@ -91,15 +125,25 @@ def lengths_ms(trace: Trace) -> list[tuple[int, int, str, float]]:
     ms = (rows["end_ns"] - rows["start_ns"]) / MS
     return [
         (int(i), int(m), p, d)
-        for i, m, p, d in zip(rows["iteration"], rows["micro_step"], rows["phase"], ms, strict=True)
+        for i, m, p, d in zip(
+            rows["iteration"], rows["micro_step"], rows["phase"], ms, strict=True
+        )
     ]
 
 
-PLAIN = [(n, 0, phase, ms) for n in range(5) for phase, ms in zip(PHASES, (100.0, 200.0, 50.0), strict=True)]
+PLAIN = [
+    (n, 0, phase, ms)
+    for n in range(5)
+    for phase, ms in zip(PHASES, (100.0, 200.0, 50.0), strict=True)
+]
 
 
 def write_monitor(
-    path: Path, start_ns: int, seconds: float, step: float = 0.1, devices: Iterable[int] = (0, 1)
+    path: Path,
+    start_ns: int,
+    seconds: float,
+    step: float = 0.1,
+    devices: Iterable[int] = (0, 1),
 ) -> Path:
     """Write a monitor file with a sample of each device every `step` seconds."""
     rows = [
@@ -107,5 +151,9 @@ def write_monitor(
         for n in range(int(seconds / step))
         for device in devices
     ]
-    path.write_text("index,timestamp,memory.used [MiB],memory.free [MiB],rxpci,txpci\n" + "\n".join(rows) + "\n")
+    path.write_text(
+        "index,timestamp,memory.used [MiB],memory.free [MiB],rxpci,txpci\n"
+        + "\n".join(rows)
+        + "\n"
+    )
     return path

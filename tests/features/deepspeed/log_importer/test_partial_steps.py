@@ -1,4 +1,5 @@
-"""Logs without timers of whole steps: phases from micro-steps; and Megatron's report of memory."""
+"""Logs without timers of whole steps: phases from micro-steps; and Megatron's report of
+memory."""
 
 from __future__ import annotations
 
@@ -16,10 +17,12 @@ from tests.features.deepspeed.log_importer.made_logs import (
 )
 
 ACCUMULATION = (
-    'json = {\n    "gradient_accumulation_steps": 2,\n    "zero_optimization": {\n        "stage": 3\n    }\n}'
+    'json = {\n    "gradient_accumulation_steps": 2,\n    "zero_optimization": {\n     '
+    '   "stage": 3\n    }\n}'
 )
 REPORT = (
-    "[Rank 0] (after 1 iterations) memory (MB) | allocated: 18244.640625 | max allocated: 41299.50146484375 | "
+    "[Rank 0] (after 1 iterations) memory (MB) | allocated: 18244.640625 | max "
+    "allocated: 41299.50146484375 | "
     "reserved: 46764.0 | max reserved: 46764.0"
 )
 
@@ -30,16 +33,33 @@ def accumulated_lines(update_ms: float = 40) -> list[str]:
     for number in range(4):
         updates = number % 2 == 1
         if updates:
-            lines.append(log_line(1 + number, f"[Rank 0] {timer_text(optimizer_step=update_ms - 5)}"))
-        lines.append(micro_step_line(1 + number, fwd=100, bwd=200, step=update_ms if updates else 0.05))
+            lines.append(
+                log_line(
+                    1 + number, f"[Rank 0] {timer_text(optimizer_step=update_ms - 5)}"
+                )
+            )
+        lines.append(
+            micro_step_line(
+                1 + number, fwd=100, bwd=200, step=update_ms if updates else 0.05
+            )
+        )
     return lines
 
 
 @pytest.mark.parametrize("config", [[], [ACCUMULATION]])
-def test_steps_of_micro_steps__end_at_updates(tmp_path: Path, config: list[str]) -> None:
+def test_steps_of_micro_steps__end_at_updates(
+    tmp_path: Path, config: list[str]
+) -> None:
     trace = import_log(tmp_path, [*config, *accumulated_lines()])
-    expected = [(0, "forward", 100.0), (0, "backward", 200.0), (1, "forward", 100.0), (1, "backward", 200.0)]
-    assert lengths_ms(trace) == [(step, *row) for step in (0, 1) for row in [*expected, (1, "update", 40.0)]]
+    expected = [
+        (0, "forward", 100.0),
+        (0, "backward", 200.0),
+        (1, "forward", 100.0),
+        (1, "backward", 200.0),
+    ]
+    assert lengths_ms(trace) == [
+        (step, *row) for step in (0, 1) for row in [*expected, (1, "update", 40.0)]
+    ]
     assert trace.ops(0)["name"].tolist() == ["optimizer_step"] * 2
     assert any("iterations are made of its micro-steps" in note for note in trace.notes)
     assert not any("turn on wall_clock_breakdown" in note for note in trace.notes)

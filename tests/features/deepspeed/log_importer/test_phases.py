@@ -36,9 +36,14 @@ def test_time_phases__end_when_their_timers_were_printed(tmp_path: Path) -> None
     assert ops["end_ns"].iloc[1] <= backward["end_ns"]
 
 
-def test_time_phases__places_steps_without_times_next_to_the_others(tmp_path: Path) -> None:
+def test_time_phases__places_steps_without_times_next_to_the_others(
+    tmp_path: Path,
+) -> None:
     lines = step_lines()
-    bare = [text[text.index("] [Rank") + 2 :] if n < 6 or n >= 12 else text for n, text in enumerate(lines)]
+    bare = [
+        text[text.index("] [Rank") + 2 :] if n < 6 or n >= 12 else text
+        for n, text in enumerate(lines)
+    ]
     trace = import_log(tmp_path, bare)
     assert lengths_ms(trace) == PLAIN
     starts, ends = (trace.phases(0)[name].to_numpy() for name in ("start_ns", "end_ns"))
@@ -48,7 +53,8 @@ def test_time_phases__places_steps_without_times_next_to_the_others(tmp_path: Pa
 
 
 def stamped(log: Path, zone: str = "", seconds: float = 0.1) -> list[str]:
-    """Return a log as `ts` or docker would have written it, with a constant interval between lines."""
+    """Return a log as `ts` or docker would have written it, with a constant interval
+    between lines."""
     start = datetime.datetime(2026, 3, 1, 12)
     lines = log.read_text().splitlines()
     times = [start + datetime.timedelta(seconds=seconds * n) for n in range(len(lines))]
@@ -58,20 +64,40 @@ def stamped(log: Path, zone: str = "", seconds: float = 0.1) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("zone", "hours"), [("", 0.0), ("Z", 0.0), ("+05:30", 5.5), ("-0330", -3.5)])
-def test_time_phases__use_times_that_precede_each_line(tmp_path: Path, zone: str, hours: float) -> None:
+@pytest.mark.parametrize(
+    ("zone", "hours"), [("", 0.0), ("Z", 0.0), ("+05:30", 5.5), ("-0330", -3.5)]
+)
+def test_time_phases__use_times_that_precede_each_line(
+    tmp_path: Path, zone: str, hours: float
+) -> None:
     log = DATA / "deepspeed-0.19.8-zero2-accumulation.log"
     trace = import_log(tmp_path, stamped(log, zone))
     assert deepspeed_of(trace).info.config["gradient_accumulation_steps"] == 3
     lines = log.read_text().splitlines()
     printed = next(n for n, text in enumerate(lines) if "| fwd: " in text)
-    first = int(datetime.datetime(2026, 3, 1, 12, tzinfo=datetime.UTC).timestamp() * 1e9 - hours * 3.6e12)
+    first = int(
+        datetime.datetime(2026, 3, 1, 12, tzinfo=datetime.UTC).timestamp() * 1e9
+        - hours * 3.6e12
+    )
     update = trace.phases(0)[lambda rows: rows["phase"] == "update"].iloc[0]
-    marked_ns = first + next(n for n, t in enumerate(lines[:printed]) if "Engine before step" in t) * MS * 100
-    assert marked_ns <= update["start_ns"] <= update["end_ns"] <= first + printed * MS * 100
-    # Of these a backward ends with the mark behind it, which DeepSpeed takes within its timer.
+    marked_ns = (
+        first
+        + next(n for n, t in enumerate(lines[:printed]) if "Engine before step" in t)
+        * MS
+        * 100
+    )
+    assert (
+        marked_ns
+        <= update["start_ns"]
+        <= update["end_ns"]
+        <= first + printed * MS * 100
+    )
+    # Of these a backward ends with the mark behind it, which DeepSpeed takes within its
+    # timer.
     over = [n + 1 for n, text in enumerate(lines) if "Engine after backward" in text]
     backward = trace.phases(0)[lambda rows: rows["phase"] == "backward"]
     assert list(backward["end_ns"]) == [first + n * 100 * MS for n in over]
     assert any("without a time zone" in note for note in trace.notes) == (zone == "")
-    assert len(trace.memory(0)[lambda rows: rows["pool"] == "host"]) == len(re.findall("CPU Virtual", log.read_text()))
+    assert len(trace.memory(0)[lambda rows: rows["pool"] == "host"]) == len(
+        re.findall("CPU Virtual", log.read_text())
+    )

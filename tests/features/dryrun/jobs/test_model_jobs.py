@@ -1,4 +1,5 @@
-"""Jobs that are made from a model: its configuration, the script, and what the dry run loads."""
+"""Jobs that are made from a model: its configuration, the script, and what the dry run
+loads."""
 
 from __future__ import annotations
 
@@ -18,8 +19,20 @@ from ebbtide.errors import UserError
 from ebbtide.features.dryrun.files.safetensors_files import FakeSafetensors
 from ebbtide.features.dryrun.jobs import settings
 from ebbtide.features.dryrun.jobs.model_job import prepare_model_job, render
-from ebbtide.features.dryrun.jobs.models import Model, complete_stand_ins, find_model, known_models, write_stand_in
-from ebbtide.features.dryrun.jobs.settings import Method, ModelJob, Optimizer, Precision, Strategy
+from ebbtide.features.dryrun.jobs.models import (
+    Model,
+    complete_stand_ins,
+    find_model,
+    known_models,
+    write_stand_in,
+)
+from ebbtide.features.dryrun.jobs.settings import (
+    Method,
+    ModelJob,
+    Optimizer,
+    Precision,
+    Strategy,
+)
 from ebbtide.units import count_text
 
 # Parameters by the model cards.
@@ -38,12 +51,20 @@ PUBLISHED_PARAMETERS = {
 
 def parameters_of(config: dict[str, Any]) -> int:
     """Count the parameters of a decoder by hand."""
-    kind, width, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
+    kind, width, inner = (
+        config["model_type"],
+        config["hidden_size"],
+        config["intermediate_size"],
+    )
     heads = config["num_attention_heads"]
     head = config.get("head_dim", width // heads)
     queries, keys = heads * head, config["num_key_value_heads"] * head
-    attention = width * (2 * queries + 2 * keys) + (queries + 2 * keys if kind == "qwen2" else 0)
-    norms = (4 if kind.startswith("gemma") else 2) * width + (2 * head if kind in ("qwen3", "gemma3_text") else 0)
+    attention = width * (2 * queries + 2 * keys) + (
+        queries + 2 * keys if kind == "qwen2" else 0
+    )
+    norms = (4 if kind.startswith("gemma") else 2) * width + (
+        2 * head if kind in ("qwen3", "gemma3_text") else 0
+    )
     tied = config.get("tie_word_embeddings", kind.startswith("gemma"))
     layers = config["num_hidden_layers"] * (attention + 3 * width * inner + norms)
     return (1 if tied else 2) * config["vocab_size"] * width + layers + width
@@ -51,7 +72,9 @@ def parameters_of(config: dict[str, Any]) -> int:
 
 def test_known_models__have_the_parameters_of_their_cards() -> None:
     models = known_models()
-    assert {name: parameters_of(models[name]) for name in PUBLISHED_PARAMETERS} == PUBLISHED_PARAMETERS
+    assert {
+        name: parameters_of(models[name]) for name in PUBLISHED_PARAMETERS
+    } == PUBLISHED_PARAMETERS
     assert "like" not in {key for config in models.values() for key in config}
 
 
@@ -77,7 +100,9 @@ def test_find_model__reads_folders_and_files(tmp_path: Path) -> None:
     for file in ("config.json", "mine.json"):
         (tmp_path / file).write_text(json.dumps(config))
     expected = Model(str(tmp_path), config, tmp_path)
-    assert find_model(str(tmp_path)) == find_model(str(tmp_path / "mine.json")) == expected
+    assert (
+        find_model(str(tmp_path)) == find_model(str(tmp_path / "mine.json")) == expected
+    )
     assert not expected.is_whole
     for file in ("tokenizer.json", "model.safetensors"):
         (tmp_path / file).touch()
@@ -102,12 +127,21 @@ def test_find_model__says_what_to_do_without_a_configuration(
         find_model(name)
 
 
-def test_stand_in__has_the_tensors_of_the_model_and_a_tokenizer_of_words(tmp_path: Path) -> None:
+def test_stand_in__has_the_tensors_of_the_model_and_a_tokenizer_of_words(
+    tmp_path: Path,
+) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = {**known_models()["qwen2.5-0.5b"], **sizes}
     write_stand_in(Model("tiny", config), tmp_path / "tiny")
-    assert complete_stand_ins(tmp_path) == [f"model tiny: {count_text(parameters_of(config))} parameters"]
+    assert complete_stand_ins(tmp_path) == [
+        f"model tiny: {count_text(parameters_of(config))} parameters"
+    ]
     header = FakeSafetensors(tmp_path / "tiny" / "model.safetensors")
     names = set(header.keys())
     assert "lm_head.weight" not in names  # tied to the embedding
@@ -115,17 +149,27 @@ def test_stand_in__has_the_tensors_of_the_model_and_a_tokenizer_of_words(tmp_pat
     assert sum(map(math.prod, shapes)) == parameters_of(config)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "tiny")
     assert tokenizer("a a a")["input_ids"] == [4, 4, 4]
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a "
+    assert (
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": "a"}], tokenize=False
+        )
+        == "a "
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"model_type": "no-such-kind"}, "makes no language model of some: "),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantized"),
+        (
+            {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}},
+            "quantized",
+        ),
     ],
 )
-def test_stand_in__says_in_a_line_what_it_cannot_make(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_stand_in__says_in_a_line_what_it_cannot_make(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     def make() -> None:
         write_stand_in(Model("some", config, tmp_path), tmp_path / "some")
         complete_stand_ins(tmp_path)
@@ -138,10 +182,18 @@ def test_stand_in__says_in_a_line_what_it_cannot_make(config: dict[str, Any], me
 def valid_jobs() -> list[ModelJob]:
     """Return a job of each combination of settings that is not refused."""
     jobs = []
-    choices = (get_args(Method), get_args(Optimizer), (True, False), get_args(Precision), (None, *get_args(Strategy)))
+    choices = (
+        get_args(Method),
+        get_args(Optimizer),
+        (True, False),
+        get_args(Precision),
+        (None, *get_args(Strategy)),
+    )
     for method, optimizer, checkpointing, precision, strategy in product(*choices):
         with contextlib.suppress(UserError):
-            job = ModelJob("x/y", method, optimizer, 2, 512, checkpointing, precision, strategy, 4)
+            job = ModelJob(
+                "x/y", method, optimizer, 2, 512, checkpointing, precision, strategy, 4
+            )
             jobs.append(job)
     return jobs
 
@@ -150,9 +202,13 @@ def test_render__makes_clean_scripts_of_all_settings(tmp_path: Path) -> None:
     jobs = valid_jobs()
     assert len(jobs) > 200
     for index, job in enumerate(jobs):
-        (tmp_path / f"job_{index}.py").write_text(render(job, job.model, f"job_{index}.py"))
+        (tmp_path / f"job_{index}.py").write_text(
+            render(job, job.model, f"job_{index}.py")
+        )
     checks = ["check", "--isolated", "--select", "E9,F,I", "--line-length", "140"]
-    ruff = subprocess.run([find_ruff_bin(), *checks, "."], cwd=tmp_path, capture_output=True, text=True)
+    ruff = subprocess.run(
+        [find_ruff_bin(), *checks, "."], cwd=tmp_path, capture_output=True, text=True
+    )
     assert ruff.returncode == 0, ruff.stdout
 
 
@@ -161,21 +217,40 @@ def test_render__makes_clean_scripts_of_all_settings(tmp_path: Path) -> None:
     [
         ({"strategy": "fsdp"}, "is for several ranks"),
         ({"strategy": "zero3", "method": "qlora"}, "which qlora keeps whole"),
-        ({"strategy": "fsdp", "method": "qlora", "ranks": 2}, "which qlora keeps whole"),
+        (
+            {"strategy": "fsdp", "method": "qlora", "ranks": 2},
+            "which qlora keeps whole",
+        ),
         ({"strategy": "offload", "optimizer": "sgd"}, "runs DeepSpeed's AdamW"),
         ({"strategy": "zero1", "precision": "bf16-mixed"}, "take --precision bf16"),
-        ({"strategy": "fsdp", "optimizer": "adamw-8bit", "ranks": 2}, "does not update sharded parameters"),
+        (
+            {"strategy": "fsdp", "optimizer": "adamw-8bit", "ranks": 2},
+            "does not update sharded parameters",
+        ),
     ],
 )
-def test_model_job__refuses_settings_that_make_no_sense_together(values: dict[str, Any], message: str) -> None:
+def test_model_job__refuses_settings_that_make_no_sense_together(
+    values: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         ModelJob("x", **values)
 
 
-def test_prepare_model_job__names_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "find_spec", lambda package: None if package == "bitsandbytes" else package)
-    for job in (ModelJob("qwen3-8b", "qlora"), ModelJob("qwen3-8b", optimizer="paged-adamw-8bit")):
-        with pytest.raises(UserError, match="this job needs bitsandbytes: pip install bitsandbytes"):
+def test_prepare_model_job__names_packages_that_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        settings,
+        "find_spec",
+        lambda package: None if package == "bitsandbytes" else package,
+    )
+    for job in (
+        ModelJob("qwen3-8b", "qlora"),
+        ModelJob("qwen3-8b", optimizer="paged-adamw-8bit"),
+    ):
+        with pytest.raises(
+            UserError, match="this job needs bitsandbytes: pip install bitsandbytes"
+        ):
             prepare_model_job(job, tmp_path / "job.py", False)
 
 
@@ -187,7 +262,9 @@ def test_prepare_model_job__leaves_nothing_behind_where_it_fails(
     script = tmp_path / "run-job.py"
     with pytest.raises(UserError, match="longer than the 40,960 positions"):
         prepare_model_job(ModelJob("qwen3-8b", sequence=50_000), script, False)
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "quantization_config": {}}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "quantization_config": {}}'
+    )
     with pytest.raises(UserError, match="quantized"):
         prepare_model_job(ModelJob(str(tmp_path)), script, False)
     assert not script.exists()

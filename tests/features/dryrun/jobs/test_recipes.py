@@ -1,4 +1,5 @@
-"""Recipe files: the framework, its program, and what a dry run loads in place of models and data."""
+"""Recipe files: the framework, its program, and what a dry run loads in place of models
+and data."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ gradient_accumulation_steps: 4
 max_length: 512
 eval_strategy: steps
 """
-TRL_DPO = "model_name_or_path: Qwen/Qwen2.5-0.5B\nbeta: 0.1\ndatasets:\n- path: trl-lib/ultrafeedback_binarized\n"
+TRL_DPO = (
+    "model_name_or_path: Qwen/Qwen2.5-0.5B\nbeta: 0.1\ndatasets:\n- path: "
+    "trl-lib/ultrafeedback_binarized\n"
+)
 AXOLOTL = """
 base_model: NousResearch/Llama-3.2-1B
 datasets:
@@ -68,7 +72,8 @@ output_dir: /tmp/tune
 
 @pytest.fixture(autouse=True)
 def _preparation_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Prepare without the frameworks, whose programs are not started here, and without making a model."""
+    """Prepare without the frameworks, whose programs are not started here, and without
+    making a model."""
     monkeypatch.setattr(recipes, "require", lambda _package, _subject: None)
     monkeypatch.setattr(models, "write_stand_in", lambda _model, folder: folder.mkdir())
     monkeypatch.setenv("HF_DATASETS_CACHE", "")
@@ -77,7 +82,9 @@ def _preparation_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def prepare(text: str, name: str = "recipe.yaml", ranks: int = 1) -> tuple[PreparedJob, dict[str, Any]]:
+def prepare(
+    text: str, name: str = "recipe.yaml", ranks: int = 1
+) -> tuple[PreparedJob, dict[str, Any]]:
     """Return the job of a recipe, and the recipe that it runs."""
     Path(name).write_text(text)
     job = prepare_recipe(Path(name), ranks)
@@ -89,7 +96,10 @@ def prepare(text: str, name: str = "recipe.yaml", ranks: int = 1) -> tuple[Prepa
 def rows(file: Path) -> list[dict[str, int]]:
     """Return the words in each column of each row."""
     lines = file.read_text().splitlines()
-    return [{name: len(text.split()) for name, text in json.loads(line).items()} for line in lines]
+    return [
+        {name: len(text.split()) for name, text in json.loads(line).items()}
+        for line in lines
+    ]
 
 
 def test_recipe_of_trl__runs_its_trainer_on_texts_of_full_length() -> None:
@@ -104,7 +114,8 @@ def test_recipe_of_trl__runs_its_trainer_on_texts_of_full_length() -> None:
     assert "eval_strategy" not in recipe
     assert job.lines == [
         "TRL: trl sft --config recipe.yaml",
-        "model Qwen/Qwen2.5-0.5B: without its weights, configuration from ebbtide's list",
+        "model Qwen/Qwen2.5-0.5B: without its weights, configuration from ebbtide's "
+        "list",
         "data: 32 samples of 512 tokens in place of those of the recipe",
     ]
     assert os.environ["HF_DATASETS_CACHE"].startswith(str(scratch))
@@ -113,7 +124,11 @@ def test_recipe_of_trl__runs_its_trainer_on_texts_of_full_length() -> None:
 def test_recipe_of_trl__with_a_key_of_preferences_runs_dpo() -> None:
     job, recipe = prepare(TRL_DPO)
     assert job.command[1] == "dpo"
-    assert rows(Path(recipe["dataset_name"]) / "train.jsonl")[0] == {"prompt": 256, "chosen": 768, "rejected": 768}
+    assert rows(Path(recipe["dataset_name"]) / "train.jsonl")[0] == {
+        "prompt": 256,
+        "chosen": 768,
+        "rejected": 768,
+    }
     assert prepare(TRL, "dpo-lora.yaml")[0].command[1] == "dpo"
 
 
@@ -135,17 +150,33 @@ def test_recipe_of_llama_factory__has_a_data_set_of_its_own() -> None:
     assert entry["columns"] == {"prompt": "prompt", "response": "response"}
     assert "eval_dataset" not in recipe
     _, recipe = prepare(FACTORY.replace("sft", "dpo"))
-    entry = json.loads((Path(recipe["dataset_dir"]) / "dataset_info.json").read_text())["synthetic"]
+    entry = json.loads((Path(recipe["dataset_dir"]) / "dataset_info.json").read_text())[
+        "synthetic"
+    ]
     assert entry["ranking"] is True
-    assert entry["columns"] == {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
+    assert entry["columns"] == {
+        "prompt": "prompt",
+        "chosen": "chosen",
+        "rejected": "rejected",
+    }
 
 
 def test_recipe_of_torchtune__runs_the_program_of_its_comment_or_content() -> None:
     job, recipe = prepare(TUNE)
     scratch = str(job.scratch)
-    command = ["run", "--nproc_per_node", "2", "lora_finetune_distributed", "--config", f"{scratch}/recipe.yaml"]
+    command = [
+        "run",
+        "--nproc_per_node",
+        "2",
+        "lora_finetune_distributed",
+        "--config",
+        f"{scratch}/recipe.yaml",
+    ]
     assert job.command[1:] == command
-    checkpoints = {"_component_": "torchtune.training.FullModelHFCheckpointer", "output_dir": "${output_dir}"}
+    checkpoints = {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "output_dir": "${output_dir}",
+    }
     checkpoints |= {
         "checkpoint_dir": f"{scratch}/Meta-Llama-3.1-8B-Instruct",
         "checkpoint_files": ["model.safetensors"],
@@ -153,10 +184,18 @@ def test_recipe_of_torchtune__runs_the_program_of_its_comment_or_content() -> No
     assert recipe["checkpointer"] == checkpoints
     assert recipe["tokenizer"]["max_seq_len"] == 4096
     assert recipe["dataset"]["packed"] is True
-    without_comment = "\n".join(line for line in TUNE.splitlines() if not line.startswith("#"))
-    assert prepare(without_comment)[0].command[1:3] == ["run", "lora_finetune_single_device"]
+    without_comment = "\n".join(
+        line for line in TUNE.splitlines() if not line.startswith("#")
+    )
+    assert prepare(without_comment)[0].command[1:3] == [
+        "run",
+        "lora_finetune_single_device",
+    ]
     assert prepare(TUNE, ranks=8)[0].command[3:5] == ["8", "lora_finetune_distributed"]
-    preference = without_comment.replace("lora_llama3_1_8b", "llama3_1_8b") + "\nloss: {_component_: x.DPOLoss}\n"
+    preference = (
+        without_comment.replace("lora_llama3_1_8b", "llama3_1_8b")
+        + "\nloss: {_component_: x.DPOLoss}\n"
+    )
     assert prepare(preference, ranks=2)[0].command[4] == "full_dpo_distributed"
 
 
@@ -165,10 +204,15 @@ def test_recipe__whose_model_and_data_are_at_hand_runs_as_it_is(tmp_path: Path) 
         (tmp_path / name).write_text("{}")
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "own.jsonl").touch()
-    text = TRL.replace("Qwen/Qwen2.5-0.5B", str(tmp_path)).replace("trl-lib/Capybara", "own.jsonl")
+    text = TRL.replace("Qwen/Qwen2.5-0.5B", str(tmp_path)).replace(
+        "trl-lib/Capybara", "own.jsonl"
+    )
     Path("own.yaml").write_text(text)
     job = prepare_recipe(Path("own.yaml"), 1)
-    assert (job.command[-1], job.lines) == ("own.yaml", ["TRL: trl sft --config own.yaml"])
+    assert (job.command[-1], job.lines) == (
+        "own.yaml",
+        ["TRL: trl sft --config own.yaml"],
+    )
     Path("own.yaml").write_text(text.replace("own.jsonl", "missing.jsonl"))
     assert len(prepare_recipe(Path("own.yaml"), 1).lines) == 2
 
@@ -177,21 +221,30 @@ def test_recipe__with_a_tokenizer_keeps_data_at_hand(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
     (tmp_path / "own.jsonl").touch()
-    text = TRL.replace("Qwen/Qwen2.5-0.5B", str(tmp_path)).replace("trl-lib/Capybara", "own.jsonl")
+    text = TRL.replace("Qwen/Qwen2.5-0.5B", str(tmp_path)).replace(
+        "trl-lib/Capybara", "own.jsonl"
+    )
     assert prepare(text)[1]["dataset_name"] == "own.jsonl"
     (tmp_path / "tokenizer.json").unlink()
     assert prepare(text)[1]["dataset_name"] != "own.jsonl"
 
 
 REFUSED = [
-    ("lr: 1\n", r"none of the keys _component_ \(torchtune\), stage \(LLaMA-Factory\), base_model"),
+    (
+        "lr: 1\n",
+        r"none of the keys _component_ \(torchtune\), stage \(LLaMA-Factory\), "
+        r"base_model",
+    ),
     ("- a\n", "it has no keys"),
     ("a: [", "is not YAML"),
     (FACTORY.replace("sft", "kto"), "the data of stage kto is not replaced"),
     (AXOLOTL + "rl: dpo\n", "rl: dpo is not replaced"),
     ("base_model: nowhere/\n", "there is no nowhere/"),
     ("model_name_or_path: [1]\n", "no recipe of TRL that ebbtide can read"),
-    (TUNE.replace("checkpoint_dir:", "folder:"), "no recipe of torchtune that ebbtide can read: KeyError"),
+    (
+        TUNE.replace("checkpoint_dir:", "folder:"),
+        "no recipe of torchtune that ebbtide can read: KeyError",
+    ),
 ]
 
 
@@ -201,9 +254,14 @@ def test_recipe__is_refused_in_a_line() -> None:
             prepare(text)
 
 
-def test_recipe__of_a_framework_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_recipe__of_a_framework_that_is_not_installed_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(recipes, "require", require)
     monkeypatch.setattr(FRAMEWORKS[2], "package", "no_such_package", raising=False)
-    message = "recipe.yaml, a recipe of Axolotl, needs no_such_package: pip install no_such_package"
+    message = (
+        "recipe.yaml, a recipe of Axolotl, needs no_such_package: pip install "
+        "no_such_package"
+    )
     with pytest.raises(UserError, match=message):
         prepare(AXOLOTL)

@@ -1,4 +1,5 @@
-"""Small jobs of several ranks, for a dry run (`cuda`) and for real processes with gloo (`cpu`)."""
+"""Small jobs of several ranks, for a dry run (`cuda`) and for real processes with gloo
+(`cpu`)."""
 
 from __future__ import annotations
 
@@ -13,16 +14,23 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 WIDTH, LAYERS, BATCH, LENGTH, VOCABULARY = 128, 2, 8, 16, 512
 STEPS = 3
-# Of a model with LAYERS blocks: norm, two layers with bias; embedding and head with bias.
+# Of a model with LAYERS blocks: norm, two layers with bias; embedding and head with
+# bias.
 BLOCK_PARAMS = 2 * WIDTH + 8 * WIDTH * WIDTH + 5 * WIDTH
 PARAMS = LAYERS * BLOCK_PARAMS + 2 * VOCABULARY * WIDTH + VOCABULARY
-# Of each block, what tensor parallelism splits: both weights, and the bias of the first layer.
+# Of each block, what tensor parallelism splits: both weights, and the bias of the first
+# layer.
 SPLIT_PARAMS = LAYERS * (8 * WIDTH * WIDTH + 4 * WIDTH)
 
 
@@ -41,7 +49,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     """An embedding (if `first`), blocks, and a head (if `last`)."""
 
-    def __init__(self, layers: int = LAYERS, first: bool = True, last: bool = True) -> None:
+    def __init__(
+        self, layers: int = LAYERS, first: bool = True, last: bool = True
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH) if first else None
         self.blocks = nn.ModuleList(Block() for _ in range(layers))
@@ -59,7 +69,9 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _train(model: nn.Module, device: str, optimizer: Any = None, foreach: bool = True) -> None:
+def _train(
+    model: nn.Module, device: str, optimizer: Any = None, foreach: bool = True
+) -> None:
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), foreach=foreach)
     for _ in range(STEPS):
         tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH)).to(device)
@@ -99,7 +111,9 @@ def _ddp_without_sync(device: str) -> None:
 
 def _zero(device: str) -> None:
     model = DistributedDataParallel(Model().to(device))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, foreach=True)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=1e-3, foreach=True
+    )
     _train(model, device, optimizer)
 
 
@@ -127,13 +141,16 @@ def _meta_fsdp(device: str) -> None:
 
 def _split(model: Model, mesh: DeviceMesh) -> None:
     for block in model.blocks:
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        parallelize_module(
+            block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
 
 
 def _tensor(device: str) -> None:
     model = Model().to(device)
     _split(model, _mesh(device))
-    _train(model, device, foreach=False)  # torch has no foreach update of split and whole parameters together
+    # torch has no foreach update of split and whole parameters together
+    _train(model, device, foreach=False)
 
 
 def _sequence(device: str) -> None:
@@ -154,7 +171,9 @@ def _sequence(device: str) -> None:
 
 
 def _tensor_and_fsdp(device: str) -> None:
-    mesh = init_device_mesh(device, (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(
+        device, (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor")
+    )
     model = Model().to(device)
     _split(model, mesh["tensor"])
     for block in model.blocks:
@@ -164,7 +183,9 @@ def _tensor_and_fsdp(device: str) -> None:
 
 
 def _hybrid(device: str) -> None:
-    mesh = init_device_mesh(device, (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        device, (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard")
+    )
     _fsdp(device, mesh)
 
 
@@ -177,7 +198,10 @@ def _pipeline(device: str, schedule: Any = ScheduleGPipe) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     for _ in range(STEPS):
         tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH)).to(device)
-        schedule.step(*([tokens] if first else []), **({"target": tokens, "losses": []} if last else {}))
+        schedule.step(
+            *([tokens] if first else []),
+            **({"target": tokens, "losses": []} if last else {}),
+        )
         optimizer.step()
         optimizer.zero_grad()
 

@@ -1,4 +1,5 @@
-"""Runs a job on the CPU in two real ranks, and counts the bytes of the tensors of rank 0."""
+"""Runs a job on the CPU in two real ranks, and counts the bytes of the tensors of rank
+0."""
 
 from __future__ import annotations
 
@@ -38,19 +39,27 @@ class LiveBytes(TorchDispatchMode):
         torch.UntypedStorage.resize_ = resize_storage
         return super().__enter__()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
-            if type(tensor) is torch.Tensor and tensor.untyped_storage()._cdata not in self._live:
+            if (
+                type(tensor) is torch.Tensor
+                and tensor.untyped_storage()._cdata not in self._live
+            ):
                 self._set(tensor.untyped_storage())
         return result
 
     def _set(self, storage: Any) -> None:
         key = storage._cdata
         self._drop(key)
-        self._live[key] = storage.nbytes(), weakref.ref(storage, lambda _: self._drop(key))
+        self._live[key] = (
+            storage.nbytes(),
+            weakref.ref(storage, lambda _: self._drop(key)),
+        )
         self.now += storage.nbytes()
         self.most = max(self.most, self.now)
 
@@ -76,13 +85,25 @@ def run_real(name: str) -> dict[str, int]:
 
 
 def _run_rank(name: str, rank: int, store: Path) -> dict[str, int]:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2
+    )
     sizes: dict[str, int] = {}
 
     def count(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-        sizes.update(parameter=_bytes_of(parameters), optimizer_state=_bytes_of(moments))
+        parameters = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+        moments = [
+            state[key]
+            for state in optimizer.state.values()
+            for key in ("exp_avg", "exp_avg_sq")
+        ]
+        sizes.update(
+            parameter=_bytes_of(parameters), optimizer_state=_bytes_of(moments)
+        )
         sizes["gradient"] = _bytes_of([parameter.grad for parameter in parameters])
 
     register_optimizer_step_post_hook(count)
@@ -93,5 +114,8 @@ def _run_rank(name: str, rank: int, store: Path) -> dict[str, int]:
 
 
 def _bytes_of(tensors: list[Any]) -> int:
-    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    local = [
+        tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        for tensor in tensors
+    ]
     return sum(tensor.numel() * tensor.element_size() for tensor in local)

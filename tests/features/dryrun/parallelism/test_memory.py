@@ -1,4 +1,5 @@
-"""Memory of rank 0 in dry runs of several ranks, against arithmetic and against two real ranks on the CPU."""
+"""Memory of rank 0 in dry runs of several ranks, against arithmetic and against two
+real ranks on the CPU."""
 
 from __future__ import annotations
 
@@ -10,14 +11,29 @@ import torch.distributed as dist
 from ebbtide.features.dryrun.session import DryRun, DryRunOptions
 from tests.conftest import slow
 from tests.features.dryrun.forked import run_forked
-from tests.features.dryrun.parallelism.jobs import BLOCK_PARAMS, JOBS, PARAMS, SPLIT_PARAMS, VOCABULARY, WIDTH
+from tests.features.dryrun.parallelism.jobs import (
+    BLOCK_PARAMS,
+    JOBS,
+    PARAMS,
+    SPLIT_PARAMS,
+    VOCABULARY,
+    WIDTH,
+)
 from tests.features.dryrun.parallelism.real_ranks import run_real
 
 CATEGORIES = ("parameter", "gradient", "optimizer_state")
-# The host counts the step of each parameter, 4 B; on the device it is a tensor of the host.
+# The host counts the step of each parameter, 4 B; on the device it is a tensor of the
+# host.
 STEP_BYTES = 200
-# Threads of gloo hold what they send for longer than a GPU's streams do, and not always for as long.
-GLOO_SHARE = {"fsdp": 0.05, "fsdp-keep": 0.05, "fsdp-mixed": 0.15, "pipeline": 0.01, "pipeline-1f1b": 0.01}
+# Threads of gloo hold what they send for longer than a GPU's streams do, and not always
+# for as long.
+GLOO_SHARE = {
+    "fsdp": 0.05,
+    "fsdp-keep": 0.05,
+    "fsdp-mixed": 0.15,
+    "pipeline": 0.01,
+    "pipeline-1f1b": 0.01,
+}
 # Sequence parallelism copies more on a GPU.
 MORE = {"sequence": 1.01}
 
@@ -31,10 +47,16 @@ def predict(name: str, ranks: int) -> dict[str, int]:
             JOBS[name]("cuda")
         assert dry.finished
         sizes = {
-            category: sum(b.size for b in dry.memory.blocks if b.category == category and b.end_ns is None)
+            category: sum(
+                b.size
+                for b in dry.memory.blocks
+                if b.category == category and b.end_ns is None
+            )
             for category in CATEGORIES
         }
-        workspaces = sum(block.size for block in dry.memory.blocks if block.category == "temporary")
+        workspaces = sum(
+            block.size for block in dry.memory.blocks if block.category == "temporary"
+        )
         return {**sizes, "most": dry.memory.most_bytes - workspaces}
 
     return run_forked(run)  # type: ignore[no-any-return]
@@ -43,19 +65,39 @@ def predict(name: str, ranks: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     "name",
     slow(
-        ["ddp", "ddp-view", "fsdp", "fsdp-keep", "fsdp-mixed", "tensor", "sequence", "pipeline", "pipeline-1f1b"],
+        [
+            "ddp",
+            "ddp-view",
+            "fsdp",
+            "fsdp-keep",
+            "fsdp-mixed",
+            "tensor",
+            "sequence",
+            "pipeline",
+            "pipeline-1f1b",
+        ],
         but=("fsdp",),
     ),
 )
 def test_memory__is_that_of_two_real_ranks(name: str) -> None:
     predicted, real = predict(name, 2), run_real(name)
-    assert [predicted[category] for category in CATEGORIES] == [real[category] for category in CATEGORIES]
+    assert [predicted[category] for category in CATEGORIES] == [
+        real[category] for category in CATEGORIES
+    ]
     most = real["most"]
-    assert most * (1 - GLOO_SHARE.get(name, 0)) - STEP_BYTES <= predicted["most"] <= most * MORE.get(name, 1)
+    assert (
+        most * (1 - GLOO_SHARE.get(name, 0)) - STEP_BYTES
+        <= predicted["most"]
+        <= most * MORE.get(name, 1)
+    )
 
 
 def _expected(params: int, gradients: int | None = None) -> dict[str, int]:
-    return {"parameter": 4 * params, "gradient": 4 * (gradients or params), "optimizer_state": 8 * params}
+    return {
+        "parameter": 4 * params,
+        "gradient": 4 * (gradients or params),
+        "optimizer_state": 8 * params,
+    }
 
 
 @pytest.mark.parametrize(
@@ -78,7 +120,9 @@ def _expected(params: int, gradients: int | None = None) -> dict[str, int]:
         ),
     ],
 )
-def test_memory__is_the_share_of_a_rank(name: str, ranks: int, expected: dict[str, int]) -> None:
+def test_memory__is_the_share_of_a_rank(
+    name: str, ranks: int, expected: dict[str, int]
+) -> None:
     sizes: dict[str, Any] = predict(name, ranks)
     del sizes["most"]
     assert sizes == expected
@@ -88,4 +132,7 @@ def test_memory__is_the_share_of_a_rank(name: str, ranks: int, expected: dict[st
 def test_memory__of_offloaded_shards_is_the_hosts() -> None:
     offloaded, sharded = predict("fsdp-offload", 2), predict("fsdp", 2)
     assert [offloaded[category] for category in CATEGORIES] == [0, 0, 0]
-    assert sharded["most"] - offloaded["most"] == sharded["parameter"] + sharded["optimizer_state"]
+    assert (
+        sharded["most"] - offloaded["most"]
+        == sharded["parameter"] + sharded["optimizer_state"]
+    )

@@ -1,4 +1,5 @@
-"""Process groups without other ranks: what the job is told, and what collectives return, cost and record."""
+"""Process groups without other ranks: what the job is told, and what collectives
+return, cost and record."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ RANKS = 4
 ROW = 4 * 1000  # bytes of the tensors below
 
 
-def run_in(job: Any, ranks: int | None = RANKS, backend: str | None = "nccl") -> tuple[Any, Any]:
+def run_in(
+    job: Any, ranks: int | None = RANKS, backend: str | None = "nccl"
+) -> tuple[Any, Any]:
     """Return the dry run of a job with a group, and what the job returned."""
     with DryRun(DryRunOptions(ranks=ranks)) as run:
         dist.init_process_group(backend)
@@ -36,7 +39,9 @@ def test_group__is_as_the_job_asked_for_it(backend: str | None) -> None:
         pairs = dist.new_group([0, 1])
         dist.barrier()
         dist.monitored_barrier()
-        mesh = dist.device_mesh.init_device_mesh("cuda", (2, 2), mesh_dim_names=("a", "b"))
+        mesh = dist.device_mesh.init_device_mesh(
+            "cuda", (2, 2), mesh_dim_names=("a", "b")
+        )
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         return (
             dist.get_rank(),
@@ -52,7 +57,9 @@ def test_group__is_as_the_job_asked_for_it(backend: str | None) -> None:
         before = dict(os.environ)
         run, result = run_in(job, backend=backend)
         assert not dist.is_initialized()
-        assert {key: value for key, value in os.environ.items() if key in before} == before
+        assert {
+            key: value for key, value in os.environ.items() if key in before
+        } == before
         return result, run.notes()
 
     (*facts, name), notes = run_forked(observe)
@@ -62,7 +69,11 @@ def test_group__is_as_the_job_asked_for_it(backend: str | None) -> None:
 
 
 def test_group__has_one_rank_where_none_are_stated() -> None:
-    run, size = run_forked(lambda: (lambda run, size: (run.notes(), size))(*run_in(dist.get_world_size, None)))
+    run, size = run_forked(
+        lambda: (lambda run, size: (run.notes(), size))(
+            *run_in(dist.get_world_size, None)
+        )
+    )
     assert size == 1
     assert any("--ranks" in note for note in run)
 
@@ -82,7 +93,14 @@ def test_collectives__return_what_ranks_with_the_same_values_would_give() -> Non
         dist.broadcast_object_list(sent, 0)
         unknown = torch.zeros(8, device="cuda")
         dist.recv(unknown, 1)
-        return total.tolist(), [part.tolist() for part in parts], count.item(), objects, sent, unknown[0].item()
+        return (
+            total.tolist(),
+            [part.tolist() for part in parts],
+            count.item(),
+            objects,
+            sent,
+            unknown[0].item(),
+        )
 
     row = list(range(8))
     assert run_forked(lambda: run_in(job)[1]) == (
@@ -98,7 +116,10 @@ def test_collectives__return_what_ranks_with_the_same_values_would_give() -> Non
 def test_collectives__are_recorded_with_their_bytes_and_groups() -> None:
     def job() -> list[tuple[int, ...]]:
         group = dist.new_group([0, 1])
-        row, all_rows = torch.randn(1000, device="cuda"), torch.empty(RANKS * 1000, device="cuda")
+        row, all_rows = (
+            torch.randn(1000, device="cuda"),
+            torch.empty(RANKS * 1000, device="cuda"),
+        )
         dist.all_reduce(row)
         dist.all_reduce(row, group=group)
         dist.all_gather_into_tensor(all_rows, row)
@@ -112,13 +133,19 @@ def test_collectives__are_recorded_with_their_bytes_and_groups() -> None:
             shapes = [
                 functional.all_reduce(row, "sum", dist.group.WORLD).shape,
                 functional.all_gather_tensor(row, 0, dist.group.WORLD).shape,
-                functional.reduce_scatter_tensor(all_rows, "sum", 0, dist.group.WORLD).shape,
+                functional.reduce_scatter_tensor(
+                    all_rows, "sum", 0, dist.group.WORLD
+                ).shape,
             ]
         return [tuple(shape) for shape in shapes]
 
     def observe() -> Any:
         run, shapes = run_in(job)
-        kernels = [kernel.work for kernel in run.clock.kernels if kernel.work.kind == "communication"]
+        kernels = [
+            kernel.work
+            for kernel in run.clock.kernels
+            if kernel.work.kind == "communication"
+        ]
         return shapes, [(work.name, work.bytes, work.group) for work in kernels]
 
     shapes, kernels = run_forked(observe)
@@ -160,10 +187,24 @@ def test_collectives__overlap_with_the_backward_and_delay_what_waits() -> None:
         with DryRun(DryRunOptions(ranks=8)) as run:
             dist.init_process_group("nccl")
             JOBS["ddp"]("cuda")
-        backward = next(phase for phase in run.tracker.phases if phase.phase == "backward" and phase.iteration == 1)
-        kernels = [kernel for kernel in run.clock.kernels if backward.start_ns <= kernel.launch_ns <= backward.end_ns]
-        reductions = [kernel for kernel in kernels if kernel.stream == COMMUNICATION_STREAM]
-        return times, sum(kernel.work.bytes for kernel in reductions), len(kernels) > len(reductions)
+        backward = next(
+            phase
+            for phase in run.tracker.phases
+            if phase.phase == "backward" and phase.iteration == 1
+        )
+        kernels = [
+            kernel
+            for kernel in run.clock.kernels
+            if backward.start_ns <= kernel.launch_ns <= backward.end_ns
+        ]
+        reductions = [
+            kernel for kernel in kernels if kernel.stream == COMMUNICATION_STREAM
+        ]
+        return (
+            times,
+            sum(kernel.work.bytes for kernel in reductions),
+            len(kernels) > len(reductions),
+        )
 
     (launch_ms, wait_ms), size, has_others = run_forked(observe)
     assert launch_ms < 1 < wait_ms
@@ -185,7 +226,10 @@ def test_object_of_another_rank__is_refused_in_one_line() -> None:
         return lines
 
     received, waited = run_forked(observe)
-    assert "cannot dry-run torch.distributed.recv_object_list: the object is another rank's" in received
+    assert (
+        "cannot dry-run torch.distributed.recv_object_list: the object is another "
+        "rank's" in received
+    )
     assert "another rank sets" in waited
 
 
@@ -198,7 +242,9 @@ def test_spawn__runs_the_first_process_in_the_job() -> None:
 
     def observe() -> Any:
         with DryRun(DryRunOptions(ranks=2)):
-            torch.multiprocessing.spawn(job, args=(torch.cuda.device_count(),), nprocs=torch.cuda.device_count())
+            torch.multiprocessing.spawn(
+                job, args=(torch.cuda.device_count(),), nprocs=torch.cuda.device_count()
+            )
         return seen
 
     assert run_forked(observe) == [(0, 2)]
@@ -213,7 +259,13 @@ def test_nodes__divide_the_ranks() -> None:
 def test_synchronized_batch_norm__has_the_memory_of_a_local_one() -> None:
     def most_bytes(synchronized: bool) -> int:
         def job() -> None:
-            layers = [nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 8, 3), nn.BatchNorm2d(8)]
+            layers = [
+                nn.Conv2d(3, 64, 3),
+                nn.BatchNorm2d(64),
+                nn.ReLU(),
+                nn.Conv2d(64, 8, 3),
+                nn.BatchNorm2d(8),
+            ]
             model = nn.Sequential(*layers).cuda()
             if synchronized:
                 model = nn.SyncBatchNorm.convert_sync_batchnorm(model)

@@ -47,8 +47,19 @@ def test_matches__decides_by_content(tmp_path: Path, text: str, expected: bool) 
     assert KinetoImporter().matches(Source(tmp_path / "file")) is expected
 
 
-@pytest.mark.parametrize("text", ["{}", '{"traceEvents": []}', '{"traceEvents": 3}', '{"traceEvents": [{"ph', "[3, 4]"])
-def test_read_trace__raises_one_error_for_files_without_events(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        '{"traceEvents": []}',
+        '{"traceEvents": 3}',
+        '{"traceEvents": [{"ph',
+        "[3, 4]",
+    ],
+)
+def test_read_trace__raises_one_error_for_files_without_events(
+    tmp_path: Path, text: str
+) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(SourceError, match=r"run\.json") as error:
         read_trace(Source(tmp_path / "run.json"), TraceBuilder(), 0)
@@ -56,20 +67,38 @@ def test_read_trace__raises_one_error_for_files_without_events(tmp_path: Path, t
 
 
 @pytest.mark.parametrize("packed", [slow_case(False), True])
-def test_read_trace__reads_a_cut_file_up_to_the_cut(tmp_path: Path, packed: bool) -> None:
-    work = [event for number in range(1000) for event in iteration(number, 200 * number)]
+def test_read_trace__reads_a_cut_file_up_to_the_cut(
+    tmp_path: Path, packed: bool
+) -> None:
+    work = [
+        event for number in range(1000) for event in iteration(number, 200 * number)
+    ]
     path = write_trace(tmp_path / ("run.json.gz" if packed else "run.json"), work)
     path.write_bytes(path.read_bytes()[:-300])
     trace = import_files(path)
-    (note,) = (note for note in trace.notes if "the events before that are imported" in note)
+    (note,) = (
+        note for note in trace.notes if "the events before that are imported" in note
+    )
     assert note.startswith(f"{path.name}: it ")
     assert str(tmp_path) not in note
     assert len(shape(trace.phases(0))) > 500
 
 
 def test_read_trace__leaves_out_and_counts_invalid_events(tmp_path: Path) -> None:
-    invalid = [span("a", -1e300, 0), span("b", 5, 4), {"ph": "X", "ts": "soon"}, 3, None, [[]], {"ts": {}}]
-    trace = import_files(write_trace(tmp_path / "run.json", [*iteration(0, 0), *invalid, *iteration(1, 100)]))
+    invalid = [
+        span("a", -1e300, 0),
+        span("b", 5, 4),
+        {"ph": "X", "ts": "soon"},
+        3,
+        None,
+        [[]],
+        {"ts": {}},
+    ]
+    trace = import_files(
+        write_trace(
+            tmp_path / "run.json", [*iteration(0, 0), *invalid, *iteration(1, 100)]
+        )
+    )
     assert shape(trace.phases(0)) == {0: "fbu", 1: "fbu"}
     assert "run.json: 7 events could not be read and are left out" in trace.notes
 
@@ -78,7 +107,14 @@ def test_read_trace__leaves_out_and_counts_invalid_events(tmp_path: Path) -> Non
     "meta",
     [
         slow_case({"deviceProperties": 3}),
-        {"deviceProperties": [3, {}, {"id": 0, "name": 4, "totalGlobalMem": "lots"}, {"id": [], "totalGlobalMem": -5}]},
+        {
+            "deviceProperties": [
+                3,
+                {},
+                {"id": 0, "name": 4, "totalGlobalMem": "lots"},
+                {"id": [], "totalGlobalMem": -5},
+            ]
+        },
         slow_case({"deviceProperties": [{"id": 0, "totalGlobalMem": 1e300}]}),
         slow_case({"distributedInfo": [], "host_name": {}}),
         {"distributedInfo": {"rank": 1.5, "world_size": "many", "backend": None}},
@@ -86,8 +122,14 @@ def test_read_trace__leaves_out_and_counts_invalid_events(tmp_path: Path) -> Non
         slow_case({"baseTimeNanoseconds": 10**30}),
     ],
 )
-def test_read_trace__ignores_invalid_metadata(tmp_path: Path, meta: dict[str, Any]) -> None:
-    trace = import_files(write_trace(tmp_path / "run.json", [*iteration(0, 0), *launched(11, 12, 13, 1)], **meta))
+def test_read_trace__ignores_invalid_metadata(
+    tmp_path: Path, meta: dict[str, Any]
+) -> None:
+    trace = import_files(
+        write_trace(
+            tmp_path / "run.json", [*iteration(0, 0), *launched(11, 12, 13, 1)], **meta
+        )
+    )
     (device,) = trace.rank(0).devices
     assert device == DeviceInfo(device="cuda:0", kind="cuda")
     assert trace.rank(0).world_size is None
@@ -106,14 +148,24 @@ SMALL = [
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.data())
-def test_read_trace__raises_one_error_or_returns_a_trace_for_damaged_files(tmp_path: Path, data: st.DataObject) -> None:
-    path = write_trace(tmp_path / "run.json", SMALL, deviceProperties=CARDS, distributedInfo={"rank": 1})
+def test_read_trace__raises_one_error_or_returns_a_trace_for_damaged_files(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    path = write_trace(
+        tmp_path / "run.json",
+        SMALL,
+        deviceProperties=CARDS,
+        distributedInfo={"rank": 1},
+    )
     raw = bytearray(path.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         position = data.draw(st.integers(0, len(raw)))
         length = data.draw(st.sampled_from([0, 1, 3, 30]))
         raw[position : position + length] = data.draw(
-            st.binary(max_size=4) | st.sampled_from([b"{", b"]", b'"', b"\\", b"1e300", b"-", b"null", b"99999999999"])
+            st.binary(max_size=4)
+            | st.sampled_from(
+                [b"{", b"]", b'"', b"\\", b"1e300", b"-", b"null", b"99999999999"]
+            )
         )
     path.write_bytes(raw)
     builder = TraceBuilder("imported")

@@ -1,4 +1,5 @@
-"""Phases and iterations from real traces of small CPU jobs, and from made traces of other cases."""
+"""Phases and iterations from real traces of small CPU jobs, and from made traces of
+other cases."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ FIRST, SECOND = "part one", "part two"
 
 
 def accumulating(job: Job) -> Callable[[int], None]:
-    """Return a step of two micro-steps, with an evaluation after the update and a value read."""
+    """Return a step of two micro-steps, with an evaluation after the update and a value
+    read."""
 
     def step(number: int) -> None:
         for _ in range(2):
@@ -54,7 +56,12 @@ def assert_inside(phases: pd.DataFrame, path: Path, name: str) -> None:
     spans = named(path, name)
     assert len(phases) == len(spans) > 0
     for row, within in zip(phases.itertuples(), spans, strict=True):
-        assert within["start"] <= row.start_ns - base(path) < row.end_ns - base(path) <= within["end"]
+        assert (
+            within["start"]
+            <= row.start_ns - base(path)
+            < row.end_ns - base(path)
+            <= within["end"]
+        )
 
 
 def of(phases: pd.DataFrame, phase: str) -> pd.DataFrame:
@@ -62,9 +69,17 @@ def of(phases: pd.DataFrame, phase: str) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("with_stack", [slow_case(False), True])
-def test_find_phases__numbers_micro_steps_and_leaves_out_evaluations(tmp_path: Path, with_stack: bool) -> None:
+def test_find_phases__numbers_micro_steps_and_leaves_out_evaluations(
+    tmp_path: Path, with_stack: bool
+) -> None:
     job = Job()
-    path = profiled(tmp_path / "run.json", 5, accumulating(job), with_stack=with_stack, record_shapes=with_stack)
+    path = profiled(
+        tmp_path / "run.json",
+        5,
+        accumulating(job),
+        with_stack=with_stack,
+        record_shapes=with_stack,
+    )
     trace = import_files(path)
     phases = trace.phases(0)
     assert shape(phases) == {2: "fbfbu", 3: "fbfbu", 4: "fbfbu"}
@@ -74,8 +89,12 @@ def test_find_phases__numbers_micro_steps_and_leaves_out_evaluations(tmp_path: P
     assert_inside(of(phases, "forward"), path, FIRST)
     assert_inside(of(phases, "backward"), path, SECOND)
     updates = named(path, "Optimizer.step#AdamW.step")
-    assert (of(phases, "update")["start_ns"] - base(path)).tolist() == [event["start"] for event in updates]
-    assert (of(phases, "update")["end_ns"] - base(path)).tolist() == [event["end"] for event in updates]
+    assert (of(phases, "update")["start_ns"] - base(path)).tolist() == [
+        event["start"] for event in updates
+    ]
+    assert (of(phases, "update")["end_ns"] - base(path)).tolist() == [
+        event["end"] for event in updates
+    ]
     assert phases["gpu_start_ns"].isna().all()
 
 
@@ -84,15 +103,22 @@ def test_find_phases__forwards_are_the_recorded_calls(tmp_path: Path) -> None:
     calls = named(path, "nn.Module: Sequential_0")
     forwards = of(import_files(path).phases(0), "forward")
     training = [call for number, call in enumerate(calls) if number % 3 < 2]
-    assert (forwards["start_ns"] - base(path)).tolist() == [call["start"] for call in training]
-    assert (forwards["end_ns"] - base(path)).tolist() == [call["end"] for call in training]
+    assert (forwards["start_ns"] - base(path)).tolist() == [
+        call["start"] for call in training
+    ]
+    assert (forwards["end_ns"] - base(path)).tolist() == [
+        call["end"] for call in training
+    ]
 
 
 def test_find_phases__uses_annotations_that_name_phases(tmp_path: Path) -> None:
     job = Job()
 
     def step(number: int) -> None:
-        with record_function("## forward ##"), record_function("## forward:all of it ##"):
+        with (
+            record_function("## forward ##"),
+            record_function("## forward:all of it ##"),
+        ):
             loss = job.forward()
         with record_function("trainer.backward"):
             loss.backward()
@@ -102,18 +128,28 @@ def test_find_phases__uses_annotations_that_name_phases(tmp_path: Path) -> None:
     phases = import_files(path).phases(0)
     assert shape(phases) == {2: "fbu", 3: "fbu"}
     for phase, name in (("forward", "## forward ##"), ("backward", "trainer.backward")):
-        assert (of(phases, phase)["start_ns"] - base(path)).tolist() == [e["start"] for e in named(path, name)]
-        assert (of(phases, phase)["end_ns"] - base(path)).tolist() == [e["end"] for e in named(path, name)]
+        assert (of(phases, phase)["start_ns"] - base(path)).tolist() == [
+            e["start"] for e in named(path, name)
+        ]
+        assert (of(phases, phase)["end_ns"] - base(path)).tolist() == [
+            e["end"] for e in named(path, name)
+        ]
 
 
-def test_find_phases__iterations_end_with_updates_without_profiler_steps(tmp_path: Path) -> None:
-    trace = import_files(profiled(tmp_path / "run.json", 5, accumulating(Job()), mark=False))
+def test_find_phases__iterations_end_with_updates_without_profiler_steps(
+    tmp_path: Path,
+) -> None:
+    trace = import_files(
+        profiled(tmp_path / "run.json", 5, accumulating(Job()), mark=False)
+    )
     assert shape(trace.phases(0)) == {0: "fbfbu", 1: "fbfbu", 2: "fbfbu"}
     assert any("prof.step()" in note for note in trace.notes)
     assert trace.rank(0).first_iteration_start_ns is None
 
 
-def test_find_phases__profiler_steps_of_micro_steps_do_not_end_iterations(tmp_path: Path) -> None:
+def test_find_phases__profiler_steps_of_micro_steps_do_not_end_iterations(
+    tmp_path: Path,
+) -> None:
     job = Job()
 
     def micro_step(number: int) -> None:
@@ -121,7 +157,9 @@ def test_find_phases__profiler_steps_of_micro_steps_do_not_end_iterations(tmp_pa
         if number % 2:
             job.update()
 
-    assert shape(import_files(profiled(tmp_path / "run.json", 8, micro_step)).phases(0)) == {
+    assert shape(
+        import_files(profiled(tmp_path / "run.json", 8, micro_step)).phases(0)
+    ) == {
         0: "fbfbu",
         1: "fbfbu",
         2: "fbfbu",
@@ -145,7 +183,9 @@ def test_find_phases__a_skipped_update_is_an_iteration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mark", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_find_phases__two_optimizers_are_two_updates_of_one_iteration(tmp_path: Path, mark: bool) -> None:
+def test_find_phases__two_optimizers_are_two_updates_of_one_iteration(
+    tmp_path: Path, mark: bool
+) -> None:
     job = Job()
     other = torch.optim.SGD(job.model[0].parameters(), lr=0.1)
 
@@ -159,7 +199,9 @@ def test_find_phases__two_optimizers_are_two_updates_of_one_iteration(tmp_path: 
 
 
 @pytest.mark.parametrize("mark", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_find_phases__steps_per_subgroup_are_one_update(tmp_path: Path, mark: bool) -> None:
+def test_find_phases__steps_per_subgroup_are_one_update(
+    tmp_path: Path, mark: bool
+) -> None:
     job = Job()
 
     def step(number: int) -> None:
@@ -172,17 +214,26 @@ def test_find_phases__steps_per_subgroup_are_one_update(tmp_path: Path, mark: bo
     phases = import_files(path).phases(0)
     assert [*shape(phases).values()] == ["fbu", "fbu"]
     steps = named(path, "Optimizer.step#AdamW.step")
-    assert (of(phases, "update")["end_ns"] - base(path)).tolist() == [steps[2]["end"], steps[5]["end"]]
+    assert (of(phases, "update")["end_ns"] - base(path)).tolist() == [
+        steps[2]["end"],
+        steps[5]["end"],
+    ]
 
 
 @pytest.mark.parametrize("use_reentrant", [slow_case(True), False])
-def test_find_phases__recomputed_forwards_belong_to_the_backward(tmp_path: Path, use_reentrant: bool) -> None:
+def test_find_phases__recomputed_forwards_belong_to_the_backward(
+    tmp_path: Path, use_reentrant: bool
+) -> None:
     job = Job()
 
     def step(number: int) -> None:
         inputs = torch.randn(8, 16, requires_grad=True)
         with record_function(FIRST):
-            loss = checkpoint(job.model, inputs, use_reentrant=use_reentrant).square().mean()
+            loss = (
+                checkpoint(job.model, inputs, use_reentrant=use_reentrant)
+                .square()
+                .mean()
+            )
         with record_function(SECOND):
             loss.backward()
         job.update()
@@ -205,7 +256,10 @@ def test_find_phases__a_gradient_inside_a_forward_belongs_to_it(tmp_path: Path) 
         (force.square().mean() + energy).backward()
         job.update()
 
-    assert shape(import_files(profiled(tmp_path / "run.json", 4, step)).phases(0)) == {2: "fbu", 3: "fbu"}
+    assert shape(import_files(profiled(tmp_path / "run.json", 4, step)).phases(0)) == {
+        2: "fbu",
+        3: "fbu",
+    }
 
 
 def test_find_phases__a_closure_belongs_to_its_update(tmp_path: Path) -> None:
@@ -253,32 +307,58 @@ def test_find_phases__notes_that_inference_has_no_phases(tmp_path: Path) -> None
     assert any("it does not mark phases" in note for note in trace.notes)
 
 
-# -- made traces -------------------------------------------------------------------------------------------------------
+# -- made traces
+# -------------------------------------------------------------------------------------------------------
 
 
-def ops(ts: float, sequence: int, backward: float, number: int = 4) -> list[dict[str, Any]]:
-    """Return ops of a forward and their evaluation by the autograd engine, in reverse order."""
+def ops(
+    ts: float, sequence: int, backward: float, number: int = 4
+) -> list[dict[str, Any]]:
+    """Return ops of a forward and their evaluation by the autograd engine, in reverse
+    order."""
     cat = "cpu_op"
-    forward = [span("aten::mm", ts + i, ts + i + 0.5, cat, **{"Sequence number": sequence + i}) for i in range(number)]
+    forward = [
+        span("aten::mm", ts + i, ts + i + 0.5, cat, **{"Sequence number": sequence + i})
+        for i in range(number)
+    ]
     name = "autograd::engine::evaluate_function: MmBackward0"
     last = sequence + number - 1
-    engine = [span(name, backward + i, backward + i + 0.5, cat, **{"Sequence number": last - i}) for i in range(number)]
+    engine = [
+        span(
+            name, backward + i, backward + i + 0.5, cat, **{"Sequence number": last - i}
+        )
+        for i in range(number)
+    ]
     return [*forward, *engine]
 
 
 def rows(path: Path) -> list[tuple[str, float, float]]:
     """Return (phase, start, end) in us after the base."""
     phases = import_files(path).phases(0)
-    return [(row.phase, (row.start_ns - BASE) / 1000, (row.end_ns - BASE) / 1000) for row in phases.itertuples()]
+    return [
+        (row.phase, (row.start_ns - BASE) / 1000, (row.end_ns - BASE) / 1000)
+        for row in phases.itertuples()
+    ]
 
 
-def test_find_phases__separates_backwards_by_forwards_and_updates(tmp_path: Path) -> None:
+def test_find_phases__separates_backwards_by_forwards_and_updates(
+    tmp_path: Path,
+) -> None:
     first, second = ops(0, 0, 10), ops(20, 4, 30)
     update = span("Optimizer.step#SGD.step", 40, 42)
-    # Two losses of one forward with an update between them: only the update separates their backwards.
+    # Two losses of one forward with an update between them: only the update separates
+    # their backwards.
     third, fourth = ops(50, 8, 60, 2), ops(52, 10, 70, 2)
     path = write_trace(
-        tmp_path / "run.json", [*first, *second, update, *third, span("Optimizer.step#SGD.step", 65, 66), *fourth]
+        tmp_path / "run.json",
+        [
+            *first,
+            *second,
+            update,
+            *third,
+            span("Optimizer.step#SGD.step", 65, 66),
+            *fourth,
+        ],
     )
     assert rows(path) == [
         ("forward", 0, 3.5), ("backward", 10, 13.5), ("forward", 20, 23.5), ("backward", 30, 33.5), ("update", 40, 42),
@@ -286,14 +366,19 @@ def test_find_phases__separates_backwards_by_forwards_and_updates(tmp_path: Path
     ]  # fmt: skip
 
 
-def test_find_phases__ignores_an_op_with_the_number_of_the_next_op(tmp_path: Path) -> None:
+def test_find_phases__ignores_an_op_with_the_number_of_the_next_op(
+    tmp_path: Path,
+) -> None:
     item = span("aten::item", 45, 46, "cpu_op", **{"Sequence number": 4})
     path = write_trace(tmp_path / "run.json", [*ops(0, 0, 10), item, *ops(50, 4, 60)])
     assert rows(path)[2] == ("forward", 50, 53.5)
 
 
 def test_find_phases__ignores_later_ops_with_the_same_number(tmp_path: Path) -> None:
-    other = [span("aten::mm", 30 + i, 30.5 + i, "cpu_op", **{"Sequence number": i}) for i in range(4)]
+    other = [
+        span("aten::mm", 30 + i, 30.5 + i, "cpu_op", **{"Sequence number": i})
+        for i in range(4)
+    ]
     assert rows(write_trace(tmp_path / "run.json", [*ops(0, 0, 10), *other])) == [
         ("forward", 0, 3.5),
         ("backward", 10, 13.5),
@@ -322,7 +407,10 @@ def test_find_phases__ignores_annotations_of_parts(tmp_path: Path) -> None:
         "ProfilerStep#12345678901234567890",
         "feedforward",
     )
-    parts = [span(name, 90.5 + 0.5 * number, 90.75 + 0.5 * number) for number, name in enumerate(names)]
+    parts = [
+        span(name, 90.5 + 0.5 * number, 90.75 + 0.5 * number)
+        for number, name in enumerate(names)
+    ]
     assert rows(write_trace(tmp_path / "run.json", [*iteration(0, 0), *parts])) == rows(
         write_trace(tmp_path / "without.json", iteration(0, 0))
     )
@@ -341,34 +429,54 @@ def test_find_phases__recognizes_names_of_annotations(tmp_path: Path) -> None:
     }
 
     def spans(category: str) -> list[Event]:
-        return [span(name, 10 * number, 10 * number + 1, category) for number, name in enumerate(names)]
+        return [
+            span(name, 10 * number, 10 * number + 1, category)
+            for number, name in enumerate(names)
+        ]
 
-    expected = [(phase, 10 * number, 10 * number + 1) for number, phase in enumerate(names.values())]
+    expected = [
+        (phase, 10 * number, 10 * number + 1)
+        for number, phase in enumerate(names.values())
+    ]
     for category in ("user_annotation", "cpu_op", "Operator"):
         assert rows(write_trace(tmp_path / "run.json", spans(category))) == expected
     assert rows(write_trace(tmp_path / "run.json", spans("gpu_user_annotation"))) == []
 
 
-def test_find_phases__cuts_overlaps_and_drops_nested_annotations(tmp_path: Path) -> None:
+def test_find_phases__cuts_overlaps_and_drops_nested_annotations(
+    tmp_path: Path,
+) -> None:
     spans = [
         span("backward", 0, 10),
         span("Optimizer.step#SGD.step", 2, 4),
         span("forward", 8, 12),
         span("forward", 11, 12),
     ]
-    assert rows(write_trace(tmp_path / "run.json", spans)) == [("backward", 0, 10), ("forward", 10, 12)]
+    assert rows(write_trace(tmp_path / "run.json", spans)) == [
+        ("backward", 0, 10),
+        ("forward", 10, 12),
+    ]
 
 
 def test_find_phases__a_phase_that_was_not_found_is_null(tmp_path: Path) -> None:
-    events = [event for number in range(3) for event in iteration(number, 100 * number) if event["name"] != "backward"]
+    events = [
+        event
+        for number in range(3)
+        for event in iteration(number, 100 * number)
+        if event["name"] != "backward"
+    ]
     analysis = TraceAnalysis(import_files(write_trace(tmp_path / "run.json", events)))
     phases = {entry["phase"]: entry for entry in analysis.summary().as_json()["phases"]}
     lengths = {"forward": 0.02, "backward": None, "update": 0.01, "other": 0.07}
     for key, values in (("median_ms", lengths), ("p95_ms", lengths)):
-        assert {phase: entry[key] for phase, entry in phases.items()} == pytest.approx(values)
+        assert {phase: entry[key] for phase, entry in phases.items()} == pytest.approx(
+            values
+        )
     assert phases["backward"]["share"] is None
     assert phases["backward"]["iterations_ms"] == [None] * 3
     by_iteration = analysis.iterations().as_json()
     assert "backward" not in {entry["phase"] for entry in by_iteration["spreads"]}
     for row in by_iteration["rows"]:
-        assert {phase: row[f"{phase}_ms"] for phase in lengths} == pytest.approx(lengths)
+        assert {phase: row[f"{phase}_ms"] for phase in lengths} == pytest.approx(
+            lengths
+        )

@@ -1,4 +1,5 @@
-"""Traces of old versions of torch, of other accelerators, without phases, and of other tools."""
+"""Traces of old versions of torch, of other accelerators, without phases, and of other
+tools."""
 
 from __future__ import annotations
 
@@ -14,11 +15,20 @@ from tests.features.importers.kineto.test_phases import rows
 
 
 def test_find_phases__steps_without_phases_are_iterations(tmp_path: Path) -> None:
-    steps = [span(f"ProfilerStep#{number}", 10 * number, 10 * number + 9) for number in range(2, 5)]
-    ops = [span("aten::mm", 10 * number + 1, 10 * number + 2, "cpu_op") for number in range(2, 5)]
+    steps = [
+        span(f"ProfilerStep#{number}", 10 * number, 10 * number + 9)
+        for number in range(2, 5)
+    ]
+    ops = [
+        span("aten::mm", 10 * number + 1, 10 * number + 2, "cpu_op")
+        for number in range(2, 5)
+    ]
     trace = import_files(write_trace(tmp_path / "run.json", [*steps, *ops]))
     summary = TraceAnalysis(trace).summary()
-    assert (summary.iterations, summary.iteration_ms) == (3, pytest.approx(0.01, abs=0.002))
+    assert (summary.iterations, summary.iteration_ms) == (
+        3,
+        pytest.approx(0.01, abs=0.002),
+    )
     assert [phase.median_ms for phase in summary.phases] == [None] * 4
     assert ", 3 iterations on 1 rank" in closing_lines(trace)[0]
     (note,) = [note for note in trace.notes if "does not mark phases" in note]
@@ -26,7 +36,8 @@ def test_find_phases__steps_without_phases_are_iterations(tmp_path: Path) -> Non
 
 
 def test_find_phases__takes_nodes_of_old_versions_as_backward(tmp_path: Path) -> None:
-    """torch 1.9 records the nodes of the graph, and not the functions of the engine around them."""
+    """torch 1.9 records the nodes of the graph, and not the functions of the engine
+    around them."""
     events = []
     for number in range(3):
         ts = 100 * number
@@ -42,13 +53,20 @@ def test_find_phases__takes_nodes_of_old_versions_as_backward(tmp_path: Path) ->
     expected = [
         (phase, 100 * number + start, 100 * number + end)
         for number in range(3)
-        for phase, start, end in (("forward", 0, 20), ("backward", 30, 60), ("update", 70, 90))
+        for phase, start, end in (
+            ("forward", 0, 20),
+            ("backward", 30, 60),
+            ("update", 70, 90),
+        )
     ]
     assert rows(write_trace(tmp_path / "run.json", events)) == expected
 
 
 def test_read_trace__refuses_chrome_traces_of_other_tools(tmp_path: Path) -> None:
-    events = [span("cuMemAlloc", 10 * number, 10 * number + 1, "cuda_api_ebpf") for number in range(3)]
+    events = [
+        span("cuMemAlloc", 10 * number, 10 * number + 1, "cuda_api_ebpf")
+        for number in range(3)
+    ]
     with pytest.raises(SourceError, match=r"no events of torch\.profiler"):
         import_files(write_trace(tmp_path / "run.json", events))
 

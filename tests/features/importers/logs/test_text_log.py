@@ -21,18 +21,33 @@ def lines(tmp_path: Path, text: str | bytes) -> list[LogLine]:
 
 
 def ns(*parts: int, fraction: int = 0) -> int:
-    return int(datetime.datetime(*parts, tzinfo=datetime.UTC).timestamp()) * 10**9 + fraction  # type: ignore[misc, arg-type]
+    return (
+        int(datetime.datetime(*parts, tzinfo=datetime.UTC).timestamp()) * 10**9
+        + fraction
+    )  # type: ignore[misc, arg-type]
 
 
 @pytest.mark.parametrize(
     ("text", "expected", "t_ns"),
     [
-        ("[2024-04-15 00:52:42,648] [INFO] x", "[2024-04-15 00:52:42,648] [INFO] x", 42_648_000_000),
-        ("host-1: [2024-04-15 00:52:42,648] x", "host-1: [2024-04-15 00:52:42,648] x", 42_648_000_000),
+        (
+            "[2024-04-15 00:52:42,648] [INFO] x",
+            "[2024-04-15 00:52:42,648] [INFO] x",
+            42_648_000_000,
+        ),
+        (
+            "host-1: [2024-04-15 00:52:42,648] x",
+            "host-1: [2024-04-15 00:52:42,648] x",
+            42_648_000_000,
+        ),
         ("2024-04-15T00:52:42.648123 x", "x", 42_648_123_000),
         ("2024-04-15 00:52:42.648     x", "    x", 42_648_000_000),
         ("2024-04-15 00:52:42,648123456Z\tx", "x", 42_648_123_456),
-        ("2024-04-15T00:52:42.648+02:00 [2024-04-15 00:00:00,000] x", "[2024-04-15 00:00:00,000] x", 42_648_000_000),
+        (
+            "2024-04-15T00:52:42.648+02:00 [2024-04-15 00:00:00,000] x",
+            "[2024-04-15 00:00:00,000] x",
+            42_648_000_000,
+        ),
         ("[2024-04-15 00:52:42] x", "[2024-04-15 00:52:42] x", 42_000_000_000),
         ("[2024-13-45 99:52:42,648] x", "[2024-13-45 99:52:42,648] x", None),
         ("[1024-04-15 00:52:42,648] x", "[1024-04-15 00:52:42,648] x", None),
@@ -40,19 +55,34 @@ def ns(*parts: int, fraction: int = 0) -> int:
         ("", "", None),
     ],
 )
-def test_read_lines__splits_off_the_time(tmp_path: Path, text: str, expected: str, t_ns: int | None) -> None:
+def test_read_lines__splits_off_the_time(
+    tmp_path: Path, text: str, expected: str, t_ns: int | None
+) -> None:
     (line,) = lines(tmp_path, f"{text}\n")
     start = ns(2024, 4, 15, 0, 52)
     assert (line.text, line.t_ns) == (expected, None if t_ns is None else start + t_ns)
 
 
-def test_read_lines__handles_colours_line_ends_and_invalid_bytes(tmp_path: Path) -> None:
+def test_read_lines__handles_colours_line_ends_and_invalid_bytes(
+    tmp_path: Path,
+) -> None:
     text = b"\xef\xbb\xbf\x1b[92m[OKAY]\x1b[0m a\r\nb\rc\n\n\xff\xfe\x00z"
-    assert [line.text for line in lines(tmp_path, text)] == ["[OKAY] a", "b", "c", "", "\ufffd\ufffd\0z"]
+    assert [line.text for line in lines(tmp_path, text)] == [
+        "[OKAY] a",
+        "b",
+        "c",
+        "",
+        "\ufffd\ufffd\0z",
+    ]
 
 
 def test_read_lines__splits_a_line_without_an_end(tmp_path: Path) -> None:
-    assert [len(line.text) for line in lines(tmp_path, "x" * 200_000)] == [65536, 65536, 65536, 3392]
+    assert [len(line.text) for line in lines(tmp_path, "x" * 200_000)] == [
+        65536,
+        65536,
+        65536,
+        3392,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +99,9 @@ def test_read_lines__splits_a_line_without_an_end(tmp_path: Path) -> None:
         ("[2024-04-15 00:52:42,648] x", None),
     ],
 )
-def test_zone_ns__comes_from_a_line_with_both_times(tmp_path: Path, text: str, hours: float | None) -> None:
+def test_zone_ns__comes_from_a_line_with_both_times(
+    tmp_path: Path, text: str, hours: float | None
+) -> None:
     unix = ns(2024, 4, 15, 0, 52, 42, fraction=648_000_000)
     first, line = lines(tmp_path, "first\n" + text.format(unix) + "\n")
     assert zone_ns(first) is None
@@ -112,7 +144,8 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:24])
 def test_readers__take_linear_time_for_any_line(tmp_path: Path, text: str) -> None:
-    """A line four times as long must not take sixteen times as long; quadratic patterns took minutes."""
+    """A line four times as long must not take sixteen times as long; quadratic patterns
+    took minutes."""
     from ebbtide.features.deepspeed.log_importer.durations import TimerReader
     from ebbtide.features.importers.logs.settings import SettingsReader
 

@@ -17,43 +17,60 @@ PAGEABLE, PINNED, DEVICE = 0, 1, 2
 
 _TABLES = {
     "StringIds": "id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL",
-    "TARGET_INFO_SESSION_START_TIME": "utcEpochNs INTEGER, utcTime TEXT, localTime TEXT",
+    "TARGET_INFO_SESSION_START_TIME": (
+        "utcEpochNs INTEGER, utcTime TEXT, localTime TEXT"
+    ),
     "TARGET_INFO_GPU": (
-        "vmId INTEGER NOT NULL, id INTEGER NOT NULL, name TEXT, busLocation TEXT, totalMemory INTEGER, uuid TEXT, "
+        "vmId INTEGER NOT NULL, id INTEGER NOT NULL, name TEXT, busLocation TEXT, "
+        "totalMemory INTEGER, uuid TEXT, "
         "cuDevice INTEGER"
     ),
-    "TARGET_INFO_CUDA_DEVICE": "gpuId INTEGER, cudaId INTEGER NOT NULL, pid INTEGER NOT NULL, uuid TEXT",
+    "TARGET_INFO_CUDA_DEVICE": (
+        "gpuId INTEGER, cudaId INTEGER NOT NULL, pid INTEGER NOT NULL, uuid TEXT"
+    ),
     "MPI_RANKS": "globalTid INTEGER NOT NULL, rank INTEGER NOT NULL",
     "CUPTI_ACTIVITY_KIND_KERNEL": (
-        "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL, "
-        "streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, demangledName INTEGER NOT NULL, "
+        "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, "
+        "contextId INTEGER NOT NULL, "
+        "streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, "
+        "demangledName INTEGER NOT NULL, "
         "shortName INTEGER NOT NULL, gridX INTEGER NOT NULL"
     ),
     "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": (
-        "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL, "
-        "streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, graphId INTEGER NOT NULL"
+        "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, "
+        "contextId INTEGER NOT NULL, "
+        "streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, graphId "
+        "INTEGER NOT NULL"
     ),
     "CUPTI_ACTIVITY_KIND_MEMCPY": (
-        "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL, "
-        "streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, bytes INTEGER NOT NULL, "
+        "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, "
+        "contextId INTEGER NOT NULL, "
+        "streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, bytes "
+        "INTEGER NOT NULL, "
         "copyKind INTEGER NOT NULL, srcKind INTEGER, dstKind INTEGER"
     ),
     "CUPTI_ACTIVITY_KIND_MEMSET": (
-        "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL, "
-        "streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, value INTEGER NOT NULL, "
+        "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, "
+        "contextId INTEGER NOT NULL, "
+        "streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, value "
+        "INTEGER NOT NULL, "
         "bytes INTEGER NOT NULL, memKind INTEGER"
     ),
     "CUPTI_ACTIVITY_KIND_RUNTIME": (
-        "start INTEGER NOT NULL, end INTEGER NOT NULL, eventClass INTEGER NOT NULL, globalTid INTEGER, "
+        "start INTEGER NOT NULL, end INTEGER NOT NULL, eventClass INTEGER NOT NULL, "
+        "globalTid INTEGER, "
         "correlationId INTEGER, nameId INTEGER NOT NULL, returnValue INTEGER NOT NULL"
     ),
     "CUDA_GPU_MEMORY_USAGE_EVENTS": (
-        "start INTEGER NOT NULL, globalPid INTEGER NOT NULL, deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL, "
-        "address INTEGER NOT NULL, pc INTEGER NOT NULL, bytes INTEGER NOT NULL, memKind INTEGER NOT NULL, "
+        "start INTEGER NOT NULL, globalPid INTEGER NOT NULL, deviceId INTEGER NOT "
+        "NULL, contextId INTEGER NOT NULL, "
+        "address INTEGER NOT NULL, pc INTEGER NOT NULL, bytes INTEGER NOT NULL, "
+        "memKind INTEGER NOT NULL, "
         "memoryOperationType INTEGER NOT NULL, name TEXT"
     ),
     "NVTX_EVENTS": (
-        "start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, rangeId INTEGER, text TEXT, "
+        "start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, rangeId "
+        "INTEGER, text TEXT, "
         "globalTid INTEGER, textId INTEGER, domainId INTEGER"
     ),
 }
@@ -85,36 +102,111 @@ class MadeExport:
         return self
 
     def session(self, utc_ns: int = SESSION_NS) -> MadeExport:
-        return self.add("TARGET_INFO_SESSION_START_TIME", utcEpochNs=utc_ns, utcTime="x", localTime="x")
+        return self.add(
+            "TARGET_INFO_SESSION_START_TIME",
+            utcEpochNs=utc_ns,
+            utcTime="x",
+            localTime="x",
+        )
 
-    def gpu(self, number: int = 0, name: str = "NVIDIA A100-SXM4-80GB", memory: int = 80 << 30) -> MadeExport:
-        row = {"name": name, "totalMemory": memory, "uuid": f"GPU-{number}", "busLocation": f"0000:0{number}:00.0"}
+    def gpu(
+        self,
+        number: int = 0,
+        name: str = "NVIDIA A100-SXM4-80GB",
+        memory: int = 80 << 30,
+    ) -> MadeExport:
+        row = {
+            "name": name,
+            "totalMemory": memory,
+            "uuid": f"GPU-{number}",
+            "busLocation": f"0000:0{number}:00.0",
+        }
         return self.add("TARGET_INFO_GPU", vmId=0, id=number, cuDevice=number, **row)
 
     def range(
-        self, name: str, start: int, end: int | None, pid: int | None = None, thread: int = 1, **row: Any
+        self,
+        name: str,
+        start: int,
+        end: int | None,
+        pid: int | None = None,
+        thread: int = 1,
+        **row: Any,
     ) -> MadeExport:
         tid = global_pid(pid or self.pid) | thread
         row = {"text": name, "domainId": 0, **row}
-        return self.add("NVTX_EVENTS", start=start, end=end, eventType=59, globalTid=tid, **row)
+        return self.add(
+            "NVTX_EVENTS", start=start, end=end, eventType=59, globalTid=tid, **row
+        )
 
-    def kernel(self, name: str, start: int, end: int, launched: int | None = None, **row: Any) -> MadeExport:
-        names = {"demangledName": self.string(name), "shortName": self.string(name.split("(")[0]), "gridX": 1}
-        return self._activity("CUPTI_ACTIVITY_KIND_KERNEL", start, end, launched, **names, **row)
+    def kernel(
+        self, name: str, start: int, end: int, launched: int | None = None, **row: Any
+    ) -> MadeExport:
+        names = {
+            "demangledName": self.string(name),
+            "shortName": self.string(name.split("(")[0]),
+            "gridX": 1,
+        }
+        return self._activity(
+            "CUPTI_ACTIVITY_KIND_KERNEL", start, end, launched, **names, **row
+        )
 
-    def copy(self, kind: int, start: int, end: int, size: int, launched: int | None = None, **row: Any) -> MadeExport:
-        ends = {H2D: (PINNED, DEVICE), D2H: (DEVICE, PINNED)}.get(kind, (DEVICE, DEVICE))
+    def copy(
+        self,
+        kind: int,
+        start: int,
+        end: int,
+        size: int,
+        launched: int | None = None,
+        **row: Any,
+    ) -> MadeExport:
+        ends = {H2D: (PINNED, DEVICE), D2H: (DEVICE, PINNED)}.get(
+            kind, (DEVICE, DEVICE)
+        )
         row = {"srcKind": ends[0], "dstKind": ends[1], **row}
-        return self._activity("CUPTI_ACTIVITY_KIND_MEMCPY", start, end, launched, copyKind=kind, bytes=size, **row)
+        return self._activity(
+            "CUPTI_ACTIVITY_KIND_MEMCPY",
+            start,
+            end,
+            launched,
+            copyKind=kind,
+            bytes=size,
+            **row,
+        )
 
-    def memset(self, start: int, end: int, size: int = 64, launched: int | None = None, **row: Any) -> MadeExport:
-        return self._activity("CUPTI_ACTIVITY_KIND_MEMSET", start, end, launched, value=0, bytes=size, **row)
+    def memset(
+        self,
+        start: int,
+        end: int,
+        size: int = 64,
+        launched: int | None = None,
+        **row: Any,
+    ) -> MadeExport:
+        return self._activity(
+            "CUPTI_ACTIVITY_KIND_MEMSET",
+            start,
+            end,
+            launched,
+            value=0,
+            bytes=size,
+            **row,
+        )
 
     def graph(self, number: int, start: int, end: int, launched: int) -> MadeExport:
-        return self._activity("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start, end, launched, graphId=number)
+        return self._activity(
+            "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start, end, launched, graphId=number
+        )
 
-    def memory(self, t: int, address: int, size: int, released: bool = False, **row: Any) -> MadeExport:
-        row = {"globalPid": global_pid(self.pid), "deviceId": 0, "contextId": 1, "pc": 0, "memKind": DEVICE, **row}
+    def memory(
+        self, t: int, address: int, size: int, released: bool = False, **row: Any
+    ) -> MadeExport:
+        row = {
+            "globalPid": global_pid(self.pid),
+            "deviceId": 0,
+            "contextId": 1,
+            "pc": 0,
+            "memKind": DEVICE,
+            **row,
+        }
         oper = {"memoryOperationType": int(released), "address": address, "bytes": size}
         return self.add("CUDA_GPU_MEMORY_USAGE_EVENTS", start=t, **oper, **row)
 
@@ -131,11 +223,25 @@ class MadeExport:
         self._correlation += 1
         process = global_pid(pid or self.pid)
         if launched is not None:
-            call = {"eventClass": 0, "nameId": self.string("cudaLaunchKernel_v7000"), "returnValue": 0}
+            call = {
+                "eventClass": 0,
+                "nameId": self.string("cudaLaunchKernel_v7000"),
+                "returnValue": 0,
+            }
             call |= {"globalTid": process | thread, "correlationId": self._correlation}
-            self.add("CUPTI_ACTIVITY_KIND_RUNTIME", start=launched, end=launched + 5, **call)
-        row = {"deviceId": 0, "contextId": 1, "streamId": 7, "globalPid": process, **row}
-        return self.add(table, start=start, end=end, correlationId=self._correlation, **row)
+            self.add(
+                "CUPTI_ACTIVITY_KIND_RUNTIME", start=launched, end=launched + 5, **call
+            )
+        row = {
+            "deviceId": 0,
+            "contextId": 1,
+            "streamId": 7,
+            "globalPid": process,
+            **row,
+        }
+        return self.add(
+            table, start=start, end=end, correlationId=self._correlation, **row
+        )
 
     def write(self) -> Path:
         """Write the file. Tables without rows are left out, as Nsight Systems does."""
@@ -150,18 +256,22 @@ class MadeExport:
             for row in rows:
                 columns = ", ".join(f'"{name}"' for name in row)
                 marks = ", ".join("?" * len(row))
-                connection.execute(f"INSERT INTO {table} ({columns}) VALUES ({marks})", [*row.values()])
+                connection.execute(
+                    f"INSERT INTO {table} ({columns}) VALUES ({marks})", [*row.values()]
+                )
         connection.execute("COMMIT")
         connection.close()
         return self.path
 
 
 def training(path: Path, iterations: int = 3, pid: int = 1234) -> MadeExport:
-    """Return an export of a job with offloaded optimizer state, to which a test may add rows.
+    """Return an export of a job with offloaded optimizer state, to which a test may add
+    rows.
 
-    An iteration takes 1 ms: forward (launched from 0 to 100 us, on the GPU from 10 to 300 us), backward (100 to 200,
-    300 to 700, with a collective until 720 and a copy of gradients on another stream), optimizer (200 to 900, 720 to
-    950, with copies both ways).
+    An iteration takes 1 ms: forward (launched from 0 to 100 us, on the GPU from 10 to
+    300 us), backward (100 to 200, 300 to 700, with a collective until 720 and a copy of
+    gradients on another stream), optimizer (200 to 900, 720 to 950, with copies both
+    ways).
     """
     made = MadeExport(path, pid).session().gpu()
     made.memory(0, 0xA000, 1 << 30)
@@ -169,12 +279,18 @@ def training(path: Path, iterations: int = 3, pid: int = 1234) -> MadeExport:
     for iteration in range(iterations):
         t = (1 + iteration * 1000) * us
         made.range(f"iteration {iteration}", t, t + 1000 * us)
-        made.range("forward", t, t + 100 * us).range("backward", t + 100 * us, t + 200 * us)
+        made.range("forward", t, t + 100 * us).range(
+            "backward", t + 100 * us, t + 200 * us
+        )
         made.range("optimizer.step", t + 200 * us, t + 900 * us)
-        made.memory(t + 5 * us, 0xB000, 1 << 28).memory(t + 195 * us, 0xB000, 1 << 28, released=True)
+        made.memory(t + 5 * us, 0xB000, 1 << 28).memory(
+            t + 195 * us, 0xB000, 1 << 28, released=True
+        )
         made.copy(H2D, t + 10 * us, t + 20 * us, 4096, t + 5 * us, srcKind=PAGEABLE)
         made.kernel("gemm<float>(float*)", t + 20 * us, t + 300 * us, t + 20 * us)
-        made.kernel("gemm_backward(float*)", t + 300 * us, t + 700 * us, t + 120 * us, thread=2)
+        made.kernel(
+            "gemm_backward(float*)", t + 300 * us, t + 700 * us, t + 120 * us, thread=2
+        )
         made.kernel(
             "ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)",
             t + 600 * us,

@@ -35,8 +35,13 @@ GPU 1     70      80      1000    2147483632  6000     7000         54.3    1980
         (lambda n: f"[2026-11-22 10:00:0{n}] ", True),
     ],
 )
-def test_read_dcgmi__reads_the_columns_of_a_gpu(tmp_path: Path, stamp: Callable[[int], str], dated: bool) -> None:
-    lines = [f"{stamp(number // 4)}{line}\n" for number, line in enumerate(DCGMI.splitlines())]
+def test_read_dcgmi__reads_the_columns_of_a_gpu(
+    tmp_path: Path, stamp: Callable[[int], str], dated: bool
+) -> None:
+    lines = [
+        f"{stamp(number // 4)}{line}\n"
+        for number, line in enumerate(DCGMI.splitlines())
+    ]
     trace = import_text(tmp_path, "".join(lines))
     assert memory_rows(trace) == [(0.0, 800.0), (1.0, 850.0)]
     assert memory_rows(trace, 1) == [(0.0, 900.0)]
@@ -50,7 +55,9 @@ def test_read_dcgmi__reads_the_columns_of_a_gpu(tmp_path: Path, stamp: Callable[
 
 
 @pytest.mark.parametrize("end", [slow_case(-2), slow_case(-4), -30])
-def test_read_dcgmi__reads_up_to_the_last_complete_line(tmp_path: Path, end: int) -> None:
+def test_read_dcgmi__reads_up_to_the_last_complete_line(
+    tmp_path: Path, end: int
+) -> None:
     trace = import_text(tmp_path, DCGMI[:end])
     assert states(trace, "power_w", 1) == [52.3]
     assert states(trace, "power_w") == [51.3, 53.3]
@@ -58,12 +65,16 @@ def test_read_dcgmi__reads_up_to_the_last_complete_line(tmp_path: Path, end: int
 
 
 def test_read_dcgmi__leaves_out_mig_instances(tmp_path: Path) -> None:
-    trace = import_text(tmp_path, DCGMI + "GPU-I 3  70  80  1000  500  6000  7000  54.3  1980  0.8\n")
+    trace = import_text(
+        tmp_path, DCGMI + "GPU-I 3  70  80  1000  500  6000  7000  54.3  1980  0.8\n"
+    )
     assert memory_rows(trace) == [(0.0, 800.0), (1.0, 850.0)]
     assert trace.ranks == [0, 1]
     assert "m.txt has figures of MIG instances, which are left out" in trace.notes
 
 
 def test_read_dcgmi__refuses_files_without_figures(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="has no figure of a GPU: record fields such as 252"):
+    with pytest.raises(
+        SourceError, match="has no figure of a GPU: record fields such as 252"
+    ):
         import_text(tmp_path, "#Entity   DRAMA\nID\nGPU 0     0.1\n")

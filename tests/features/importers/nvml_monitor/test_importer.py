@@ -11,7 +11,10 @@ import pytest
 
 from ebbtide.features.importers.importer import Hardware
 from ebbtide.features.importers.load import import_trace
-from ebbtide.features.importers.nvml_monitor.importer import MonitorImporter, parse_monitor
+from ebbtide.features.importers.nvml_monitor.importer import (
+    MonitorImporter,
+    parse_monitor,
+)
 from ebbtide.features.importers.source import Source, SourceError
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import DeviceInfo, LinkInfo
@@ -34,15 +37,26 @@ def used(trace: Trace, rank: int = 0) -> list[tuple[float, float]]:
     rows = trace.memory(rank)
     assert set(rows["pool"]) <= {"device"}
     assert set(rows["device"]) <= {f"cuda:{rank}"}
-    return [((t - START) / 1e9, size / MIB) for t, size in zip(rows["t_ns"], rows["bytes"], strict=True)]
+    return [
+        ((t - START) / 1e9, size / MIB)
+        for t, size in zip(rows["t_ns"], rows["bytes"], strict=True)
+    ]
 
 
-def rates(trace: Trace, rank: int = 0) -> list[tuple[float, float | None, float | None]]:
+def rates(
+    trace: Trace, rank: int = 0
+) -> list[tuple[float, float | None, float | None]]:
     """Return (seconds since START, h2d, d2h in MiB/s)."""
     rows = trace.link(rank)
     assert set(rows["source"]) <= {"nvml-throughput"}
-    both = [[None if pd.isna(v) else v / MIB for v in rows[f"{direction}_bytes_per_s"]] for direction in ("h2d", "d2h")]
-    return [((t - START) / 1e9, h2d, d2h) for t, h2d, d2h in zip(rows["t_ns"], *both, strict=True)]
+    both = [
+        [None if pd.isna(v) else v / MIB for v in rows[f"{direction}_bytes_per_s"]]
+        for direction in ("h2d", "d2h")
+    ]
+    return [
+        ((t - START) / 1e9, h2d, d2h)
+        for t, h2d, d2h in zip(rows["t_ns"], *both, strict=True)
+    ]
 
 
 QUERY = """timestamp, index, memory.used [MiB], memory.total [MiB], pcie.link.gen.current, pcie.link.width.current, \
@@ -71,20 +85,30 @@ utilization.gpu [%]
         slow_case(QUERY.replace(" [MiB]", "").replace(" MiB,", ",")),
         slow_case(QUERY.replace("334", "334.0").replace("2024/04/15 ", "2024-04-15T")),
         "\n".join('"' + line.replace(", ", '","') + '"' for line in QUERY.splitlines()),
-        "\n".join(["," + QUERY.splitlines()[0], *(f"{n},{row}" for n, row in enumerate(QUERY.splitlines()[1:]))]),
+        "\n".join(
+            [
+                "," + QUERY.splitlines()[0],
+                *(f"{n},{row}" for n, row in enumerate(QUERY.splitlines()[1:])),
+            ]
+        ),
         slow_case("\n".join([QUERY.splitlines()[0], *QUERY.splitlines()[:0:-1]])),
     ],
 )
-def test_import_trace__reads_every_spelling_of_a_query(tmp_path: Path, text: str) -> None:
+def test_import_trace__reads_every_spelling_of_a_query(
+    tmp_path: Path, text: str
+) -> None:
     trace = import_text(tmp_path, text)
     assert trace.ranks == [0, 1]
     assert used(trace) == [(0.0, 334.0), (1.0, 20334.0)]
     assert used(trace, 1) == [(0.001, 335.0), (1.001, 0.0)]
-    assert trace.rank(0).devices == (DeviceInfo(device="cuda:0", kind="cuda", capacity_bytes=81559 * MIB),)
+    assert trace.rank(0).devices == (
+        DeviceInfo(device="cuda:0", kind="cuda", capacity_bytes=81559 * MIB),
+    )
     assert trace.link(0).empty
     assert trace.notes == [
         "m.csv has local times without a time zone: they are read as UTC",
-        "m.csv has no PCIe figures (nvidia-smi dmon -s t records them): link throughput is not known",
+        "m.csv has no PCIe figures (nvidia-smi dmon -s t records them): link "
+        "throughput is not known",
     ]
 
 
@@ -100,7 +124,11 @@ def test_read_figures__distinguishes_missing_values_from_zero(tmp_path: Path) ->
     trace = import_text(tmp_path, text)
     assert used(trace) == [(1.0, 0.0), (5.0, 7.0)]
     assert not [note for note in trace.notes if "cannot be read" in note]
-    without_values = text.replace(" 0 MiB", "[N/A]").replace(" 7 MiB", "[N/A]").replace("81559 MiB", "N/A")
+    without_values = (
+        text.replace(" 0 MiB", "[N/A]")
+        .replace(" 7 MiB", "[N/A]")
+        .replace("81559 MiB", "N/A")
+    )
     with pytest.raises(SourceError, match="no value of memory, link or state of a GPU"):
         import_text(tmp_path, without_values)
 
@@ -109,33 +137,59 @@ def test_read_figures__distinguishes_missing_values_from_zero(tmp_path: Path) ->
     ("columns", "values", "names"),
     [
         ("uuid", ("GPU-bb", "GPU-aa"), ("GPU-bb", "GPU-aa")),
-        ("pci.bus_id", ("00000000:1B:00.0", "00000000:C3:00.0"), ("00000000:1B:00.0", "00000000:C3:00.0")),
+        (
+            "pci.bus_id",
+            ("00000000:1B:00.0", "00000000:C3:00.0"),
+            ("00000000:1B:00.0", "00000000:C3:00.0"),
+        ),
     ],
 )
 def test_read_devices__numbers_devices_by_identifier(
     tmp_path: Path, columns: str, values: tuple[str, str], names: tuple[str, str]
 ) -> None:
-    rows = [f"2024/04/15 00:52:4{n // 2}.000, {values[n % 2]}, {n} MiB" for n in range(4)]
+    rows = [
+        f"2024/04/15 00:52:4{n // 2}.000, {values[n % 2]}, {n} MiB" for n in range(4)
+    ]
     rows.append("2024/04/15 00:52:49.000, , 9 MiB")
-    trace = import_text(tmp_path, f"timestamp, {columns}, memory.used [MiB]\n" + "\n".join(rows))
-    assert (used(trace), used(trace, 1)) == ([(0.0, 0.0), (1.0, 2.0)], [(0.0, 1.0), (1.0, 3.0)])
+    trace = import_text(
+        tmp_path, f"timestamp, {columns}, memory.used [MiB]\n" + "\n".join(rows)
+    )
+    assert (used(trace), used(trace, 1)) == (
+        [(0.0, 0.0), (1.0, 2.0)],
+        [(0.0, 1.0), (1.0, 3.0)],
+    )
     key = {"uuid": "uuid", "pci.bus_id": "pci_bus_id"}[columns]
     assert [getattr(trace.rank(rank).devices[0], key) for rank in (0, 1)] == list(names)
-    assert f"m.csv identifies devices by {key}: they are numbered in order of appearance" in trace.notes
+    assert (
+        f"m.csv identifies devices by {key}: they are numbered in order of appearance"
+        in trace.notes
+    )
     assert "m.csv has rows that cannot be read, which are left out: 1" in trace.notes
 
 
 def test_read_devices__assumes_device_0(tmp_path: Path) -> None:
-    trace = import_text(tmp_path, "timestamp, memory.used [MiB]\n2024/04/15 00:52:40.000, 5 MiB\n")
+    trace = import_text(
+        tmp_path, "timestamp, memory.used [MiB]\n2024/04/15 00:52:40.000, 5 MiB\n"
+    )
     assert used(trace) == [(0.0, 5.0)]
-    assert "m.csv does not identify devices: all figures are assigned to device 0" in trace.notes
+    assert (
+        "m.csv does not identify devices: all figures are assigned to device 0"
+        in trace.notes
+    )
 
 
-@pytest.mark.parametrize("device", slow(["2", "cuda:2", "GPU 2", "gpu2", "2.0"], but=["GPU 2"]))
-def test_read_devices__reads_every_spelling_of_a_number(tmp_path: Path, device: str) -> None:
-    assert used(import_text(tmp_path, f"timestamp,gpu,mem_used\n{START},{device},{5 * MIB * 100}\n"), 2) == [
-        (0.0, 500.0)
-    ]
+@pytest.mark.parametrize(
+    "device", slow(["2", "cuda:2", "GPU 2", "gpu2", "2.0"], but=["GPU 2"])
+)
+def test_read_devices__reads_every_spelling_of_a_number(
+    tmp_path: Path, device: str
+) -> None:
+    assert used(
+        import_text(
+            tmp_path, f"timestamp,gpu,mem_used\n{START},{device},{5 * MIB * 100}\n"
+        ),
+        2,
+    ) == [(0.0, 500.0)]
 
 
 DMON = """#Date       Time        gpu     fb   bar1   ccpm  rxpci  txpci
@@ -150,7 +204,9 @@ DMON = """#Date       Time        gpu     fb   bar1   ccpm  rxpci  txpci
 
 
 def no_units(text: str) -> str:
-    return "".join(row for row in text.splitlines(keepends=True) if not row.startswith("#YYYY"))
+    return "".join(
+        row for row in text.splitlines(keepends=True) if not row.startswith("#YYYY")
+    )
 
 
 def without(text: str, *names: str) -> str:
@@ -158,11 +214,17 @@ def without(text: str, *names: str) -> str:
     lines = [line.lstrip("#").split() for line in text.splitlines()]
     keep = [n for n, name in enumerate(lines[0]) if name not in names]
     marks = ["#" if line.startswith("#") else "" for line in text.splitlines()]
-    return "".join(f"{m}{'   '.join(line[n] for n in keep)}\n" for m, line in zip(marks, lines, strict=True))
+    return "".join(
+        f"{m}{'   '.join(line[n] for n in keep)}\n"
+        for m, line in zip(marks, lines, strict=True)
+    )
 
 
 def commas(text: str) -> str:
-    rows = [("#" if line.startswith("#") else "") + ", ".join(line.lstrip("#").split()) for line in text.splitlines()]
+    rows = [
+        ("#" if line.startswith("#") else "") + ", ".join(line.lstrip("#").split())
+        for line in text.splitlines()
+    ]
     return "\n".join(rows) + "\n"
 
 
@@ -185,21 +247,34 @@ def test_import_trace__reads_dmon_with_dates(tmp_path: Path, spell: Any) -> None
     assert used(trace, 1) == [(0.0, 335.0), (1.0, 0.0)]
     assert rates(trace) == [(0.0, 1 * mb, 2000 * mb), (1.0, 0.0, None)]
     assert rates(trace, 1) == [(0.0, None, 0.0)]
-    assert "m.csv has local times without a time zone: they are read as UTC" in trace.notes
-    assert any("cannot be read" in note for note in trace.notes) == spell(DMON).endswith("00:")
+    assert (
+        "m.csv has local times without a time zone: they are read as UTC" in trace.notes
+    )
+    assert any("cannot be read" in note for note in trace.notes) == spell(
+        DMON
+    ).endswith("00:")
 
 
 def test_parse_monitor__sorts_rows_and_keeps_duplicates(tmp_path: Path) -> None:
-    rows = [f"0,{START + n * SECOND},{size * GIB},{size}" for n, size in [(3, 4), (1, 2), (1, 3), (2, 5), (0, 1)]]
-    trace = import_text(tmp_path, "device_id,timestamp,mem_used,rxpci\n" + "\n".join(rows))
+    rows = [
+        f"0,{START + n * SECOND},{size * GIB},{size}"
+        for n, size in [(3, 4), (1, 2), (1, 3), (2, 5), (0, 1)]
+    ]
+    trace = import_text(
+        tmp_path, "device_id,timestamp,mem_used,rxpci\n" + "\n".join(rows)
+    )
     assert used(trace) == [(0, 1024), (1, 2048), (1, 3072), (2, 5120), (3, 4096)]
     assert [rate[1] for rate in rates(trace)] == [1, 2, 3, 5, 4]
-    assert "m.csv does not state the unit of its PCIe figures: MiB/s is assumed" in trace.notes
+    assert (
+        "m.csv does not state the unit of its PCIe figures: MiB/s is assumed"
+        in trace.notes
+    )
 
 
 def test_import_trace__takes_the_link_from_the_file_or_the_user(tmp_path: Path) -> None:
     text = (
-        "timestamp, index, pcie.link.gen.max, pcie.link.width.max, pcie.link.gen.current, pcie.link.width.current, "
+        "timestamp, index, pcie.link.gen.max, pcie.link.width.max, "
+        "pcie.link.gen.current, pcie.link.width.current, "
         "rxpci\n"
         f"{START}, 0, 4, 16, 1, 8, 3\n{START + SECOND}, 0, 4, 16, [N/A], 8, 4\n"
     )
@@ -211,27 +286,47 @@ def test_import_trace__takes_the_link_from_the_file_or_the_user(tmp_path: Path) 
     trace = import_text(tmp_path, text, hardware=Hardware(80 * 10**9, (5, 8)))
     given = trace.rank(0).devices[0]
     assert "--link 5x8 replaces the 4x16 that the files state" in trace.notes
-    assert (given.capacity_bytes, given.link.generation, given.link.width) == (80 * 10**9, 5, 8)
-    unknown = import_text(tmp_path, text.replace("gen.max", "x").replace(", 4, 16", ", 4, 16"))
+    assert (given.capacity_bytes, given.link.generation, given.link.width) == (
+        80 * 10**9,
+        5,
+        8,
+    )
+    unknown = import_text(
+        tmp_path, text.replace("gen.max", "x").replace(", 4, 16", ", 4, 16")
+    )
     assert unknown.rank(0).devices[0].link == LinkInfo()
     assert any("import with --link" in note for note in unknown.notes)
 
 
-def test_import_trace__notes_a_capacity_that_contradicts_the_file(tmp_path: Path) -> None:
-    text = f"timestamp, index, memory.used [MiB], memory.total [MiB]\n{START}, 0, 9000 MiB, 40960 MiB\n"
-    notes = [import_text(tmp_path, text, hardware=Hardware(size * GIB)).notes for size in (80, 40)]
+def test_import_trace__notes_a_capacity_that_contradicts_the_file(
+    tmp_path: Path,
+) -> None:
+    text = (
+        f"timestamp, index, memory.used [MiB], memory.total [MiB]\n{START}, 0, 9000 "
+        "MiB, 40960 MiB\n"
+    )
+    notes = [
+        import_text(tmp_path, text, hardware=Hardware(size * GIB)).notes
+        for size in (80, 40)
+    ]
     replaced = "--capacity 80.00 GiB replaces the 40.00 GiB that the files state"
     assert [replaced in of_size for of_size in notes] == [True, False]
     assert not any("--capacity" in note for note in notes[1])
     with pytest.raises(
-        SourceError, match=r"--capacity 8\.00 GiB is less than the 8\.79 GiB that were in use on cuda:0"
+        SourceError,
+        match=(
+            r"--capacity 8\.00 GiB is less than the 8\.79 GiB that were in use on "
+            r"cuda:0"
+        ),
     ):
         import_text(tmp_path, text, hardware=Hardware(8 * GIB))
 
 
 def test_parse_monitor__derives_used_from_total_and_free(tmp_path: Path) -> None:
     trace = import_text(
-        tmp_path, f"gpu,timestamp,memory.free [MiB],memory.total [MiB]\n0,{START},30,100\n0,{START + 1},,100\n"
+        tmp_path,
+        "gpu,timestamp,memory.free [MiB],memory.total "
+        f"[MiB]\n0,{START},30,100\n0,{START + 1},,100\n",
     )
     assert used(trace) == [(0.0, 70.0)]
 
@@ -239,13 +334,23 @@ def test_parse_monitor__derives_used_from_total_and_free(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("".join(QUERY.splitlines(keepends=True)[1:]), "has no header with a timestamp"),
+        (
+            "".join(QUERY.splitlines(keepends=True)[1:]),
+            "has no header with a timestamp",
+        ),
         (QUERY.splitlines()[0] + "\n", "has a header and no rows"),
         (QUERY.splitlines()[0], "has a header and no rows"),
-        ("timestamp, index, memory.used [MiB]\nnever, 0, 5 MiB\n", "has no row with a time"),
-        ("timestamp, index, memory.used [MiB]\n2024/04/15 00:52:40.000, x, 5 MiB\n", "has no row with a time"),
         (
-            "# gpu   pid  type    sm  command\n# Idx     #   C/G     %  name\n  0  123  C  5  python\n",
+            "timestamp, index, memory.used [MiB]\nnever, 0, 5 MiB\n",
+            "has no row with a time",
+        ),
+        (
+            "timestamp, index, memory.used [MiB]\n2024/04/15 00:52:40.000, x, 5 MiB\n",
+            "has no row with a time",
+        ),
+        (
+            "# gpu   pid  type    sm  command\n# Idx     #   C/G     %  name\n  0  "
+            "123  C  5  python\n",
             "lists processes, not devices: record it with `nvidia-smi dmon`",
         ),
         (f"timestamp, pid, memory.used\n{START}, 5, 6\n", "lists processes"),
@@ -255,8 +360,14 @@ def test_parse_monitor__derives_used_from_total_and_free(tmp_path: Path) -> None
         ),
         ("timestamp;gpu;fb\n2024/04/15 00:52:40,000;0;6\n", "has commas in numbers"),
         ("# gpu   fb\n# Idx   MB\n  0  6,5\n", "has commas in numbers"),
-        ("".join(QUERY.replace(", ", ";").splitlines(keepends=True)[1:]), "has no header with a timestamp"),
-        ("# gpu  mtemp\n# Idx      C\n    0     45\n", "has no column of memory, link or state"),
+        (
+            "".join(QUERY.replace(", ", ";").splitlines(keepends=True)[1:]),
+            "has no header with a timestamp",
+        ),
+        (
+            "# gpu  mtemp\n# Idx      C\n    0     45\n",
+            "has no column of memory, link or state",
+        ),
         ("# gpu     fb\n# Idx     MB\n", "has a header and no rows"),
         (QUERY + "\0" * 100, "is not a table of text"),
         (f"timestamp,gpu,fb\n{10**18},0,5\n{'9' * 19},0,6\n", None),
@@ -266,7 +377,9 @@ def test_parse_monitor__derives_used_from_total_and_free(tmp_path: Path) -> None
         (f"timestamp,gpu,fb\n{START},0,6,7\n", "has no row with a time"),
     ],
 )
-def test_parse_monitor__refuses_files_without_usable_figures(tmp_path: Path, text: str, says: str | None) -> None:
+def test_parse_monitor__refuses_files_without_usable_figures(
+    tmp_path: Path, text: str, says: str | None
+) -> None:
     if says is None:
         assert len(import_text(tmp_path, text).memory(0)) == 1
         return
@@ -279,7 +392,8 @@ def test_parse_monitor__refuses_files_without_usable_figures(tmp_path: Path, tex
 def test_read_figures__treats_huge_values_as_missing(tmp_path: Path) -> None:
     text = "timestamp,gpu,mem_used,rxpci\n"
     text += "".join(
-        f"{START + n},0,{value},{value}\n" for n, value in enumerate(["9" * 400, "1e300", "1e5", "1e", "nan"])
+        f"{START + n},0,{value},{value}\n"
+        for n, value in enumerate(["9" * 400, "1e300", "1e5", "1e", "nan"])
     )
     trace = import_text(tmp_path, text)
     assert [size * MIB for _, size in used(trace)] == pytest.approx([1e5 * MIB, MIB])
@@ -295,7 +409,10 @@ def test_import_trace__combines_files_of_one_host_only(tmp_path: Path) -> None:
     assert len(rates(trace)) == 2
     # Of two hosts nothing tells which ranks the second has.
     (tmp_path / "other.csv").write_text(QUERY)
-    with pytest.raises(SourceError, match=r"memory\.csv and .*other\.csv cover the same devices at the same time"):
+    with pytest.raises(
+        SourceError,
+        match=r"memory\.csv and .*other\.csv cover the same devices at the same time",
+    ):
         import_trace([memory, tmp_path / "other.csv"], tmp_path / "x.ebb")
     later = tmp_path / "later.csv"
     later.write_text(QUERY.replace("00:52", "01:52"))
@@ -318,10 +435,18 @@ def test_matches__decides_by_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a" + " " * 30_000 + "[b", "," * 30_000, "[" * 30_000, "# " * 15_000, "timestamp,fb\n" + '"' * 30_000]
+    "text",
+    [
+        "a" + " " * 30_000 + "[b",
+        "," * 30_000,
+        "[" * 30_000,
+        "# " * 15_000,
+        "timestamp,fb\n" + '"' * 30_000,
+    ],
 )
 def test_matches__takes_linear_time_for_any_header(tmp_path: Path, text: str) -> None:
-    """A header four times as long must not take sixteen times as long; quadratic patterns took hours."""
+    """A header four times as long must not take sixteen times as long; quadratic
+    patterns took hours."""
 
     def seconds(size: int) -> float:
         file = tmp_path / "x.csv"

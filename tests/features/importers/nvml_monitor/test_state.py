@@ -1,4 +1,5 @@
-"""Utilization, power, clocks and temperature in monitor files; system metrics of Weights & Biases."""
+"""Utilization, power, clocks and temperature in monitor files; system metrics of
+Weights & Biases."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ import pytest
 from ebbtide.features.importers.load import import_trace
 from ebbtide.features.importers.source import SourceError
 from tests.conftest import slow_case
-from tests.features.importers.nvml_monitor.made_monitors import MIB, SECOND, import_text, memory_rows, states
+from tests.features.importers.nvml_monitor.made_monitors import (
+    MIB,
+    SECOND,
+    import_text,
+    memory_rows,
+    states,
+)
 
 # Real output of `nvidia-smi dmon`, with two GPUs and a repeated header.
 DMON = """# gpu    pwr  gtemp  mtemp     sm    mem    enc    dec    jpg    ofa   mclk   pclk
@@ -34,7 +41,9 @@ def test_read_dmon__without_memory_and_link_has_the_state(tmp_path: Path) -> Non
     assert trace.link(0).empty
     gpu = trace.table(0, "gpu")
     assert gpu["t_ns"].tolist() == [0, SECOND]
-    assert gpu.drop(columns=["t_ns", "device", "throttle_reasons"]).to_numpy().tolist() == [
+    assert gpu.drop(
+        columns=["t_ns", "device", "throttle_reasons"]
+    ).to_numpy().tolist() == [
         [30.0, 27.0, 86.0, 1710.0, 6250.0, 33.0],
         [100.0, 95.0, 267.0, 1710.0, 6250.0, 39.0],
     ]
@@ -48,7 +57,11 @@ def test_read_dmon__reads_all_sets_of_columns_at_once(tmp_path: Path) -> None:
     trace = import_text(tmp_path, ALL_SETS)
     assert memory_rows(trace) == [(0.0, 70000.0)]
     (link,) = trace.link(0).to_dict("records")
-    assert (link["h2d_bytes_per_s"], link["d2h_bytes_per_s"], link["source"]) == (1e9, 2e9, "nvml-throughput")
+    assert (link["h2d_bytes_per_s"], link["d2h_bytes_per_s"], link["source"]) == (
+        1e9,
+        2e9,
+        "nvml-throughput",
+    )
     for column, value in [
         ("utilization_percent", 97.0), ("memory_utilization_percent", 50.0), ("power_w", 300.0),
         ("sm_clock_mhz", 1980.0), ("memory_clock_mhz", 2619.0), ("temperature_celsius", 40.0),
@@ -86,7 +99,9 @@ def test_read_query__reads_the_state(tmp_path: Path) -> None:
     assert states(trace, "sm_clock_mhz") == [1980.0, 345.0]
     assert states(trace, "temperature_celsius") == [60.0, 40.0]
     assert states(trace, "throttle_reasons") == [4.0, 1.0]
-    milliwatts = QUERY.replace("power.draw [W]", "power.draw [mW]").replace("299.93 W", "299930")
+    milliwatts = QUERY.replace("power.draw [W]", "power.draw [mW]").replace(
+        "299.93 W", "299930"
+    )
     assert states(import_text(tmp_path, milliwatts), "power_w") == [299.93, None]
 
 
@@ -99,21 +114,37 @@ def test_read_query__reads_the_state(tmp_path: Path) -> None:
         slow_case("2026/11/22 10:00:02.000, 0", False),
     ],
 )
-def test_read_query__leaves_out_a_cut_last_line(tmp_path: Path, last: str, kept: bool) -> None:
+def test_read_query__leaves_out_a_cut_last_line(
+    tmp_path: Path, last: str, kept: bool
+) -> None:
     rows = "".join(f"2026/11/22 10:00:0{n}.000, 0, 2033{n} MiB\n" for n in range(2))
     trace = import_text(tmp_path, "timestamp, index, memory.used [MiB]\n" + rows + last)
-    assert memory_rows(trace) == [(0.0, 20330.0), (1.0, 20331.0), (2.0, 20344.0)][: 2 + kept]
-    assert ("m.txt has rows that cannot be read, which are left out: 1" in trace.notes) != kept
+    assert (
+        memory_rows(trace)
+        == [(0.0, 20330.0), (1.0, 20331.0), (2.0, 20344.0)][: 2 + kept]
+    )
+    assert (
+        "m.txt has rows that cannot be read, which are left out: 1" in trace.notes
+    ) != kept
 
 
 def test_import_trace__state_may_be_in_two_files(tmp_path: Path) -> None:
-    """Both `dmon -s pt` and a query may have the power; two hosts that have the state alone are refused."""
+    """Both `dmon -s pt` and a query may have the power; two hosts that have the state
+    alone are refused."""
     with_memory = QUERY.replace("temperature.gpu", "memory.used [MiB]")
     (tmp_path / "query.csv").write_text(with_memory)
     (tmp_path / "all.txt").write_text(ALL_SETS.replace(" fb ", " none "))
     (tmp_path / "state.csv").write_text(QUERY)
     (tmp_path / "other.csv").write_text(QUERY)
-    trace = import_trace([tmp_path / "query.csv", tmp_path / "all.txt"], tmp_path / "run.ebb")
-    assert (len(trace.table(0, "gpu")), len(trace.link(0)), len(trace.memory(0))) == (3, 1, 2)
+    trace = import_trace(
+        [tmp_path / "query.csv", tmp_path / "all.txt"], tmp_path / "run.ebb"
+    )
+    assert (len(trace.table(0, "gpu")), len(trace.link(0)), len(trace.memory(0))) == (
+        3,
+        1,
+        2,
+    )
     with pytest.raises(SourceError, match="cover the same devices at the same time"):
-        import_trace([tmp_path / "state.csv", tmp_path / "other.csv"], tmp_path / "x.ebb")
+        import_trace(
+            [tmp_path / "state.csv", tmp_path / "other.csv"], tmp_path / "x.ebb"
+        )

@@ -1,4 +1,5 @@
-"""Systems that keep all weights on the host and update there: bytes over the link, memory and compute."""
+"""Systems that keep all weights on the host and update there: bytes over the link,
+memory and compute."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from ebbtide.interleave.simulation.simulator import simulate
 from tests.features.layers.test_policy import FORMS, _workload
 from tests.features.layers.test_policy import MACHINE as PLAIN_MACHINE
 
-MACHINE = replace(PLAIN_MACHINE, cpu_cast_params_per_s=4e9, h2d_pageable_bytes_per_s=5e9)
+MACHINE = replace(
+    PLAIN_MACHINE, cpu_cast_params_per_s=4e9, h2d_pageable_bytes_per_s=5e9
+)
 LAYERS, RECOMPUTE_S = 8, FORMS[-1]["recompute_s"]
 WEIGHTS, INPUT = 2e9, FORMS[-1]["bytes"]
 
@@ -32,18 +35,29 @@ def _bytes(schedule: Schedule, kind: str) -> float:
 def test_megatrain__streams_weights_three_times_for_each_micro_batch() -> None:
     workload, schedule = _schedule("megatrain")
     # Two layers stay in slots between forward and backward, and between micro-batches.
-    assert _bytes(schedule, "weights up") == pytest.approx(2 * (LAYERS - 2) * 3 * WEIGHTS)
+    assert _bytes(schedule, "weights up") == pytest.approx(
+        2 * (LAYERS - 2) * 3 * WEIGHTS
+    )
     # Gradients of each micro-batch go to the host.
-    assert _bytes(schedule, "layer gradient down") + _bytes(schedule, "gradient down") == 2 * LAYERS * WEIGHTS
+    assert (
+        _bytes(schedule, "layer gradient down") + _bytes(schedule, "gradient down")
+        == 2 * LAYERS * WEIGHTS
+    )
     assert schedule.plan.counts()["update on cpu"] == len(workload.subgroups)
     assert schedule.plan.is_exact
     placed = schedule.workload
-    assert placed.compute_s == pytest.approx(workload.compute_s + 2 * LAYERS * RECOMPUTE_S)
+    assert placed.compute_s == pytest.approx(
+        workload.compute_s + 2 * LAYERS * RECOMPUTE_S
+    )
 
 
 def test_megatrain__sends_gradients_in_their_own_width() -> None:
     _, schedule = _schedule("megatrain", grad_bytes=4)
-    assert _bytes(schedule, "layer gradient down") == _bytes(schedule, "gradient down") == LAYERS * 4e9
+    assert (
+        _bytes(schedule, "layer gradient down")
+        == _bytes(schedule, "gradient down")
+        == LAYERS * 4e9
+    )
 
 
 def test_megatrain__keeps_the_inputs_of_blocks_and_of_one_block() -> None:
@@ -58,7 +72,9 @@ def test_megatrain__keeps_the_inputs_of_blocks_and_of_one_block() -> None:
 def test_roundpipe__updates_one_iteration_late() -> None:
     workload, schedule = _schedule("roundpipe")
     # All inputs but those in two slots go down and come back, and weights cross twice.
-    assert _bytes(schedule, "activation down") == pytest.approx((2 * LAYERS - 2) * INPUT / 2)
+    assert _bytes(schedule, "activation down") == pytest.approx(
+        (2 * LAYERS - 2) * INPUT / 2
+    )
     assert _bytes(schedule, "weights up") == pytest.approx((LAYERS - 2) * 2 * WEIGHTS)
     assert not schedule.plan.is_exact
     # The CPU needs longer than the GPU, and all the time.
@@ -78,4 +94,8 @@ def test_zero3_offload_params__is_zero_offload_with_streamed_weights() -> None:
 @pytest.mark.parametrize("text", ["megatrain", "roundpipe", "zero3-offload-params"])
 def test_systems__need_layers(text: str) -> None:
     with pytest.raises(PolicyError, match="needs a workload with layers"):
-        make_plan(text, workload_from({"params": 1e9, "forward_s": 1, "backward_s": 2}, "test"), MACHINE)
+        make_plan(
+            text,
+            workload_from({"params": 1e9, "forward_s": 1, "backward_s": 2}, "test"),
+            MACHINE,
+        )

@@ -26,12 +26,22 @@ from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.agent.spool import POOLS
 from ebbtide.profiler.trace import open_trace
 from tests.conftest import ebbtide_in_process, running_process
-from tests.features.live.recording.growing import BACKWARD_MS, CAPACITY, OTHER_MS, PEAK, GrowingRecording
+from tests.features.live.recording.growing import (
+    BACKWARD_MS,
+    CAPACITY,
+    OTHER_MS,
+    PEAK,
+    GrowingRecording,
+)
 from tests.profiler.agent.jobs import PRELUDE
 
 ROOT = Path(__file__).parents[4]
 # Name that queries use -> the name of its metric.
-SERVED = {name + suffix: name for name, family in FAMILIES.items() for suffix in SUFFIXES[family.kind]}
+SERVED = {
+    name + suffix: name
+    for name, family in FAMILIES.items()
+    for suffix in SUFFIXES[family.kind]
+}
 Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
 # Label -> its values, whatever the job does.
 BOUNDED = {
@@ -44,7 +54,8 @@ BOUNDED = {
 
 
 def scrape(url: str) -> Values:
-    """Return the values of all samples by name and labels; check names, types and labels against `FAMILIES`."""
+    """Return the values of all samples by name and labels; check names, types and
+    labels against `FAMILIES`."""
     with urllib.request.urlopen(url, timeout=60) as answer:
         text = answer.read().decode()
     values: Values = {}
@@ -94,9 +105,15 @@ def test_server__serves_every_metric_of_a_recording_that_grows(
     whole = scrape(server.url)
     assert {name for name, _ in whole} == set(SERVED) - {
         # The recording has no such samples.
-        *("ebbtide_gpu_power_watts", "ebbtide_gpu_temperature_celsius", "ebbtide_gpu_sm_clock_hertz")
+        *(
+            "ebbtide_gpu_power_watts",
+            "ebbtide_gpu_temperature_celsius",
+            "ebbtide_gpu_sm_clock_hertz",
+        )
     }
-    asked = scrape(f"{server.url}?name[]=ebbtide_ranks&name[]=ebbtide_phase_seconds_sum")
+    asked = scrape(
+        f"{server.url}?name[]=ebbtide_ranks&name[]=ebbtide_phase_seconds_sum"
+    )
     assert {name for name, _ in asked} == {"ebbtide_ranks", "ebbtide_phase_seconds_sum"}
     for key, value in half.items():
         if key[0].endswith(("_total", "_sum", "_count")):
@@ -104,18 +121,27 @@ def test_server__serves_every_metric_of_a_recording_that_grows(
     one = {"rank": "1"}
     assert get(whole, "ebbtide_iterations_total", **one) == 40
     assert get(whole, "ebbtide_phase_seconds_count", phase="backward", **one) == 40
-    assert get(whole, "ebbtide_phase_seconds_sum", phase="backward", **one) == pytest.approx(40 * BACKWARD_MS / 1e3)
-    assert get(whole, "ebbtide_phase_seconds", phase="other", quantile="0.5", **one) == pytest.approx(OTHER_MS / 1e3)
+    assert get(
+        whole, "ebbtide_phase_seconds_sum", phase="backward", **one
+    ) == pytest.approx(40 * BACKWARD_MS / 1e3)
+    assert get(
+        whole, "ebbtide_phase_seconds", phase="other", quantile="0.5", **one
+    ) == pytest.approx(OTHER_MS / 1e3)
     device = {"rank": "1", "device": "cuda:0"}
     assert get(whole, "ebbtide_memory_capacity_bytes", **device) == CAPACITY
     assert get(whole, "ebbtide_link_peak_bytes_per_second", **device) == PEAK
     used = get(whole, "ebbtide_memory_bytes", pool="device", **device)
     assert used is not None
     assert get(whole, "ebbtide_free_bytes", **device) == CAPACITY - used
-    moved = [get(whole, "ebbtide_link_bytes_total", direction=direction, **device) for direction in ("h2d", "d2h")]
+    moved = [
+        get(whole, "ebbtide_link_bytes_total", direction=direction, **device)
+        for direction in ("h2d", "d2h")
+    ]
     assert moved[0]
     assert moved[1] == pytest.approx(2 * moved[0])
-    assert get(whole, "ebbtide_gpu_utilization_ratio", **device) == pytest.approx(0.01 * (1590 % 101))
+    assert get(whole, "ebbtide_gpu_utilization_ratio", **device) == pytest.approx(
+        0.01 * (1590 % 101)
+    )
 
 
 def test_server__names_the_trace_where_it_cannot_be_read(tmp_path: Path) -> None:
@@ -137,7 +163,9 @@ def test_server__names_the_trace_where_it_cannot_be_read(tmp_path: Path) -> None
         ("node-3.cluster:1", ("node-3.cluster", 1)),
     ],
 )
-def test_parse_address__takes_a_port_or_a_host_with_one(text: str, address: tuple[str, int]) -> None:
+def test_parse_address__takes_a_port_or_a_host_with_one(
+    text: str, address: tuple[str, int]
+) -> None:
     assert parse_address(text) == address
 
 
@@ -159,7 +187,9 @@ def test_metrics_server__listens_on_ipv6() -> None:
 def test_profile__refuses_a_port_in_use_before_the_job_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        run = ebbtide_in_process("profile", "--metrics", str(port), "--", "touch", "started", cwd=tmp_path)
+        run = ebbtide_in_process(
+            "profile", "--metrics", str(port), "--", "touch", "started", cwd=tmp_path
+        )
     assert run.returncode == 2
     (line,) = run.stderr.splitlines()
     assert f"cannot serve metrics on 127.0.0.1:{port}: Address already in use" in line
@@ -168,9 +198,14 @@ def test_profile__refuses_a_port_in_use_before_the_job_starts(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--no-view"], "--no-view is for --metrics"), (["--metrics", "0"], "is not a trace")],
+    [
+        (["--no-view"], "--no-view is for --metrics"),
+        (["--metrics", "0"], "is not a trace"),
+    ],
 )
-def test_watch__refuses_what_it_cannot_serve(options: list[str], message: str, tmp_path: Path) -> None:
+def test_watch__refuses_what_it_cannot_serve(
+    options: list[str], message: str, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     run = ebbtide_in_process("watch", tmp_path, *options)
     assert run.returncode == 2
@@ -180,13 +215,25 @@ def test_watch__refuses_what_it_cannot_serve(options: list[str], message: str, t
 
 def test_dashboard__names_only_metrics_that_are_served() -> None:
     dashboard = json.loads((ROOT / "docs" / "grafana-dashboard.json").read_text())
-    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    queries = [
+        target["expr"]
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", ())
+    ]
     assert len(queries) > 8
-    used = set(re.findall(r"ebbtide_\w+", " ".join([*queries, json.dumps(dashboard["templating"])])))
+    used = set(
+        re.findall(
+            r"ebbtide_\w+", " ".join([*queries, json.dumps(dashboard["templating"])])
+        )
+    )
     assert used <= set(SERVED)
     for query in queries:
         for name, matchers in re.findall(r"(ebbtide_\w+)\{([^}]*)\}", query):
-            labels = set(re.findall(r"(\w+)=~?\"", matchers)) - {"instance", "job", "quantile"}
+            labels = set(re.findall(r"(\w+)=~?\"", matchers)) - {
+                "instance",
+                "job",
+                "quantile",
+            }
             assert labels <= set(FAMILIES[SERVED[name]].labels)
 
 
@@ -209,12 +256,33 @@ while not done.item():
     dist.broadcast(done, 0)
 """
     job.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{PRELUDE}{loop}")
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    )
     path = tmp_path / "run.ebb"
-    command = (sys.executable, "-m", "ebbtide", "profile", "-o", path, "--metrics", "0", "--", *torchrun, job)
+    command = (
+        sys.executable,
+        "-m",
+        "ebbtide",
+        "profile",
+        "-o",
+        path,
+        "--metrics",
+        "0",
+        "--",
+        *torchrun,
+        job,
+    )
     log = tmp_path / "log"
     with running_process(["bash", "-c", 'exec "$@" 2>"$0"', log, *command]) as process:
-        while not (url := re.search(r"http://\S+", log.read_text() if log.exists() else "")):
+        while not (
+            url := re.search(r"http://\S+", log.read_text() if log.exists() else "")
+        ):
             assert process.poll() is None, log.read_text()
         values = scrape(url[0])
         while (get(values, "ebbtide_iterations_total", rank="1") or 0) < 20:
@@ -224,7 +292,9 @@ while not done.item():
         assert process.wait() == 0, log.read_text()
     for rank in ("0", "1"):
         for phase in ITERATION_PARTS:
-            assert get(values, "ebbtide_phase_seconds", rank=rank, phase=phase, quantile="0.5")
+            assert get(
+                values, "ebbtide_phase_seconds", rank=rank, phase=phase, quantile="0.5"
+            )
             assert get(values, "ebbtide_phase_seconds_sum", rank=rank, phase=phase)
         assert get(values, "ebbtide_free_bytes", rank=rank, device="cpu")
         assert get(values, "ebbtide_rank_recording", rank=rank) == 1

@@ -48,19 +48,44 @@ class GrowingRecording:
             }
             for index in range(2)
         ]
-        host = {"name": socket.gethostname(), "cpu": {"device": "cpu", "kind": "cpu"}, "gpus": gpus}
-        meta: dict[str, Any] = {"state": "recording", "source": "recorded", "started_ns": 0, "host": host}
+        host = {
+            "name": socket.gethostname(),
+            "cpu": {"device": "cpu", "kind": "cpu"},
+            "gpus": gpus,
+        }
+        meta: dict[str, Any] = {
+            "state": "recording",
+            "source": "recorded",
+            "started_ns": 0,
+            "host": host,
+        }
         # Its times count from now on: the processes are not silent.
-        meta["clock"] = {"name": "monotonic", "host": host["name"], "wall_offset_ns": time.time_ns()}
-        write_meta(self.path, {**meta, "command": ["python", "train.py"], "ranks": [], "notes": []})
+        meta["clock"] = {
+            "name": "monotonic",
+            "host": host["name"],
+            "wall_offset_ns": time.time_ns(),
+        }
+        write_meta(
+            self.path,
+            {**meta, "command": ["python", "train.py"], "ranks": [], "notes": []},
+        )
 
-    def add_rank(self, rank: int, iterations: int, slow_ms: int = 0, world_size: int = 2) -> Path:
-        """Add the spool of a rank; every seventh iteration takes `slow_ms` longer. Nothing is written yet."""
+    def add_rank(
+        self, rank: int, iterations: int, slow_ms: int = 0, world_size: int = 2
+    ) -> Path:
+        """Add the spool of a rank; every seventh iteration takes `slow_ms` longer.
+        Nothing is written yet."""
         name = f"here-{os.getpid()}.{rank:x}"
         job_info = {
             "host": socket.gethostname(),
             "devices": [
-                {"device": "cuda:0", "kind": "cuda", "uuid": f"GPU-{rank}", "capacity_bytes": CAPACITY, "name": "G"}
+                {
+                    "device": "cuda:0",
+                    "kind": "cuda",
+                    "uuid": f"GPU-{rank}",
+                    "capacity_bytes": CAPACITY,
+                    "name": "G",
+                }
             ],
             "launch": "one",
         }
@@ -86,7 +111,9 @@ class GrowingRecording:
             records.append(_record(kinds.ITERATION, a=iteration, b=sequence, x=now))
             now += OTHER_MS * MS
         records.append(self._device_times(records, sequence))
-        records.append(_record(kinds.STOPPED, kinds.STOP_REASONS.index("closed"), x=now))
+        records.append(
+            _record(kinds.STOPPED, kinds.STOP_REASONS.index("closed"), x=now)
+        )
         path = self.path / "spool" / f"agent-{name}.spool"
         self.spools[path] = b"".join(records)
         return path
@@ -96,19 +123,37 @@ class GrowingRecording:
         phase = next(
             fields
             for raw in reversed(records)
-            if (fields := RECORD.unpack(raw))[0] == kinds.PHASE and fields[3] == sequence
+            if (fields := RECORD.unpack(raw))[0] == kinds.PHASE
+            and fields[3] == sequence
         )
         return _record(kinds.GPU_TIMES, a=sequence, x=phase[7] + MS, y=phase[8] + MS)
 
     def add_sampler(self, end_ms: int) -> Path:
-        """Add the spool of the sampler: memory, link and utilization of two cards every 10 ms."""
+        """Add the spool of the sampler: memory, link and utilization of two cards every
+        10 ms."""
         records = [_header(0, 1)]
         for time_ms in range(10, end_ms, 10):
             for card in range(2):
                 rate = int(1e9 * (1 + time_ms % 3))
                 records += [
-                    _record(kinds.MEMORY, _DEVICE, card, x=time_ms * MS, y=(5 << 30) + time_ms),
-                    _record(kinds.LINK, 0, card, a=4, b=16, w=10 * MS, x=time_ms * MS, y=rate, z=2 * rate),
+                    _record(
+                        kinds.MEMORY,
+                        _DEVICE,
+                        card,
+                        x=time_ms * MS,
+                        y=(5 << 30) + time_ms,
+                    ),
+                    _record(
+                        kinds.LINK,
+                        0,
+                        card,
+                        a=4,
+                        b=16,
+                        w=10 * MS,
+                        x=time_ms * MS,
+                        y=rate,
+                        z=2 * rate,
+                    ),
                     _record(kinds.GPU_STATE, 0, card, x=time_ms * MS, y=time_ms % 101),
                 ]
         path = self.path / "spool" / f"sampler-here-{os.getpid()}.ff.spool"
@@ -133,4 +178,6 @@ def _record(kind: int, code: int = 0, small: int = 0, **fields: int) -> bytes:
 
 def _header(rank: int, world_size: int) -> bytes:
     magic = int.from_bytes(kinds.MAGIC, "little")
-    return RECORD.pack(kinds.HEADER, kinds.VERSION, 0, os.getpid(), rank, world_size, magic, 0, 0, rank)
+    return RECORD.pack(
+        kinds.HEADER, kinds.VERSION, 0, os.getpid(), rank, world_size, magic, 0, 0, rank
+    )

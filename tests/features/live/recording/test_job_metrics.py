@@ -20,8 +20,9 @@ from tests.features.live.recording.growing import GrowingRecording
 from tests.profiler.agent.jobs import PRELUDE
 from tests.profiler.agent.timed_jobs import Record
 
-# A GAN whose generator accumulates: the second update extends the iteration that the first one has ended. The pauses
-# are long enough for memory to be read at the ends of all phases.
+# A GAN whose generator accumulates: the second update extends the iteration that the
+# first one has ended. The pauses are long enough for memory to be read at the ends of
+# all phases.
 JOB = """
 import json, time, ebbtide
 critic = nn.Linear(4, 1)
@@ -44,7 +45,9 @@ json.dump(rows, open("rows.json", "w"))
 """
 
 
-def test_metrics__are_those_of_the_trace_and_follow_the_iterations(record: Record) -> None:
+def test_metrics__are_those_of_the_trace_and_follow_the_iterations(
+    record: Record,
+) -> None:
     recorded = record(PRELUDE + dedent(JOB))
     assert recorded.run.returncode == 0, recorded.run.stderr
     trace = recorded.trace
@@ -55,19 +58,28 @@ def test_metrics__are_those_of_the_trace_and_follow_the_iterations(record: Recor
     peaks = phase_peaks(trace, 0, "heap").frame.max(axis=1)
     for row in rows[1::2]:
         number = row["ebbtide/iteration"]
-        expected = {f"ebbtide/phase_seconds/{part}": seconds.loc[number, part] for part in ITERATION_PARTS}
+        expected = {
+            f"ebbtide/phase_seconds/{part}": seconds.loc[number, part]
+            for part in ITERATION_PARTS
+        }
         assert {key: row[key] for key in expected} == pytest.approx(expected, abs=1e-9)
-        assert row["ebbtide/iteration_seconds"] == pytest.approx(seconds.loc[number, "iteration"], abs=1e-9)
+        assert row["ebbtide/iteration_seconds"] == pytest.approx(
+            seconds.loc[number, "iteration"], abs=1e-9
+        )
         assert row["ebbtide/peak_bytes/heap"] == peaks[number]
         assert row["ebbtide/capacity_bytes"] == trace.rank(0).main_device.capacity_bytes
-        assert row["ebbtide/free_bytes"] == row["ebbtide/capacity_bytes"] - peaks[number]
+        assert (
+            row["ebbtide/free_bytes"] == row["ebbtide/capacity_bytes"] - peaks[number]
+        )
 
 
 def test_metrics__are_empty_where_nothing_is_recorded() -> None:
     assert ebbtide.metrics() == {}
 
 
-def test_sampled_figures__are_those_of_the_newest_iteration_that_was_sampled(tmp_path: Path) -> None:
+def test_sampled_figures__are_those_of_the_newest_iteration_that_was_sampled(
+    tmp_path: Path,
+) -> None:
     recording = GrowingRecording(tmp_path / "run.ebb")
     recording.begin()
     recording.add_rank(1, 20)
@@ -75,9 +87,13 @@ def test_sampled_figures__are_those_of_the_newest_iteration_that_was_sampled(tmp
     recording.grow_to(1.0)
     trace = open_trace(recording.path)
     iterations = [
-        IterationTimes(row.iteration, row.start_ns, row.end_ns, ()) for row in intervals(trace, 1).spans.itertuples()
+        IterationTimes(row.iteration, row.start_ns, row.end_ns, ())
+        for row in intervals(trace, 1).spans.itertuples()
     ]
-    moved = {direction: phase_bytes(trace, 1, direction).frame.sum(axis=1) for direction in ("h2d", "d2h")}
+    moved = {
+        direction: phase_bytes(trace, 1, direction).frame.sum(axis=1)
+        for direction in ("h2d", "d2h")
+    }
     peaks = phase_peaks(trace, 1, "device").frame.max(axis=1)
     content = recording.spools[sampler]
     sampler.unlink()

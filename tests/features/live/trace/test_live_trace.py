@@ -1,4 +1,5 @@
-"""Tests of `LiveTrace`: figures of a growing recording against those of the finished trace."""
+"""Tests of `LiveTrace`: figures of a growing recording against those of the finished
+trace."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def follow(recording: GrowingRecording, iterations: int, pieces: int = 6) -> Liv
     return live
 
 
-def test_live_trace__has_the_figures_of_the_finished_trace_at_the_end(recording: GrowingRecording) -> None:
+def test_live_trace__has_the_figures_of_the_finished_trace_at_the_end(
+    recording: GrowingRecording,
+) -> None:
     live = follow(recording, 2 * ITERATIONS)
     assert live.trace is not None
     running = summarize(live.trace).as_json()
@@ -74,7 +77,9 @@ def test_live_trace__has_the_figures_of_the_finished_trace_at_the_end(recording:
         assert counted.link_bytes == pytest.approx(of_tables.link_bytes, rel=1e-6)
 
 
-def test_live_trace__keeps_the_last_iterations_with_their_figures(recording: GrowingRecording) -> None:
+def test_live_trace__keeps_the_last_iterations_with_their_figures(
+    recording: GrowingRecording,
+) -> None:
     count = 12
     live = follow(recording, count)
     assert live.trace is not None
@@ -82,22 +87,44 @@ def test_live_trace__keeps_the_last_iterations_with_their_figures(recording: Gro
     finish(recording.path, {})
     whole = open_trace(recording.path)
     expected = last_iterations(whole, count)
-    rows, all_rows = (compare_iterations(trace).to_pandas() for trace in (window, whole))
-    last = all_rows[all_rows["iteration"] >= ITERATIONS - count].assign(warmup=False).reset_index(drop=True)
+    rows, all_rows = (
+        compare_iterations(trace).to_pandas() for trace in (window, whole)
+    )
+    last = (
+        all_rows[all_rows["iteration"] >= ITERATIONS - count]
+        .assign(warmup=False)
+        .reset_index(drop=True)
+    )
     steady = rows[~rows["warmup"]].reset_index(drop=True)
     pd.testing.assert_frame_equal(steady, last)
     assert len(rows) == 2 * (count + 1)
-    for figures in (lambda t: summarize(t).phases, lambda t: link_use(t).phases, lambda t: gpu_state(t).figures):
+    for figures in (
+        lambda t: summarize(t).phases,
+        lambda t: link_use(t).phases,
+        lambda t: gpu_state(t).figures,
+    ):
         assert figures(window) == figures(expected)
     # What was dropped still counts in the totals.
     live.poll()
     assert all(live.totals(rank).iterations == ITERATIONS for rank in window.ranks)
 
 
-def test_live_trace__figures_of_a_rank_are_those_of_the_recording(recording: GrowingRecording) -> None:
+def test_live_trace__figures_of_a_rank_are_those_of_the_recording(
+    recording: GrowingRecording,
+) -> None:
     rank = follow(recording, 20).rank(1)
-    assert (rank.device, rank.device_name, rank.iteration, rank.state) == ("cuda:0", "G", ITERATIONS - 1, "stopped")
-    parts = {"forward": FORWARD_MS, "backward": BACKWARD_MS, "update": UPDATE_MS, "other": OTHER_MS}
+    assert (rank.device, rank.device_name, rank.iteration, rank.state) == (
+        "cuda:0",
+        "G",
+        ITERATIONS - 1,
+        "stopped",
+    )
+    parts = {
+        "forward": FORWARD_MS,
+        "backward": BACKWARD_MS,
+        "update": UPDATE_MS,
+        "other": OTHER_MS,
+    }
     assert rank.median_ms == pytest.approx({**parts, "iteration": STEP_MS})
     assert rank.memory is not None
     assert (rank.memory.pool, rank.memory.capacity_bytes) == ("device", CAPACITY)
@@ -123,16 +150,22 @@ def test_live_trace__never_loses_or_invents_an_iteration_wherever_spools_are_cut
         live.poll()
         for rank in live.ranks:
             totals = live.totals(rank)
-            # A time that arrives late, or that the device has measured, never takes back what was counted.
+            # A time that arrives late, or that the device has measured, never takes
+            # back what was counted.
             assert totals.iterations >= iterations[rank]
             iterations[rank] = totals.iterations
             figures = live.rank(rank)
             assert figures.iteration in (None, totals.iterations - 1)
-            assert "iteration" not in figures.last_ms or figures.last_ms["iteration"] >= STEP_MS - OTHER_MS
+            assert (
+                "iteration" not in figures.last_ms
+                or figures.last_ms["iteration"] >= STEP_MS - OTHER_MS
+            )
     assert iterations == {0: ITERATIONS, 1: ITERATIONS}
 
 
-def test_live_trace__waits_for_a_folder_and_for_ranks_that_begin_late(tmp_path: Path) -> None:
+def test_live_trace__waits_for_a_folder_and_for_ranks_that_begin_late(
+    tmp_path: Path,
+) -> None:
     recording = GrowingRecording(tmp_path / "late.ebb")
     live = LiveTrace(recording.path)
     assert (live.poll(), live.state, live.ranks) == (False, "waiting", [])
@@ -151,10 +184,18 @@ def test_live_trace__waits_for_a_folder_and_for_ranks_that_begin_late(tmp_path: 
     assert not live.poll()
 
 
-def test_live_trace__tells_a_process_that_ended_without_a_word(recording: GrowingRecording) -> None:
-    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+def test_live_trace__tells_a_process_that_ended_without_a_word(
+    recording: GrowingRecording,
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"],
+        capture_output=True,
+        check=True,
+    )
     path = next(iter(recording.spools))
-    renamed = path.with_name(path.name.replace(str(os.getpid()), ended.stdout.decode().strip()))
+    renamed = path.with_name(
+        path.name.replace(str(os.getpid()), ended.stdout.decode().strip())
+    )
     renamed.write_bytes(recording.spools[path][: 300 * RECORD.size + 7])
     live = LiveTrace(recording.path)
     live.poll()

@@ -11,7 +11,11 @@ from pathlib import Path
 
 from ebbtide.features.live.trace import LiveTrace
 from ebbtide.features.live.view.app import LiveView
-from ebbtide.features.live.view.snapshot import MAX_ITERATIONS, RecordingSnapshot, SnapshotReader
+from ebbtide.features.live.view.snapshot import (
+    MAX_ITERATIONS,
+    RecordingSnapshot,
+    SnapshotReader,
+)
 
 _TEXT = re.compile(r'<text [^>]*x="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text>')
 # Until the thread of the view has read what changed.
@@ -32,9 +36,11 @@ def screen_rows(view: LiveView) -> list[str]:
     return ["".join(text for _, text in sorted(rows[y])) for y in sorted(rows)]
 
 
-def drive(view: LiveView, size: tuple[int, int], keys: Sequence[str] = ()) -> list[list[str]]:
-    """Run the view at a size (columns, rows), press keys, and return its rows: once looked for findings, and after
-    each key."""
+def drive(
+    view: LiveView, size: tuple[int, int], keys: Sequence[str] = ()
+) -> list[list[str]]:
+    """Run the view at a size (columns, rows), press keys, and return its rows: once
+    looked for findings, and after each key."""
 
     async def run() -> list[list[str]]:
         async with view.run_test(size=size) as pilot:

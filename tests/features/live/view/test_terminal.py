@@ -1,4 +1,5 @@
-"""Tests of the commands that show the view: what they refuse, and the view in a real terminal."""
+"""Tests of the commands that show the view: what they refuse, and the view in a real
+terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ def test_watch__and_profile_watch_need_a_terminal_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for arguments in (["watch", str(TRACE)], ["profile", "--watch", "-o", "run.ebb", "--", "true"]):
+    for arguments in (
+        ["watch", str(TRACE)],
+        ["profile", "--watch", "-o", "run.ebb", "--", "true"],
+    ):
         result = ebbtide_in_process(*arguments)
         assert result.returncode == 2
         assert result.stdout == ""
@@ -40,7 +44,9 @@ def test_watch__and_profile_watch_need_a_terminal_before_anything_starts(
     assert contents(tmp_path) == {}
 
 
-def test_watch__names_the_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch__names_the_package_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "textual", None)
     result = ebbtide_in_process("watch", str(TRACE))
     assert result.returncode == 2
@@ -48,7 +54,9 @@ def test_watch__names_the_package_that_is_missing(monkeypatch: pytest.MonkeyPatc
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_newest_recording__is_the_one_that_began_last_of_those_that_run(tmp_path: Path) -> None:
+def test_newest_recording__is_the_one_that_began_last_of_those_that_run(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(UserError, match="no recording runs"):
         newest_recording(tmp_path)
     shutil.copytree(TRACE, tmp_path / "finished.ebb")
@@ -71,11 +79,33 @@ class Tmux:
     """
 
     def __init__(self, size: tuple[int, int], folder: Path) -> None:
-        self._tmux = ["tmux", "-L", f"ebbtide-test-{uuid4().hex[:8]}", "-f", "/dev/null"]
-        self._run("new-session", "-d", "-x", str(size[0]), "-y", str(size[1]), "-c", str(folder), "sh")
+        self._tmux = [
+            "tmux",
+            "-L",
+            f"ebbtide-test-{uuid4().hex[:8]}",
+            "-f",
+            "/dev/null",
+        ]
+        self._run(
+            "new-session",
+            "-d",
+            "-x",
+            str(size[0]),
+            "-y",
+            str(size[1]),
+            "-c",
+            str(folder),
+            "sh",
+        )
 
     def _run(self, *words: str) -> str:
-        return subprocess.run([*self._tmux, *words], check=True, capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(
+            [*self._tmux, *words],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        ).stdout
 
     def type(self, line: str) -> None:
         """Type a line, and Enter."""
@@ -129,12 +159,18 @@ sys.exit(7)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tmux", [(80, 24), (200, 50)], indirect=True)
-def test_profile_watch__shows_a_real_job_and_ends_as_it_does(tmux: Tmux, tmp_path: Path) -> None:
+def test_profile_watch__shows_a_real_job_and_ends_as_it_does(
+    tmux: Tmux, tmp_path: Path
+) -> None:
     (tmp_path / "job.py").write_text(JOB)
     python = shlex.quote(sys.executable)
     ebbtide = f"PYTHONPATH={shlex.quote(os.getcwd())} {python} -m ebbtide"
-    tmux.type(f"{ebbtide} profile --watch -o run.ebb -- {python} job.py; echo status=$?")
-    rows = tmux.wait_for(lambda text: "Findings of the last iterations" in text and "BB" in text)
+    tmux.type(
+        f"{ebbtide} profile --watch -o run.ebb -- {python} job.py; echo status=$?"
+    )
+    rows = tmux.wait_for(
+        lambda text: "Findings of the last iterations" in text and "BB" in text
+    )
     assert "recording" in rows[0]
     assert "rank 0 of 1 on cpu" in rows[0]
     assert any("heap" in row for row in rows)
@@ -159,11 +195,14 @@ def test_profile_watch__shows_a_real_job_and_ends_as_it_does(tmux: Tmux, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("tmux", [(100, 30)], indirect=True)
 @pytest.mark.parametrize("leaves_first", [False, True])
-def test_profile_watch__interrupts_the_job_as_a_terminal_does(tmux: Tmux, tmp_path: Path, leaves_first: bool) -> None:
+def test_profile_watch__interrupts_the_job_as_a_terminal_does(
+    tmux: Tmux, tmp_path: Path, leaves_first: bool
+) -> None:
     (tmp_path / "job.py").write_text(JOB)
     python = shlex.quote(sys.executable)
     tmux.type(
-        f"PYTHONPATH={shlex.quote(os.getcwd())} {python} -m ebbtide profile --watch -o run.ebb -- {python} job.py"
+        f"PYTHONPATH={shlex.quote(os.getcwd())} {python} -m ebbtide profile --watch -o "
+        f"run.ebb -- {python} job.py"
     )
     tmux.wait_for(lambda text: "BB" in text)
     if leaves_first:
@@ -183,7 +222,13 @@ def test_watch__ends_with_one_line_where_the_cursor_cannot_move(tmp_path: Path) 
     environment = {**os.environ, "TERM": "dumb"}
     command = [sys.executable, "-m", "ebbtide", "watch", str(TRACE)]
     status = subprocess.run(
-        command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment, timeout=60, check=False
+        command,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=environment,
+        timeout=60,
+        check=False,
     ).returncode
     os.write(terminal, b"end")
     printed = ""

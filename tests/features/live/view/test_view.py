@@ -1,4 +1,5 @@
-"""Tests of the view at two sizes, on real panels: charts, keys, states, and what it costs to be without colour."""
+"""Tests of the view at two sizes, on real panels: charts, keys, states, and what it
+costs to be without colour."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from ebbtide.features.live.view.app import LiveView
 from ebbtide.features.live.view.panels import level_rows
 from ebbtide.profiler.recording.lifecycle import finish
 from tests.conftest import slow, slow_case
-from tests.features.live.recording.growing import BACKWARD_MS, FORWARD_MS, OTHER_MS, UPDATE_MS, GrowingRecording
+from tests.features.live.recording.growing import (
+    BACKWARD_MS,
+    FORWARD_MS,
+    OTHER_MS,
+    UPDATE_MS,
+    GrowingRecording,
+)
 from tests.features.live.view.screens import drive, make_view
 
 NARROW, WIDE = (80, 24), (200, 50)
@@ -60,7 +67,10 @@ def narrow_rows(recording: GrowingRecording) -> list[str]:
     return rows
 
 
-@pytest.mark.parametrize(("name", "size", "bars"), [slow_case("narrow_rows", NARROW, 3), ("wide_rows", WIDE, 10)])
+@pytest.mark.parametrize(
+    ("name", "size", "bars"),
+    [slow_case("narrow_rows", NARROW, 3), ("wide_rows", WIDE, 10)],
+)
 def test_view__shows_every_panel_at_both_sizes(
     request: pytest.FixtureRequest, name: str, size: tuple[int, int], bars: int
 ) -> None:
@@ -68,9 +78,21 @@ def test_view__shows_every_panel_at_both_sizes(
     text = "\n".join(rows)
     # Each row has the width of the terminal at most.
     assert max(map(len, rows)) <= size[0]
-    for words in ("run.ebb", "rank 0 of 2 on cuda:0", "F forward 10.0", "Memory  device", "of 16.00 GiB", "h2d", "d2h"):
+    for words in (
+        "run.ebb",
+        "rank 0 of 2 on cuda:0",
+        "F forward 10.0",
+        "Memory  device",
+        "of 16.00 GiB",
+        "h2d",
+        "d2h",
+    ):
         assert words in text
-    for words in ("At least 1.00 GiB free in every iteration", "Findings of the last iterations: 2", "q quit"):
+    for words in (
+        "At least 1.00 GiB free in every iteration",
+        "Findings of the last iterations: 2",
+        "q quit",
+    ):
         assert words in text
     assert "of device memory are free all the time" in text
     # Letters tell phases apart, also without colour.
@@ -80,7 +102,11 @@ def test_view__shows_every_panel_at_both_sizes(
 
 
 def test_view__bars_have_the_lengths_of_the_phases(wide_rows: list[str]) -> None:
-    bars = {int(match[1]): match[2] for row in wide_rows if (match := re.match(r"(\d+) +[\d.]+ ms ([·FBU]+)", row))}
+    bars = {
+        int(match[1]): match[2]
+        for row in wide_rows
+        if (match := re.match(r"(\d+) +[\d.]+ ms ([·FBU]+)", row))
+    }
     assert len(bars) == 10
     # The longest of the bars has the whole width.
     columns = max(map(len, bars.values()))
@@ -93,7 +119,9 @@ def test_view__bars_have_the_lengths_of_the_phases(wide_rows: list[str]) -> None
             assert abs(bar.count(letter) - length_ms / longest_ms * columns) <= 1
 
 
-def test_view__keys_select_ranks_zoom_and_open_pages(recording: GrowingRecording) -> None:
+def test_view__keys_select_ranks_zoom_and_open_pages(
+    recording: GrowingRecording,
+) -> None:
     view = make_view(recording.path)
     first, second, back, fewer, findings, closed, page = drive(
         view, NARROW, ["n", "p", "minus", "f", "escape", "question_mark"]
@@ -103,7 +131,10 @@ def test_view__keys_select_ranks_zoom_and_open_pages(recording: GrowingRecording
     assert "rank 0 of 2" in back[0]
     assert any(row.startswith(">   1") for row in second)
     # Ten iterations are shown at first, five then.
-    ruler, zoomed = (next(row for row in rows if "phase " in row and "F" in row) for rows in (back, fewer))
+    ruler, zoomed = (
+        next(row for row in rows if "phase " in row and "F" in row)
+        for rows in (back, fewer)
+    )
     assert [len(re.findall("B+", letters)) for letters in (ruler, zoomed)] == [10, 5]
     assert any("steady iteration" in row for row in findings)
     assert closed[0] == fewer[0]
@@ -131,12 +162,16 @@ def test_view__follows_the_recording_to_its_end_and_pauses(tmp_path: Path) -> No
             assert view.snapshot is before
             await pilot.press("space")
             await shows("complete")
-            assert [figures.iteration for figures in view.snapshot.ranks] == [ITERATIONS - 1] * 2
+            assert [figures.iteration for figures in view.snapshot.ranks] == [
+                ITERATIONS - 1
+            ] * 2
 
     asyncio.run(run())
 
 
-def test_view__waits_for_a_trace_and_ends_with_an_error_that_it_cannot_read(tmp_path: Path) -> None:
+def test_view__waits_for_a_trace_and_ends_with_an_error_that_it_cannot_read(
+    tmp_path: Path,
+) -> None:
     view = make_view(tmp_path / "later.ebb")
     (rows,) = drive(view, NARROW)
     assert any("which does not exist yet" in row for row in rows)

@@ -1,4 +1,5 @@
-"""The limit of memory for a block of code, on the CPU with real tensors, and on CUDA with snapshots made by hand."""
+"""The limit of memory for a block of code, on the CPU with real tensors, and on CUDA
+with snapshots made by hand."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_memory_limit__passes_below_and_lists_the_holders_above() -> None:
     # The temporary tensor counts at the peak; both are in `hold`.
     block_bytes = error.peak_bytes - dict(error.holders).get(BEFORE, 0)
     assert block_bytes == 45 * MB
-    (first, first_bytes), (second, second_bytes) = [entry for entry in error.holders if entry[0] != BEFORE]
+    (first, first_bytes), (second, second_bytes) = [
+        entry for entry in error.holders if entry[0] != BEFORE
+    ]
     assert (first_bytes, second_bytes) == (30 * MB, 15 * MB)
     assert first.startswith("hold (")
     assert second.startswith("hold (")
@@ -86,15 +89,27 @@ def test_memory_limit_fixture__is_the_function(memory_limit: Any) -> None:
         hold(10 * MB)
 
 
-@pytest.mark.parametrize(("limit", "device"), [("much", "cpu"), (-1, "cpu"), ("1GB", "tpu")])
-def test_memory_limit__refuses_what_is_no_size_or_device(limit: Any, device: str) -> None:
-    with pytest.raises(ValueError, match=r"not a size|at least 0|not a device"), memory_limit(limit, device):
+@pytest.mark.parametrize(
+    ("limit", "device"), [("much", "cpu"), (-1, "cpu"), ("1GB", "tpu")]
+)
+def test_memory_limit__refuses_what_is_no_size_or_device(
+    limit: Any, device: str
+) -> None:
+    with (
+        pytest.raises(ValueError, match=r"not a size|at least 0|not a device"),
+        memory_limit(limit, device),
+    ):
         pass
 
 
 def test_pytest_plugin__loads_nothing_but_pytest() -> None:
-    program = "import sys, ebbtide.profiler.pytest_plugin; print(*sorted(m for m in sys.modules if '.' not in m))"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        "import sys, ebbtide.profiler.pytest_plugin; print(*sorted(m for m in "
+        "sys.modules if '.' not in m))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert not {"torch", "numpy", "pandas", "msgspec"} & set(run.stdout.split())
 
 
@@ -116,8 +131,12 @@ def frames(name: str) -> list[dict[str, Any]]:
     return [inner, {"name": name, "filename": "/job/train.py", "line": 7}]
 
 
-def test_cuda_peak__lists_holders_of_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    def event(action: str, address: int, size: int, name: str = "step") -> dict[str, Any]:
+def test_cuda_peak__lists_holders_of_the_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def event(
+        action: str, address: int, size: int, name: str = "step"
+    ) -> dict[str, Any]:
         return {"action": action, "addr": address, "size": size, "frames": frames(name)}
 
     blocks = [
@@ -136,14 +155,23 @@ def test_cuda_peak__lists_holders_of_the_snapshot(monkeypatch: pytest.MonkeyPatc
                 event("free_requested", 5000, 700),
             ],
         ],
-        "segments": [{"device": 1, "address": 100, "blocks": blocks}, {"device": 0, "address": 0, "blocks": blocks}],
+        "segments": [
+            {"device": 1, "address": 100, "blocks": blocks},
+            {"device": 0, "address": 0, "blocks": blocks},
+        ],
     }
     calls: list[Any] = []
     memory = torch.cuda.memory
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", calls.append)
-    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: False, raising=False)
-    monkeypatch.setattr(memory, "_record_memory_history", lambda **options: calls.append(options["enabled"]))
+    monkeypatch.setattr(
+        torch._C, "_cuda_isHistoryEnabled", lambda: False, raising=False
+    )
+    monkeypatch.setattr(
+        memory,
+        "_record_memory_history",
+        lambda **options: calls.append(options["enabled"]),
+    )
     monkeypatch.setattr(memory, "_snapshot", lambda: snapshot)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda index: 5120)
     with pytest.raises(MemoryLimitExceeded) as raised, memory_limit(5000, "cuda:1"):

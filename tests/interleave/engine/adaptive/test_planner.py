@@ -1,7 +1,8 @@
 """Planner: `adaptive` follows a machine that changes.
 
-Links and the CPU's updates are throttled so much that other work on this machine hardly matters. The tests look at
-rates and plans only, not at times, and allow as many steps as other work on this machine may disturb."""
+Links and the CPU's updates are throttled so much that other work on this machine hardly
+matters. The tests look at rates and plans only, not at times, and allow as many steps
+as other work on this machine may disturb."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ LINK, CPU, GPU = 1.5e6, 0.2e6, 4e6
 # Device memory for the state of three subgroups, in bytes.
 ROOM = 3 * 12.0 * SUBGROUP
 WITHIN = 10
-# The most times that many steps, where the measured times are those of a machine with other work.
+# The most times that many steps, where the measured times are those of a machine with
+# other work.
 ROUNDS = 6
 
 
@@ -42,7 +44,8 @@ def quick_plans() -> None:
 
 @pytest.fixture(autouse=True)
 def _plans_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan at any time: these steps are so short that planning would have to wait for a thousand of them."""
+    """Plan at any time: these steps are so short that planning would have to wait for a
+    thousand of them."""
     monkeypatch.setattr(planner, "_PLANNING_SHARE", math.inf)
 
 
@@ -62,13 +65,27 @@ def machine(link: float = LINK, cpu: float = CPU) -> Machine:
 
 
 class Bench:
-    """An optimizer with one parameter and constant gradients, on a device and a CPU with given rates."""
+    """An optimizer with one parameter and constant gradients, on a device and a CPU
+    with given rates."""
 
-    def __init__(self, first_machine: Machine, link: float = LINK, cpu: float = CPU, **options: Any) -> None:
+    def __init__(
+        self,
+        first_machine: Machine,
+        link: float = LINK,
+        cpu: float = CPU,
+        **options: Any,
+    ) -> None:
         self.cpu = cpu
         self.device = EmulatedDevice(None, link, link, GPU)
-        self.param = torch.nn.Parameter(torch.zeros(COUNT * SUBGROUP, dtype=torch.bfloat16))
-        given = {"machine": first_machine, "device": self.device, "subgroup_params": SUBGROUP, "memory_budget": ROOM}
+        self.param = torch.nn.Parameter(
+            torch.zeros(COUNT * SUBGROUP, dtype=torch.bfloat16)
+        )
+        given = {
+            "machine": first_machine,
+            "device": self.device,
+            "subgroup_params": SUBGROUP,
+            "memory_budget": ROOM,
+        }
         self.optimizer = maker("adaptive", "kept", **{**given, **options})([self.param])
         throttle_cpu(self.optimizer, lambda: self.cpu)
 
@@ -82,15 +99,21 @@ class Bench:
         for _ in range(2 * ROUNDS):
             self.steps(WITHIN // 2)
             machine = self.optimizer.machine
-            near = all(getattr(machine, key) == pytest.approx(getattr(true, key), rel=0.5) for key in KEYS)
+            near = all(
+                getattr(machine, key) == pytest.approx(getattr(true, key), rel=0.5)
+                for key in KEYS
+            )
             if near and self.excess(true) < 0.1:
                 return True
         return False
 
     def excess(self, true: Machine) -> float:
-        """Return how much longer the current plan takes on a machine than a plan made for the machine, as a share."""
+        """Return how much longer the current plan takes on a machine than a plan made
+        for the machine, as a share."""
         workload = self.optimizer._runner.planner.workload
-        best = simulate(make_plan("adaptive", workload, true), workload, true).iteration_s
+        best = simulate(
+            make_plan("adaptive", workload, true), workload, true
+        ).iteration_s
         return simulate(self.optimizer.plan, workload, true).iteration_s / best - 1
 
 
@@ -148,23 +171,38 @@ def test_planner__follows_a_change_after_many_fluctuations() -> None:
     def steps(true: Machine, count: int) -> None:
         nonlocal plan, plans
         for _ in range(count):
-            planned.observe(simulate(plan, replace(planned.workload, forward_s=0.01, backward_s=0.02), true))
+            planned.observe(
+                simulate(
+                    plan,
+                    replace(planned.workload, forward_s=0.01, backward_s=0.02),
+                    true,
+                )
+            )
             if planned.replan_reason(ROOM) is not None:
                 plan = planned.plan(ROOM)
                 plans += 1
 
     for number in range(30):
         # A fluctuation of a rate that hardly matters.
-        steps(replace(machine(), gpu_update_params_per_s=GPU * (1.4 if number % 2 else 1)), 8)
+        steps(
+            replace(
+                machine(), gpu_update_params_per_s=GPU * (1.4 if number % 2 else 1)
+            ),
+            8,
+        )
     # Planning is not repeated often if the plans come out the same.
     assert 3 < plans < 12
     true = machine(link=4 * LINK)
     steps(true, WITHIN)
-    best = simulate(make_plan("adaptive", planned.workload, true), planned.workload, true).iteration_s
+    best = simulate(
+        make_plan("adaptive", planned.workload, true), planned.workload, true
+    ).iteration_s
     assert simulate(plan, planned.workload, true).iteration_s < 1.1 * best
 
 
-def test_planner__spends_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planner__spends_a_small_share_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Steps that take no time do not pay for a plan, even if rates change."""
     monkeypatch.undo()
     subgroups = divide([torch.zeros(COUNT * SUBGROUP, dtype=torch.bfloat16)], SUBGROUP)
@@ -173,17 +211,28 @@ def test_planner__spends_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPat
     plan_count = 0
     for number in range(30):
         true = machine(link=LINK * (4 if number % 2 else 1))
-        planned.observe(simulate(plan, replace(planned.workload, forward_s=0.01, backward_s=0.02), true))
+        planned.observe(
+            simulate(
+                plan, replace(planned.workload, forward_s=0.01, backward_s=0.02), true
+            )
+        )
         if planned.replan_reason(ROOM) is not None:
             plan = planned.plan(ROOM)
             plan_count += 1
-    # When the phases were measured, and perhaps once more if this machine stalled meanwhile.
+    # When the phases were measured, and perhaps once more if this machine stalled
+    # meanwhile.
     assert 1 <= plan_count <= 2
 
 
 def test_replan_reason__is_that_more_steps_are_clipped() -> None:
     subgroups = divide([torch.zeros(SUBGROUP * COUNT)], SUBGROUP)
-    planning = Planner(as_policy("pipelined,overlap=auto"), machine(), subgroups, streamed=True, supported=BOTH)
+    planning = Planner(
+        as_policy("pipelined,overlap=auto"),
+        machine(),
+        subgroups,
+        streamed=True,
+        supported=BOTH,
+    )
     planning.workload = replace(planning.workload, forward_s=0.1, backward_s=0.3)
     plan = planning.plan(None)
     assert plan.speculated
@@ -191,6 +240,9 @@ def test_replan_reason__is_that_more_steps_are_clipped() -> None:
         planning.observe(simulate(plan, planning.workload, planning.machine))
     for _ in range(100):
         planning.observe_clipping(True)
-    assert planning.replan_reason(None) == "the share of clipped steps went from 0.05 to 0.99"
+    assert (
+        planning.replan_reason(None)
+        == "the share of clipped steps went from 0.05 to 0.99"
+    )
     planning.plan(None)
     assert planning.replan_reason(None) is None

@@ -21,27 +21,43 @@ from ebbtide.machines.machine import Machine
 
 
 def test_probe__measures_remainders_only_for_jobs_that_have_them() -> None:
-    with contextlib.closing(EmulatedDevice()) as device, contextlib.closing(CpuKernel(1)) as kernel:
+    with (
+        contextlib.closing(EmulatedDevice()) as device,
+        contextlib.closing(CpuKernel(1)) as kernel,
+    ):
         assert probe(device, kernel, 1000, None).cpu_remainder_ratio is None
         machine = probe(device, kernel, 1000, None, rule=find_rule("adamw-remainder"))
     assert machine.cpu_remainder_ratio is not None
-    assert machine.cpu_update_rate("remainder") == (machine.cpu_update_params_per_s or 0) * machine.cpu_remainder_ratio
+    assert (
+        machine.cpu_update_rate("remainder")
+        == (machine.cpu_update_params_per_s or 0) * machine.cpu_remainder_ratio
+    )
 
 
 def test_probe__measures_updates_out_of_place_only_for_jobs_that_speculate() -> None:
-    with contextlib.closing(EmulatedDevice()) as device, contextlib.closing(CpuKernel(1)) as kernel:
+    with (
+        contextlib.closing(EmulatedDevice()) as device,
+        contextlib.closing(CpuKernel(1)) as kernel,
+    ):
         assert probe(device, kernel, 1000, None).cpu_out_of_place_share is None
-        share = probe(device, kernel, 1000, None, out_of_place=True).cpu_out_of_place_share
+        share = probe(
+            device, kernel, 1000, None, out_of_place=True
+        ).cpu_out_of_place_share
         assert device.used_bytes == 0
     assert share is not None
     assert 0 < share <= 1
 
 
-def test_probe__of_a_rank_takes_its_share_of_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_probe__of_a_rank_takes_its_share_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """DeepSpeed's launcher sets LOCAL_SIZE."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(host_limits, "available_bytes", lambda: 800e9)
-    with contextlib.closing(EmulatedDevice()) as device, contextlib.closing(CpuKernel(1)) as kernel:
+    with (
+        contextlib.closing(EmulatedDevice()) as device,
+        contextlib.closing(CpuKernel(1)) as kernel,
+    ):
         for ranks in (1, 8):
             monkeypatch.setenv("LOCAL_SIZE", str(ranks))
             assert probe(device, kernel, 1000, None).host_memory_bytes == 800e9 / ranks
@@ -78,15 +94,29 @@ class SizedKernel(CpuKernel):
     ],
 )
 def test_probe__updates_more_than_the_caches_hold(
-    monkeypatch: pytest.MonkeyPatch, cache_kib: int, memory: int | None, params: int, expected: int
+    monkeypatch: pytest.MonkeyPatch,
+    cache_kib: int,
+    memory: int | None,
+    params: int,
+    expected: int,
 ) -> None:
     monkeypatch.setattr(probe_module, "_PARAMS", 1000)
     monkeypatch.setattr(host_limits, "cache_bytes", lambda: cache_kib * 1024)
     monkeypatch.setattr(host_limits, "available_bytes", lambda: memory)
     monkeypatch.setattr(host_limits, "local_ranks", lambda: 1)
-    with contextlib.closing(EmulatedDevice()) as device, contextlib.closing(SizedKernel(1)) as kernel:
+    with (
+        contextlib.closing(EmulatedDevice()) as device,
+        contextlib.closing(SizedKernel(1)) as kernel,
+    ):
         kernel.sizes = set()
-        probe(device, kernel, params, None, out_of_place=True, rule=find_rule("adamw-remainder"))
+        probe(
+            device,
+            kernel,
+            params,
+            None,
+            out_of_place=True,
+            rule=find_rule("adamw-remainder"),
+        )
         assert kernel.sizes == {expected}
         kernel.sizes.clear()
         probe(device, kernel, params, None, host_bytes=8 * 16 * 2000)

@@ -43,18 +43,28 @@ def outcome(policy: str, overlap: str) -> tuple[Outcome, bool]:
     return job.outcome(), uses_device
 
 
-QUICK = {("interleaved:2", "both"), ("interleaved:2@0.3", "forward"), ("adaptive", "none")}
+QUICK = {
+    ("interleaved:2", "both"),
+    ("interleaved:2@0.3", "forward"),
+    ("adaptive", "none"),
+}
 
 
 @pytest.mark.parametrize(
     ("policy", "overlap"),
     [
-        pytest.param(policy, overlap, marks=() if (policy, overlap) in QUICK else pytest.mark.slow)
+        pytest.param(
+            policy,
+            overlap,
+            marks=() if (policy, overlap) in QUICK else pytest.mark.slow,
+        )
         for policy in ("interleaved:2", "interleaved:2@0.3", "adaptive")
         for overlap in ("none", "forward", "backward", "both", "auto")
     ],
 )
-def test_step__goes_on_with_the_memory_that_a_plan_has(policy: str, overlap: str) -> None:
+def test_step__goes_on_with_the_memory_that_a_plan_has(
+    policy: str, overlap: str
+) -> None:
     """`adaptive` gives it back."""
     reference = Job(torch.bfloat16)
     expected = run(reference, ReferenceOptimizer(reference.net.parameters()), 16)
@@ -63,12 +73,18 @@ def test_step__goes_on_with_the_memory_that_a_plan_has(policy: str, overlap: str
     assert resident == (policy != "adaptive")
 
 
-def test_step__goes_on_with_its_plan_where_a_new_one_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step__goes_on_with_its_plan_where_a_new_one_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     reference = Job(torch.bfloat16)
     expected = run(reference, ReferenceOptimizer(reference.net.parameters()), 8)
     job = Job(torch.bfloat16)
     optimizer = InterleavedAdamW(
-        job.net.parameters(), policy="adaptive", subgroup_params=500, machine=MACHINE, memory_budget=1e6
+        job.net.parameters(),
+        policy="adaptive",
+        subgroup_params=500,
+        machine=MACHINE,
+        memory_budget=1e6,
     )
     for _ in range(4):
         job.step(optimizer)
@@ -76,10 +92,17 @@ def test_step__goes_on_with_its_plan_where_a_new_one_does_not_fit(monkeypatch: p
 
     def refuse(budget: object) -> None:
         attempts.append(budget)
-        raise EngineError("policy adaptive needs 2 GiB of host memory besides storage, more than host_memory_budget")
+        raise EngineError(
+            "policy adaptive needs 2 GiB of host memory besides storage, more than "
+            "host_memory_budget"
+        )
 
     monkeypatch.setattr(planner, "plan", refuse)
-    monkeypatch.setattr(planner, "replan_reason", lambda budget: "cpu_update_params_per_s went from 1 to 2")
+    monkeypatch.setattr(
+        planner,
+        "replan_reason",
+        lambda budget: "cpu_update_params_per_s went from 1 to 2",
+    )
     for _ in range(4):
         job.step(optimizer)
     assert len(attempts) == 4

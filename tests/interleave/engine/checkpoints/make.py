@@ -1,4 +1,5 @@
-"""Make checkpoints of a version of ebbtide, which later ones are to read: python make.py VERSION.pt"""
+"""Make checkpoints of a version of ebbtide, which later ones are to read: python
+make.py VERSION.pt"""
 
 import sys
 
@@ -20,8 +21,12 @@ def make_optimizer(model: torch.nn.Module, kind: str) -> InterleavedOptimizer:
     return InterleavedOptimizer(model.parameters(), RULES[kind], **options)
 
 
-def train(model: torch.nn.Module, optimizer: InterleavedOptimizer, steps: int, seed: int) -> None:
-    for x in torch.randn(steps, 5, 8, generator=torch.Generator().manual_seed(seed)).bfloat16():
+def train(
+    model: torch.nn.Module, optimizer: InterleavedOptimizer, steps: int, seed: int
+) -> None:
+    for x in torch.randn(
+        steps, 5, 8, generator=torch.Generator().manual_seed(seed)
+    ).bfloat16():
         model(x).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

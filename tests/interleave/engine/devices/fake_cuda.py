@@ -1,7 +1,8 @@
-"""A fake of the functions of torch.cuda that CudaDevice calls, on host memory, with a scripted allocator.
+"""A fake of the functions of torch.cuda that CudaDevice calls, on host memory, with a
+scripted allocator.
 
-It runs CudaDevice's own code, and checks that streams and events order all accesses (happens_before.py). It says
-nothing about CUDA."""
+It runs CudaDevice's own code, and checks that streams and events order all accesses
+(happens_before.py). It says nothing about CUDA."""
 
 from __future__ import annotations
 
@@ -49,14 +50,18 @@ class FakeCuda:
         register_error: The result of cudaHostRegister.
         registered: Bytes of pinned memory, by address.
         compile_error: The error that every launch of the update raises.
-        strays: The threads that have called functions of events with another current device.
-        strict_threads: The threads that have called them in a capture mode in which they end captures of others.
-        shares_queue: Whether a stream waits for earlier work of all others, as with CUDA_DEVICE_MAX_CONNECTIONS=1.
+        strays: The threads that have called functions of events with another current
+            device.
+        strict_threads: The threads that have called them in a capture mode in which
+            they end captures of others.
+        shares_queue: Whether a stream waits for earlier work of all others, as with
+            CUDA_DEVICE_MAX_CONNECTIONS=1.
         clock_rate: The rate of the device's clock, by that of the host's.
         order: The order of all accesses.
         pause: Called before the host waits for an event.
         streams: The number of streams made so far.
-        dropped_wait: The number of the wait of a stream to leave out; None to leave out none.
+        dropped_wait: The number of the wait of a stream to leave out; None to leave out
+            none.
         waits: The number of waits so far.
         left_out: The clocks of the wait that was left out, and the thread.
         careless: Streams for which the host does not wait.
@@ -83,10 +88,16 @@ class FakeCuda:
     careless: set[str] = field(default_factory=set)
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
-        return self.total_bytes - self.others_bytes - self.reserved_bytes, self.total_bytes
+        return (
+            self.total_bytes - self.others_bytes - self.reserved_bytes,
+            self.total_bytes,
+        )
 
     def memory_stats(self, device: torch.device) -> dict[str, int]:
-        return {"reserved_bytes.all.current": self.reserved_bytes, "num_device_free": self.frees}
+        return {
+            "reserved_bytes.all.current": self.reserved_bytes,
+            "num_device_free": self.frees,
+        }
 
     def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
         if not self.register_error:
@@ -94,7 +105,9 @@ class FakeCuda:
         return self.register_error
 
     def cudaHostUnregister(self, pointer: int) -> int:
-        self.order.access_range("release of pinned memory", HOST, pointer, self.registered.pop(pointer))
+        self.order.access_range(
+            "release of pinned memory", HOST, pointer, self.registered.pop(pointer)
+        )
         return 0
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
@@ -103,7 +116,8 @@ class FakeCuda:
         return 0
 
     def call_event(self) -> None:
-        """Note a thread that calls a function of events in a state in which it should not."""
+        """Note a thread that calls a function of events in a state in which it should
+        not."""
         name = threading.current_thread().name
         if current_device() != DEVICE:
             self.strays.add(name)
@@ -141,7 +155,8 @@ def current_device() -> int:
 
 @contextlib.contextmanager
 def use_device(device: torch.device) -> Iterator[None]:
-    """Return a context with another current device; CheckedDevice names that of the engine `cpu`."""
+    """Return a context with another current device; CheckedDevice names that of the
+    engine `cpu`."""
     before = current_device()
     _current.device = DEVICE if device.type == "cpu" else device.index
     try:
@@ -194,11 +209,16 @@ class CheckedKernel(WatchedKernel):
     """Updates on the CPU that record what they read and write."""
 
     def __init__(self, cuda: FakeCuda) -> None:
-        super().__init__(lambda reads, writes: cuda.order.access("update on the CPU", HOST, reads, writes))
+        super().__init__(
+            lambda reads, writes: cuda.order.access(
+                "update on the CPU", HOST, reads, writes
+            )
+        )
 
 
 class CheckedDevice(CudaDevice):
-    """A CudaDevice whose memory is host memory, and which records what it reads and writes."""
+    """A CudaDevice whose memory is host memory, and which records what it reads and
+    writes."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__(torch.device("cuda", DEVICE))
@@ -219,9 +239,12 @@ class CheckedDevice(CudaDevice):
         """Return the name of a stream in the order."""
         return str(self.stream(stream).name)  # type: ignore[attr-defined]
 
-    def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def copy(
+        self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
         if threading.current_thread().name.startswith("ebbtide-"):
-            # What the engine's own threads call besides, as for memory, must not depend on where it is called.
+            # What the engine's own threads call besides, as for memory, must not depend
+            # on where it is called.
             self._cuda.call_event()
         stream = self.stream_name(direction)
         for source, target in pairs:
@@ -245,14 +268,17 @@ class CheckedDevice(CudaDevice):
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    """Replace the functions of torch.cuda, and the kernels, which then run on the CPU."""
+    """Replace the functions of torch.cuda, and the kernels, which then run on the
+    CPU."""
     fake, kernel = FakeCuda(), CpuKernel(1)
 
     def update(updates: Sequence[TensorUpdate]) -> None:
         if fake.compile_error is not None:
             raise fake.compile_error
         for own in updates:
-            fake.order.access("update", fake.current_stream().name, [own.grad], [*own.state, own.out])
+            fake.order.access(
+                "update", fake.current_stream().name, [own.grad], [*own.state, own.out]
+            )
             kernel.update(own.grad, own.state, own.out, own.scalars, rule=own.rule)
 
     def deferred(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -274,7 +300,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         warm_up=warm_up,
     )
     monkeypatch.setitem(sys.modules, KERNEL, kernels)
-    monkeypatch.setattr("ebbtide.interleave.engine.numerics.triton_kernel", kernels, raising=False)
+    monkeypatch.setattr(
+        "ebbtide.interleave.engine.numerics.triton_kernel", kernels, raising=False
+    )
     for name, replacement in {
         "current_device": current_device,
         "device": use_device,
@@ -290,9 +318,16 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     }.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
     monkeypatch.setattr("ebbtide.interleave.engine.devices.cuda._driver", lambda: fake)
-    monkeypatch.setattr("ebbtide.interleave.engine.devices.cuda._take_stream", lambda device: torch.cuda.Stream())
-    monkeypatch.setattr("ebbtide.interleave.engine.devices.cuda._free_streams", defaultdict(list))
-    monkeypatch.setattr("ebbtide.interleave.engine.devices.cuda.gpu_node", lambda device: None)
+    monkeypatch.setattr(
+        "ebbtide.interleave.engine.devices.cuda._take_stream",
+        lambda device: torch.cuda.Stream(),
+    )
+    monkeypatch.setattr(
+        "ebbtide.interleave.engine.devices.cuda._free_streams", defaultdict(list)
+    )
+    monkeypatch.setattr(
+        "ebbtide.interleave.engine.devices.cuda.gpu_node", lambda device: None
+    )
     monkeypatch.setattr(CudaDevice, "close", lambda device: kernel.close())
     return fake
 
@@ -302,14 +337,19 @@ def open_fake(cuda: FakeCuda) -> CheckedDevice:
     return CheckedDevice(cuda)
 
 
-def job_tensor(cuda: FakeCuda, values: torch.Tensor, kept: list[np.ndarray]) -> torch.Tensor:
+def job_tensor(
+    cuda: FakeCuda, values: torch.Tensor, kept: list[np.ndarray]
+) -> torch.Tensor:
     """Return a copy of values that the job's stream writes.
 
-    When nobody refers to it any more, the job's stream may write other things to its memory; `kept` keeps it."""
+    When nobody refers to it any more, the job's stream may write other things to its
+    memory; `kept` keeps it."""
     bits = values.reshape(-1).view(torch.uint8).numpy().copy()
     kept.append(bits)
     view = bits[:]
     begin = view.ctypes.data
-    weakref.finalize(view, cuda.order.access_range, "use of freed memory", "job", begin, view.nbytes)
+    weakref.finalize(
+        view, cuda.order.access_range, "use of freed memory", "job", begin, view.nbytes
+    )
     cuda.order.access_range("backward", "job", begin, view.nbytes)
     return torch.from_numpy(view).view(values.dtype)

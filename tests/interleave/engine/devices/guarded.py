@@ -1,6 +1,8 @@
-"""An emulated device whose memory can be read and written only while a copy or an update uses it.
+"""An emulated device whose memory can be read and written only while a copy or an
+update uses it.
 
-Run as a script, it checks random plans on the device, and that a stray access ends the process."""
+Run as a script, it checks random plans on the device, and that a stray access ends the
+process."""
 
 from __future__ import annotations
 
@@ -44,7 +46,11 @@ class GuardedDevice(JitteryDevice):
         nbytes = rows * params * torch.float32.itemsize
         pages = mmap.mmap(-1, nbytes)
         self._kept.append(pages)
-        block = torch.frombuffer(pages, dtype=torch.float32)[: rows * params].view(rows, params).fill_(float("nan"))
+        block = (
+            torch.frombuffer(pages, dtype=torch.float32)[: rows * params]
+            .view(rows, params)
+            .fill_(float("nan"))
+        )
         self._pages[block.data_ptr()] = [len(pages), 0]
         self._protect(block.data_ptr(), _NONE)
         self._used += nbytes
@@ -55,17 +61,26 @@ class GuardedDevice(JitteryDevice):
             raise DeviceMemoryError("memory is released while a stream uses it")
         self._used -= tensor.nbytes
 
-    def run_copies(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def run_copies(
+        self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
         with self._open([tensor for pair in pairs for tensor in pair]):
             super().run_copies(direction, pairs)
 
     def run_updates(self, updates: Sequence[TensorUpdate]) -> None:
-        with self._open([tensor for own in updates for tensor in (own.grad, *own.state)]):
+        with self._open(
+            [tensor for own in updates for tensor in (own.grad, *own.state)]
+        ):
             super().run_updates(updates)
 
     @contextmanager
     def _open(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        used = {base for tensor in tensors for base in self._pages if self._contains(base, tensor)}
+        used = {
+            base
+            for tensor in tensors
+            for base in self._pages
+            if self._contains(base, tensor)
+        }
         with self._pages_lock:
             for base in used:
                 self._pages[base][1] += 1
@@ -90,7 +105,12 @@ def run_plans(count: int, seed: int) -> None:
     """Run steps of random plans; the bits are those of the reference."""
     chance = random.Random(seed)
     for number in range(count):
-        twin = Twin([chance.randint(20, 300) for _ in range(3)], [torch.bfloat16] * 3, 60, chance.randint(0, 1 << 30))
+        twin = Twin(
+            [chance.randint(20, 300) for _ in range(3)],
+            [torch.bfloat16] * 3,
+            60,
+            chance.randint(0, 1 << 30),
+        )
         workload = workload_of(twin.sizes, True, number % 2 == 0)
         jitter = Jitter(number, 2e-4)
         device, kernel = GuardedDevice(jitter), JitteryKernel(jitter)
@@ -99,7 +119,9 @@ def run_plans(count: int, seed: int) -> None:
         for _ in range(2):
             placements = chance.choices(PLACEMENTS, k=len(twin.sizes))
             kept = chance.sample(range(len(twin.sizes)), k=len(twin.sizes) // 2)
-            engine.set_plan(make(workload, placements, kept, chance.randint(0, 1 << 30)), workload)
+            engine.set_plan(
+                make(workload, placements, kept, chance.randint(0, 1 << 30)), workload
+            )
             for _ in range(2):
                 twin.step(engine, 0.75, 0.0 if number % 2 == 0 else 0.6)
                 twin.check()
@@ -111,7 +133,8 @@ def run_plans(count: int, seed: int) -> None:
 
 
 def stray_access_ends_the_process() -> bool:
-    """Read device memory on the host, in a forked process. Return whether that ended it by a segmentation fault."""
+    """Read device memory on the host, in a forked process. Return whether that ended it
+    by a segmentation fault."""
     block = GuardedDevice(Jitter(0)).allocate_state(100)
     child = os.fork()
     if not child:

@@ -1,4 +1,5 @@
-"""CudaDevice's own code without a GPU: pinned memory, the budget, captures, and kernels that do not compile."""
+"""CudaDevice's own code without a GPU: pinned memory, the budget, captures, and kernels
+that do not compile."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.rules.adamw import Hyper
 from tests.interleave.engine.devices import fake_cuda
-from tests.interleave.engine.devices.fake_cuda import FakeCuda, capture_mode, current_device, install, open_fake
+from tests.interleave.engine.devices.fake_cuda import (
+    FakeCuda,
+    capture_mode,
+    current_device,
+    install,
+    open_fake,
+)
 from tests.interleave.engine.jobs import ReferenceAdamW
 from tests.interleave.engine.states import arguments, bits, plausible_state
 
@@ -58,11 +65,17 @@ def resident_bytes(pointer: int) -> int:
         if "-" in first and not first.endswith(":"):
             begin, end = (int(text, 16) for text in first.split("-"))
             if begin <= pointer < end:
-                return next(int(other.split()[1]) << 10 for other in lines if other.startswith("Rss:"))
+                return next(
+                    int(other.split()[1]) << 10
+                    for other in lines
+                    if other.startswith("Rss:")
+                )
     return 0
 
 
-def test_allocate_host__pinned_memory_is_not_in_forked_processes(cuda: FakeCuda) -> None:
+def test_allocate_host__pinned_memory_is_not_in_forked_processes(
+    cuda: FakeCuda,
+) -> None:
     """Else the next write of the parent would move a page that the GPU uses."""
     memory = open_fake(cuda).allocate_host((3, 5000), torch.float32)
     assert memory.shape == (3, 5000)
@@ -106,13 +119,17 @@ def test_allocate_host__says_how_much_cannot_be_pinned_and_clears_the_error(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    library = type("Runtime", (), {"cudaGetLastError": lambda self: calls.append("cleared")})
+    library = type(
+        "Runtime", (), {"cudaGetLastError": lambda self: calls.append("cleared")}
+    )
     monkeypatch.setattr("ctypes.CDLL", lambda path: library())
     maps = "7f00-7f01 r-xp 00000000 08:01 42   /opt/lib/libcudart.so.12\n"
     monkeypatch.setattr(Path, "read_text", lambda path: maps)
     monkeypatch.setattr("ebbtide.host_limits.rank_cores", lambda: 1)
     cuda.register_error = 2
-    with pytest.raises(EngineError, match=r"800 bytes .* cannot be pinned \(CUDA error 2\)"):
+    with pytest.raises(
+        EngineError, match=r"800 bytes .* cannot be pinned \(CUDA error 2\)"
+    ):
         open_fake(cuda).allocate_host((100,), torch.float64)
     assert calls == ["cleared"]
 
@@ -151,8 +168,11 @@ def test_free_bytes__is_what_the_job_leaves_at_its_highest(cuda: FakeCuda) -> No
     assert free_gib() == 0
 
 
-def test_free_bytes__of_memory_that_is_allocated_and_returned_while_the_optimizer_works(cuda: FakeCuda) -> None:
-    """A job that empties torch's cache in every step: the optimizer's memory is not taken for the job's."""
+def test_free_bytes__of_memory_that_is_allocated_and_returned_while_the_optimizer_works(
+    cuda: FakeCuda,
+) -> None:
+    """A job that empties torch's cache in every step: the optimizer's memory is not
+    taken for the job's."""
     device = open_fake(cuda)
     for step in range(5):
         cuda.frees += 1
@@ -164,7 +184,9 @@ def test_free_bytes__of_memory_that_is_allocated_and_returned_while_the_optimize
         cuda.reserved_bytes = 35 * GIB
         free_bytes = device.free_bytes()
         assert free_bytes is not None
-        assert free_bytes / GIB == pytest.approx(80 - 1 - 20 - MARGIN * 80, abs=0.07), step
+        assert free_bytes / GIB == pytest.approx(80 - 1 - 20 - MARGIN * 80, abs=0.07), (
+            step
+        )
 
 
 def test_update__that_cannot_start_says_so(cuda: FakeCuda) -> None:
@@ -174,7 +196,9 @@ def test_update__that_cannot_start_says_so(cuda: FakeCuda) -> None:
     cuda.compile_error = RuntimeError("Failed to find C compiler")
     with pytest.raises(UpdateNotStarted, match="C compiler"):
         device.update([TensorUpdate(*arguments(state), Hyper().scalars(1))])
-    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(state, before, strict=True))
+    assert all(
+        torch.equal(bits(a), bits(b)) for a, b in zip(state, before, strict=True)
+    )
 
 
 def test_warm_up__says_what_the_kernels_need(cuda: FakeCuda) -> None:
@@ -185,15 +209,21 @@ def test_warm_up__says_what_the_kernels_need(cuda: FakeCuda) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_cuda_device__refuses_gpus_of_amd(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_device__refuses_gpus_of_amd(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their builds of torch call them `cuda`, and Triton compiles no PTX for them."""
     monkeypatch.setattr(torch.version, "hip", "6.4.43482")
-    with pytest.raises(EngineError, match=r"^GPUs of AMD \(ROCm\) are not supported: .*NVIDIA") as error:
+    with pytest.raises(
+        EngineError, match=r"^GPUs of AMD \(ROCm\) are not supported: .*NVIDIA"
+    ) as error:
         CudaDevice(torch.device("cuda", 0))
     assert "\n" not in str(error.value)
 
 
-def test_cuda_device__says_that_triton_is_missing(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_device__says_that_triton_is_missing(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(sys.modules, fake_cuda.KERNEL)
     monkeypatch.delattr("ebbtide.interleave.engine.numerics.triton_kernel")
     monkeypatch.setitem(sys.modules, "triton", None)
@@ -204,7 +234,10 @@ def test_cuda_device__says_that_triton_is_missing(cuda: FakeCuda, monkeypatch: p
 @pytest.fixture
 def params() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(n, generator=generator).bfloat16()) for n in (50, 200)]
+    return [
+        torch.nn.Parameter(torch.randn(n, generator=generator).bfloat16())
+        for n in (50, 200)
+    ]
 
 
 def set_gradients(params: list[torch.Tensor], step: int) -> None:
@@ -213,17 +246,23 @@ def set_gradients(params: list[torch.Tensor], step: int) -> None:
         param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
 
 
-def test_step__completes_on_the_cpu_if_the_update_cannot_start(cuda: FakeCuda, params: list[torch.Tensor]) -> None:
+def test_step__completes_on_the_cpu_if_the_update_cannot_start(
+    cuda: FakeCuda, params: list[torch.Tensor]
+) -> None:
     """The state is not lost: nothing was changed."""
     reference = ReferenceAdamW([param.detach().clone() for param in params])
     device = open_fake(cuda)
-    optimizer = InterleavedAdamW(params, policy="gpu-only", subgroup_params=60, threads=1, device=device)
+    optimizer = InterleavedAdamW(
+        params, policy="gpu-only", subgroup_params=60, threads=1, device=device
+    )
     for step in range(3):
         cuda.compile_error = RuntimeError("no variant") if step == 1 else None
         set_gradients(params, step)
         set_gradients(reference.params, step)
         if step == 1:
-            with pytest.raises(EngineError, match="no variant; the step was completed on the CPU"):
+            with pytest.raises(
+                EngineError, match="no variant; the step was completed on the CPU"
+            ):
                 optimizer.step()
         else:
             optimizer.step()
@@ -238,21 +277,35 @@ def test_step__is_not_captured(cuda: FakeCuda, params: list[torch.Tensor]) -> No
     with pytest.raises(EngineError, match="before the capture"):
         CudaDevice(torch.device("cuda"))
     cuda.capturing = False
-    optimizer = InterleavedAdamW(params, policy="gpu-only", threads=1, device=open_fake(cuda))
+    optimizer = InterleavedAdamW(
+        params, policy="gpu-only", threads=1, device=open_fake(cuda)
+    )
     set_gradients(params, 0)
     before = [param.detach().clone() for param in params]
     cuda.capturing = True
     with pytest.raises(EngineError, match="CUDA graph"):
         optimizer.step()
-    assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+    assert all(
+        torch.equal(param, old) for param, old in zip(params, before, strict=True)
+    )
     cuda.capturing = False
     optimizer.step()
-    assert not any(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+    assert not any(
+        torch.equal(param, old) for param, old in zip(params, before, strict=True)
+    )
     optimizer.close()
 
 
-def test_hooks__do_nothing_during_a_capture(cuda: FakeCuda, params: list[torch.Tensor]) -> None:
-    optimizer = InterleavedAdamW(params, policy="zero-offload", threads=1, device=open_fake(cuda), gradients="streamed")
+def test_hooks__do_nothing_during_a_capture(
+    cuda: FakeCuda, params: list[torch.Tensor]
+) -> None:
+    optimizer = InterleavedAdamW(
+        params,
+        policy="zero-offload",
+        threads=1,
+        device=open_fake(cuda),
+        gradients="streamed",
+    )
 
     def backward() -> None:
         for param in params:
@@ -272,13 +325,18 @@ def test_hooks__do_nothing_during_a_capture(cuda: FakeCuda, params: list[torch.T
     # The gradients are those of the backward, and the step has them.
     before = [param.detach().clone() for param in params]
     optimizer.step()
-    assert not any(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+    assert not any(
+        torch.equal(param, old) for param, old in zip(params, before, strict=True)
+    )
     optimizer.close()
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_threads__use_the_device_and_end_no_capture(cuda: FakeCuda, params: list[torch.Tensor], streamed: bool) -> None:
-    """The training thread has another current device, and keeps it, and its capture mode."""
+def test_threads__use_the_device_and_end_no_capture(
+    cuda: FakeCuda, params: list[torch.Tensor], streamed: bool
+) -> None:
+    """The training thread has another current device, and keeps it, and its capture
+    mode."""
     device = open_fake(cuda)
     optimizer = InterleavedAdamW(
         params,
@@ -324,13 +382,16 @@ class FakeTime:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
         for module in ("ebbtide.interleave.engine.devices.cuda", fake_cuda.__name__):
-            monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=lambda: self.now_s))
+            monkeypatch.setattr(
+                f"{module}.time", SimpleNamespace(perf_counter=lambda: self.now_s)
+            )
 
 
 def test_begin_iteration__waits_for_nothing_if_all_streams_share_a_queue(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With CUDA_DEVICE_MAX_CONNECTIONS=1 the event of a clock is behind all that the job has issued."""
+    """With CUDA_DEVICE_MAX_CONNECTIONS=1 the event of a clock is behind all that the
+    job has issued."""
     clock = FakeTime(monkeypatch)
     device = open_fake(cuda)
     waits: list[str] = []

@@ -1,4 +1,5 @@
-"""CudaDevice under random plans: streams and events order all accesses to memory, and all operations of the plan."""
+"""CudaDevice under random plans: streams and events order all accesses to memory, and
+all operations of the plan."""
 
 from __future__ import annotations
 
@@ -31,7 +32,13 @@ from tests.interleave.engine.devices.fake_cuda import (
 )
 from tests.interleave.engine.devices.happens_before import HOST, Clock
 from tests.interleave.engine.plans import PLACEMENTS, make, plans, workload_of
-from tests.interleave.engine.twins import Jitter, Twin, hasty_switches, no_thread_left, twins
+from tests.interleave.engine.twins import (
+    Jitter,
+    Twin,
+    hasty_switches,
+    no_thread_left,
+    twins,
+)
 
 EXAMPLES = examples(40, by_default=6)
 
@@ -53,7 +60,8 @@ class Bench:
     device: CheckedDevice
     engine: Engine
     twin: Twin
-    # By execution of a plan: operations, and the points that the job reported with the time of its stream.
+    # By execution of a plan: operations, and the points that the job reported with the
+    # time of its stream.
     ran: dict[PlanRun | None, dict[Op, Ran]] = field(default_factory=dict)
     points: dict[PlanRun | None, list[tuple[float, int]]] = field(default_factory=dict)
     memory: list[np.ndarray] = field(default_factory=list)
@@ -66,7 +74,9 @@ class Bench:
 
         def recorded(op: Op) -> None:
             run = executor._run
-            actor = HOST if op.resource == "cpu" else self.device.stream_name(op.resource)
+            actor = (
+                HOST if op.resource == "cpu" else self.device.stream_name(op.resource)
+            )
             before = order.clock(HOST) if actor == HOST else order.issue(actor)
             self._judge(before)
             perform(op)
@@ -76,14 +86,17 @@ class Bench:
             self.ran.setdefault(run, {})[op] = Ran(actor, before, end.get(actor, 0))
 
         def reported(point: float) -> None:
-            self.points.setdefault(executor._run, []).append((point, order.clock("job").get("job", 0)))
+            self.points.setdefault(executor._run, []).append(
+                (point, order.clock("job").get("job", 0))
+            )
             advance_to(point)
 
         executor._perform = recorded
         executor.advance_to = reported  # type: ignore[method-assign]
 
     def step(self, scale: float, offloaded_share: float) -> None:
-        """Run an iteration of the job: forward and backward on its stream, then the step."""
+        """Run an iteration of the job: forward and backward on its stream, then the
+        step."""
         cuda, engine, twin = self.cuda, self.engine, self.twin
         cuda.order.access("forward", "job", twin.params, [])
         update = twin.update(scale)
@@ -107,31 +120,51 @@ class Bench:
         twin.check()
 
     def _judge(self, before: Clock) -> None:
-        """Note whether the wait that was left out would have ordered anything before the operation that follows it."""
-        if self.cuda.left_out is not None and self.cuda.left_out[1] == threading.get_ident():
+        """Note whether the wait that was left out would have ordered anything before
+        the operation that follows it."""
+        if (
+            self.cuda.left_out is not None
+            and self.cuda.left_out[1] == threading.get_ident()
+        ):
             clocks = self.cuda.left_out[0]
-            self.is_missed = any(before.get(key, 0) < time for clock in clocks for key, time in clock.items())
+            self.is_missed = any(
+                before.get(key, 0) < time
+                for clock in clocks
+                for key, time in clock.items()
+            )
             self.cuda.left_out = None
 
     def problems(self) -> list[str]:
         return self.cuda.order.races
 
-    def _check(self, plan: Plan, all_ran: dict[Op, Ran], points: list[tuple[float, int]]) -> None:
+    def _check(
+        self, plan: Plan, all_ran: dict[Op, Ran], points: list[tuple[float, int]]
+    ) -> None:
         """Add to the problems what the order of the plan's operations lacks."""
         for op in plan.ops:
             ran = all_ran[op]
             for dependency in op.after:
                 early = all_ran[plan.ops[dependency]]
                 if ran.before.get(early.actor, 0) < early.end:
-                    self.problems().append(f"{op.kind} {op.subgroup} is not after {plan.ops[dependency].kind}")
+                    self.problems().append(
+                        f"{op.kind} {op.subgroup} is not after "
+                        f"{plan.ops[dependency].kind}"
+                    )
             reported = [time for point, time in points if point >= op.start]
-            if ran.actor != HOST and reported and ran.before.get("job", 0) < reported[0]:
-                self.problems().append(f"{op.kind} {op.subgroup} is before its point {op.start}")
+            if (
+                ran.actor != HOST
+                and reported
+                and ran.before.get("job", 0) < reported[0]
+            ):
+                self.problems().append(
+                    f"{op.kind} {op.subgroup} is before its point {op.start}"
+                )
 
 
 @contextmanager
 def bench(twin: Twin, seed: int = 0, **changes: Any) -> Iterator[Bench]:
-    """Yield an engine on a fake GPU, with attributes of `FakeCuda` changed after the constructor of the engine."""
+    """Yield an engine on a fake GPU, with attributes of `FakeCuda` changed after the
+    constructor of the engine."""
     with pytest.MonkeyPatch.context() as patch, no_thread_left(), hasty_switches():
         cuda = install(patch)
         device, kernel = open_fake(cuda), CheckedKernel(cuda)
@@ -154,7 +187,9 @@ def bench(twin: Twin, seed: int = 0, **changes: Any) -> Iterator[Bench]:
 
 @settings(max_examples=EXAMPLES)
 @given(twins(), st.data(), st.integers(0, 2**32))
-def test_cuda__random_plans_have_no_race(twin: Twin, data: st.DataObject, seed: int) -> None:
+def test_cuda__random_plans_have_no_race(
+    twin: Twin, data: st.DataObject, seed: int
+) -> None:
     """The bits are those of the reference, and memory stays within that of the plan."""
     random.seed(seed)
     stay = data.draw(st.booleans())
@@ -167,19 +202,28 @@ def test_cuda__random_plans_have_no_race(twin: Twin, data: st.DataObject, seed: 
             setup.engine.set_plan(plan, workload)
             for _ in range(2):
                 setup.step(0.75 if clipping else 1.0, 0.0 if stay else 0.6)
-                assert setup.device.used_bytes <= plan_bytes(worst_case(plan, workload), twin.subgroups)
+                assert setup.device.used_bytes <= plan_bytes(
+                    worst_case(plan, workload), twin.subgroups
+                )
         assert not setup.problems()
 
 
-def mutant(number: int | None, careless: set[str], seed: int) -> tuple[list[str], bool, int]:
-    """Run two steps of a plan with every placement, without one wait of a stream, or without those of the host for a
-    stream. Return the problems, whether the wait would have ordered anything, and the number of waits."""
+def mutant(
+    number: int | None, careless: set[str], seed: int
+) -> tuple[list[str], bool, int]:
+    """Run two steps of a plan with every placement, without one wait of a stream, or
+    without those of the host for a stream. Return the problems, whether the wait would
+    have ordered anything, and the number of waits."""
     random.seed(seed)
     twin = Twin([60, 80], [torch.bfloat16, torch.bfloat16], 20, 1)
     workload = workload_of(twin.sizes, True, False)
     with bench(twin, seed, dropped_wait=number) as setup:
-        placements = [PLACEMENTS[number % len(PLACEMENTS)] for number in range(len(twin.sizes))]
-        setup.engine.set_plan(make(workload, placements, kept=(2, 3), seed=seed), workload)
+        placements = [
+            PLACEMENTS[number % len(PLACEMENTS)] for number in range(len(twin.sizes))
+        ]
+        setup.engine.set_plan(
+            make(workload, placements, kept=(2, 3), seed=seed), workload
+        )
         setup.cuda.careless = {setup.device.stream_name(name) for name in careless}  # type: ignore[arg-type]
         for _ in range(2):
             setup.step(0.75, 0.6)

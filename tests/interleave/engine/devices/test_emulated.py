@@ -16,7 +16,14 @@ from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import DeviceMemoryError
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.rules.adamw import Hyper
-from tests.interleave.engine.states import DTYPES, arguments, assert_same, bits, plausible_state, updated
+from tests.interleave.engine.states import (
+    DTYPES,
+    arguments,
+    assert_same,
+    bits,
+    plausible_state,
+    updated,
+)
 from tests.interleave.engine.twins import no_thread_left
 
 
@@ -39,7 +46,10 @@ def test_allocate_state__enforces_the_capacity_to_the_byte(
         need = 12 * params
         used_bytes = sum(block.nbytes for block in blocks)
         if used_bytes + need > capacity:
-            with pytest.raises(DeviceMemoryError, match=f"{capacity - used_bytes} bytes left, and {need} are needed"):
+            with pytest.raises(
+                DeviceMemoryError,
+                match=f"{capacity - used_bytes} bytes left, and {need} are needed",
+            ):
                 device.allocate_state(params)
         else:
             blocks.append(device.allocate_state(params))
@@ -51,7 +61,9 @@ def test_allocate_state__enforces_the_capacity_to_the_byte(
     device.close()
 
 
-def test_memory__is_nan_before_the_first_write_and_after_release(device: EmulatedDevice) -> None:
+def test_memory__is_nan_before_the_first_write_and_after_release(
+    device: EmulatedDevice,
+) -> None:
     block = device.allocate_state(5)
     assert block.isnan().all()
     block.fill_(1.0)
@@ -94,7 +106,8 @@ def test_allocate_state__works_with_many_threads(device: EmulatedDevice) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_copy__keeps_every_bit(device: EmulatedDevice, dtype: torch.dtype) -> None:
-    """Copies of any length, larger than a throttled chunk, and into the middle of a tensor."""
+    """Copies of any length, larger than a throttled chunk, and into the middle of a
+    tensor."""
     generator = torch.Generator().manual_seed(0)
     source = torch.randn(3, 700_001, generator=generator).to(dtype)
     target = torch.zeros(3 * 700_001 + 2, dtype=dtype)
@@ -117,7 +130,9 @@ def test_copy__takes_at_least_the_time_of_its_rate(direction: str) -> None:
     device.close()
 
 
-def test_update__takes_at_least_the_time_of_its_rate_and_gives_the_bits_of_the_reference() -> None:
+def test_update__takes_at_least_the_time_of_its_rate_and_gives_the_bits_of_the_reference() -> (
+    None
+):
     device = EmulatedDevice(gpu_update_params_per_s=1e5)
     state = plausible_state(5000, torch.bfloat16, torch.bfloat16, 0)
     scalars = Hyper().scalars(3, 0.5)

@@ -12,15 +12,20 @@ from tests.interleave.engine.twins import Jitter, JitteryDevice
 
 
 class GridDevice(JitteryDevice):
-    """An emulated device on which a number of allocations succeed before one fails; None: all do."""
+    """An emulated device on which a number of allocations succeed before one fails;
+    None: all do."""
 
     successes: int | None = None
     # Sees each copy when it is issued.
-    watch: Callable[[Direction, Sequence[tuple[torch.Tensor, torch.Tensor]]], None] | None = None
+    watch: (
+        Callable[[Direction, Sequence[tuple[torch.Tensor, torch.Tensor]]], None] | None
+    ) = None
 
     @classmethod
     @contextmanager
-    def opened(cls, seed: int, rates: tuple[float | None, float | None], is_jittery: bool) -> Iterator[GridDevice]:
+    def opened(
+        cls, seed: int, rates: tuple[float | None, float | None], is_jittery: bool
+    ) -> Iterator[GridDevice]:
         device = cls(Jitter(seed, 5e-4 if is_jittery else 0.0))
         device.rates = {"h2d": rates[0], "d2h": rates[1]}
         try:
@@ -37,7 +42,9 @@ class GridDevice(JitteryDevice):
         finally:
             self.successes = None
 
-    def copy(self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def copy(
+        self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
         if self.watch is not None:
             self.watch(direction, pairs)
         super().copy(direction, pairs)
@@ -46,7 +53,9 @@ class GridDevice(JitteryDevice):
         self._count()
         return super().allocate_bytes(nbytes)
 
-    def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
+    def allocate_host(
+        self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True
+    ) -> torch.Tensor:
         self._count()
         return super().allocate_host(shape, dtype, pinned)
 

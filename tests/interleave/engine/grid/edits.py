@@ -135,7 +135,12 @@ def change_rate(training: Training, draw: random.Random) -> None:
 
 @edit("hyperparameters")
 def change_hyperparameters(training: Training, draw: random.Random) -> None:
-    changed = {"betas": (0.7, 0.8), "momentum": 0.5, "weight_decay": 0.3, "nesterov": False}
+    changed = {
+        "betas": (0.7, 0.8),
+        "momentum": 0.5,
+        "weight_decay": 0.3,
+        "nesterov": False,
+    }
     for group in training.optimizer.param_groups:
         group.update({name: value for name, value in changed.items() if name in group})
 
@@ -177,7 +182,12 @@ def evaluate_twin(training: Training, draw: random.Random) -> None:
 @edit("scripted twin")
 def evaluate_script(training: Training, draw: random.Random) -> None:
     """Evaluate scripted code with the same parameters."""
-    inputs = torch.ones(2, training.net.head.in_features, dtype=training.job.dtype, device=training.job.device)
+    inputs = torch.ones(
+        2,
+        training.net.head.in_features,
+        dtype=training.job.dtype,
+        device=training.job.device,
+    )
     with torch.no_grad():
         training.record("scripted twin", training.references["script"](inputs))
 
@@ -194,7 +204,9 @@ def keep_view(training: Training, draw: random.Random) -> None:
 @edit("average")
 def follow_average(training: Training, draw: random.Random) -> None:
     if "average" not in training.references:
-        training.references["average"] = [param.detach().clone() for param in training.params]
+        training.references["average"] = [
+            param.detach().clone() for param in training.params
+        ]
     average = training.references["average"]
     with torch.no_grad():
         torch._foreach_lerp_(average, training.params, 0.5)
@@ -234,7 +246,9 @@ def resume(training: Training, draw: random.Random) -> None:
     is_stored = training.storage is not None and not training.is_plain
     state = optimizer.commit() if is_stored else copy.deepcopy(optimizer.state_dict())
     is_late = training.job.overlap != "none"
-    policy = draw.choice((training.job.policy, "interleaved:2", "pipelined" if is_late else "gpu-only"))
+    policy = draw.choice(
+        (training.job.policy, "interleaved:2", "pipelined" if is_late else "gpu-only")
+    )
     groups = [dict(group) for group in optimizer.param_groups]
     for group in groups:
         group.pop("initial_lr", None)

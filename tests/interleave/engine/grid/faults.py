@@ -14,7 +14,15 @@ from tests.interleave.engine.grid.reference import ReferenceOptimizer
 from tests.interleave.engine.grid.training import Training
 from tests.interleave.engine.test_interrupts import LineFault
 
-FAULTS = ("forward", "backward", "fork", "interrupt", "interrupted step", "allocation", "infinite")
+FAULTS = (
+    "forward",
+    "backward",
+    "fork",
+    "interrupt",
+    "interrupted step",
+    "allocation",
+    "infinite",
+)
 
 
 class Broken(Exception):
@@ -56,7 +64,8 @@ def _interrupted(fault: Event) -> AbstractContextManager[None]:
 
 
 def _interrupt_step(training: Training, fault: Event) -> None:
-    """Interrupt a step, which is done as a whole or not at all; the plain job does it or not, too."""
+    """Interrupt a step, which is done as a whole or not at all; the plain job does it
+    or not, too."""
     training.backward()
     if not training.is_plain:
         with suppress(KeyboardInterrupt), _interrupted(fault):
@@ -71,12 +80,17 @@ def updates(training: Training) -> int:
     """Return how many updates parameters have had."""
     if isinstance(training.optimizer, ReferenceOptimizer):
         return training.optimizer.updates
-    return sum(int(entry["step"]) for entry in training.optimizer.state_dict()["state"].values())
+    return sum(
+        int(entry["step"])
+        for entry in training.optimizer.state_dict()["state"].values()
+    )
 
 
 def break_layer(training: Training, fault: Event, stack: ExitStack) -> None:
     layer = training.net.layers[fault.number % len(training.net.layers)]
-    child = [one for one in layer.modules() if not isinstance(one, torch.jit.ScriptModule)][-1]
+    child = [
+        one for one in layer.modules() if not isinstance(one, torch.jit.ScriptModule)
+    ][-1]
 
     def fail(*_: Any) -> None:
         raise Broken
@@ -86,7 +100,11 @@ def break_layer(training: Training, fault: Event, stack: ExitStack) -> None:
             output.register_hook(fail)
 
     is_forward = fault.kind == "forward"
-    hook = child.register_forward_pre_hook(fail) if is_forward else layer.register_forward_hook(fail_in_backward)
+    hook = (
+        child.register_forward_pre_hook(fail)
+        if is_forward
+        else layer.register_forward_hook(fail_in_backward)
+    )
     stack.callback(hook.remove)
 
 

@@ -7,9 +7,18 @@ from typing import Any
 
 import torch
 
-# Replicas, with gradients as views of buckets or parameters without gradients, and shards, that stay gathered or not,
-# are gathered before they are needed, or in another dtype.
-RANKS = ("ddp", "ddp views", "ddp unused", "sharded", "resharded", "prefetched", "mixed precision")
+# Replicas, with gradients as views of buckets or parameters without gradients, and
+# shards, that stay gathered or not, are gathered before they are needed, or in another
+# dtype.
+RANKS = (
+    "ddp",
+    "ddp views",
+    "ddp unused",
+    "sharded",
+    "resharded",
+    "prefetched",
+    "mixed precision",
+)
 
 
 @dataclass(frozen=True)
@@ -27,31 +36,38 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The options of a job. Defaults are the plainest ones: a failing job shrinks towards them.
+    """The options of a job. Defaults are the plainest ones: a failing job shrinks
+    towards them.
 
     Attributes:
         spare: Whether the parameters of the last layer are in no group at first.
         skips: Whether each layer's output is multiplied by the embedding.
-        checkpoints: Whether layers are checkpointed by torch: not, `reentrant` or `plain`.
-        call: The call of the model: `call`, `forward`, `functional`, or with a `penalty` on all parameters.
+        checkpoints: Whether layers are checkpointed by torch: not, `reentrant` or
+            `plain`.
+        call: The call of the model: `call`, `forward`, `functional`, or with a
+            `penalty` on all parameters.
         compiled: Backend of torch.compile; None: the model is not compiled.
         twice: Whether each graph is differentiated twice.
         evaluates: Whether the model is evaluated between forward and backward.
         lengths: Numbers of tokens of a batch.
         accumulation: Numbers of backwards of a step, in turn.
-        clipping: How the job itself clips gradients: by `norm` or after a `scaler`; None: not.
+        clipping: How the job itself clips gradients: by `norm` or after a `scaler`;
+            None: not.
         second_rule: Rule of the last layer; None: that of all.
         hyperparameters: Those of `rule`, as pairs.
         rates: Bandwidths of the link to and from the device in bytes/s; None: no limit.
         frozen: Numbers of layers that are not trained.
         adapted: Numbers of layers of which adapters alone are trained.
         weights: As for `stream_weights`; None: weights are not moved.
-        moves: The calls that move weights and activations: `weights first`, `activations first`, both `twice`, or in
-            `one call`.
+        moves: The calls that move weights and activations: `weights first`,
+            `activations first`, both `twice`, or in `one call`.
         ranks: The kind of parallel model, one of RANKS; None: there is one rank.
-        device: Type of the device that the model is on: `cpu`, where the GPU is emulated, or `cuda`.
-        syncs_last: Whether gradients of the last backward of a step alone are reduced over ranks.
-        activations: As for `offload_activations`, or `random` for a random order of each layer; None: not moved.
+        device: Type of the device that the model is on: `cpu`, where the GPU is
+            emulated, or `cuda`.
+        syncs_last: Whether gradients of the last backward of a step alone are reduced
+            over ranks.
+        activations: As for `offload_activations`, or `random` for a random order of
+            each layer; None: not moved.
     """
 
     seed: int
@@ -101,5 +117,9 @@ class Job:
     def __str__(self) -> str:
         fields = type(self).__dataclass_fields__
         own = {name: getattr(self, name) for name in fields}
-        changed = {name: value for name, value in own.items() if value != fields[name].default}
-        return f"Job({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+        changed = {
+            name: value for name, value in own.items() if value != fields[name].default
+        }
+        return (
+            f"Job({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+        )

@@ -31,7 +31,8 @@ LIMIT_S = 300.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a job. `kind`: `equal`, `refused`, `differs`, `raised` or `hung`; `detail` says at what."""
+    """The result of a job. `kind`: `equal`, `refused`, `differs`, `raised` or `hung`;
+    `detail` says at what."""
 
     kind: str
     detail: str = ""
@@ -49,7 +50,8 @@ class Verdict:
 def train(job: Job, is_plain: bool, decided: list[int] | None = None) -> Results:
     """Train, and return what the job has read, its parameters, buffers and state.
 
-    `decided`: those of Training, which the job with ebbtide adds and the plain job takes.
+    `decided`: those of Training, which the job with ebbtide adds and the plain job
+    takes.
     """
     training = Training(job, is_plain, [] if decided is None else decided)
     with ExitStack() as stack, deterministic(), speculating():
@@ -79,7 +81,8 @@ def edit(training: Training, step: int, follows_backward: bool) -> None:
 
 
 def judge(job: Job, limit_s: float = LIMIT_S) -> Verdict:
-    """Train a job with ebbtide and plainly, and compare what it reads, parameters and state."""
+    """Train a job with ebbtide and plainly, and compare what it reads, parameters and
+    state."""
     decided: list[int] = []
     try:
         with time_limit(limit_s, "the job"):
@@ -89,7 +92,9 @@ def judge(job: Job, limit_s: float = LIMIT_S) -> Verdict:
     except TimeoutError:
         return Verdict("hung", traceback.format_exc())
     except Exception as error:
-        verdict = Verdict("raised", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        verdict = Verdict(
+            "raised", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        )
         # A job that fails without ebbtide, too, is none.
         train(job, True, decided)
         return verdict
@@ -100,7 +105,9 @@ def judge(job: Job, limit_s: float = LIMIT_S) -> Verdict:
 
 def first_difference(expected: Results, results: Results) -> str | None:
     """Return the first result that differs; None if all are equal."""
-    for number, ((name, one), (other_name, other)) in enumerate(zip(expected, results, strict=False)):
+    for number, ((name, one), (other_name, other)) in enumerate(
+        zip(expected, results, strict=False)
+    ):
         if name != other_name:
             return f"result {number} is {other_name}, and {name} in the plain job"
         if one.shape != other.shape or not torch.equal(bits(one), bits(other)):
@@ -124,7 +131,8 @@ def simpler(job: Job) -> Iterator[Job]:
 
 
 def shrink(job: Job, kind: str) -> Job:
-    """Return a job with as few options as possible that still has a verdict of this kind."""
+    """Return a job with as few options as possible that still has a verdict of this
+    kind."""
     is_smaller = True
     while is_smaller:
         is_smaller = False
@@ -171,7 +179,8 @@ class Tally:
 
 
 def judge_all(jobs: Iterable[Job], prints_each: bool = False) -> Tally:
-    """Judge jobs; print failures as they come, then counts of verdicts and refusals, and times."""
+    """Judge jobs; print failures as they come, then counts of verdicts and refusals,
+    and times."""
     tally, start_s, cpu_s = Tally(), time.perf_counter(), time.process_time()
     for job in jobs:
         verdict = judge(job)
@@ -207,7 +216,8 @@ def values_of(job: Job) -> Iterable[tuple[str, Any]]:
 
 
 def report(job: Job, verdict: Verdict) -> str:
-    """Return what failed, the smallest job that still does, and the command that repeats it."""
+    """Return what failed, the smallest job that still does, and the command that
+    repeats it."""
     smallest = shrink(job, verdict.kind)
     detail = judge(smallest).detail or verdict.detail
     on_gpu = "tests.cuda_runtime -m tests.cuda_runtime.random_jobs"

@@ -18,7 +18,8 @@ WIDTH, VOCABULARY = 8, 11
 
 @dataclass
 class Shared:
-    """A bias that a model hands to its layers, in an object, and changes between them; and a cache of their keys."""
+    """A bias that a model hands to its layers, in an object, and changes between them;
+    and a cache of their keys."""
 
     bias: torch.Tensor
     cache: list[torch.Tensor]
@@ -77,7 +78,9 @@ class Encoder(nn.Module):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, 2, WIDTH, dropout=0.0, batch_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -196,7 +199,12 @@ class Dropped(Residual):
 class Biased(Residual):
     """Adds a bias that is given by keyword, or in an object."""
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None, shared: Shared | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        shared: Shared | None = None,
+    ) -> torch.Tensor:
         if shared is not None:
             bias = shared.bias
         return x + torch.tanh(self.linear(x) + (0.0 if bias is None else bias))
@@ -207,7 +215,8 @@ class InObject(Biased):
 
 
 class Caching(Residual):
-    """Appends its values to a cache that is given by keyword, and attends to all of them."""
+    """Appends its values to a cache that is given by keyword, and attends to all of
+    them."""
 
     def forward(self, x: torch.Tensor, shared: Shared | None = None) -> torch.Tensor:
         values = self.linear(x)
@@ -237,9 +246,12 @@ class MaxNorm(nn.Module):  # type: ignore[misc]
         self.linear, self.rows = _linear(), nn.Embedding(5, WIDTH, max_norm=0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # A batch in evaluation that fails may end before this layer, and a second scaling changes bits again.
+        # A batch in evaluation that fails may end before this layer, and a second
+        # scaling changes bits again.
         self.rows.max_norm = 0.5 if self.training else None
-        return x + torch.tanh(self.linear(x) + self.rows(torch.arange(len(x), device=x.device) % 5))
+        return x + torch.tanh(
+            self.linear(x) + self.rows(torch.arange(len(x), device=x.device) % 5)
+        )
 
 
 class Writing(nn.Module):  # type: ignore[misc]
@@ -329,9 +341,14 @@ class Direct(nn.Module):  # type: ignore[misc]
         elif self.read == "detached":
             result = result + x * weight.detach().abs().mean()
         elif self.read == "out":
-            result = result + torch.mul(weight.detach(), 2.0, out=torch.empty_like(weight)).mean()
+            result = (
+                result
+                + torch.mul(weight.detach(), 2.0, out=torch.empty_like(weight)).mean()
+            )
         elif self.read == "func.grad":
-            of_weight = torch.func.grad(lambda value: F.linear(x, value).square().mean())
+            of_weight = torch.func.grad(
+                lambda value: F.linear(x, value).square().mean()
+            )
             result = result + of_weight(weight).mean()
         elif self.read == "inner backward":
             result = result + self._gradient(x.detach()).mean()
@@ -397,7 +414,8 @@ class Split(nn.Module):  # type: ignore[misc]
 
 
 class Adapted(nn.Module):  # type: ignore[misc]
-    """A frozen linear layer beside a trained product of low rank, as adapters of peft are."""
+    """A frozen linear layer beside a trained product of low rank, as adapters of peft
+    are."""
 
     def __init__(self, base_layer: nn.Linear) -> None:
         super().__init__()
@@ -410,7 +428,8 @@ class Adapted(nn.Module):  # type: ignore[misc]
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight of the base, which models ask for its dtype, as of peft's layers."""
+        """The weight of the base, which models ask for its dtype, as of peft's
+        layers."""
         return self.base_layer.weight
 
 
@@ -461,16 +480,38 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "view": View,
     "functional": Functional,
     "scripted": Scripted,
-    "wide": lambda: nn.Sequential(nn.Linear(WIDTH, 72), nn.Tanh(), nn.Linear(72, WIDTH)),
+    "wide": lambda: nn.Sequential(
+        nn.Linear(WIDTH, 72), nn.Tanh(), nn.Linear(72, WIDTH)
+    ),
     **{
         f"read by {read}, called {order}": partial(Direct, order, read)
         for order in ("never", "before", "after")
-        for read in ("linear", "scripted", "function", "detached", "out", "func.grad", "inner backward")
+        for read in (
+            "linear",
+            "scripted",
+            "function",
+            "detached",
+            "out",
+            "func.grad",
+            "inner backward",
+        )
     },
 }
 # Layers that adapters may be added to.
-ADAPTABLE = ("residual", "perceptron", "attention", "norm", "nested", "split", "counter", "buffer", "cache", "twice")
-# Layers that write to their weights: the graph of a call before cannot be differentiated.
+ADAPTABLE = (
+    "residual",
+    "perceptron",
+    "attention",
+    "norm",
+    "nested",
+    "split",
+    "counter",
+    "buffer",
+    "cache",
+    "twice",
+)
+# Layers that write to their weights: the graph of a call before cannot be
+# differentiated.
 WRITERS = ("max norm", "normalized weight", "clamped weight", "zeroed row")
 
 
@@ -481,7 +522,8 @@ class Net(nn.Module):  # type: ignore[misc]
         kinds: Names of LAYERS; a number is a layer that occurs before, again.
         tied: Whether the head has the weight of the embedding.
         reads_head: Whether the loss reads the head's weight without a call.
-        checkpoints: Whether layers are checkpointed by torch: not, `reentrant` or `plain`.
+        checkpoints: Whether layers are checkpointed by torch: not, `reentrant` or
+            `plain`.
         skips: Whether each layer's output is multiplied by the embedding.
         frozen: Numbers of layers that are not trained.
         adapted: Numbers of layers of which adapters alone are trained.
@@ -530,7 +572,11 @@ class Net(nn.Module):  # type: ignore[misc]
             return layer(x, shared=shared)
         if isinstance(layer, Biased):
             return layer(x, bias=shared.bias)
-        if self.checkpoints and self.training and type(layer) in (Perceptron, Attention, Residual):
+        if (
+            self.checkpoints
+            and self.training
+            and type(layer) in (Perceptron, Attention, Residual)
+        ):
             return checkpoint(layer, x, use_reentrant=self.checkpoints == "reentrant")
         return layer(x)
 

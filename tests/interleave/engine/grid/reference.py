@@ -13,13 +13,18 @@ from ebbtide.interleave.engine.numerics import reference
 from ebbtide.interleave.engine.numerics.norm import sum_of_squares, total
 from ebbtide.interleave.engine.numerics.reference import LossScale
 from ebbtide.interleave.engine.numerics.rounding import FACTOR
-from ebbtide.interleave.engine.params.local_shards import flat_like, flat_view, local_shard
+from ebbtide.interleave.engine.params.local_shards import (
+    flat_like,
+    flat_view,
+    local_shard,
+)
 from ebbtide.interleave.engine.rules.rule import GroupRules
 from tests.interleave.engine.states import bits
 
 
 class ReferenceParam:
-    """The state of a parameter: fp32 master and moments, flat, in the order of the parameter's memory.
+    """The state of a parameter: fp32 master and moments, flat, in the order of the
+    parameter's memory.
 
     That of a matrix whose rule needs all of it is whole on all ranks.
     """
@@ -47,7 +52,8 @@ class ReferenceParam:
         self._write(value)
 
     def _value(self) -> torch.Tensor:
-        """Return the parameter's values, flat, on the host: a view where it is there and needs only its shard."""
+        """Return the parameter's values, flat, on the host: a view where it is there
+        and needs only its shard."""
         if self.is_whole:
             return self.param.detach().full_tensor().flatten()
         return flat_view(self.param).cpu()
@@ -55,7 +61,9 @@ class ReferenceParam:
     def _write(self, value: torch.Tensor) -> None:
         """Give the parameter its values."""
         if self.is_whole:
-            local_shard(self.param.detach()).copy_(self._own(value).view_as(local_shard(self.param)))
+            local_shard(self.param.detach()).copy_(
+                self._own(value).view_as(local_shard(self.param))
+            )
         else:
             if self.param.is_cuda:
                 flat_view(self.param).copy_(value)
@@ -68,10 +76,15 @@ class ReferenceParam:
         if not self.is_whole:
             return row
         whole = row.view(self.param.shape)
-        return distribute_tensor(whole, self.param.device_mesh, self.param.placements).to_local().flatten()
+        return (
+            distribute_tensor(whole, self.param.device_mesh, self.param.placements)
+            .to_local()
+            .flatten()
+        )
 
     def own_rows(self) -> list[torch.Tensor]:
-        """Return the elements of the rows of `entry` that a state dict of this rank has."""
+        """Return the elements of the rows of `entry` that a state dict of this rank
+        has."""
         rows = self.entry()["rows"]
         return [self._own(row) for row in (rows if self.has_masters else rows[1:])]
 
@@ -83,10 +96,13 @@ class ReferenceParam:
         return flat_like(local_shard(self.param.grad), self.param).cpu()
 
     def _follow_remainders(self, value: torch.Tensor, master: torch.Tensor) -> None:
-        """Masters whose remainder belongs to another parameter start again; nobody knows which elements changed."""
+        """Masters whose remainder belongs to another parameter start again; nobody
+        knows which elements changed."""
         if self.loaded is not None:
             to_even = master.to(value.dtype)
-            differs = (bits(self.loaded) != bits(value)) & (bits(to_even) != bits(value))
+            differs = (bits(self.loaded) != bits(value)) & (
+                bits(to_even) != bits(value)
+            )
             value.copy_(torch.where(differs, value, self.loaded))
             master[differs] = value[differs].float()
             self.loaded = None
@@ -94,7 +110,8 @@ class ReferenceParam:
             master.copy_(value)
 
     def update(self, group: dict[str, Any], scale: float, number: int) -> None:
-        """Update the parameter, which has a number in the optimizer, by its gradient."""
+        """Update the parameter, which has a number in the optimizer, by its
+        gradient."""
         self.step += 1
         value = self._value()
         shape = tuple(self.param.shape) if self.rule.whole_update is not None else None
@@ -125,7 +142,8 @@ class ReferenceParam:
 
 
 class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
-    """The results of InterleavedOptimizer without any plan, one parameter after the other."""
+    """The results of InterleavedOptimizer without any plan, one parameter after the
+    other."""
 
     def __init__(
         self,
@@ -154,8 +172,14 @@ class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self._take_params()
 
     def step(self, closure: None = None) -> None:
-        groups = {param: group for group in self.param_groups for param in group["params"]}
-        if any(param.grad is not None and param not in self._states for param in groups if param.requires_grad):
+        groups = {
+            param: group for group in self.param_groups for param in group["params"]
+        }
+        if any(
+            param.grad is not None and param not in self._states
+            for param in groups
+            if param.requires_grad
+        ):
             self._take_params()
         for state in self._states.values():
             state.follow()
@@ -164,7 +188,9 @@ class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if not math.isfinite(norm):
             self._loss_scale.update(False)
             return
-        clip = 1.0 if self._max_norm is None else min(1.0, self._max_norm / (norm + 1e-6))
+        clip = (
+            1.0 if self._max_norm is None else min(1.0, self._max_norm / (norm + 1e-6))
+        )
         for number, param in enumerate(self._own):
             if param.grad is not None:
                 group = self._rules.checked(groups[param])
@@ -172,9 +198,19 @@ class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._loss_scale.update(True)
 
     def state_dict(self) -> dict[str, Any]:
-        entries = [self._states[param].entry() if param in self._states else None for param in self._params()]
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        return {"entries": entries, "groups": groups, "loss_scale": self._loss_scale.state_dict()}
+        entries = [
+            self._states[param].entry() if param in self._states else None
+            for param in self._params()
+        ]
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.param_groups
+        ]
+        return {
+            "entries": entries,
+            "groups": groups,
+            "loss_scale": self._loss_scale.state_dict(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for param, entry in zip(self._params(), state_dict["entries"], strict=True):
@@ -182,15 +218,19 @@ class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 self._states.setdefault(param, self._new_state(param)).load(entry)
             elif param in self._states:
                 self._states[param] = self._new_state(param)
-        # A frozen parameter that has state counts among those that are rounded by their number.
+        # A frozen parameter that has state counts among those that are rounded by their
+        # number.
         self._take_params()
         for group, saved in zip(self.param_groups, state_dict["groups"], strict=True):
             group.update(saved)
         self._loss_scale.load_state_dict(state_dict["loss_scale"])
 
     def rows(self) -> list[torch.Tensor]:
-        """Return the state of each parameter that was updated, in the order of the groups."""
-        states = [self._states[param] for param in self._params() if param in self._states]
+        """Return the state of each parameter that was updated, in the order of the
+        groups."""
+        states = [
+            self._states[param] for param in self._params() if param in self._states
+        ]
         return [row for state in states if state.step for row in state.own_rows()]
 
     @property
@@ -205,7 +245,11 @@ class ReferenceOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return [param for group in self.param_groups for param in group["params"]]
 
     def _take_params(self) -> None:
-        self._own = [param for param in self._params() if param.requires_grad or param in self._states]
+        self._own = [
+            param
+            for param in self._params()
+            if param.requires_grad or param in self._states
+        ]
         for param in self._own:
             self._states.setdefault(param, self._new_state(param))
 

@@ -1,4 +1,5 @@
-"""Random jobs over the grid of options: the bits of the plain job, or an error that says what is wrong."""
+"""Random jobs over the grid of options: the bits of the plain job, or an error that
+says what is wrong."""
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ REFUSED_SHARE = 0.15
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_random_jobs__have_the_bits_of_the_plain_job_or_end_in_an_error(part: int) -> None:
+def test_random_jobs__have_the_bits_of_the_plain_job_or_end_in_an_error(
+    part: int,
+) -> None:
     """Errors are few: not everything is refused."""
     count = examples(JOBS, by_default=JOBS_BY_DEFAULT) // PARTS
     tally = judge_all(map(draw_job, range(part * count, (part + 1) * count)))
@@ -70,7 +73,10 @@ def test_judge__finds_one_wrong_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     def train_wrongly(job: Job, is_plain: bool, decided: list[int]) -> Results:
         results = train(job, is_plain, decided)
         name, value = results.pop()
-        return [*results, (name, value if is_plain else torch.nextafter(value, value + 1))]
+        return [
+            *results,
+            (name, value if is_plain else torch.nextafter(value, value + 1)),
+        ]
 
     monkeypatch.setattr(judge, "train", train_wrongly)
     assert judge.judge(job).detail == f"result {len(train(job, True)) - 1}, last loss"
@@ -78,7 +84,9 @@ def test_judge__finds_one_wrong_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_shrink__leaves_the_options_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     event = Event(2, "swap")
-    monkeypatch.setitem(EDITS, "swap", lambda training, _: training.record("plain", training.is_plain))
+    monkeypatch.setitem(
+        EDITS, "swap", lambda training, _: training.record("plain", training.is_plain)
+    )
     job = Job(seed=1, skips=True, accumulation=(1, 2), edits=(Event(1, "norm"), event))
     assert judge.judge(job).kind == "differs"
     assert shrink(job, "differs") == Job(seed=1, edits=(event,))
@@ -89,4 +97,7 @@ def test_first_difference__sees_missing_results_names_and_signs_of_zero() -> Non
     assert first_difference([("a", zero)], [("a", zero)]) is None
     assert first_difference([("a", zero)], [("a", -zero)]) == "result 0, a"
     assert first_difference([("a", zero)], []) == "0 results, and 1 in the plain job"
-    assert first_difference([("a", zero)], [("b", zero)]) == "result 0 is b, and a in the plain job"
+    assert (
+        first_difference([("a", zero)], [("b", zero)])
+        == "result 0 is b, and a in the plain job"
+    )

@@ -1,4 +1,5 @@
-"""Mechanisms that keep bits: without each of them the generator of jobs finds wrong bits."""
+"""Mechanisms that keep bits: without each of them the generator of jobs finds wrong
+bits."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,16 @@ from tests.interleave.engine.grid.models import WRITERS
 Patch = tuple[Any, str, Callable[..., Any]]
 # Seeds that are drawn, and jobs of them that are run.
 SEEDS, JOBS = 2000, 25
-EFFECTS = {"own generator", "random", "numpy", "counter", "buffer", "dropped", "cache", "batch norm"}
+EFFECTS = {
+    "own generator",
+    "random",
+    "numpy",
+    "counter",
+    "buffer",
+    "dropped",
+    "cache",
+    "batch norm",
+}
 CHANGES = {"scale", "data", "signs", "element", "all", "load"}
 
 
@@ -36,7 +46,10 @@ class Mechanism:
 
 
 def recomputes(job: Job) -> bool:
-    return job.activations in ("recompute", "recompute-offload") and not EFFECTS.isdisjoint(job.kinds)
+    return job.activations in (
+        "recompute",
+        "recompute-offload",
+    ) and not EFFECTS.isdisjoint(job.kinds)
 
 
 def writes_weights(job: Job) -> bool:
@@ -48,11 +61,17 @@ def is_changed(job: Job) -> bool:
 
 
 def is_late(job: Job) -> bool:
-    return job.overlap in ("forward", "both") and job.gradients == "kept" and None not in job.rates
+    return (
+        job.overlap in ("forward", "both")
+        and job.gradients == "kept"
+        and None not in job.rates
+    )
 
 
 def has_remainders(job: Job) -> bool:
-    return is_changed(job) and job.rule == "adamw-remainder" and job.policy != "gpu-only"
+    return (
+        is_changed(job) and job.rule == "adamw-remainder" and job.policy != "gpu-only"
+    )
 
 
 def streams(job: Job) -> bool:
@@ -61,34 +80,53 @@ def streams(job: Job) -> bool:
 
 
 def streams_some(job: Job) -> bool:
-    return streams(job) and str(job.weights) in [f"streamed:{count}" for count in range(1, len(job.kinds))]
+    return streams(job) and str(job.weights) in [
+        f"streamed:{count}" for count in range(1, len(job.kinds))
+    ]
 
 
-def forget_with_copy(weight: weights._Weight, forget: Callable[..., None] = weights._Weight.forget) -> None:
-    """Copy the weight to the host before its memory on the device is released, as if its layer were trained."""
+def forget_with_copy(
+    weight: weights._Weight, forget: Callable[..., None] = weights._Weight.forget
+) -> None:
+    """Copy the weight to the host before its memory on the device is released, as if
+    its layer were trained."""
     storage = weight.storage.hold()
     if storage is not None and weight.storage.host is not None:
         weight._owner.transfers.copy_now("d2h", bytes_of(storage), weight.storage.host)
     forget(weight)
 
 
-def same_fingerprints(_: EmulatedDevice, values: Sequence[Any]) -> Callable[[], list[bytes]]:
+def same_fingerprints(
+    _: EmulatedDevice, values: Sequence[Any]
+) -> Callable[[], list[bytes]]:
     return lambda: [b"" for _ in values]
 
 
 MECHANISMS = {
     "comparison of recomputation": Mechanism(
-        ((Recomputation, "_is_same", lambda _: True), (Recomputation, "_effect", lambda *_: "")), recomputes
+        (
+            (Recomputation, "_is_same", lambda _: True),
+            (Recomputation, "_effect", lambda *_: ""),
+        ),
+        recomputes,
     ),
-    "writes to streamed weights": Mechanism(((StorageTransfers, "copy_now", lambda *_: None),), writes_weights),
+    "writes to streamed weights": Mechanism(
+        ((StorageTransfers, "copy_now", lambda *_: None),), writes_weights
+    ),
     "frozen weights that never go down": Mechanism(
-        ((weights._Weight, "forget", forget_with_copy),), lambda job: bool(job.frozen) and streams(job)
+        ((weights._Weight, "forget", forget_with_copy),),
+        lambda job: bool(job.frozen) and streams(job),
     ),
     "adapters that stay": Mechanism(
-        ((weights, "_adapters_in", lambda _: ()),), lambda job: bool(job.adapted) and streams(job)
+        ((weights, "_adapters_in", lambda _: ()),),
+        lambda job: bool(job.adapted) and streams(job),
     ),
-    "a number of streamed layers": Mechanism(((weights, "spread", lambda _, count: (True,) * count),), streams_some),
-    "fingerprints of parameters": Mechanism(((EmulatedDevice, "fingerprint", same_fingerprints),), is_changed),
+    "a number of streamed layers": Mechanism(
+        ((weights, "spread", lambda _, count: (True,) * count),), streams_some
+    ),
+    "fingerprints of parameters": Mechanism(
+        ((EmulatedDevice, "fingerprint", same_fingerprints),), is_changed
+    ),
     "waits for late parameters": Mechanism(
         (
             (LateParams, "set", lambda *_: None),
@@ -98,19 +136,32 @@ MECHANISMS = {
         ),
         is_late,
     ),
-    "parameters that a step may leave late": Mechanism(((PendingParams, "decided", lambda *_: None),), is_late),
-    "records of what a late step has written": Mechanism(((StepCalls, "record", lambda *_: None),), is_late),
-    "copies of changed parameters": Mechanism(((Store, "forget_params", lambda *_: None),), has_remainders),
+    "parameters that a step may leave late": Mechanism(
+        ((PendingParams, "decided", lambda *_: None),), is_late
+    ),
+    "records of what a late step has written": Mechanism(
+        ((StepCalls, "record", lambda *_: None),), is_late
+    ),
+    "copies of changed parameters": Mechanism(
+        ((Store, "forget_params", lambda *_: None),), has_remainders
+    ),
 }
 
 
 @pytest.mark.parametrize("name", slow(MECHANISMS, but=("writes to streamed weights",)))
-def test_random_jobs__find_each_mechanism_that_is_taken_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_jobs__find_each_mechanism_that_is_taken_out(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mechanism = MECHANISMS[name]
     for owner, attribute, replacement in mechanism.patches:
         monkeypatch.setattr(owner, attribute, replacement)
-    concerned = (job for seed in range(SEEDS) if mechanism.concerns(job := draw_job(seed)))
+    concerned = (
+        job for seed in range(SEEDS) if mechanism.concerns(job := draw_job(seed))
+    )
     jobs = [job for job, _ in zip(concerned, range(JOBS), strict=False)]
-    number = next((number for number, job in enumerate(jobs, 1) if judge(job).kind == "differs"), None)
+    number = next(
+        (number for number, job in enumerate(jobs, 1) if judge(job).kind == "differs"),
+        None,
+    )
     print(f"{name}: in job {number} of {len(jobs)}")
     assert number is not None

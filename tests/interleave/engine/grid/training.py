@@ -27,7 +27,8 @@ from tests.interleave.engine.grid.reference import ReferenceOptimizer
 from tests.interleave.engine.training import MACHINE
 
 Results = list[tuple[str, torch.Tensor]]
-# The rule of parameters that are no matrices, where the rule of the job is for matrices.
+# The rule of parameters that are no matrices, where the rule of the job is for
+# matrices.
 _RULE_OF_VECTORS = "adamw"
 _HOST_BUDGET_BYTES = 2e5
 
@@ -38,8 +39,10 @@ class Training:
     Attributes:
         results: Names and values of what the job has read so far.
         spare: Parameters that are in no group yet.
-        saved: State dicts of the model and of the optimizer; None before they are saved.
-        decided: Numbers of updates after each interrupted step with ebbtide, which the plain job follows.
+        saved: State dicts of the model and of the optimizer; None before they are
+            saved.
+        decided: Numbers of updates after each interrupted step with ebbtide, which the
+            plain job follows.
     """
 
     def __init__(self, job: Job, is_plain: bool, decided: list[int]) -> None:
@@ -69,8 +72,14 @@ class Training:
         self.copied: set[int] = set()
         self.wrong_copies = 0
         has_scaler = job.clipping == "scaler"
-        self.scaler = torch.amp.GradScaler(job.device, init_scale=1024.0, growth_interval=3) if has_scaler else None
-        self.call: nn.Module = self.net if job.ranks is None else parallel(self.net, job.ranks)
+        self.scaler = (
+            torch.amp.GradScaler(job.device, init_scale=1024.0, growth_interval=3)
+            if has_scaler
+            else None
+        )
+        self.call: nn.Module = (
+            self.net if job.ranks is None else parallel(self.net, job.ranks)
+        )
         self.scheduler: Any = None
 
     @property
@@ -78,13 +87,17 @@ class Training:
         return list(self.net.parameters())
 
     def record(self, name: str, value: torch.Tensor | float) -> None:
-        self.results.append((name, local_shard(torch.as_tensor(value)).detach().cpu().clone()))
+        self.results.append(
+            (name, local_shard(torch.as_tensor(value)).detach().cpu().clone())
+        )
 
     def loss(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Return the loss of the next batch, or of these tokens."""
         if tokens is None:
             lengths = self.job.lengths
-            length = lengths[int(torch.randint(len(lengths), (), generator=self.tokens))]
+            length = lengths[
+                int(torch.randint(len(lengths), (), generator=self.tokens))
+            ]
             tokens = torch.randint(VOCABULARY, (length,), generator=self.tokens)
         with precision(self.job.autocast, self.job.device):
             return self._called(tokens.to(self.job.device))
@@ -93,7 +106,9 @@ class Training:
         if self.job.call == "forward":
             return self.call.forward(tokens)
         if self.job.call == "functional":
-            return torch.func.functional_call(self.call, dict(self.net.named_parameters()), tokens)
+            return torch.func.functional_call(
+                self.call, dict(self.net.named_parameters()), tokens
+            )
         loss = self.call(tokens)
         if self.job.call == "penalty":
             for param in self.params:
@@ -113,7 +128,11 @@ class Training:
         self.record("loss", loss)
         if self.job.evaluates:
             self.evaluate(self.call, "evaluation between forward and backward")
-        scaled = self.scaler.scale(loss) if self.scaler is not None else self.optimizer.scale(loss)
+        scaled = (
+            self.scaler.scale(loss)
+            if self.scaler is not None
+            else self.optimizer.scale(loss)
+        )
         scaled.backward(retain_graph=self.job.twice)
         if self.job.twice:
             scaled.backward()
@@ -145,7 +164,8 @@ class Training:
             self.record(f"state row {number}", row)
 
     def state_rows(self) -> list[torch.Tensor]:
-        """Return masters and moments of all parameters that have them, flat, in the order of memory."""
+        """Return masters and moments of all parameters that have them, flat, in the
+        order of memory."""
         if isinstance(self.optimizer, ReferenceOptimizer):
             return self.optimizer.rows()
         states = self.optimizer.state_dict()["state"]
@@ -154,7 +174,9 @@ class Training:
         for group in self.optimizer.param_groups:
             rule = find_rule(group.get("rule", self.job.rule)).saved
             for param in group["params"]:
-                rules[param] = rule.without_masters if param.dtype == torch.float32 else rule
+                rules[param] = (
+                    rule.without_masters if param.dtype == torch.float32 else rule
+                )
             params += group["params"]
         rows = []
         for number, param in enumerate(params):
@@ -175,13 +197,17 @@ class Training:
             "loss_scale": job.loss_scale,
             **dict(job.hyperparameters),
         }
-        # Streamed weights are on the host, others on the GPU: an optimizer of ebbtide takes one of both.
+        # Streamed weights are on the host, others on the GPU: an optimizer of ebbtide
+        # takes one of both.
         if self.is_plain or (job.device == "cuda" and job.weights is not None):
             return ReferenceOptimizer(groups, job.rule, **options)
         if job.memory_budget is not None:
             options["memory_budget"] = job.memory_budget
         if self.storage is not None:
-            options |= {"storage": self.storage, "host_memory_budget": _HOST_BUDGET_BYTES}
+            options |= {
+                "storage": self.storage,
+                "host_memory_budget": _HOST_BUDGET_BYTES,
+            }
         if job.overlap in ("forward", "both", "auto"):
             options["model"] = self.net
         return InterleavedOptimizer(
@@ -202,31 +228,48 @@ class Training:
         groups: dict[str, dict[str, Any]] = {}
         for param in params:
             rule = self._rule(param)
-            own = {"params": []} if rule == self.job.rule else {"params": [], "rule": rule}
+            own = (
+                {"params": []}
+                if rule == self.job.rule
+                else {"params": [], "rule": rule}
+            )
             groups.setdefault(rule, own)["params"].append(param)
         return list(groups.values())
 
     def _rule(self, param: nn.Parameter) -> str:
-        """Return the first rule that takes a parameter: that for matrices takes no others."""
+        """Return the first rule that takes a parameter: that for matrices takes no
+        others."""
         rules = [self.job.rule, _RULE_OF_VECTORS]
         is_last = any(param is one for one in self.net.layers[-1].parameters())
         if self.job.second_rule is not None and is_last:
             rules.insert(0, self.job.second_rule)
-        return next(rule for rule in rules if param.dim() == 2 or find_rule(rule).whole_update is None)
+        return next(
+            rule
+            for rule in rules
+            if param.dim() == 2 or find_rule(rule).whole_update is None
+        )
 
     def open(self, stack: ExitStack) -> None:
         """Move layers and make the optimizer; the end of the stack closes them."""
         job = self.job
         if not self.is_plain:
             if job.device == "cpu":
-                self.device = stack.enter_context(GridDevice.opened(job.seed, job.rates, job.jitter))
+                self.device = stack.enter_context(
+                    GridDevice.opened(job.seed, job.rates, job.jitter)
+                )
                 self.device.watch = self._watch_copies
-            self.storage = stack.enter_context(tempfile.TemporaryDirectory()) if job.storage else None
+            self.storage = (
+                stack.enter_context(tempfile.TemporaryDirectory())
+                if job.storage
+                else None
+            )
             self._move_layers(stack)
         if any(edit.kind == "scripted twin" for edit in job.edits):
             self.references["script"] = torch.jit.script(nn.Sequential(self.net.head))
         spare = set(self.spare)
-        params = [param for param in self.params if param not in spare and param.requires_grad]
+        params = [
+            param for param in self.params if param not in spare and param.requires_grad
+        ]
         self.open_optimizer(self.groups(params), job.policy)
         stack.callback(lambda: self.optimizer.close())
         if job.compiled is not None:
@@ -239,13 +282,19 @@ class Training:
         from tests.features.layers.random_planner import RandomPlanner
 
         job, is_random = self.job, self.job.activations == "random"
-        activations, budget = ("auto", 1e9) if is_random else (job.activations, job.activations_budget)
+        activations, budget = (
+            ("auto", 1e9) if is_random else (job.activations, job.activations_budget)
+        )
         weights = {"weights": job.weights, "memory_budget": job.weights_budget}
         calls: list[Any] = []
         if job.weights is not None:
             calls.append(partial(stream_weights, **weights))
         if job.activations is not None:
-            calls.append(partial(offload_activations, activations=activations, memory_budget=budget))
+            calls.append(
+                partial(
+                    offload_activations, activations=activations, memory_budget=budget
+                )
+            )
         if job.moves == "one call" and len(calls) == 2:
             budgets = [one for one in (job.weights_budget, budget) if one is not None]
             weights["memory_budget"] = sum(budgets) if budgets else None
@@ -257,41 +306,67 @@ class Training:
         for call in calls:
             moved = stack.enter_context(call(self.net, device=self.device))
         if is_random:
-            planner = RandomPlanner(random.Random(10 * job.seed + self.rank), is_limited=False)
+            planner = RandomPlanner(
+                random.Random(10 * job.seed + self.rank), is_limited=False
+            )
             planner.moved = moved
             before = moving.plan_orders
             stack.callback(setattr, moving, "plan_orders", before)
             moving.plan_orders = planner.plan
 
-    def _watch_copies(self, direction: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Count copies of adapters to the device, and those to frozen weights on the host."""
+    def _watch_copies(
+        self, direction: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Count copies of adapters to the device, and those to frozen weights on the
+        host."""
         # Looking at late parameters is no use of them.
         with torch._C.DisableTorchFunctionSubclass():
             self._count_copies(direction, pairs)
 
-    def _count_copies(self, direction: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        ends = {(source if direction == "h2d" else target).data_ptr() for source, target in pairs}
-        layers = {number: [*self.net.layers[number].parameters()] for number, _ in enumerate(self.net.layers)}
+    def _count_copies(
+        self, direction: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        ends = {
+            (source if direction == "h2d" else target).data_ptr()
+            for source, target in pairs
+        }
+        layers = {
+            number: [*self.net.layers[number].parameters()]
+            for number, _ in enumerate(self.net.layers)
+        }
         if direction == "h2d":
-            copied = [number for number, params in layers.items() if any(one.data_ptr() in ends for one in params)]
+            copied = [
+                number
+                for number, params in layers.items()
+                if any(one.data_ptr() in ends for one in params)
+            ]
             # A layer may occur twice.
             self.copied |= {id(self.net.layers[number]) for number in copied}
         if any(event.kind == "freeze" for event in self.job.edits):
             return
         is_trained = direction == "h2d"
         numbers = self.job.adapted if is_trained else self.job.frozen + self.job.adapted
-        watched = [one for number in numbers for one in layers[number] if one.requires_grad == is_trained]
+        watched = [
+            one
+            for number in numbers
+            for one in layers[number]
+            if one.requires_grad == is_trained
+        ]
         self.wrong_copies += any(one.data_ptr() in ends for one in watched)
 
     def record_copies(self) -> None:
         """Record what copies show of the layers that move."""
         _, _, count = (self.job.weights or "").partition(":")
         self.record("wrong copies", self.wrong_copies)
-        self.record("more layers than are to move", bool(count) and len(self.copied) > int(count))
+        self.record(
+            "more layers than are to move",
+            bool(count) and len(self.copied) > int(count),
+        )
 
 
 def set_sync(model: Any, is_synced: bool) -> None:
-    """Let the next backward reduce gradients over ranks, or not, as the context `no_sync` of DDP."""
+    """Let the next backward reduce gradients over ranks, or not, as the context
+    `no_sync` of DDP."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model.require_backward_grad_sync = is_synced
     else:
@@ -302,13 +377,21 @@ def parallel(net: Net, kind: str) -> nn.Module:
     """Return a model that is replicated or sharded on all ranks."""
     if kind.startswith("ddp"):
         return nn.parallel.DistributedDataParallel(
-            net, gradient_as_bucket_view=kind == "ddp views", find_unused_parameters=kind == "ddp unused"
+            net,
+            gradient_as_bucket_view=kind == "ddp views",
+            find_unused_parameters=kind == "ddp unused",
         )
-    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh("cpu", (dist.get_world_size(),))
+    }
     if kind == "mixed precision":
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
     for layer in net.layers:
-        fully_shard(layer, reshard_after_forward=kind in ("resharded", "prefetched"), **options)
+        fully_shard(
+            layer, reshard_after_forward=kind in ("resharded", "prefetched"), **options
+        )
     if kind == "prefetched":
         for layer, following in pairwise(net.layers):
             layer.set_modules_to_forward_prefetch([following])
@@ -323,8 +406,9 @@ def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Let sums have one order: with one thread, scripted code that is not fused after some calls, and evaluations of
-    torch's transformer layers without kernels of their own, which no layer with hooks has."""
+    """Let sums have one order: with one thread, scripted code that is not fused after
+    some calls, and evaluations of torch's transformer layers without kernels of their
+    own, which no layer with hooks has."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.backends.mha.set_fastpath_enabled(False)

@@ -1,4 +1,5 @@
-"""Comparisons of the kernels of the GPU with the reference, on a GPU or in Triton's interpreter.
+"""Comparisons of the kernels of the GPU with the reference, on a GPU or in Triton's
+interpreter.
 
 It imports little: a process of its own runs the interpreter."""
 
@@ -28,14 +29,17 @@ from tests.interleave.engine.states import (
     updated,
 )
 
-# The second one has a share of 0.5 or more for the first moment, no epsilon, and no weight decay.
+# The second one has a share of 0.5 or more for the first moment, no epsilon, and no
+# weight decay.
 HYPERS = (Hyper(), Hyper(1e-2, 0.3, 0.5, 0.0, 0.0))
-# Where tensors begin in their memory, in elements: some begin at 16 bytes, others do not.
+# Where tensors begin in their memory, in elements: some begin at 16 bytes, others do
+# not.
 BEGINS = (0, 1, 8)
 
 
 def check_updates(lengths: list[int], begin: int, device: str) -> None:
-    """Run updates of all dtypes, hyperparameters and lengths at once, and compare all bits with the reference."""
+    """Run updates of all dtypes, hyperparameters and lengths at once, and compare all
+    bits with the reference."""
     from ebbtide.interleave.engine.numerics.triton_kernel import gpu_update
 
     updates: list[TensorUpdate] = []
@@ -49,10 +53,16 @@ def check_updates(lengths: list[int], begin: int, device: str) -> None:
                 scalars = HYPERS[number // 2 % 2].scalars(number + 1, 0.7)
                 # What comes before the update stays as it is.
                 after = [tensor.clone() for tensor in state]
-                for tensor, values in zip(after, updated([t[begin:] for t in state], scalars), strict=True):
+                for tensor, values in zip(
+                    after, updated([t[begin:] for t in state], scalars), strict=True
+                ):
                     tensor[begin:] = values
                 on_device = [tensor.to(device) for tensor in state]
-                updates.append(TensorUpdate(*arguments(tensor[begin:] for tensor in on_device), scalars))
+                updates.append(
+                    TensorUpdate(
+                        *arguments(tensor[begin:] for tensor in on_device), scalars
+                    )
+                )
                 states.append(on_device)
                 expected.append(after)
     gpu_update(updates)
@@ -61,20 +71,30 @@ def check_updates(lengths: list[int], begin: int, device: str) -> None:
 
 
 def check_remainder_updates(lengths: list[int], begin: int, device: str) -> None:
-    """Run updates of masters as remainders, together with one of an fp32 master, and compare all bits."""
+    """Run updates of masters as remainders, together with one of an fp32 master, and
+    compare all bits."""
     from ebbtide.interleave.engine.numerics.triton_kernel import gpu_update
 
     rule = find_rule("adamw-remainder")
     updates, states, expected = [], [], []
     for number, length in enumerate(lengths):
         make = (any_state, plausible_state)[number % 2]
-        gradient, master, exp_avg, exp_avg_sq, _ = make(begin + length, DTYPES[0], DTYPES[0], number)
+        gradient, master, exp_avg, exp_avg_sq, _ = make(
+            begin + length, DTYPES[0], DTYPES[0], number
+        )
         param, low = remainder.split_tensor(master)
-        state, scalars = [gradient, low, exp_avg, exp_avg_sq, param], HYPERS[number % 2].scalars(number + 1, 0.7)
+        state, scalars = (
+            [gradient, low, exp_avg, exp_avg_sq, param],
+            HYPERS[number % 2].scalars(number + 1, 0.7),
+        )
         after = [tensor.clone() for tensor in state]
         reference.update(*arguments(tensor[begin:] for tensor in after), scalars, rule)
         on_device = [tensor.to(device) for tensor in state]
-        updates.append(TensorUpdate(*arguments(tensor[begin:] for tensor in on_device), scalars, rule))
+        updates.append(
+            TensorUpdate(
+                *arguments(tensor[begin:] for tensor in on_device), scalars, rule
+            )
+        )
         states.append(on_device)
         expected.append(after)
     usual = plausible_state(100, DTYPES[0], DTYPES[0], 0)
@@ -86,22 +106,32 @@ def check_remainder_updates(lengths: list[int], begin: int, device: str) -> None
 
 
 def check_own_master_updates(lengths: list[int], begin: int, device: str) -> None:
-    """Run updates of parameters that are their own masters, fp32 and bfloat16, and compare all bits."""
+    """Run updates of parameters that are their own masters, fp32 and bfloat16, and
+    compare all bits."""
     from ebbtide.interleave.engine.numerics.triton_kernel import gpu_update
 
     updates, states, expected = [], [], []
     for number, length in enumerate(lengths):
-        name, dtype = (("adamw", DTYPES[-1]), ("adamw-pure-bf16", torch.bfloat16))[number % 2]
+        name, dtype = (("adamw", DTYPES[-1]), ("adamw-pure-bf16", torch.bfloat16))[
+            number % 2
+        ]
         rule, generator = find_rule(name), torch.Generator().manual_seed(number)
-        moments = [torch.rand(begin + length, generator=generator).to(rule.moment_dtype) for _ in rule.moments]
+        moments = [
+            torch.rand(begin + length, generator=generator).to(rule.moment_dtype)
+            for _ in rule.moments
+        ]
         param = torch.randn(begin + length, generator=generator).to(dtype)
         gradient = torch.randn(begin + length, generator=generator).to(dtype)
         scalars, own = rule.scalars(rule.defaults, number + 1, 0.7), rule.with_masters
         after = [tensor.clone() for tensor in (param, *moments)]
-        reference.update(gradient[begin:], [row[begin:] for row in after], None, scalars, own)
+        reference.update(
+            gradient[begin:], [row[begin:] for row in after], None, scalars, own
+        )
         on_device = [tensor.to(device) for tensor in (param, *moments)]
         rows = [row[begin:] for row in on_device]
-        updates.append(TensorUpdate(gradient.to(device)[begin:], rows, rows[0], scalars, own))
+        updates.append(
+            TensorUpdate(gradient.to(device)[begin:], rows, rows[0], scalars, own)
+        )
         states.append(on_device)
         expected.append(after)
     gpu_update(updates)
@@ -111,18 +141,28 @@ def check_own_master_updates(lengths: list[int], begin: int, device: str) -> Non
 
 
 def check_rounded_updates(lengths: list[int], begin: int, device: str) -> None:
-    """Run updates of bfloat16 moments, rounded stochastically and to nearest, and compare all bits."""
+    """Run updates of bfloat16 moments, rounded stochastically and to nearest, and
+    compare all bits."""
     from ebbtide.interleave.engine.numerics.triton_kernel import gpu_update
 
     rule = find_rule("adamw-bf16")
     updates, states, expected = [], [], []
     for number, length in enumerate(lengths):
         make = (any_state, plausible_state)[number % 2]
-        gradient, master, exp_avg, exp_avg_sq, param = make(begin + length, DTYPES[0], DTYPES[0], number)
-        state, position = [gradient, master, exp_avg.bfloat16(), exp_avg_sq.bfloat16(), param], 2**32 - 700 * number
-        scalars = rule.scalars({**rule.defaults, "stochastic_rounding": number % 4 < 2}, number + 1, 0.7)
+        gradient, master, exp_avg, exp_avg_sq, param = make(
+            begin + length, DTYPES[0], DTYPES[0], number
+        )
+        state, position = (
+            [gradient, master, exp_avg.bfloat16(), exp_avg_sq.bfloat16(), param],
+            2**32 - 700 * number,
+        )
+        scalars = rule.scalars(
+            {**rule.defaults, "stochastic_rounding": number % 4 < 2}, number + 1, 0.7
+        )
         after = [tensor.clone() for tensor in state]
-        reference.update(*arguments(tensor[begin:] for tensor in after), scalars, rule, position)
+        reference.update(
+            *arguments(tensor[begin:] for tensor in after), scalars, rule, position
+        )
         on_device = [tensor.to(device) for tensor in state]
         tensors = arguments(tensor[begin:] for tensor in on_device)
         updates.append(TensorUpdate(*tensors, scalars, rule, position))
@@ -140,7 +180,10 @@ def check_block_updates(lengths: list[int], begin: int, device: str) -> None:
     rule, generator = find_rule("adamw-8bit"), torch.Generator().manual_seed(0)
     updates, states, expected = [], [], []
     for number, length in enumerate(lengths):
-        state = [any_bits(begin + length, DTYPES[0], generator), *rule.zero_rows(length)]
+        state = [
+            any_bits(begin + length, DTYPES[0], generator),
+            *rule.zero_rows(length),
+        ]
         state.append(torch.randn(begin + length, generator=generator).bfloat16())
         for row in range(1, len(state) - 1):
             # Every second case has plausible scales.
@@ -151,9 +194,15 @@ def check_block_updates(lengths: list[int], begin: int, device: str) -> None:
         state[1:4] = [torch.cat([row[:0].new_zeros(begin), row]) for row in state[1:4]]
 
         def parts(tensors: State, begin: int = begin) -> State:
-            return [tensor[begin:] if index in (0, 1, 2, 3, 6) else tensor for index, tensor in enumerate(tensors)]
+            return [
+                tensor[begin:] if index in (0, 1, 2, 3, 6) else tensor
+                for index, tensor in enumerate(tensors)
+            ]
 
-        scalars, after = rule.scalars(rule.defaults, number + 1, 0.7), [tensor.clone() for tensor in state]
+        scalars, after = (
+            rule.scalars(rule.defaults, number + 1, 0.7),
+            [tensor.clone() for tensor in state],
+        )
         reference.update(*arguments(parts(after)), scalars, rule)
         on_device = [tensor.to(device) for tensor in state]
         updates.append(TensorUpdate(*arguments(parts(on_device)), scalars, rule))
@@ -166,7 +215,10 @@ def check_block_updates(lengths: list[int], begin: int, device: str) -> None:
 
 
 def check_sums(
-    lengths: list[int], begins: tuple[int, ...], device: str, dtypes: Sequence[torch.dtype] = DTYPES
+    lengths: list[int],
+    begins: tuple[int, ...],
+    device: str,
+    dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> None:
     from ebbtide.interleave.engine.numerics.triton_kernel import gpu_sums_of_squares
 
@@ -184,7 +236,10 @@ def check_sums(
 
 
 def check_fingerprints(
-    lengths: list[int], begins: tuple[int, ...], device: str, dtypes: Sequence[torch.dtype] = DTYPES
+    lengths: list[int],
+    begins: tuple[int, ...],
+    device: str,
+    dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> None:
     from ebbtide.interleave.engine.numerics.triton_kernel import gpu_fingerprint
 
@@ -194,7 +249,9 @@ def check_fingerprints(
         for dtype in dtypes
         for length, begin in zip(lengths, begins, strict=False)
     ]
-    assert gpu_fingerprint([value.to(device) for value in values])() == list(map(fingerprint, values))
+    assert gpu_fingerprint([value.to(device) for value in values])() == list(
+        map(fingerprint, values)
+    )
 
 
 def check_all_in_the_interpreter() -> None:

@@ -31,7 +31,9 @@ def test_kernel_fingerprint__equals_the_definition() -> None:
 
 
 @given(st.sampled_from(DTYPES), st.sampled_from(LENGTHS[1:]), st.data())
-def test_fingerprint__shows_the_change_of_any_bit(dtype: torch.dtype, length: int, data: st.DataObject) -> None:
+def test_fingerprint__shows_the_change_of_any_bit(
+    dtype: torch.dtype, length: int, data: st.DataObject
+) -> None:
     tensor = values(length, dtype)
     before = KERNEL.fingerprint(tensor)
     words = tensor.view(torch.int16 if dtype.itemsize == 2 else torch.int32)
@@ -56,7 +58,9 @@ def test_fingerprint__shows_changes_of_all_elements() -> None:
     for change in CHANGES:
         for dtype in DTYPES:
             for length in (16, BLOCK, 8 * BLOCK):
-                tensor = torch.randn(length, generator=torch.Generator().manual_seed(length)).to(dtype)
+                tensor = torch.randn(
+                    length, generator=torch.Generator().manual_seed(length)
+                ).to(dtype)
                 before = KERNEL.fingerprint(tensor)
                 change(tensor)
                 assert KERNEL.fingerprint(tensor) != before
@@ -64,9 +68,12 @@ def test_fingerprint__shows_changes_of_all_elements() -> None:
 
 @pytest.mark.parametrize("flipped", [2, 4, 8, 16, 64])
 def test_fingerprint__shows_flipped_signs_at_any_distance(flipped: int) -> None:
-    """Equal edits of the highest bit at equal distances, and pairs of opposite ones, cancel in many sums."""
+    """Equal edits of the highest bit at equal distances, and pairs of opposite ones,
+    cancel in many sums."""
     for distance in [2**power for power in range(15)]:
-        tensor = torch.randn(16 * BLOCK, generator=torch.Generator().manual_seed(0)).bfloat16()
+        tensor = torch.randn(
+            16 * BLOCK, generator=torch.Generator().manual_seed(0)
+        ).bfloat16()
         edited = tensor[: flipped * distance : distance]
         edited.abs_()
         edited[1::2].neg_()
@@ -76,12 +83,19 @@ def test_fingerprint__shows_flipped_signs_at_any_distance(flipped: int) -> None:
 
 
 def test_fingerprint__has_two_sums_that_do_not_follow_from_each_other() -> None:
-    """Among sums of so many tensors no two are equal: each sum has all of its 64 bits."""
+    """Among sums of so many tensors no two are equal: each sum has all of its 64
+    bits."""
     words = torch.arange(4096, dtype=torch.int32)
     sums = [KERNEL.fingerprint(word.view(1).view(torch.float32)) for word in words]
-    assert len({text[:8] for text in sums}) == len({text[8:] for text in sums}) == len(sums)
+    assert (
+        len({text[:8] for text in sums})
+        == len({text[8:] for text in sums})
+        == len(sums)
+    )
 
 
 def test_fingerprint__has_other_keys_in_another_process() -> None:
-    first, second = (runpy.run_path(fingerprint.__code__.co_filename)["KEYS"] for _ in range(2))
+    first, second = (
+        runpy.run_path(fingerprint.__code__.co_filename)["KEYS"] for _ in range(2)
+    )
     assert not (first == second).all()

@@ -22,10 +22,22 @@ from ebbtide.interleave.engine.numerics import compiled, compiled_beside, refere
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.rules.adamw import ADAMW, Hyper
 from tests.conftest import run_process
-from tests.interleave.engine.states import DTYPES, any_state, arguments, assert_same, bits, plausible_state, updated
+from tests.interleave.engine.states import (
+    DTYPES,
+    any_state,
+    arguments,
+    assert_same,
+    bits,
+    plausible_state,
+    updated,
+)
 
-HYPERS = st.sampled_from([Hyper(), Hyper(1e-2, 0.3, 0.5, 0.0, 0.0), Hyper(0.0, 0.0, 0.0, 1e-3, 1.0)])
-SCALES = st.sampled_from([1.0, 0.3, 2.0**-16, 2.0**-140, 0.0, float("inf"), float("nan")])
+HYPERS = st.sampled_from(
+    [Hyper(), Hyper(1e-2, 0.3, 0.5, 0.0, 0.0), Hyper(0.0, 0.0, 0.0, 1e-3, 1.0)]
+)
+SCALES = st.sampled_from(
+    [1.0, 0.3, 2.0**-16, 2.0**-140, 0.0, float("inf"), float("nan")]
+)
 SEEDS = st.integers(0, 2**31)
 # More than 16,384 elements make several slices.
 LENGTHS = st.integers(0, 200) | st.integers(16_000, 60_000)
@@ -39,11 +51,16 @@ def kernels() -> Iterator[dict[int, CpuKernel]]:
         kernel.close()
 
 
-# Each dtype of the gradient and of the parameter by default: the loops convert them independently.
+# Each dtype of the gradient and of the parameter by default: the loops convert them
+# independently.
 @pytest.mark.parametrize(
     ("grad", "out"),
     [
-        pytest.param(grad, out, marks=[] if (place + 1) % 3 == DTYPES.index(out) else pytest.mark.slow)
+        pytest.param(
+            grad,
+            out,
+            marks=[] if (place + 1) % 3 == DTYPES.index(out) else pytest.mark.slow,
+        )
         for place, grad in enumerate(DTYPES)
         for out in DTYPES
     ],
@@ -81,7 +98,8 @@ def test_update__gives_the_bits_of_the_reference(
 def test_update__gives_the_bits_of_the_reference_for_millions_of_elements(
     kernels: dict[int, CpuKernel], half: torch.dtype
 ) -> None:
-    """Enough elements to show a fused multiply-add, whose result differs in some thousandths of all cases."""
+    """Enough elements to show a fused multiply-add, whose result differs in some
+    thousandths of all cases."""
     state = plausible_state(3_000_001, half, half, 0)
     for step in (1, 2):
         scalars = Hyper().scalars(step, 0.7)
@@ -110,30 +128,57 @@ def check_code(loop: Any, *arguments: object) -> str:
     (code,) = fresh.inspect_asm().values()
     assert "sqrt" in code
     # x86, then ARM; approximations too.
-    assert not re.search(r"\bv?fn?m(add|sub)|\bfn?ml[as]\b|\bv?(rcp|rsqrt)\d*[ps]s|\bfr(ecp|sqrt)e\b", code)
+    assert not re.search(
+        r"\bv?fn?m(add|sub)|\bfn?ml[as]\b|\bv?(rcp|rsqrt)\d*[ps]s|\bfr(ecp|sqrt)e\b",
+        code,
+    )
     return str(code)
 
 
 @pytest.mark.parametrize(
-    "stored", [np.int16, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (np.uint16, np.float32))]
+    "stored",
+    [
+        np.int16,
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in (np.uint16, np.float32)
+        ),
+    ],
 )
 def test_compiled_update__fuses_no_operations(stored: type) -> None:
     halves, state = np.zeros((2, 10), stored), np.zeros((3, 10), np.float32)
-    check_code(compiled.loops_of(ADAMW).update, halves[0], tuple(state), halves[1], Hyper().scalars(1), 0)
+    check_code(
+        compiled.loops_of(ADAMW).update,
+        halves[0],
+        tuple(state),
+        halves[1],
+        Hyper().scalars(1),
+        0,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stored", [np.int16, np.uint16, np.float32])
-def test_compiled_update_beside__fuses_no_operations_and_writes_past_the_caches(stored: type) -> None:
-    halves, old, new = np.zeros((2, 10), stored), np.zeros((3, 10), np.float32), np.zeros((3, 10), np.float32)
+def test_compiled_update_beside__fuses_no_operations_and_writes_past_the_caches(
+    stored: type,
+) -> None:
+    halves, old, new = (
+        np.zeros((2, 10), stored),
+        np.zeros((3, 10), np.float32),
+        np.zeros((3, 10), np.float32),
+    )
     loop = compiled_beside.update_of(ADAMW)
-    code = check_code(loop, halves[0], tuple(old), tuple(new), halves[1], Hyper().scalars(1), 0)
+    code = check_code(
+        loop, halves[0], tuple(old), tuple(new), halves[1], Hyper().scalars(1), 0
+    )
     if platform.machine() == "x86_64":
         assert "movnt" in code
         assert "sfence" in code
 
 
-def test_update__keeps_subnormals_if_the_caller_flushes_them(kernels: dict[int, CpuKernel]) -> None:
+def test_update__keeps_subnormals_if_the_caller_flushes_them(
+    kernels: dict[int, CpuKernel],
+) -> None:
     state = any_state(5000, torch.bfloat16, torch.bfloat16, 1)
     scalars = Hyper().scalars(1)
     expected = updated(state, scalars)
@@ -151,12 +196,16 @@ def test_update__keeps_subnormals_if_the_caller_flushes_them(kernels: dict[int, 
 
 
 def test_update__lets_other_threads_run_python(kernels: dict[int, CpuKernel]) -> None:
-    """Another thread sees a slice whose first element is updated and whose last one is not; it may need many tries."""
+    """Another thread sees a slice whose first element is updated and whose last one is
+    not; it may need many tries."""
     state = plausible_state(6_000_000, torch.bfloat16, torch.bfloat16, 0)
     master = state[1].numpy()
     for step in range(1, 100):
         first, last = master[0], master[-1]
-        working = threading.Thread(target=kernels[1].update, args=(*arguments(state), Hyper(lr=0.1).scalars(step)))
+        working = threading.Thread(
+            target=kernels[1].update,
+            args=(*arguments(state), Hyper(lr=0.1).scalars(step)),
+        )
         working.start()
         seen_midway = False
         while working.is_alive():
@@ -184,11 +233,15 @@ def test_update__refuses_tensors_that_do_not_match(
     state = plausible_state(10, torch.bfloat16, torch.bfloat16, 0)
     before = [tensor.clone() for tensor in state]
     with pytest.raises(ValueError, match="must"):
-        kernels[1].update(*arguments([*state[:index], wrong, *state[index + 1 :]]), Hyper().scalars(1))
+        kernels[1].update(
+            *arguments([*state[:index], wrong, *state[index + 1 :]]), Hyper().scalars(1)
+        )
     assert_same(state, before)
 
 
-def test_cpu_kernel__uses_the_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_kernel__uses_the_ranks_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for threads in (8, 1):
         monkeypatch.setattr(host_limits, "rank_cores", lambda threads=threads: threads)
@@ -205,7 +258,9 @@ def test_cpu_kernel__lets_other_threads_run_first() -> None:
     kernel = CpuKernel(2)
     for node in (None, 0):
         kernel.bind(node)
-        assert {kernel._pool.submit(niceness).result() for _ in range(8)} == {min(own + 5, 19)}
+        assert {kernel._pool.submit(niceness).result() for _ in range(8)} == {
+            min(own + 5, 19)
+        }
     kernel.close()
     assert niceness() == own
 
@@ -213,7 +268,10 @@ def test_cpu_kernel__lets_other_threads_run_first() -> None:
 def test_compiled__works_without_a_cache_folder() -> None:
     namespace: dict[str, object] = {}
     # Code that is in no file cannot be cached.
-    exec("def add(values):\n    for i in range(values.size):\n        values[i] += 1", namespace)
+    exec(
+        "def add(values):\n    for i in range(values.size):\n        values[i] += 1",
+        namespace,
+    )
     values = np.zeros(3)
     compiled.compile_loop(namespace["add"])(values)
     assert values.tolist() == [1, 1, 1]
@@ -234,18 +292,28 @@ assert "numba" in sys.modules
     assert run.returncode == 0, run.stderr
 
 
-def test_update__writes_to_tensors_that_require_grad(kernels: dict[int, CpuKernel]) -> None:
+def test_update__writes_to_tensors_that_require_grad(
+    kernels: dict[int, CpuKernel],
+) -> None:
     state = plausible_state(10, torch.float32, torch.float32, 0)
     state[4] = torch.nn.Parameter(state[4])
     kernels[1].update(*arguments(state), Hyper().scalars(1))
     assert torch.equal(bits(state[4].detach()), bits(state[1]))
 
 
-def test_update_ranges__updates_each_range_with_its_scalars_and_nothing_else(kernels: dict[int, CpuKernel]) -> None:
+def test_update_ranges__updates_each_range_with_its_scalars_and_nothing_else(
+    kernels: dict[int, CpuKernel],
+) -> None:
     length = 40_000
     state = any_state(length, torch.bfloat16, torch.bfloat16, 1)
-    bounds = [(begin, begin + 3) for begin in range(0, 3_000, 5)] + [(10_000, 38_000), (38_000, 38_000)]
-    ranges = [(begin, end, Hyper(lr=1e-3 * (index + 1)).scalars(2)) for index, (begin, end) in enumerate(bounds)]
+    bounds = [(begin, begin + 3) for begin in range(0, 3_000, 5)] + [
+        (10_000, 38_000),
+        (38_000, 38_000),
+    ]
+    ranges = [
+        (begin, end, Hyper(lr=1e-3 * (index + 1)).scalars(2))
+        for index, (begin, end) in enumerate(bounds)
+    ]
     expected = [tensor.clone() for tensor in state]
     for begin, end, scalars in ranges:
         reference.update(*arguments(tensor[begin:end] for tensor in expected), scalars)

@@ -40,8 +40,11 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
     return made
 
 
-def test_keep__holds_memory_of_dropped_results_until_the_launch_is_done(events: list[FakeEvent]) -> None:
-    """Else torch would give the memory to others while the kernel still writes to it."""
+def test_keep__holds_memory_of_dropped_results_until_the_launch_is_done(
+    events: list[FakeEvent],
+) -> None:
+    """Else torch would give the memory to others while the kernel still writes to
+    it."""
     host_memory = SharedHostMemory(pinned=True)
 
     def keep_more() -> weakref.ref[torch.Tensor]:
@@ -69,9 +72,15 @@ def test_keep__returns_a_function_that_waits_once(events: list[FakeEvent]) -> No
     assert [event.waits for event in events] == [1]
 
 
-def test_keep__has_no_events_if_launches_are_done_at_once(events: list[FakeEvent]) -> None:
+def test_keep__has_no_events_if_launches_are_done_at_once(
+    events: list[FakeEvent],
+) -> None:
     host_memory = SharedHostMemory(pinned=False)
     memory = host_memory.allocate(5, torch.float64)
-    assert (memory.shape, memory.dtype, memory.is_pinned()) == ((5,), torch.float64, False)
+    assert (memory.shape, memory.dtype, memory.is_pinned()) == (
+        (5,),
+        torch.float64,
+        False,
+    )
     host_memory.keep(memory)()
     assert events == []

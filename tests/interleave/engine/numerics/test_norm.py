@@ -16,7 +16,9 @@ from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.norm import BLOCK, sum_of_squares, total
 from tests.interleave.engine.states import DTYPES, any_bits
 
-LENGTHS = st.integers(0, 1000) | st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 777, 5 * BLOCK])
+LENGTHS = st.integers(0, 1000) | st.sampled_from(
+    [BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 777, 5 * BLOCK]
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,11 @@ def finite(length: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(seed=st.integers(0, 2**31), length=LENGTHS, threads=st.sampled_from([1, 3]))
 def test_kernel_sum_of_squares__gives_the_same_bits_with_any_number_of_threads(
-    kernels: dict[int, CpuKernel], dtype: torch.dtype, seed: int, length: int, threads: int
+    kernels: dict[int, CpuKernel],
+    dtype: torch.dtype,
+    seed: int,
+    length: int,
+    threads: int,
 ) -> None:
     gradient = finite(length, dtype, seed)
     assert kernels[threads].sum_of_squares(gradient) == sum_of_squares(gradient)
@@ -43,7 +49,9 @@ def test_kernel_sum_of_squares__gives_the_same_bits_with_any_number_of_threads(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sum_of_squares__is_the_sum_of_squares(dtype: torch.dtype) -> None:
-    gradient = torch.randn(3 * BLOCK + 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    gradient = torch.randn(
+        3 * BLOCK + 5, generator=torch.Generator().manual_seed(0)
+    ).to(dtype)
     exact = math.fsum(value * value for value in gradient.double().tolist())
     assert sum_of_squares(gradient) == pytest.approx(exact, rel=1e-14)
 
@@ -55,7 +63,11 @@ def test_sum_of_squares__is_the_sum_of_squares(dtype: torch.dtype) -> None:
     value=st.sampled_from([math.inf, -math.inf, math.nan]),
 )
 def test_sum_of_squares__is_finite_exactly_if_all_elements_are(
-    kernels: dict[int, CpuKernel], dtype: torch.dtype, length: int, position: float, value: float
+    kernels: dict[int, CpuKernel],
+    dtype: torch.dtype,
+    length: int,
+    position: float,
+    value: float,
 ) -> None:
     gradient = torch.full((length,), torch.finfo(dtype).max, dtype=dtype)
     assert math.isfinite(kernels[3].sum_of_squares(gradient))
@@ -73,17 +85,23 @@ def test_total__does_not_depend_on_the_order(sums: list[float], random: object) 
 
 
 def test_total__adds_sums_of_whole_blocks(kernels: dict[int, CpuKernel]) -> None:
-    """A parameter may be too large for one pass; blocks add up exactly, while other sums of sums would round twice."""
+    """A parameter may be too large for one pass; blocks add up exactly, while other
+    sums of sums would round twice."""
     gradient = torch.randn(4 * BLOCK, generator=torch.Generator().manual_seed(1))
     block_sums = [kernels[1].sum_of_squares(part) for part in gradient.split(BLOCK)]
     assert total(block_sums) == kernels[3].sum_of_squares(gradient)
 
 
-def test_kernel_sums_of_squares__gives_those_of_each_gradient(kernels: dict[int, CpuKernel]) -> None:
+def test_kernel_sums_of_squares__gives_those_of_each_gradient(
+    kernels: dict[int, CpuKernel],
+) -> None:
     lengths = (5, 0, 1023, 1024, 70_000, 1, *[3] * 2000)
     gradients = [
-        finite(length, (torch.float32, torch.bfloat16)[seed % 7 == 0], seed) for seed, length in enumerate(lengths)
+        finite(length, (torch.float32, torch.bfloat16)[seed % 7 == 0], seed)
+        for seed, length in enumerate(lengths)
     ]
     sums = kernels[3].sums_of_squares(gradients)
     assert sums == [sum_of_squares(gradient) for gradient in gradients]
-    assert kernels[1].fingerprints(gradients) == [fingerprint(gradient) for gradient in gradients]
+    assert kernels[1].fingerprints(gradients) == [
+        fingerprint(gradient) for gradient in gradients
+    ]

@@ -1,4 +1,5 @@
-"""Fingerprints of tensors: the compiled loop has the values of the definition, and changes show."""
+"""Fingerprints of tensors: the compiled loop has the values of the definition, and
+changes show."""
 
 from __future__ import annotations
 
@@ -6,7 +7,10 @@ import pytest
 import torch
 
 from ebbtide.interleave.engine.numerics import tensor_fingerprint
-from ebbtide.interleave.engine.numerics.tensor_fingerprint import fingerprint_tensor, of_words
+from ebbtide.interleave.engine.numerics.tensor_fingerprint import (
+    fingerprint_tensor,
+    of_words,
+)
 
 
 def printed(tensor: torch.Tensor) -> torch.Tensor:
@@ -27,9 +31,17 @@ def test_fingerprint_tensor__has_the_values_of_the_definition(
 
 def test_fingerprint_tensor__reads_the_elements_of_views_alone() -> None:
     whole = torch.randn(40, 30)
-    for view in (whole[:, ::2], whole.t(), whole[3:, 5:], whole[0].expand(7, -1), whole[::3]):
+    for view in (
+        whole[:, ::2],
+        whole.t(),
+        whole[3:, 5:],
+        whole[0].expand(7, -1),
+        whole[::3],
+    ):
         before, others = printed(view), whole.clone()
-        mask = torch.zeros(40, 30, dtype=torch.bool).as_strided(view.size(), view.stride(), view.storage_offset())
+        mask = torch.zeros(40, 30, dtype=torch.bool).as_strided(
+            view.size(), view.stride(), view.storage_offset()
+        )
         mask.fill_(True)
         outside = ~mask._base if mask._base is not None else ~mask
         whole[outside] += 1

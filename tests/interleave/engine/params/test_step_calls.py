@@ -22,7 +22,9 @@ REFUSED: set[str] = set()
 class Watching(StepHooks):
     """Notes each call, and raises in those that are refused."""
 
-    def params_set(self, params: Sequence[torch.Tensor], whole: Mapping[int, int]) -> None:
+    def params_set(
+        self, params: Sequence[torch.Tensor], whole: Mapping[int, int]
+    ) -> None:
         self._note("params_set", len(params))
 
     def gradient_ready(self, index: int) -> None:
@@ -58,7 +60,11 @@ def _watched(monkeypatch: pytest.MonkeyPatch) -> None:
     CALLS.clear()
     REFUSED.clear()
     target = "interleave.engine.params.test_step_calls:watching"
-    monkeypatch.setitem(seams.features(), "tests", Feature("watching", {"step-hooks": {"watching": target}}))
+    monkeypatch.setitem(
+        seams.features(),
+        "tests",
+        Feature("watching", {"step-hooks": {"watching": target}}),
+    )
 
 
 def optimizer_of(model: nn.Module, **options: Any) -> InterleavedAdamW:

@@ -20,18 +20,38 @@ from hypothesis import strategies as st
 
 from ebbtide.interleave.engine.devices.emulated import EmulatedStreams
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed, deferred_interrupts
+from ebbtide.interleave.engine.runtime.executor import (
+    Executor,
+    OperationFailed,
+    deferred_interrupts,
+)
 from ebbtide.interleave.engine.runtime.plan_run import PlanRun
-from ebbtide.interleave.model.plan import BACKWARD, OTHER, RESOURCES, STEP, UPDATE, Op, Plan
+from ebbtide.interleave.model.plan import (
+    BACKWARD,
+    OTHER,
+    RESOURCES,
+    STEP,
+    UPDATE,
+    Op,
+    Plan,
+)
 from tests.interleave.engine.plans import plans, workload_of
-from tests.interleave.engine.twins import Jitter, hasty_switches, no_thread_left, one_step
+from tests.interleave.engine.twins import (
+    Jitter,
+    hasty_switches,
+    no_thread_left,
+    one_step,
+)
 
 SEEDS = st.integers(0, 2**32)
 
 
 @contextmanager
-def executing(perform: Callable[[Op], None], streams: EmulatedStreams | None = None) -> Iterator[Executor]:
-    """Yield an executor that performs operations of the device on streams, at the time at which they run."""
+def executing(
+    perform: Callable[[Op], None], streams: EmulatedStreams | None = None
+) -> Iterator[Executor]:
+    """Yield an executor that performs operations of the device on streams, at the time
+    at which they run."""
     with no_thread_left():
         used = streams or EmulatedStreams()
 
@@ -69,7 +89,8 @@ def any_plans(draw: st.DrawFn) -> Plan:
 
 
 def plan_of(*ops: Op) -> Plan:
-    """Return a plan without any checks: the executor does not depend on what operations do."""
+    """Return a plan without any checks: the executor does not depend on what operations
+    do."""
     return Plan("test", ops, 1, frozenset(), frozenset(), frozenset(), 0.0)
 
 
@@ -78,7 +99,8 @@ def op(resource: str, *after: int, start: float = OTHER, number: int = 0) -> Op:
 
 
 class Log:
-    """Log of the operations that started and ended, in order, as the operations see it."""
+    """Log of the operations that started and ended, in order, as the operations see
+    it."""
 
     def __init__(self, plan: Plan) -> None:
         self._index = {id(op): index for index, op in enumerate(plan.ops)}
@@ -91,7 +113,9 @@ class Log:
     def __call__(self, op: Op) -> None:
         index = self._index[id(op)]
         if op.resource in self._running:
-            self.trouble.append(f"{index} runs at the same time as another on its resource")
+            self.trouble.append(
+                f"{index} runs at the same time as another on its resource"
+            )
         self._running.add(op.resource)
         if not set(op.after) <= set(self.ended):
             self.trouble.append(f"{index} does not wait")
@@ -126,18 +150,23 @@ def test_executor__runs_random_plans_in_order(plan: Plan, seed: int) -> None:
 
 
 def check_times(run: PlanRun) -> None:
-    """Check that each resource runs one operation at a time, and that operations start after their dependencies."""
+    """Check that each resource runs one operation at a time, and that operations start
+    after their dependencies."""
     plan = run.plan
     for index, op in enumerate(plan.ops):
         assert run.starts[index] <= run.ends[index]
         assert all(run.ends[early] <= run.starts[index] for early in op.after)
     for resource in RESOURCES:
-        own = sorted((i for i, op in enumerate(plan.ops) if op.resource == resource), key=run.starts.__getitem__)
+        own = sorted(
+            (i for i, op in enumerate(plan.ops) if op.resource == resource),
+            key=run.starts.__getitem__,
+        )
         assert all(run.ends[one] <= run.starts[other] for one, other in pairwise(own))
 
 
 def test_executor__starts_the_first_operation_that_is_ready() -> None:
-    """The end of operation 0 makes its dependents ready at once; they run in the order of the plan."""
+    """The end of operation 0 makes its dependents ready at once; they run in the order
+    of the plan."""
     gate = threading.Event()
     order: list[int] = []
 
@@ -146,7 +175,11 @@ def test_executor__starts_the_first_operation_that_is_ready() -> None:
             gate.wait(10)
         order.append(op.subgroup)
 
-    ops = [op("cpu", number=0), op("cpu", number=1, start=UPDATE), *(op("cpu", 0, number=n) for n in (2, 3, 4))]
+    ops = [
+        op("cpu", number=0),
+        op("cpu", number=1, start=UPDATE),
+        *(op("cpu", 0, number=n) for n in (2, 3, 4)),
+    ]
     with executing(perform) as executor:
         executor.begin(plan_of(*ops))
         executor.advance_to(OTHER)
@@ -159,7 +192,11 @@ def test_executor__starts_the_first_operation_that_is_ready() -> None:
 def test_advance_to__starts_operations_at_their_point() -> None:
     began: list[float] = []
     with executing(lambda op: began.append(op.start)) as executor:
-        executor.begin(plan_of(*(op("cpu", start=point) for point in (STEP, UPDATE, BACKWARD, OTHER))))
+        executor.begin(
+            plan_of(
+                *(op("cpu", start=point) for point in (STEP, UPDATE, BACKWARD, OTHER))
+            )
+        )
         for count, point in enumerate((OTHER, BACKWARD, UPDATE, STEP), 1):
             executor.advance_to(point)
             # An earlier point has no effect.
@@ -177,7 +214,10 @@ def test_finish__returns_at_once_for_a_plan_without_operations() -> None:
 
 
 def test_finish__needs_a_plan() -> None:
-    with executing(lambda op: None) as executor, pytest.raises(EngineError, match="no plan"):
+    with (
+        executing(lambda op: None) as executor,
+        pytest.raises(EngineError, match="no plan"),
+    ):
         executor.finish()
 
 
@@ -213,7 +253,9 @@ def test_stop__waits_for_operations_in_flight_and_starts_no_other(
 
 
 @given(any_plans(), SEEDS, st.floats(0, 1))
-def test_close__ends_all_threads_in_the_middle_of_a_plan(plan: Plan, seed: int, share: float) -> None:
+def test_close__ends_all_threads_in_the_middle_of_a_plan(
+    plan: Plan, seed: int, share: float
+) -> None:
     log, jitter = Log(plan), Jitter(seed)
     log.reached = STEP
     with executing(jitter.around(log)) as executor:
@@ -262,8 +304,11 @@ def test_close__on_a_thread_of_the_executor_does_not_wait(holds_the_lock: bool) 
 
 
 @given(any_plans(), SEEDS, st.data())
-def test_operation_failed__ends_the_run(plan: Plan, seed: int, data: st.DataObject) -> None:
-    """Operations in flight end, their dependents never start, the cause is raised, and the next run is complete."""
+def test_operation_failed__ends_the_run(
+    plan: Plan, seed: int, data: st.DataObject
+) -> None:
+    """Operations in flight end, their dependents never start, the cause is raised, and
+    the next run is complete."""
     broken = data.draw(st.integers(0, len(plan.ops) - 1))
     log, jitter, armed = Log(plan), Jitter(seed), [True]
     log.reached = STEP
@@ -281,10 +326,17 @@ def test_operation_failed__ends_the_run(plan: Plan, seed: int, data: st.DataObje
             one_step(executor, plan, jitter)
         assert isinstance(cause(failure.value), MemoryError)
         done = failure.value.run.done
-        # Of an operation on a device that failed meanwhile, nobody knows whether it was done.
-        assert {index for index, is_done in enumerate(done) if is_done} <= set(log.began)
+        # Of an operation on a device that failed meanwhile, nobody knows whether it was
+        # done.
+        assert {index for index, is_done in enumerate(done) if is_done} <= set(
+            log.began
+        )
         assert not done[broken]
-        assert not any(index in log.began for index, op in enumerate(plan.ops) if broken in op.after)
+        assert not any(
+            index in log.began
+            for index, op in enumerate(plan.ops)
+            if broken in op.after
+        )
         armed[0] = False
         streams.recover()
         log.ended.clear()
@@ -304,7 +356,9 @@ def test_finish__raises_the_first_of_earlier_failures() -> None:
         raise RuntimeError("second")
 
     with executing(perform) as executor:
-        executor.begin(plan_of(op("cpu", number=1), op("gpu", number=2), op("cpu", number=3)))
+        executor.begin(
+            plan_of(op("cpu", number=1), op("gpu", number=2), op("cpu", number=3))
+        )
         executor.advance_to(OTHER)
         failed.wait(10)
         time.sleep(0.02)
@@ -347,7 +401,8 @@ def test_begin__releases_the_objects_of_a_failed_operation() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_finish__completes_the_step_after_an_interrupt(fails: bool) -> None:
-    """Ctrl-C while operations run: they read the inputs of the step, so the step is completed first."""
+    """Ctrl-C while operations run: they read the inputs of the step, so the step is
+    completed first."""
     main = threading.main_thread().ident
     if threading.get_ident() != main:
         pytest.skip("only the main thread gets signals")
@@ -375,7 +430,8 @@ def test_finish__completes_the_step_after_an_interrupt(fails: bool) -> None:
 
 
 def test_wait__ends_where_a_signal_handler_forks_at_any_line_of_it() -> None:
-    """The handler waits for operations in flight: their end must not be missed by a wait that is about to begin."""
+    """The handler waits for operations in flight: their end must not be missed by a
+    wait that is about to begin."""
     for line in range(60):
         fork_within_a_wait(line)
 

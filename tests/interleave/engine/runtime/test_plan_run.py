@@ -10,7 +10,9 @@ def op(kind: str, resource: Resource, subgroup: int, *after: int) -> Op:
     return Op(kind, resource, subgroup, 1, 0.0, 0.0, after)  # type: ignore[arg-type]
 
 
-def test_repeat__lets_operations_run_again_in_the_order_in_which_others_wait_for_them() -> None:
+def test_repeat__lets_operations_run_again_in_the_order_in_which_others_wait_for_them() -> (
+    None
+):
     ops = (
         op("update", "cpu", 1),
         op("update", "cpu", 0),
@@ -18,7 +20,9 @@ def test_repeat__lets_operations_run_again_in_the_order_in_which_others_wait_for
         op("upload", "h2d", 0, 1, 2),
         op("upload", "h2d", 1, 0, 2),
     )
-    run = PlanRun(Plan("test", ops, 2, frozenset(), frozenset(), frozenset(), 0.0), {2: -1})
+    run = PlanRun(
+        Plan("test", ops, 2, frozenset(), frozenset(), frozenset(), 0.0), {2: -1}
+    )
     run.advance_to(STEP, lambda: None)  # type: ignore[arg-type, return-value]
 
     def take() -> int | None:

@@ -1,4 +1,5 @@
-"""The store: it gives the bits of the reference with any plan and any timing, and its memory is exact to the byte."""
+"""The store: it gives the bits of the reference with any plan and any timing, and its
+memory is exact to the byte."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ SEEDS = st.integers(0, 2**32)
 
 @dataclass
 class Bench:
-    """A store that runs plans, with its device and the random delays of its hardware."""
+    """A store that runs plans, with its device and the random delays of its
+    hardware."""
 
     device: JitteryDevice
     kernel: JitteryKernel
@@ -69,10 +71,14 @@ def width_of(twin: Twin) -> int:
 
 
 @given(twins(), st.data(), SEEDS)
-def test_engine__random_plans_give_the_bits_of_the_reference(twin: Twin, data: st.DataObject, seed: int) -> None:
-    """The engine starts the next iteration at the end of a step, and may be stopped in between.
+def test_engine__random_plans_give_the_bits_of_the_reference(
+    twin: Twin, data: st.DataObject, seed: int
+) -> None:
+    """The engine starts the next iteration at the end of a step, and may be stopped in
+    between.
 
-    Gradients may be offloaded as soon as they are computed; then all updates wait for the step."""
+    Gradients may be offloaded as soon as they are computed; then all updates wait for
+    the step."""
     jitter = Jitter(seed)
     stay = data.draw(st.booleans())
     clipping = not stay or data.draw(st.booleans())
@@ -86,7 +92,9 @@ def test_engine__random_plans_give_the_bits_of_the_reference(twin: Twin, data: s
                 engine.set_plan(data.draw(plans(workload)), workload)
                 for _ in range(data.draw(st.integers(1, 3))):
                     offloaded_share = 0.0 if stay else data.draw(st.floats(0, 1))
-                    schedule = twin.step(engine, 0.75 if clipping else 1.0, offloaded_share)
+                    schedule = twin.step(
+                        engine, 0.75 if clipping else 1.0, offloaded_share
+                    )
                     assert schedule is engine.last_schedule
                     twin.check()
                     if data.draw(st.booleans()):
@@ -113,8 +121,16 @@ def test_recall_gradients__returns_offloaded_gradients_from_host_and_device(
         engine.set_plan(data.draw(plans(workload)), workload)
         for _ in range(2):
             update = twin.update()
-            gradients = {index: gradient for index, gradient in enumerate(update.gradients) if gradient is not None}
-            offloaded = data.draw(st.lists(st.sampled_from(sorted(gradients)), unique=True)) if gradients else []
+            gradients = {
+                index: gradient
+                for index, gradient in enumerate(update.gradients)
+                if gradient is not None
+            }
+            offloaded = (
+                data.draw(st.lists(st.sampled_from(sorted(gradients)), unique=True))
+                if gradients
+                else []
+            )
             for index in offloaded:
                 engine.offload_gradient(index, gradients[index].clone())
                 engine.report_progress(data.draw(st.floats(0, 1)))
@@ -133,7 +149,9 @@ def test_recall_gradients__returns_offloaded_gradients_from_host_and_device(
 
 
 @given(twins(), st.data(), SEEDS)
-def test_states__can_be_written_on_host_and_device(twin: Twin, data: st.DataObject, seed: int) -> None:
+def test_states__can_be_written_on_host_and_device(
+    twin: Twin, data: st.DataObject, seed: int
+) -> None:
     workload = workload_of(twin.sizes, True, True, width_of(twin))
     plan = data.draw(plans(workload))
     with bench(twin, seed) as setup:
@@ -159,7 +177,9 @@ def test_store__ignores_the_default_dtype_and_device_of_torch() -> None:
             with torch.device("meta"):
                 place(setup.store, plan, workload)
                 one_step(setup.executor, plan)
-                states = [setup.store.states.read(number) for number in range(len(twin.sizes))]
+                states = [
+                    setup.store.states.read(number) for number in range(len(twin.sizes))
+                ]
         finally:
             torch.set_default_dtype(torch.float32)
         assert {state.dtype for state in states} == {torch.float32}
@@ -173,7 +193,9 @@ class PinningDevice(JitteryDevice):
         super().__init__(jitter)
         self.pinned: dict[int, bool] = {}
 
-    def allocate_host(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
+    def allocate_host(
+        self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True
+    ) -> torch.Tensor:
         block = super().allocate_host(shape, dtype, pinned)
         self.pinned[block.data_ptr()] = pinned
         return block
@@ -193,25 +215,40 @@ def test_apply_placement__pins_buffers_as_in_the_plan(data: st.DataObject) -> No
         store.update = twin.update()
         for op in plan.ops:
             store.perform(op)
-        blocks = {"gradient down": store._buffers.gradients, "upload": store._buffers.params}
+        blocks = {
+            "gradient down": store._buffers.gradients,
+            "upload": store._buffers.params,
+        }
         copied = {
-            (op.kind, op.subgroup): device.pinned[blocks[op.kind][op.subgroup].data_ptr()]
+            (op.kind, op.subgroup): device.pinned[
+                blocks[op.kind][op.subgroup].data_ptr()
+            ]
             for op in plan.ops
             if op.kind in blocks
         }
-        assert copied == {(op.kind, op.subgroup): not op.pageable for op in plan.ops if op.kind in blocks}
+        assert copied == {
+            (op.kind, op.subgroup): not op.pageable
+            for op in plan.ops
+            if op.kind in blocks
+        }
     device.close()
     kernel.close()
 
 
 def in_use(engine: Engine, twin: Twin) -> tuple[int, int, int, int]:
-    """Return the number of blocks of Python's memory, number of tensors, bytes on the device, bytes on the host."""
+    """Return the number of blocks of Python's memory, number of tensors, bytes on the
+    device, bytes on the host."""
     engine.quiesce()
     for param in twin.reference.params:
         param.grad = None
     gc.collect()
     tensors = sum(type(instance) is torch.Tensor for instance in gc.get_objects())
-    return sys.getallocatedblocks(), tensors, engine.device.used_bytes, engine.store.host_bytes
+    return (
+        sys.getallocatedblocks(),
+        tensors,
+        engine.device.used_bytes,
+        engine.store.host_bytes,
+    )
 
 
 def test_apply_placement__keeps_the_state_if_the_device_is_too_small() -> None:

@@ -1,4 +1,5 @@
-"""The phases of an update: each question about the state of a step is one about its update."""
+"""The phases of an update: each question about the state of a step is one about its
+update."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def twin_of() -> Twin:
 
 def gradients_of(twin: Twin) -> tuple[dict[int, torch.Tensor], list[object]]:
     expected = twin.update()
-    gradients = {index: one for index, one in enumerate(expected.gradients) if one is not None}
+    gradients = {
+        index: one for index, one in enumerate(expected.gradients) if one is not None
+    }
     return gradients, expected.scalars
 
 
@@ -60,7 +63,10 @@ def test_update__is_open_submitted_decided_and_ended() -> None:
         engine.step(twin.params, scalars)
         twin.check()
         assert (first.phase, first.unfinished) == (UpdatePhase.ENDED, set())
-        assert (engine.update.phase, engine.update.number) == (UpdatePhase.OPEN, first.number + 1)
+        assert (engine.update.phase, engine.update.number) == (
+            UpdatePhase.OPEN,
+            first.number + 1,
+        )
 
 
 def test_update__is_late_until_its_last_operation_has_ended() -> None:
@@ -91,13 +97,20 @@ def test_update__that_is_dropped_ends_and_has_a_number() -> None:
 
 
 @pytest.mark.parametrize("phase", [UpdatePhase.RECOVERED, UpdatePhase.LOST])
-def test_update__is_recovered_or_lost_after_a_failure(phase: UpdatePhase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy that fails is made again; nobody knows what an update that fails has changed."""
+def test_update__is_recovered_or_lost_after_a_failure(
+    phase: UpdatePhase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that fails is made again; nobody knows what an update that fails has
+    changed."""
     twin = twin_of()
     with engine_of(twin) as engine:
         own, store = engine.update, engine.store
         gradients, scalars = gradients_of(twin)
-        owner, name = (store, "copy_params_to_device") if phase is UpdatePhase.RECOVERED else (store._kernel, "_run")
+        owner, name = (
+            (store, "copy_params_to_device")
+            if phase is UpdatePhase.RECOVERED
+            else (store._kernel, "_run")
+        )
         working = getattr(owner, name)
 
         def fail_once(*_: object) -> None:
@@ -109,6 +122,8 @@ def test_update__is_recovered_or_lost_after_a_failure(phase: UpdatePhase, monkey
         with pytest.raises(EngineError, match="failed") as failure:
             engine.step(twin.params, scalars)
         assert own.phase is phase
-        assert isinstance(failure.value, OperationFailed) == (phase is UpdatePhase.RECOVERED)
+        assert isinstance(failure.value, OperationFailed) == (
+            phase is UpdatePhase.RECOVERED
+        )
         if phase is UpdatePhase.RECOVERED:
             twin.check()

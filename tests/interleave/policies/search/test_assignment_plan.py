@@ -1,4 +1,5 @@
-"""Tests of the plans of assignments: valid, within the memory, and no cheaper than their lower bound."""
+"""Tests of the plans of assignments: valid, within the memory, and no cheaper than
+their lower bound."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ from tests.interleave.strategies import machines, workloads
 @st.composite
 def assignments(draw: st.DrawFn, count: int) -> Assignment:
     """Draw any assignment of so many subgroups."""
-    roles = {subgroup: draw(st.sampled_from(ROLES)) for subgroup in draw(st.permutations(range(count)))}
+    roles = {
+        subgroup: draw(st.sampled_from(ROLES))
+        for subgroup in draw(st.permutations(range(count)))
+    }
 
     def with_roles(*kinds: str) -> tuple[int, ...]:
         return tuple(subgroup for subgroup, role in roles.items() if role in kinds)
@@ -68,16 +72,27 @@ def test_cost__is_that_of_the_simulated_plan_and_no_less_than_its_bound(
     costs = PlanCosts(workload, machine, "test", 10**6)
     schedule = simulate(costs.plan(assignment), workload, machine)
     if schedule.fits_device(None):
-        assert costs.minimums.of_assignment(assignment) <= schedule.iteration_s * (1 + 1e-9)
+        assert costs.minimums.of_assignment(assignment) <= schedule.iteration_s * (
+            1 + 1e-9
+        )
         assert costs.seconds(assignment) == schedule.iteration_s
         # Ties are decided by little.
-        assert schedule.iteration_s <= costs.cost(assignment) <= 1.01 * schedule.iteration_s + 1e-6
+        assert (
+            schedule.iteration_s
+            <= costs.cost(assignment)
+            <= 1.01 * schedule.iteration_s + 1e-6
+        )
     else:
         assert costs.seconds(assignment) == INFINITE
     assert costs.minimums.of_plan(schedule.plan) <= schedule.iteration_s * (1 + 1e-9)
 
 
-@given(workloads(max_subgroups=8), machines(), st.sampled_from(["backward", "both"]), st.data())
+@given(
+    workloads(max_subgroups=8),
+    machines(),
+    st.sampled_from(["backward", "both"]),
+    st.data(),
+)
 def test_cost__of_speculative_updates_is_no_less_than_its_bound(
     workload: Workload, machine: Machine, overlap: str, data: st.DataObject
 ) -> None:
@@ -97,7 +112,11 @@ def test_cost__of_late_updates_is_no_less_than_its_bound(
     costs = PlanCosts(workload, machine, "test", 10**6, OVERLAPS["forward"])
     plan = costs.plan(assignment)
     parked_or_resident = plan.resident | plan.parked
-    on_time = parked_or_resident if assignment.moved_late else parked_or_resident | set(assignment.moved)
+    on_time = (
+        parked_or_resident
+        if assignment.moved_late
+        else parked_or_resident | set(assignment.moved)
+    )
     assert {op.subgroup for op in plan.ops if op.is_late}.isdisjoint(on_time)
     assert plan.has_late_operations or not assignment.on_cpu
     seconds = costs.seconds(assignment)
@@ -111,19 +130,27 @@ def test_cost__of_late_updates_is_no_less_than_its_bound(
 def test_plan_of__keeps_within_constant_memory_whatever_the_rates(
     workload: Workload, machine: Machine, data: st.DataObject
 ) -> None:
-    """Fetches wait for flushes: the order of events does not depend on rates, if those before the update go first."""
+    """Fetches wait for flushes: the order of events does not depend on rates, if those
+    before the update go first."""
     assignment = data.draw(assignments(len(workload.subgroups)))
     assume(set(assignment.moved[: len(assignment.early)]) == assignment.early)
-    # A gradient that was copied to the host comes back into memory of its own where parameters are part of the state.
+    # A gradient that was copied to the host comes back into memory of its own where
+    # parameters are part of the state.
     returned_bytes = workload.grad_bytes if workload.master != "fp32" else 0.0
     largest = max(workload.subgroups) * (workload.state_bytes + returned_bytes)
-    always = sum(workload.subgroups[s] for s in {*assignment.resident, *assignment.late}) * workload.state_bytes
+    always = (
+        sum(workload.subgroups[s] for s in {*assignment.resident, *assignment.late})
+        * workload.state_bytes
+    )
     always += sum(workload.subgroups[s] for s in assignment.resident) * returned_bytes
-    # Only the simulator knows whether parked state is flushed before gradients take the memory: here there is both.
+    # Only the simulator knows whether parked state is flushed before gradients take the
+    # memory: here there is both.
     always += workload.params * workload.grad_bytes if assignment.late else 0.0
     free_bytes = always + largest + data.draw(st.floats(0, 1)) * workload.params * 14
     constant = replace(workload, gpu_free=((0.0, free_bytes),))
-    schedule = simulate(PlanCosts(constant, machine, "test", 10**6).plan(assignment), constant, machine)
+    schedule = simulate(
+        PlanCosts(constant, machine, "test", 10**6).plan(assignment), constant, machine
+    )
     used = on_device.used(schedule, on_device.grid(schedule))
     assert used.max() <= free_bytes * (1 + 1e-9) + 10
     assert schedule.fits_device(None)
@@ -133,7 +160,9 @@ def test_plan_of__waits_for_as_many_flushes_as_a_fetch_needs() -> None:
     """Memory for the large subgroup alone, or for two small ones."""
     sizes = (10**8, 10**8, 2 * 10**8)
     workload = even(4, sizes=sizes, gpu_free=((0.0, 2.5e9),), grad_bytes=0.0)
-    plan = PlanCosts(workload, TEST_MACHINE, "test", 1000).plan(Assignment((), (0, 1, 2), (), slots=3))
+    plan = PlanCosts(workload, TEST_MACHINE, "test", 1000).plan(
+        Assignment((), (0, 1, 2), (), slots=3)
+    )
     fetches = [op for op in plan.ops if op.kind == "fetch"]
     assert [len(op.after) for op in fetches] == [0, 0, 2]
     assert {plan.ops[index].kind for index in fetches[2].after} == {"flush"}
@@ -141,20 +170,43 @@ def test_plan_of__waits_for_as_many_flushes_as_a_fetch_needs() -> None:
 
 def test_plan_of__shares_the_link_in_the_order_of_the_next_forward() -> None:
     """Fetches and uploads of late updates, also of speculative ones."""
-    assignment = Assignment(on_cpu=(0, 2, 4), moved=(1, 3, 5), resident=(), uploads_first=False, speculated=2)
+    assignment = Assignment(
+        on_cpu=(0, 2, 4),
+        moved=(1, 3, 5),
+        resident=(),
+        uploads_first=False,
+        speculated=2,
+    )
     workload = even(6, 10**8, gpu_free=((0.0, 20e9),))
-    plan = PlanCosts(workload, TEST_MACHINE, "test", 10**6, OVERLAPS["both"]).plan(assignment)
-    assert [op.subgroup for op in plan.ops if op.kind in ("fetch", "upload")] == list(range(6))
+    plan = PlanCosts(workload, TEST_MACHINE, "test", 10**6, OVERLAPS["both"]).plan(
+        assignment
+    )
+    assert [op.subgroup for op in plan.ops if op.kind in ("fetch", "upload")] == list(
+        range(6)
+    )
     assert plan.speculated == {2, 4}
 
 
 def test_seconds__are_those_of_an_iteration_after_others() -> None:
-    """Parked state leaves when an iteration begins, while late flushes of the one before go on."""
+    """Parked state leaves when an iteration begins, while late flushes of the one
+    before go on."""
     rates = ("h2d_bytes_per_s", "d2h_bytes_per_s")
-    machine = replace(TEST_MACHINE, cpu_update_params_per_s=0.5e9, step_overhead_s=0.0, **dict.fromkeys(rates, 10e9))
-    workload = replace(even(4, 10**8, gpu_free=((0.0, 5e9),)), other_s=0.0, forward_s=0.3, backward_s=0.2)
+    machine = replace(
+        TEST_MACHINE,
+        cpu_update_params_per_s=0.5e9,
+        step_overhead_s=0.0,
+        **dict.fromkeys(rates, 10e9),
+    )
+    workload = replace(
+        even(4, 10**8, gpu_free=((0.0, 5e9),)),
+        other_s=0.0,
+        forward_s=0.3,
+        backward_s=0.2,
+    )
     parked = frozenset({0, 1})
-    assignment = Assignment((), (0, 1, 2, 3), (), early=parked, late=parked, slots=4, uploads_first=False)
+    assignment = Assignment(
+        (), (0, 1, 2, 3), (), early=parked, late=parked, slots=4, uploads_first=False
+    )
     costs = PlanCosts(workload, machine, "test", 10**6, OVERLAPS["forward"])
     schedule = simulate(costs.plan(assignment), workload, machine)
     assert costs.seconds(assignment) == schedule.iteration_s > 0.8

@@ -26,8 +26,11 @@ def test_merged_workloads__end_with_the_workload_itself(count: int) -> None:
 
 
 def test_merged_workloads__have_memory_for_as_many_slots_as_the_workload() -> None:
-    """State of 12 kB a subgroup. Two of them fit, so two merged ones must fit in the update, and no more before it."""
-    workload = even(80, 1000, forward_s=1.0, backward_s=2.0, gpu_free=((0.0, 30_000.0),))
+    """State of 12 kB a subgroup. Two of them fit, so two merged ones must fit in the
+    update, and no more before it."""
+    workload = even(
+        80, 1000, forward_s=1.0, backward_s=2.0, gpu_free=((0.0, 30_000.0),)
+    )
     merged = merged_workloads(workload, 40)[0]
     assert (merged.factor, merged.buffers) == (2, 2)
     assert merged.workload.gpu_free == ((0.0, 30_000.0), (3.0, 54_000.0))

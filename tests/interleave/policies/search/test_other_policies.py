@@ -14,7 +14,9 @@ from tests.interleave.strategies import machines, workloads
 
 
 @given(workloads(max_subgroups=6), machines())
-def test_rank_others__finds_the_best_of_all(workload: Workload, machine: Machine) -> None:
+def test_rank_others__finds_the_best_of_all(
+    workload: Workload, machine: Machine
+) -> None:
     others = rank_others(PlanCosts(workload, machine, "adaptive", 10**6), "adaptive")
     best_s = min(
         schedule.iteration_s
@@ -28,12 +30,16 @@ def test_rank_others__finds_the_best_of_all(workload: Workload, machine: Machine
 
 def test_rank_others__has_every_built_in_policy() -> None:
     workload = even(4, gpu_free=((0.0, 1e12),))
-    others = rank_others(PlanCosts(workload, TEST_MACHINE, "adaptive", 10**6), "adaptive")
+    others = rank_others(
+        PlanCosts(workload, TEST_MACHINE, "adaptive", 10**6), "adaptive"
+    )
     assert {*map(str, others)} >= set(BUILT_IN) - {"adaptive"}
 
 
 def test_rank_others__leaves_out_what_cannot_fit() -> None:
     workload = even(4, gpu_free=((0.0, 1e9),))
-    others = rank_others(PlanCosts(workload, TEST_MACHINE, "adaptive", 10**6), "adaptive")
+    others = rank_others(
+        PlanCosts(workload, TEST_MACHINE, "adaptive", 10**6), "adaptive"
+    )
     assert "gpu-only" not in map(str, others)
     assert min(others.values()) < INFINITE

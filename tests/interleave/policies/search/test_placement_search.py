@@ -3,7 +3,10 @@
 from dataclasses import replace
 
 from ebbtide.interleave.model.operations import Overlap
-from ebbtide.interleave.policies.search.placement_search import Placement, PlacementSearch
+from ebbtide.interleave.policies.search.placement_search import (
+    Placement,
+    PlacementSearch,
+)
 from ebbtide.interleave.policies.search.plan_costs import PlanCosts
 from tests.interleave.simulation.test_simulator import TEST_MACHINE, even
 
@@ -13,7 +16,11 @@ def test_descend__finds_fewer_threads_where_nothing_is_moved() -> None:
     workload = replace(even(8, 10**8, gpu_free=((0.0, 0.0),)), backward_s=0.5)
     machine = replace(TEST_MACHINE, host_memory_bytes_per_s=20e9)
     search = PlacementSearch(
-        PlanCosts(workload, machine, "test", 10**6, Overlap(forward=True, backward=True)), range(8), target_s=0.0
+        PlanCosts(
+            workload, machine, "test", 10**6, Overlap(forward=True, backward=True)
+        ),
+        range(8),
+        target_s=0.0,
     )
     start = Placement(0, moved=0, slots=0, speculated=8)
     best = search.descend(start, 1)

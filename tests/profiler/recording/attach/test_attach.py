@@ -1,4 +1,5 @@
-"""Slices of a job that is recorded on demand: in this process by a `Tracer`, and in real jobs."""
+"""Slices of a job that is recorded on demand: in this process by a `Tracer`, and in
+real jobs."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ class Slices(NamedTuple):
         trace: Its trace, after it.
         unfinished: The trace as it was in the second slice.
         attached: The slice that was asked for first.
-        late_first: The first iteration of the second slice, which the process learned of after it.
+        late_first: The first iteration of the second slice, which the process learned
+            of after it.
         allocations: The slice with allocations.
         missed: Iterations at which the process learned of a slice that was over.
         second_error: The error of a second request during the first slice.
@@ -110,10 +112,15 @@ def slices(tmp_path_factory: pytest.TempPathFactory) -> Slices:
             attach(path, 3, first=5)
         (process,) = attached.processes
         reached = process.iteration or 0
-        late = put_request(path, reached - 3, reached + 1000)  # It learns of it within a second.
-        job.train_until(lambda: process.update() or process.mark(late, "begin") is not None)
+        # It learns of it within a second.
+        late = put_request(path, reached - 3, reached + 1000)
+        job.train_until(
+            lambda: process.update() or process.mark(late, "begin") is not None
+        )
         unfinished = open_trace(path)
-        job.train_until(lambda: process.update() or process.mark(late, "end") is not None)
+        job.train_until(
+            lambda: process.update() or process.mark(late, "end") is not None
+        )
         for _ in range(3):
             allocations = attach(path, 40, poll_ms=0, allocator_iterations=2)
             job.train_until(allocations.update)
@@ -121,7 +128,9 @@ def slices(tmp_path_factory: pytest.TempPathFactory) -> Slices:
             if allocations.recorded(allocations.processes[0]) is not None:
                 break
         over = put_request(path, 2, reached)
-        job.train_until(lambda: process.update() or process.mark(over, "missed") is not None)
+        job.train_until(
+            lambda: process.update() or process.mark(over, "missed") is not None
+        )
     return Slices(
         open_trace(path),
         unfinished,
@@ -140,12 +149,15 @@ def detailed(trace: Trace) -> list[tuple[int, int]]:
 
 
 def assert_is_slice(iterations: tuple[int, int], request: SliceRequest) -> None:
-    """Assert that a slice is the one asked for. On a busy machine a job may read the request late."""
+    """Assert that a slice is the one asked for. On a busy machine a job may read the
+    request late."""
     assert request.first <= iterations[0] < request.end
     assert iterations[1] == request.end
 
 
-def test_attach__records_slices_one_after_another_and_says_which_iterations(slices: Slices) -> None:
+def test_attach__records_slices_one_after_another_and_says_which_iterations(
+    slices: Slices,
+) -> None:
     request = slices.attached.request
     first, late, last = detailed(slices.trace)
     assert_is_slice(first, request)
@@ -155,7 +167,9 @@ def test_attach__records_slices_one_after_another_and_says_which_iterations(slic
     assert_is_slice(last, slices.allocations.request)
     assert slices.missed is not None
     assert slices.missed > last[1]
-    assert [entry.allocator_iterations for entry in slices.trace.rank(0).detailed_slices] == [0, 0, 2]
+    assert [
+        entry.allocator_iterations for entry in slices.trace.rank(0).detailed_slices
+    ] == [0, 0, 2]
     assert slices.trace.notes == []
 
 
@@ -166,9 +180,14 @@ def test_attach__opens_a_trace_in_the_middle_of_a_slice(slices: Slices) -> None:
     assert late == (slices.late_first, iterations + 1)
 
 
-def test_attach__refuses_a_second_slice_and_iterations_that_are_over(slices: Slices) -> None:
+def test_attach__refuses_a_second_slice_and_iterations_that_are_over(
+    slices: Slices,
+) -> None:
     request = slices.attached.request
-    assert f"iterations {request.first} to {request.end - 1} has not ended yet" in slices.second_error
+    assert (
+        f"iterations {request.first} to {request.end - 1} has not ended yet"
+        in slices.second_error
+    )
     assert "iteration 5 is too close or over" in slices.early_error
 
 
@@ -185,13 +204,19 @@ def test_on_demand__reads_memory_in_the_slices_alone(slices: Slices) -> None:
     assert 0 not in slices_before
     phases = trace.phases(0)
     for entry in trace.rank(0).detailed_slices:
-        rows = phases[phases["iteration"].between(entry.iterations[0], entry.iterations[1] - 1)]
+        rows = phases[
+            phases["iteration"].between(entry.iterations[0], entry.iterations[1] - 1)
+        ]
         assert entry.span_ns[0] < rows["start_ns"].min()
         assert entry.span_ns[1] == rows["end_ns"].max()
-    assert set(phases["iteration"].dropna()) == set(range(int(phases["iteration"].max()) + 1))
+    assert set(phases["iteration"].dropna()) == set(
+        range(int(phases["iteration"].max()) + 1)
+    )
 
 
-def test_analysis__does_not_take_iterations_without_details_for_free_memory(slices: Slices) -> None:
+def test_analysis__does_not_take_iterations_without_details_for_free_memory(
+    slices: Slices,
+) -> None:
     trace = slices.trace
     numbers = {number for first, end in detailed(trace) for number in range(first, end)}
     windows = find_windows(trace, 2**20)
@@ -200,11 +225,22 @@ def test_analysis__does_not_take_iterations_without_details_for_free_memory(slic
     summary = summarize(trace)
     assert summary.free_pool == summary.memory.pool == "heap"
     assert all(phase.peak_bytes for phase in summary.phases)
-    (remark,) = [remark for remark in summary.remarks if remark.startswith("recorded on demand")]
-    assert f"details in {len(numbers):,} of {summary.iterations - 2:,} iterations" in remark
+    (remark,) = [
+        remark for remark in summary.remarks if remark.startswith("recorded on demand")
+    ]
+    assert (
+        f"details in {len(numbers):,} of {summary.iterations - 2:,} iterations"
+        in remark
+    )
     assert remark in windows.remarks
     # A busy machine adds findings on times.
-    of_memory = {"does-not-fit", "free-memory", "memory-outside-torch", "fragmentation", "memory-growth"}
+    of_memory = {
+        "does-not-fit",
+        "free-memory",
+        "memory-outside-torch",
+        "fragmentation",
+        "memory-growth",
+    }
     assert not of_memory & {finding.rule for finding in find(trace).findings}
 
 
@@ -216,7 +252,9 @@ def test_analysis__holders_are_known_in_slices_alone(slices: Slices) -> None:
     assert in_first is not None
     assert in_first.pool == "heap"
     # Two moments of each parameter, and two counts of steps.
-    assert ("optimizer_state", 2 * 4 * (64 * 64 + 64) + 2 * 4) in in_first.by("category")
+    assert ("optimizer_state", 2 * 4 * (64 * 64 + 64) + 2 * 4) in in_first.by(
+        "category"
+    )
     in_last = holders_at(trace, 0, (last[0] + last[1]) // 2)
     assert in_last is not None
     assert in_last.pool in ("tensors", "heap")
@@ -231,7 +269,9 @@ def test_analysis__lines_of_memory_have_gaps_between_slices(slices: Slices) -> N
         (line,) = [line for line in panel.lines if line.name == "heap"]
         middles = (line.edges[:-1] + line.edges[1:]) // 2
         for entry, following in pairwise(trace.rank(0).detailed_slices):
-            between = (line.edges[:-1] > entry.span_ns[1]) & (line.edges[1:] < following.span_ns[0])
+            between = (line.edges[:-1] > entry.span_ns[1]) & (
+                line.edges[1:] < following.span_ns[0]
+            )
             assert np.isnan(line.values[between]).all()
             inside = (middles > entry.span_ns[0]) & (middles < entry.span_ns[1])
             assert not np.isnan(line.values[inside]).any()
@@ -243,7 +283,9 @@ def test_merge__shifts_the_slices(slices: Slices, tmp_path: Path) -> None:
     assert merged.rank(0).detailed_slices == slices.trace.rank(0).detailed_slices
 
 
-def test_attach__says_why_a_trace_cannot_be_attached_to(slices: Slices, tmp_path: Path) -> None:
+def test_attach__says_why_a_trace_cannot_be_attached_to(
+    slices: Slices, tmp_path: Path
+) -> None:
     def error_of(path: Path, *options: str) -> str:
         run = ebbtide_in_process("profile", "--attach", path, *options)
         assert run.returncode == 2

@@ -1,4 +1,5 @@
-"""Slices of real jobs: several ranks that were forked, and `ebbtide profile --attach` as a process."""
+"""Slices of real jobs: several ranks that were forked, and `ebbtide profile --attach`
+as a process."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from tests.profiler.agent.jobs import PRELUDE
 
 TIMEOUT_S = 120.0
 
-# Two ranks, forked by a process that has imported torch. They train until a file exists.
+# Two ranks, forked by a process that has imported torch. They train until a file
+# exists.
 TWO_RANKS = (
     PRELUDE
     + """
@@ -51,7 +53,13 @@ if rank == 0:
 def wait_until_trains(process: subprocess.Popen[str], path: Path, ranks: int) -> None:
     """Wait until every rank of a recorded job has recorded some iterations."""
     deadline_s = time.monotonic() + TIMEOUT_S
-    while sum(spool.stat().st_size > 4000 for spool in (path / "spool").glob("agent-*.spool")) < ranks:
+    while (
+        sum(
+            spool.stat().st_size > 4000
+            for spool in (path / "spool").glob("agent-*.spool")
+        )
+        < ranks
+    ):
         assert process.poll() is None
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
@@ -73,7 +81,16 @@ def attach_after_the_first(path: Path, count: int) -> AttachedSlice:
 def test_attach__begins_at_the_same_iteration_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(TWO_RANKS)
     path, profile = tmp_path / "run.ebb", [sys.executable, "-m", "ebbtide", "profile"]
-    job = ["sh", "-c", f'cd "{tmp_path}" && exec "$0" "$@"', *profile, "--on-demand", "-o", str(path), "--"]
+    job = [
+        "sh",
+        "-c",
+        f'cd "{tmp_path}" && exec "$0" "$@"',
+        *profile,
+        "--on-demand",
+        "-o",
+        str(path),
+        "--",
+    ]
     with running_process([*job, sys.executable, "job.py"], TIMEOUT_S) as process:
         wait_until_trains(process, path, 2)
         # Interrupted while it waits: the slice of the job is not.
@@ -92,7 +109,9 @@ def test_attach__begins_at_the_same_iteration_on_all_ranks(tmp_path: Path) -> No
         while not second.update():
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
-        assert [second.recorded(rank) for rank in second.processes] == [(second.request.first, second.request.end)] * 2
+        assert [second.recorded(rank) for rank in second.processes] == [
+            (second.request.first, second.request.end)
+        ] * 2
         (tmp_path / "stop").touch()
         assert process.stdout is not None
         assert process.stdout.read() == "trained\n" * 2
@@ -102,7 +121,10 @@ def test_attach__begins_at_the_same_iteration_on_all_ranks(tmp_path: Path) -> No
     trace = open_trace(path)
     assert trace.ranks == [0, 1]
     assert trace.notes == []
-    slices = [[entry.iterations for entry in trace.rank(rank).detailed_slices] for rank in trace.ranks]
+    slices = [
+        [entry.iterations for entry in trace.rank(rank).detailed_slices]
+        for rank in trace.ranks
+    ]
     assert slices[0] == slices[1]
     first, last = slices[0]
     assert f"iterations {first[0]} to {first[1] - 1}" in stderr

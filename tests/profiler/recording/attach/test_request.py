@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.profiler.agent.options import MAX_ITERATIONS, REQUEST, SliceRequest, parse_request, read_request
+from ebbtide.profiler.agent.options import (
+    MAX_ITERATIONS,
+    REQUEST,
+    SliceRequest,
+    parse_request,
+    read_request,
+)
 
 REQUESTS = st.builds(
     lambda number, first, count, poll_us, allocator, transfers: SliceRequest(
@@ -38,7 +44,9 @@ def test_request__is_read_as_it_was_written(request: SliceRequest) -> None:
 @given(st.text() | _NEAR)
 def test_parse_request__takes_any_text(text: str) -> None:
     request = parse_request(text)
-    assert request is None or (request.text() == text and 0 < request.end - request.first <= MAX_ITERATIONS)
+    assert request is None or (
+        request.text() == text and 0 < request.end - request.first <= MAX_ITERATIONS
+    )
 
 
 OUT_OF_BOUNDS = [
@@ -65,7 +73,9 @@ def test_parse_request__rejects_what_is_out_of_bounds() -> None:
         assert parse_request(VALID.replace(part, wrong, 1)) is None
 
 
-def test_read_request__takes_only_a_link_of_its_own_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_request__takes_only_a_link_of_its_own_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, link = str(tmp_path), tmp_path / REQUEST
     assert read_request(folder) is None
     os.mkfifo(link)  # to open it would block

@@ -16,7 +16,12 @@ from ebbtide.profiler.recording.spools.devices import (
 
 CARD = {"index": 0, "uuid": "GPU-aaaa-01", "link": {"generation": 5}, "driver": "580"}
 MIG = [
-    {"index": 256 + number, "uuid": f"MIG-bbbb-0{number}", "parent_uuid": "GPU-cccc-01", "link_missing": "MIG"}
+    {
+        "index": 256 + number,
+        "uuid": f"MIG-bbbb-0{number}",
+        "parent_uuid": "GPU-cccc-01",
+        "link_missing": "MIG",
+    }
     for number in (1, 2)
 ]
 CPU = {"device": "cpu", "kind": "cpu"}
@@ -38,9 +43,13 @@ def cuda(uuid: str | None) -> dict[str, Any]:
         (None, None),
     ],
 )
-def test_sampled_gpu__compares_uuids_without_their_prefix(uuid: str | None, gpu: dict[str, Any] | None) -> None:
+def test_sampled_gpu__compares_uuids_without_their_prefix(
+    uuid: str | None, gpu: dict[str, Any] | None
+) -> None:
     assert sampled_gpu(cuda(uuid), [CARD, *MIG]) == gpu
-    assert device_names([cuda(uuid)], [CARD, *MIG]) == ({gpu["index"]: "cuda:0"} if gpu else {})
+    assert device_names([cuda(uuid)], [CARD, *MIG]) == (
+        {gpu["index"]: "cuda:0"} if gpu else {}
+    )
     assert bool(notes_on_devices([cuda(uuid)], {"gpus": [CARD, *MIG]})) == (gpu is None)
 
 
@@ -50,8 +59,14 @@ def test_sampled_gpu__takes_the_only_mig_device_of_a_card() -> None:
 
 
 def test_nvml_info__has_what_was_reported() -> None:
-    assert nvml_info(cuda("GPU-aaaa-01"), [CARD]) == {"link": {"generation": 5}, "driver": "580"}
-    assert nvml_info(cuda("GPU-bbbb-01"), MIG) == {"parent_uuid": "GPU-cccc-01", "link_missing": "MIG"}
+    assert nvml_info(cuda("GPU-aaaa-01"), [CARD]) == {
+        "link": {"generation": 5},
+        "driver": "580",
+    }
+    assert nvml_info(cuda("GPU-bbbb-01"), MIG) == {
+        "parent_uuid": "GPU-cccc-01",
+        "link_missing": "MIG",
+    }
     assert nvml_info(cuda("GPU-dddd-01"), MIG) == nvml_info(CPU, MIG) == {}
 
 
@@ -65,12 +80,19 @@ def test_nvml_info__has_what_was_reported() -> None:
          "set CUDA_VISIBLE_DEVICES to one of them"),
     ],
 )  # fmt: skip
-def test_notes_on_devices__name_the_reason(host: dict[str, Any], uuid: str | None, reason: str) -> None:
-    assert notes_on_devices([cuda(uuid), CPU], host) == [f"cuda:0 was not sampled: {reason}"]
+def test_notes_on_devices__name_the_reason(
+    host: dict[str, Any], uuid: str | None, reason: str
+) -> None:
+    assert notes_on_devices([cuda(uuid), CPU], host) == [
+        f"cuda:0 was not sampled: {reason}"
+    ]
 
 
 def test_note_on_unused_gpus__is_for_jobs_on_the_cpu_of_a_host_with_gpus() -> None:
-    note = "no recorded process used a GPU: the samples of the 2 GPUs of this host are not in the trace"
+    note = (
+        "no recorded process used a GPU: the samples of the 2 GPUs of this host are "
+        "not in the trace"
+    )
     assert note_on_unused_gpus([[CPU], [CPU]], {"gpus": MIG}) == note
     assert note_on_unused_gpus([[CPU], [cuda("GPU-aaaa-01")]], {"gpus": MIG}) is None
     assert note_on_unused_gpus([[CPU]], {"gpus": []}) is None

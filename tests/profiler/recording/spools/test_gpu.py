@@ -8,7 +8,13 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.profiler.agent import spool as kinds
-from ebbtide.profiler.agent.spool import GPU_QUANTITIES, GPU_STATE, MEMORY, MISSING, Spool
+from ebbtide.profiler.agent.spool import (
+    GPU_QUANTITIES,
+    GPU_STATE,
+    MEMORY,
+    MISSING,
+    Spool,
+)
 from ebbtide.profiler.recording.spools.records import RECORD, Records, read_records
 from ebbtide.profiler.recording.spools.recovery import recover
 from ebbtide.profiler.recording.spools.tables import gpu_table
@@ -43,7 +49,9 @@ def test_gpu_table__has_a_row_per_device_and_time() -> None:
     recorded = table.sort_values(["device", "t_ns"])[
         ["t_ns", "device", "utilization_percent", "power_w", "throttle_reasons"]
     ]
-    assert [[None if pd.isna(v) else v for v in row] for row in recorded.values.tolist()] == [
+    assert [
+        [None if pd.isna(v) else v for v in row] for row in recorded.values.tolist()
+    ] == [
         [LATE, "cuda:0", 99.0, 402.5, None],
         [LATE + 1, "cuda:0", 0.0, None, 2**62 + 1],
         [LATE, "cuda:1", 7.0, None, None],
@@ -54,7 +62,12 @@ def test_gpu_table__has_a_row_per_device_and_time() -> None:
 def test_gpu_table__is_empty_without_records() -> None:
     others = np.zeros(2, RECORD)
     others["kind"] = MEMORY
-    for records in (others, others[:0], records_of(("power", 4, 1, 2)), records_of(("power", 3, 1, MISSING))):
+    for records in (
+        others,
+        others[:0],
+        records_of(("power", 4, 1, 2)),
+        records_of(("power", 3, 1, MISSING)),
+    ):
         assert len(gpu_table(records, NAMES)) == 0
 
 
@@ -84,14 +97,25 @@ def test_recover__keeps_the_state_of_the_recorded_iterations(tmp_path: Path) -> 
         agent.put(kinds.ITERATION, a=number, b=number + 1, x=100 * number + 90)
     agent.put(kinds.START, a=1, x=90)
     agent.close()
-    (tmp_path / "facts-here-7.json").write_text('{"devices": [{"device": "cuda:0", "kind": "cuda", "uuid": "GPU-a"}]}')
+    (tmp_path / "facts-here-7.json").write_text(
+        '{"devices": [{"device": "cuda:0", "kind": "cuda", "uuid": "GPU-a"}]}'
+    )
     sampler = Spool(str(tmp_path / "sampler-here-8.spool"))
     sampler.put_header(0, 0, 0)
     for t_ns in range(0, 400, 50):
         sampler.put(GPU_STATE, GPU_QUANTITIES.index("power"), 3, x=t_ns, y=1000 * t_ns)
     sampler.close()
-    host = {"name": "here", "cpu": {"device": "cpu"}, "gpus": [{"index": 3, "uuid": "GPU-a"}]}
-    ((rank,),) = (training.ranks for training in recover(tmp_path, {"host": host, "options": {"iterations": [1, 3]}}))
+    host = {
+        "name": "here",
+        "cpu": {"device": "cpu"},
+        "gpus": [{"index": 3, "uuid": "GPU-a"}],
+    }
+    ((rank,),) = (
+        training.ranks
+        for training in recover(
+            tmp_path, {"host": host, "options": {"iterations": [1, 3]}}
+        )
+    )
     assert rank.tables["gpu"]["power_w"].tolist() == [100.0, 150.0, 200.0, 250.0]
     ((rank,),) = (training.ranks for training in recover(tmp_path, {"host": host}))
     assert rank.tables["gpu"]["t_ns"].tolist() == list(range(0, 400, 50))

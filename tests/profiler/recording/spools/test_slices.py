@@ -15,7 +15,14 @@ BASE = 1_700_000_000_000_000_000
 
 
 def copy(name: str, ts: float, dur: float = 1.5, **args: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": "gpu_memcpy", "name": name, "ts": ts, "dur": dur, "args": args}
+    return {
+        "ph": "X",
+        "cat": "gpu_memcpy",
+        "name": name,
+        "ts": ts,
+        "dur": dur,
+        "args": args,
+    }
 
 
 def write(path: Path, *events: Any, base: int | None = BASE) -> Path:
@@ -26,7 +33,9 @@ def write(path: Path, *events: Any, base: int | None = BASE) -> Path:
     return path
 
 
-def read(paths: list[Path], shift_ns: int) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
+def read(
+    paths: list[Path], shift_ns: int
+) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
     tables, problems = read_slices(paths, shift_ns)
     return tables["transfers"], tables["kernels"], problems
 
@@ -34,14 +43,34 @@ def read(paths: list[Path], shift_ns: int) -> tuple[pd.DataFrame, pd.DataFrame, 
 def test_read__returns_only_copies_between_host_and_device(tmp_path: Path) -> None:
     path = write(
         tmp_path / "copies-1.json",
-        copy("Memcpy HtoD (Pinned -> Device)", 10.25, device=0, stream=7, bytes=4096, correlation=3),
+        copy(
+            "Memcpy HtoD (Pinned -> Device)",
+            10.25,
+            device=0,
+            stream=7,
+            bytes=4096,
+            correlation=3,
+        ),
         copy("Memcpy HtoD (Pageable -> Device)", 20, device=1, stream=7, bytes=10),
         copy("Memcpy DtoH (Device -> Pageable)", 30.001, device=0, stream=9, bytes=11),
         copy("Memcpy DtoH (Device -> Pinned)", 40, device=0, stream=9, bytes=12),
         copy("Memcpy DtoD (Device -> Device)", 50, device=0, stream=7, bytes=13),
         copy("Memset (Device)", 60, device=0, stream=7, bytes=14),
-        {"ph": "X", "cat": "cuda_runtime", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 70, "dur": 1},
-        {"ph": "X", "cat": "cuda_runtime", "name": "cudaMemcpyAsync", "ts": 8, "dur": 1, "args": {"correlation": 3}},
+        {
+            "ph": "X",
+            "cat": "cuda_runtime",
+            "name": "Memcpy HtoD (Pinned -> Device)",
+            "ts": 70,
+            "dur": 1,
+        },
+        {
+            "ph": "X",
+            "cat": "cuda_runtime",
+            "name": "cudaMemcpyAsync",
+            "ts": 8,
+            "dur": 1,
+            "args": {"correlation": 3},
+        },
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}},
     )
     rows, _, problems = read([path], 1_000 - BASE)
@@ -67,21 +96,55 @@ def test_read__returns_only_copies_between_host_and_device(tmp_path: Path) -> No
 
 def test_read__returns_kernels_with_their_launches(tmp_path: Path) -> None:
     events = [
-        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 10, "dur": 3, "args": {"device": 0, "correlation": 4}},
-        {"ph": "X", "cat": "kernel", "name": "ncclKernel_AllReduce", "ts": 12, "dur": 9, "args": {"device": 0}},
-        {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 6, "dur": 1, "args": {"correlation": 4}},
+        {
+            "ph": "X",
+            "cat": "kernel",
+            "name": "gemm",
+            "ts": 10,
+            "dur": 3,
+            "args": {"device": 0, "correlation": 4},
+        },
+        {
+            "ph": "X",
+            "cat": "kernel",
+            "name": "ncclKernel_AllReduce",
+            "ts": 12,
+            "dur": 9,
+            "args": {"device": 0},
+        },
+        {
+            "ph": "X",
+            "cat": "cuda_runtime",
+            "name": "cudaLaunchKernel",
+            "ts": 6,
+            "dur": 1,
+            "args": {"correlation": 4},
+        },
         copy("Memcpy DtoD (Device -> Device)", 50, device=0, stream=7, bytes=13),
     ]
-    earlier = write(tmp_path / "copies-2.json", *events[2:], events[0], base=BASE - 100_000)
-    _, kernels, problems = read([write(tmp_path / "copies-1.json", *events), earlier], -BASE)
+    earlier = write(
+        tmp_path / "copies-2.json", *events[2:], events[0], base=BASE - 100_000
+    )
+    _, kernels, problems = read(
+        [write(tmp_path / "copies-1.json", *events), earlier], -BASE
+    )
     assert problems == []
     assert kernels["start_ns"].tolist() == [-90_000, -50_000, 10_000, 12_000, 50_000]
     assert kernels["launch_ns"].tolist() == [-94_000, pd.NA, 6_000, pd.NA, pd.NA]
-    assert kernels["kind"].tolist() == ["compute", "copy", "compute", "communication", "copy"]
+    assert kernels["kind"].tolist() == [
+        "compute",
+        "copy",
+        "compute",
+        "communication",
+        "copy",
+    ]
 
 
 def test_read__leaves_unrecorded_values_of_a_copy_missing(tmp_path: Path) -> None:
-    unnamed, unknown = copy("Memcpy HtoD", 1, device=0), copy("Memcpy DtoH (Device -> Unknown)", 2, device=0, stream=3)
+    unnamed, unknown = (
+        copy("Memcpy HtoD", 1, device=0),
+        copy("Memcpy DtoH (Device -> Unknown)", 2, device=0, stream=3),
+    )
     rows, _, problems = read([write(tmp_path / "copies-1.json", unnamed, unknown)], 0)
     assert problems == []
     assert rows["bytes"].isna().all()
@@ -105,10 +168,14 @@ def test_read__returns_an_empty_table_for_no_files() -> None:
         '{"traceEvents": {}}',
     ],
 )
-def test_read__reports_a_broken_file_and_reads_the_others(tmp_path: Path, text: str) -> None:
+def test_read__reports_a_broken_file_and_reads_the_others(
+    tmp_path: Path, text: str
+) -> None:
     broken = tmp_path / "copies-1.json"
     broken.write_text(text)
-    complete = write(tmp_path / "copies-2.json", copy("Memcpy DtoH (Device -> Pinned)", 1, bytes=8))
+    complete = write(
+        tmp_path / "copies-2.json", copy("Memcpy DtoH (Device -> Pinned)", 1, bytes=8)
+    )
     rows, _, problems = read([broken, tmp_path / "gone.json", complete], 0)
     assert rows["bytes"].tolist() == [8]
     assert len(problems) == 2
@@ -118,9 +185,17 @@ def test_read__reports_a_broken_file_and_reads_the_others(tmp_path: Path, text: 
 
 
 def test_read__returns_copies_before_the_damage(tmp_path: Path) -> None:
-    cut = write(tmp_path / "copies-1.json", copy("Memcpy DtoH", 1, bytes=8), copy("Memcpy DtoH", 2, bytes=9))
+    cut = write(
+        tmp_path / "copies-1.json",
+        copy("Memcpy DtoH", 1, bytes=8),
+        copy("Memcpy DtoH", 2, bytes=9),
+    )
     cut.write_text(cut.read_text()[:-80])
-    damaged = write(tmp_path / "copies-2.json", copy("Memcpy DtoH", -1e300), copy("Memcpy DtoH", 3, bytes=10))
+    damaged = write(
+        tmp_path / "copies-2.json",
+        copy("Memcpy DtoH", -1e300),
+        copy("Memcpy DtoH", 3, bytes=10),
+    )
     rows, _, problems = read([cut, damaged], 0)
     assert rows["bytes"].tolist() == [8, 10]
     assert problems == [
@@ -131,7 +206,11 @@ def test_read__returns_copies_before_the_damage(tmp_path: Path) -> None:
 
 def test_spans_of__covers_whole_iterations_and_joins_slices_without_a_pause() -> None:
     phases = pd.DataFrame({"end_ns": [10, 20, 30, 40, 90]})
-    paths = [Path("x-copies-95-120.json"), Path("x-copies-21-31.json"), Path("x-copies-33-41.json")]
+    paths = [
+        Path("x-copies-95-120.json"),
+        Path("x-copies-21-31.json"),
+        Path("x-copies-33-41.json"),
+    ]
     assert slice_spans(paths, phases) == [(20, 41), (90, 120)]
     assert slice_spans([Path("x-copies-5-9.json")], phases) == [(5, 9)]
     assert slice_spans([Path("x-copies-1.json")], phases) == []

@@ -10,7 +10,13 @@ import pytest
 
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.spool import Spool
-from tests.profiler.recording.spools.test_recovery import FORWARD, SIZE, phase, recovered, step
+from tests.profiler.recording.spools.test_recovery import (
+    FORWARD,
+    SIZE,
+    phase,
+    recovered,
+    step,
+)
 
 
 @pytest.mark.parametrize(("fails", "kept"), [("short", 1), ("full", 0)])

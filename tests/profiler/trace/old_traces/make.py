@@ -37,27 +37,61 @@ SPOOLS_WRITTEN_S = 4
 
 def record(folder: Path) -> Path:
     """Record the job to its end."""
-    run = ebbtide("profile", "-o", "recorded.ebb", "--", sys.executable, "train.py", "0", cwd=folder)
+    run = ebbtide(
+        "profile",
+        "-o",
+        "recorded.ebb",
+        "--",
+        sys.executable,
+        "train.py",
+        "0",
+        cwd=folder,
+    )
     assert run.returncode == 0, run.stderr
     return folder / "recorded.ebb"
 
 
 def cut_off(folder: Path) -> Path:
     """Copy the trace of a job that still runs, without the lock."""
-    words = [sys.executable, "-m", "ebbtide", "profile", "-o", folder / "running.ebb", "--"]
+    words = [
+        sys.executable,
+        "-m",
+        "ebbtide",
+        "profile",
+        "-o",
+        folder / "running.ebb",
+        "--",
+    ]
     command = [*map(str, words), sys.executable, str(folder / "train.py"), "60"]
     with chdir(folder), running_process(command) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "trained\n"
         time.sleep(SPOOLS_WRITTEN_S)
-        shutil.copytree(folder / "running.ebb", folder / "cut-off.ebb", ignore=shutil.ignore_patterns("*.lock"))
+        shutil.copytree(
+            folder / "running.ebb",
+            folder / "cut-off.ebb",
+            ignore=shutil.ignore_patterns("*.lock"),
+        )
     return folder / "cut-off.ebb"
 
 
 def simulate(folder: Path) -> Path:
     """Simulate the update of a job of 13 billion parameters."""
-    workload = ["--workload", ROOT / "examples" / "workload-13b.json", "--machine", "a100-40gb-published"]
-    run = ebbtide("replay", *workload, "--policy", "zero-offload", "--save", "simulated", cwd=folder)
+    workload = [
+        "--workload",
+        ROOT / "examples" / "workload-13b.json",
+        "--machine",
+        "a100-40gb-published",
+    ]
+    run = ebbtide(
+        "replay",
+        *workload,
+        "--policy",
+        "zero-offload",
+        "--save",
+        "simulated",
+        cwd=folder,
+    )
     assert run.returncode == 0, run.stderr
     return folder / "simulated" / "zero-offload.ebb"
 
@@ -68,7 +102,11 @@ def keep(trace: Path, name: str) -> None:
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(trace, target)
     for file in target.rglob("*.json"):
-        file.write_text(file.read_text().replace(sys.executable, "python").replace(str(trace.parent), "/tmp/job"))
+        file.write_text(
+            file.read_text()
+            .replace(sys.executable, "python")
+            .replace(str(trace.parent), "/tmp/job")
+        )
     (FOLDER / f"{name}.json").write_text(ebbtide("summary", target, "--json").stdout)
 
 
