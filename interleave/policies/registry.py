@@ -325,9 +325,9 @@ def is_choice(text: str, choices: Sequence[str]) -> bool:
     """Return whether a text is one of some choices, of which `NAME:K` takes a number in
     place of K."""
     name, colon, number = text.partition(":")
-    if not colon:
-        return text in choices
-    return f"{name}:K" in choices and number.isdecimal() and int(number) > 0
+    if colon and f"{name}:K" in choices:
+        return number.isdecimal() and int(number) > 0
+    return text in choices
 
 
 def as_policy(policy: Policy | str) -> Policy:

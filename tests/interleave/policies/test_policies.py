@@ -23,6 +23,7 @@ from ebbtide.interleave.policies import (
     make_plan,
     policy,
 )
+from ebbtide.interleave.policies.registry import is_choice
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
 from tests.interleave.simulation.test_simulator import TEST_MACHINE, even
@@ -79,6 +80,14 @@ def test_make_plan__refuses_bad_strings() -> None:
             make_plan(text, even(4, gpu_free=((0.0, 1e9),)), TEST_MACHINE)
         assert message in str(error.value)
         assert "\n" not in str(error.value)
+
+
+def test_is_choice__takes_numbers_in_place_of_k_and_other_choices_as_they_are() -> None:
+    choices = ("none", "interleaved:2", "streamed:K")
+    for text in ("none", "interleaved:2", "streamed:1", "streamed:12"):
+        assert is_choice(text, choices), text
+    for text in ("streamed:K", "streamed:0", "streamed", "interleaved:3", "none:1", ""):
+        assert not is_choice(text, choices), text
 
 
 def test_with_options__leaves_defaults_out_and_the_rest_of_the_text_as_it_is() -> None:
