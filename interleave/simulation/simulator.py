@@ -1,6 +1,8 @@
 """The simulator: runs a plan in virtual time."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -238,5 +240,11 @@ def simulate_steps(plan: Plan, workload: Workload, machine: Machine) -> Steps:
 
 def plan_of_clipped_step(plan: Plan) -> Plan:
     """Return the plan of a step in which clipping changes what was speculated."""
-    again: Plan = seams.service("redone-plan")(plan)
-    return again
+    return _redone_plan()(plan)
+
+
+@cache
+def _redone_plan() -> Callable[[Plan], Plan]:
+    """Return the service, which searches ask for with many plans."""
+    redone: Callable[[Plan], Plan] = seams.service("redone-plan")
+    return redone

@@ -2,7 +2,9 @@
 free device memory."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 from ebbtide import seams
 from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
@@ -62,8 +64,16 @@ def plan_of(
     add_on_cpu()
     plan = builder.plan(validate=False)
     if overlap != NO_OVERLAP:
-        plan = seams.service("beside-step")(plan, workload, assignment, overlap)
+        plan = _beside_step()(plan, workload, assignment, overlap)
     return replace(plan, cpu_share=assignment.cpu_share) if assignment.on_cpu else plan
+
+
+@cache
+def _beside_step() -> Callable[[Plan, Workload, Assignment, Overlap], Plan]:
+    """Return the service, which searches ask for with many plans."""
+    beside_step: Callable[[Plan, Workload, Assignment, Overlap], Plan]
+    beside_step = seams.service("beside-step")
+    return beside_step
 
 
 class _Stream:
