@@ -1,6 +1,7 @@
 """The local search over assignments: random changes of roles and orders, of which those
 are taken that do not cost much."""
 
+from collections import deque
 from dataclasses import replace
 from random import Random
 
@@ -17,6 +18,9 @@ _GRADIENTS_IN_FLIGHT = (0, 1, 2)
 # A change is taken if the cost is no higher than so many changes ago (late acceptance
 # hill climbing, Burke and Bykov, "The late acceptance hill-climbing heuristic", 2017).
 _MEMORY_LENGTH = 12
+# With at most so many, a climb seldom leaves the roles that it begins with: it is
+# begun anew as long as work is left.
+_FEW_SUBGROUPS = 8
 # A climb ends after so many changes in a row that gave no new best plan of it.
 _PATIENCE = 120
 
@@ -33,16 +37,26 @@ class LocalSearch:
         self._random = Random(0)
 
     def run(self, starts: list[Assignment]) -> Assignment:
-        """Return the best assignment found from the starts."""
+        """Return the best assignment found from the starts, and then, of few subgroups,
+        from random changes of the best."""
         best = min(starts, key=self._costs.cost)
         best_cost = self._costs.cost(best)
-        for start in starts:
-            if self._done(best_cost):
-                break
+        is_small = len(self._costs.workload.subgroups) <= _FEW_SUBGROUPS
+        remaining = deque(starts)
+        while (remaining or is_small) and not self._done(best_cost):
+            start = remaining.popleft() if remaining else self._perturbed(best)
             improved, cost = self._climb(start)
             if cost < best_cost:
                 best, best_cost = improved, cost
         return best
+
+    def _perturbed(self, assignment: Assignment) -> Assignment:
+        """Return the assignment with other roles of about half of the subgroups."""
+        count = len(self._costs.workload.subgroups)
+        for _ in range(1 + count // 2):
+            subgroup, role = self._random.randrange(count), self._random.choice(ROLES)
+            assignment = self._with_role(assignment, subgroup, role)
+        return assignment
 
     def _done(self, best_cost: float) -> bool:
         return self._costs.ops_left <= 0 or best_cost <= self._target_s
