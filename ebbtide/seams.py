@@ -139,12 +139,18 @@ def features() -> dict[str, Feature]:
     packages = [f"{_GROUP}.{module.name}" for module in iter_modules(_own_folders())]
     packages += [entry.value for entry in entry_points(group=_GROUP)]
     present = {package: import_module(package).FEATURE for package in packages}
+    return with_needs(present)
+
+
+def with_needs(present: dict[str, Feature]) -> dict[str, Feature]:
+    """Return those features, by package, that have all features that they need."""
     names = {feature.name for feature in present.values()}
-    return {
+    usable = {
         package: feature
         for package, feature in present.items()
         if names.issuperset(feature.needs)
     }
+    return present if len(usable) == len(present) else with_needs(usable)
 
 
 def _own_folders() -> list[str]:

@@ -97,6 +97,18 @@ def test_feature__refuses_an_unknown_seam() -> None:
         Feature("hello", {"panel": {}})
 
 
+def test_with_needs__leaves_out_features_that_lack_one_and_those_that_need_these() -> (
+    None
+):
+    present = {
+        "a": Feature("a"),
+        "b": Feature("b", needs=("a",)),
+        "c": Feature("c", needs=("a", "missing")),
+        "d": Feature("d", needs=("c",)),
+    }
+    assert list(seams.with_needs(present)) == ["a", "b"]
+
+
 def test_service__that_is_not_there_is_a_line() -> None:
     with pytest.raises(UserError, match="'nothing', which is not installed"):
         seams.service("nothing")

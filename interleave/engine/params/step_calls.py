@@ -83,6 +83,7 @@ class StepCalls:
         self.is_active = False
         self.runner = runner
         self._hooks: list[StepHooks] = []
+        self._params: Sequence[torch.Tensor] = ()
         self._is_at_rest = False
         # The parameters that the last step has updated, those among them whose values
         # were recorded since, and the function that records them.
