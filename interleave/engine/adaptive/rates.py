@@ -2,8 +2,9 @@
 steps."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from ebbtide import seams
 from ebbtide.errors import UserError
@@ -70,9 +71,9 @@ def correct_rates(machine: Machine, schedule: Schedule) -> Machine:
     return corrected
 
 
-def _groups() -> Iterator[ObservedRates]:
-    yield _LINK_AND_COMPUTE
-    yield from seams.load_all("rates")
+@cache
+def _groups() -> Sequence[ObservedRates]:
+    return _LINK_AND_COMPUTE, *seams.load_all("rates")
 
 
 def _planning(machine: Machine) -> dict[str, float | None]:
