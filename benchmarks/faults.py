@@ -11,6 +11,8 @@ recording would have it. Needs gcc for the mock, and root for the job in a contr
 of its own. Prints Markdown.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import os

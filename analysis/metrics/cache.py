@@ -37,8 +37,8 @@ def once_per_trace(
 
 
 def kept_results(trace: Trace, ranks: Collection[int] | None = None) -> KeptResults:
-    """Return the results of a trace that `once_per_trace` keeps: those of some ranks,
-    or (None) without arguments."""
+    """Return the results that `once_per_trace` keeps of a trace for some ranks, or, if
+    `ranks` is None, the results without arguments."""
     firsts = {()} if ranks is None else {(rank,) for rank in ranks}
     selected = {
         name: {

@@ -47,8 +47,7 @@ class FrameworkSetup(Protocol):
 
     @property
     def recorded_policy(self) -> str | None:
-        """The policy that the job ran under: that of ebbtide's engine, or by the
-        configuration."""
+        """The policy of the recorded job, by ebbtide's engine or the configuration."""
 
     @property
     def checkpointing(self) -> bool | None:

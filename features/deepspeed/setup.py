@@ -190,9 +190,9 @@ class DeepSpeedSetup:
 
     @property
     def recorded_policy(self) -> str | None:
-        """The policy that the job ran under: that of ebbtide's engine, or by its
-        configuration, with the keys of the published interleaving
-        (`prefetch_optimizer`, `part_grads_async`); None: not known."""
+        """The policy of the recorded job, by ebbtide's engine or by its configuration,
+        with the keys of the published interleaving (`prefetch_optimizer`,
+        `part_grads_async`); None: not known."""
         if self.info.policy is not None:
             return self.info.policy
         offload = self.offload_config

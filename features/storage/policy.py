@@ -360,21 +360,15 @@ def with_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
     return replace(best, remark=remark).validate(workload)
 
 
-def with_default_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
-    """Return the plan of `with_storage` with the default layout, not validated: for
-    searches that make many plans."""
-    return (
-        stored_in(plan, workload, machine, DEFAULT_LAYOUT)
-        if _needs_storage(plan, workload, machine)
-        else plan
-    )
-
-
 def with_fitting_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
-    """Return the same, with the layout that needs the least host memory where the
-    default one does not fit."""
-    stored = with_default_storage(plan, workload, machine)
-    if stored is plan or not exceeds_host(stored, workload, machine):
+    """Return the plan of `with_storage` with the default layout, or, where that does
+    not fit, the layout that needs the least host memory.
+
+    It is not validated, for searches that make many plans."""
+    if not _needs_storage(plan, workload, machine):
+        return plan
+    stored = stored_in(plan, workload, machine, DEFAULT_LAYOUT)
+    if not exceeds_host(stored, workload, machine):
         return stored
     return stored_in(plan, workload, machine, SMALLEST_LAYOUT)
 

@@ -189,8 +189,8 @@ def slow_rank(metrics: JobMetrics) -> Finding | None:
 
 
 def _slowest_rank(metrics: JobMetrics) -> Finding | None:
-    """Compare the phase times of the rank that is slowest most often with those of the
-    median other rank."""
+    """Compare the phase times of two ranks: the one that is slowest most often, and the
+    median of the others."""
     stats = metrics.iterations([])
     if not stats.slowest_rank or stats.counted < _MIN_ITERATIONS:
         return None
@@ -311,8 +311,7 @@ _DRIFT_ADVICE = {
 
 @rule("drift", ENOUGH_VALUES)
 def drift(metrics: JobMetrics) -> Finding | None:
-    """Report every quantity that `find_drifts` finds; the gain is that of the iteration
-    time."""
+    """Report each quantity that drifts. Only the iteration time has a gain."""
     drifts = metrics.drifts
     if not drifts:
         return None

@@ -286,8 +286,8 @@ def _add_streams(builder: GraphBuilder, nodes: RankNodes) -> None:
 
 
 def _add_waits(builder: GraphBuilder, nodes: RankNodes) -> None:
-    """Add the waits of the host for the device, and those of streams for each other
-    where they were recorded."""
+    """Add the waits of the host for the device, and the recorded waits of streams for
+    each other."""
     work, calls = nodes.work, nodes.calls
     ends, streams = work["end_ns"].to_numpy(np.int64), work["stream"].to_numpy(np.int64)
     launches = work["launch_ns"].to_numpy(np.int64) + nodes.shift_ns

@@ -31,7 +31,7 @@ from ebbtide.interleave.engine.numerics.host_arrays import check_tensors, check_
 from ebbtide.interleave.engine.numerics.norm import BLOCK, total
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.rules.adamw import ADAMW
-from ebbtide.interleave.engine.rules.rule import ScaledMoments, UpdateRule
+from ebbtide.interleave.engine.rules.rule import UpdateRule
 
 
 class SharedHostMemory:
@@ -306,28 +306,23 @@ def _load_updates(updates: Sequence[TensorUpdate]) -> tuple[int, torch.Tensor]:
 
 
 def _other_columns(item: TensorUpdate) -> list[int]:
-    scaled = item.rule.scaled
-    if scaled is None:
+    if item.rule.scaled is None:
         return [item.position] if item.rule.rounds else []
     scales = item.state[1 + len(item.rule.moments) :]
     return [
-        tensor.data_ptr() for tensor in (_data_type(scaled, item.out.device), *scales)
+        tensor.data_ptr()
+        for tensor in (_data_type(item.rule, item.out.device), *scales)
     ]
 
 
-# By the identity of the moments, which rules keep.
-_DATA_TYPES: dict[tuple[int, torch.device], torch.Tensor] = {}
-
-
-def _data_type(scaled: ScaledMoments, device: torch.device) -> torch.Tensor:
+@cache
+def _data_type(rule: UpdateRule, device: torch.device) -> torch.Tensor:
     """Return the numbers and the middles between them of each moment, 256 each."""
-    key = id(scaled), device
-    if key not in _DATA_TYPES:
-        infinite = np.full(1, np.inf, np.float32)
-        pairs = zip(scaled.values, scaled.middles, strict=True)
-        rows = [row for values, middles in pairs for row in (values, middles, infinite)]
-        _DATA_TYPES[key] = torch.from_numpy(np.concatenate(rows)).to(device)
-    return _DATA_TYPES[key]
+    assert rule.scaled is not None
+    infinite = np.full(1, np.inf, np.float32)
+    pairs = zip(rule.scaled.values, rule.scaled.middles, strict=True)
+    rows = [row for values, middles in pairs for row in (values, middles, infinite)]
+    return torch.from_numpy(np.concatenate(rows)).to(device)
 
 
 @cache

@@ -33,7 +33,6 @@ _WORST_CASE = Machine(
     gpu_update_params_per_s=1e15,
 )
 _FAST_STORAGE = StoragePath(read_bytes_per_s=1e13, write_bytes_per_s=1e13)
-# What the blocks contain that operations take and give back.
 
 
 @dataclass
