@@ -19,6 +19,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import traceback
 from collections.abc import (
     Callable,
     Collection,
@@ -203,6 +204,25 @@ def pytest_runtest_makereport(
             (str(item.path), 0, "its feature is not there"),
         )
     return report
+
+
+_TEST_PROCESS = os.getpid()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_pyfunc_call() -> Generator[None, object, object]:
+    """End a child that a test has forked and that leaves its function: it would go on
+    with the next tests, and pytest-xdist take its reports for those of its parent."""
+    try:
+        return (yield)
+    except BaseException:
+        if os.getpid() != _TEST_PROCESS:
+            traceback.print_exc()
+        raise
+    finally:
+        if os.getpid() != _TEST_PROCESS:
+            os.write(2, b"A forked child has left the function of its test.\n")
+            os._exit(70)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
