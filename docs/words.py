@@ -79,7 +79,9 @@ def count(text: str, name: str = "") -> PageCount:
     for line in text.splitlines():
         is_fence = _FENCE.match(line) is not None
         in_comment |= line.startswith("<!--")
-        is_code = in_code or is_fence or in_comment
+        is_indented = line.startswith("    ") and not is_open
+        is_indented &= _LIST_ITEM.match(line) is None
+        is_code = in_code or is_fence or in_comment or is_indented
         is_table = not is_code and line.lstrip().startswith("|")
         kind = "code" if is_code else "tables" if is_table else "prose"
         words[kind] += len(line.split())
