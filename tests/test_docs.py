@@ -17,6 +17,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "traces" / "README.md",
+    ROOT / "examples" / "streaming" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 
@@ -62,8 +63,8 @@ def test_readme__is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 1500
 
 
-def test_questions__name_every_command() -> None:
-    text = (ROOT / "docs" / "questions.md").read_text()
+def test_index__names_every_command() -> None:
+    text = (ROOT / "docs" / "README.md").read_text()
     assert [
         entry.name
         for entry in find_commands(None)
