@@ -3,8 +3,9 @@
     python docs/words.py [--sentences]
 
 Words are separated by white space and have a letter or a digit, so the bars of tables are
-none. Sentences are those of prose: paragraphs and list items, without tables, code,
-pictures and lists of fields, whose items begin with code. The exit status is 1 if there are more words, or longer sentences, than
+none; comments, which readers do not see, do not count. Sentences are those of prose:
+paragraphs and list items, without tables, code, pictures and lists of fields, whose items
+begin with code. The exit status is 1 if there are more words, or longer sentences, than
 the limits allow.
 """
 
@@ -35,7 +36,7 @@ class PageCount:
         name: Path of the page from the root of the repository.
         prose: Words of paragraphs, lists and headings.
         tables: Words of tables.
-        code: Words of code blocks and comments.
+        code: Words of code blocks.
         sentences: The sentences of its prose.
     """
 
@@ -84,12 +85,11 @@ def count(text: str, name: str = "") -> PageCount:
         is_code = in_code or is_fence or in_comment or is_indented
         is_table = not is_code and line.lstrip().startswith("|")
         kind = "code" if is_code else "tables" if is_table else "prose"
-        words[kind] += sum(map(_is_word, line.split()))
+        words[kind] += 0 if in_comment else sum(map(_is_word, line.split()))
         in_code ^= is_fence
         in_comment &= "-->" not in line
-        if kind != "prose" or not line.strip() or line.startswith(("#", "![")):
-            is_open = False
-        elif _FIELD.match(line):
+        is_sentence = kind == "prose" and bool(line.strip())
+        if not is_sentence or line.startswith(("#", "![")) or _FIELD.match(line):
             is_open = False
         elif is_open and not _LIST_ITEM.match(line):
             paragraphs[-1] += " " + line.strip()
