@@ -71,6 +71,7 @@ def first_device(trace: Trace, rank: int) -> DeviceInfo:
     return trace.rank(rank).main_device
 
 
+RSS = "rss"
 # Pools that count the memory of a device, the most complete first.
 _FREE_POOLS = (
     "device",
@@ -78,6 +79,8 @@ _FREE_POOLS = (
     "reserved",
     "allocated",
     "requested",
+    # On the CPU: what the whole process holds, not torch alone.
+    RSS,
     "tensors",
     "heap",
 )
@@ -102,6 +105,8 @@ def peak_pool(trace: Trace) -> str | None:
 
 def _first_recorded(trace: Trace, pools: tuple[str, ...]) -> str | None:
     recorded = _recorded_pools(trace)
+    if not ran_on_cpu(trace):
+        recorded -= {RSS}
     if trace.meta.options.on_demand:
         # Allocations are known in fewer iterations than the other pools.
         pools = (

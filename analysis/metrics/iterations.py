@@ -361,6 +361,7 @@ _CLOCK_TIMES = {
     "phases": ("start_ns", "end_ns"),
     "iteration_marks": ("start_ns", "end_ns"),
     "memory": ("t_ns",),
+    "allocations": ("start_ns", "end_ns"),
 }
 
 
@@ -377,16 +378,12 @@ def on_device_clock(trace: Trace) -> Trace:
     def load(rank: int, name: str) -> Columns:
         if rank not in clocks or name not in _CLOCK_TIMES:
             return trace.columns(rank, name)
-        rows, to_device = trace.table(rank, name), clocks[rank]
-        return Columns(
-            name,
-            rows.assign(
-                **{
-                    key: to_device(rows[key].to_numpy(np.int64))
-                    for key in _CLOCK_TIMES[name]
-                }
-            ),
-        )
+        rows = trace.table(rank, name)
+        for key in _CLOCK_TIMES[name]:
+            times, known = rows[key].copy(), rows[key].notna()
+            times[known] = clocks[rank](times[known].to_numpy(np.int64))
+            rows = rows.assign(**{key: times})
+        return Columns(name, rows)
 
     return Trace(trace.path, trace.raw_meta, load, trace.labels) if clocks else trace
 

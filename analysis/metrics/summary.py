@@ -126,8 +126,8 @@ class PhaseSummary:
     h2d_bytes: int | None
     # Bytes moved to the host per iteration, median over iterations and ranks.
     d2h_bytes: int | None
-    # `median_ms` as a share of `Summary.iteration_ms`. Medians need not add up, so
-    # shares need not either.
+    # `median_ms` as a share of the sum over phases: shares add up to 1, medians need
+    # not add up to `Summary.iteration_ms`.
     share: float | None
     # `low_ms`, `high_ms`: of a predicted trace, `median_ms` under fast and under slow
     # assumptions.
@@ -307,6 +307,7 @@ def _summarize(trace: Trace) -> Summary:
         for direction in DIRECTIONS
     }
     phases = []
+    shares = _shares(trace)
     for phase in ITERATION_PARTS:
         phase_times = slowest.columns[phase]
         median = median_ms(trace, phase)
@@ -330,7 +331,7 @@ def _summarize(trace: Trace) -> Summary:
                 d2h_bytes=_median_bytes(moved["d2h"][phase])
                 if median is not None
                 else None,
-                share=median / total if median is not None and total else None,
+                share=shares.get(phase),
                 **(
                     asdict(times)
                     if (times := predicted_range(trace, phase)) is not None
@@ -501,6 +502,15 @@ def _remarks(trace: Trace) -> list[str]:
             "this trace is not finished: its recording was cut off or is still running"
         )
     return remarks
+
+
+def _shares(trace: Trace) -> dict[str, float]:
+    """Return the shares of the known parts of iterations in the sum of their
+    medians."""
+    medians = {part: median_ms(trace, part) for part in ITERATION_PARTS}
+    known = {part: ms for part, ms in medians.items() if ms is not None}
+    whole = sum(known.values())
+    return {part: ms / whole for part, ms in known.items()} if whole else {}
 
 
 def _median_bytes(values: Floats) -> int | None:

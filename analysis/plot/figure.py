@@ -20,6 +20,7 @@ from ebbtide.analysis.plot.panels import (
     NOTE_COLOR,
     IterationRange,
     PanelDrawing,
+    View,
     draw_phases,
     make_views,
     shared_scale,
@@ -27,6 +28,7 @@ from ebbtide.analysis.plot.panels import (
 from ebbtide.analysis.plot.text import number_iterations, plain_text, shorten_text
 from ebbtide.analysis.timeline.panels import Scale
 from ebbtide.profiler.trace import Trace
+from ebbtide.units import ms_text
 
 _WIDTH = 11.0
 # Points: the widest text of a legend, and the sizes of the fonts.
@@ -61,8 +63,10 @@ def draw(
     and UserError for another kind."""
     drawer = find_kind(kind)
     layout = Layout(*((3.6, 1.7) if len(traces) == 1 else (2.4, 1.4)), min_bytes)
-    if kind == "windows":
-        traces = [*map(on_device_clock, traces)]
+    traces = [
+        on_device_clock(trace) if kind == "windows" or is_predicted(trace) else trace
+        for trace in traces
+    ]
     stacks = [drawer.panels(view, layout) for view in make_views(traces, span, rank)]
     panels = [drawing for stack in stacks for drawing in stack]
     scales = {
@@ -165,14 +169,21 @@ def _notes(stack: Sequence[PanelDrawing], kind: str) -> str:
             ["no memory was recorded"] if not names & {"memory", "host memory"} else []
         )
         notes += ["no GPU link was recorded"] if "link" not in names else []
+    if view.loading_ns:
+        notes.append(f"{ms_text(view.loading_ns / 1e6)} of loading before")
     if not view.has_room_for_phases and kind != "ranks":
         notes.append("phases too short to draw: show fewer --iterations")
-    elif view.has_gpu_times and any(drawing.panel.on_gpu for drawing in stack):
+    elif not is_predicted(view.trace) and _are_on_gpu(view, stack):
         on_gpu = " and ".join(drawing.name for drawing in stack if drawing.panel.on_gpu)
         notes.append(f"phases behind the {on_gpu}: GPU times")
     return " · ".join(
         [*notes, *(remark for drawing in stack for remark in drawing.notes)]
     )
+
+
+def _are_on_gpu(view: View, stack: Sequence[PanelDrawing]) -> bool:
+    """Return whether phases behind some panels have times of the GPU."""
+    return view.has_gpu_times and any(drawing.panel.on_gpu for drawing in stack)
 
 
 def _set_title(axes: Axes, name: str) -> None:
@@ -202,9 +213,8 @@ def _write_head(axes: Axes, drawing: PanelDrawing, name: str, notes: str) -> Non
         **style,
     )
     spans, axis = drawing.view.iteration_spans(drawing.panel.on_gpu), drawing.view.axis
-    middles = (
-        axis.x(spans["start_ns"].to_numpy()) + axis.x(spans["end_ns"].to_numpy())
-    ) / 2
+    starts = axis.x(spans["start_ns"].to_numpy().clip(axis.start_ns))
+    middles = (starts + axis.x(spans["end_ns"].to_numpy())) / 2
     number_iterations(axes, middles, spans["iteration"].tolist())
 
 

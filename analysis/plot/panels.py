@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.analysis.metrics.prediction import is_predicted
 from ebbtide.analysis.timeline.axis import TimeAxis, recorded_interval
 from ebbtide.analysis.timeline.boxes import clip_boxes, has_gpu_times, phase_boxes
 from ebbtide.analysis.timeline.panels import (
@@ -103,6 +104,15 @@ class View:
         )
 
     @cached_property
+    def loading_ns(self) -> int:
+        """Time of a dry run before its first forward, which the view leaves out."""
+        if not is_predicted(self.trace):
+            return 0
+        spans = intervals(self.trace, self.rank, device_times=False).spans
+        starts = spans["start_ns"]
+        return max(0, self.axis.start_ns - int(starts.min())) if len(starts) else 0
+
+    @cached_property
     def has_room_for_phases(self) -> bool:
         """Whether iterations are long enough to draw their phases."""
         spans = self.iteration_spans(on_gpu=False)
@@ -155,7 +165,10 @@ def _bounds(trace: Trace, rank: int, iterations: IterationRange) -> tuple[int, i
     phases, spans = trace.phases(rank), intervals(trace, rank, device_times=False).spans
     if spans.empty:
         return recorded
-    start = int(pd.concat([phases["start_ns"], spans["start_ns"]]).min())
+    starts = phases["start_ns"]
+    if not is_predicted(trace):
+        starts = pd.concat([starts, spans["start_ns"]])
+    start = int(starts.min())
     end = int(pd.concat([phases["end_ns"], phases["gpu_end_ns"].dropna()]).max())
     return start, min(end + int((end - start) * _SHARE_AFTER_LAST_PHASE), recorded[1])
 

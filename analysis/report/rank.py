@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ebbtide.analysis.metrics.iteration_stats import Iterations
+from ebbtide.analysis.metrics.iterations import on_device_clock
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.link import LinkUse
+from ebbtide.analysis.metrics.prediction import is_predicted
 from ebbtide.analysis.metrics.ranks.comparison import rank_differences
 from ebbtide.analysis.metrics.ranks.rank_series import phase_series
 from ebbtide.analysis.metrics.windows import find_windows
@@ -67,9 +69,11 @@ def rank_view(
     """Collect the content of the page on one rank."""
     trace, rank = metrics.trace, shown.rank
     windows = metrics.windows(min_bytes, [rank])
-    # The timeline is on the clock of the host, the tables on that of the GPU.
-    drawn = find_windows(trace, min_bytes, [rank])
-    content = timeline_content(trace, rank, drawn if drawn.windows else None, limits)
+    # The timeline of a recording is on the clock of the host, the tables on that of the
+    # GPU.
+    timeline = on_device_clock(trace) if is_predicted(trace) else trace
+    drawn = find_windows(timeline, min_bytes, [rank])
+    content = timeline_content(timeline, rank, drawn if drawn.windows else None, limits)
     steps = metrics.substeps([rank])
     holders, path = metrics.holders(rank), metrics.rank(rank).critical_path
     substeps = (

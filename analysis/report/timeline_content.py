@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.metrics.iterations import intervals
+from ebbtide.analysis.metrics.prediction import is_predicted
 from ebbtide.analysis.metrics.windows import Windows
 from ebbtide.analysis.report.page_panels import (
     Lanes,
@@ -229,6 +230,9 @@ def timeline_content(
         spans[column].to_numpy(np.int64) for column in ("start_ns", "end_ns")
     )
     initial = (int(starts.min()), int(ends.max())) if len(spans) else recorded
+    if len(spans) and is_predicted(trace):
+        # Without loading.
+        initial = int(trace.phases(rank)["start_ns"].min()), initial[1]
     start, end = recorded[0], max(recorded[1], recorded[0] + 1)
     axis = TimeAxis(initial[0], start, end, end - start)
     panels = page_panels(trace, rank, axis, limits.points)
@@ -295,7 +299,7 @@ def _strips(
 ) -> Iterator[Strip]:
     names = {
         "phases": len(trace.phases(rank)) > 0,
-        "on GPU": _has_gpu_times(trace, rank),
+        "on GPU": _has_gpu_times(trace, rank) and not is_predicted(trace),
     }
     for name in (name for name, is_recorded in names.items() if is_recorded):
         boxes = sampler.sample(phase_boxes(trace, rank, name == "on GPU"))

@@ -196,7 +196,7 @@ def ranges_text(gpu_name: str = "all") -> str:
         if name in gpu_name:
             return (
                 f"80 % range; held {100 * record['held']:.0f} % of {record['runs']:,} "
-                "runs predicted blind"
+                "runs of known sources, not tested on others"
             )
     return "80 % range; no run of this card was compared"
 
