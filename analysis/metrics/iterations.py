@@ -380,8 +380,8 @@ def on_device_clock(trace: Trace) -> Trace:
             return trace.columns(rank, name)
         rows = trace.table(rank, name)
         for key in _CLOCK_TIMES[name]:
-            times, known = rows[key].copy(), rows[key].notna()
-            times[known] = clocks[rank](times[known].to_numpy(np.int64))
+            times, has_time = rows[key].copy(), rows[key].notna()
+            times[has_time] = clocks[rank](times[has_time].to_numpy(np.int64))
             rows = rows.assign(**{key: times})
         return Columns(name, rows)
 

@@ -507,10 +507,13 @@ def _remarks(trace: Trace) -> list[str]:
 def _shares(trace: Trace) -> dict[str, float]:
     """Return the shares of the known parts of iterations in the sum of their
     medians."""
-    medians = {part: median_ms(trace, part) for part in ITERATION_PARTS}
-    known = {part: ms for part, ms in medians.items() if ms is not None}
-    whole = sum(known.values())
-    return {part: ms / whole for part, ms in known.items()} if whole else {}
+    medians = {
+        part: ms
+        for part in ITERATION_PARTS
+        if (ms := median_ms(trace, part)) is not None
+    }
+    whole_ms = sum(medians.values())
+    return {part: ms / whole_ms for part, ms in medians.items()} if whole_ms else {}
 
 
 def _median_bytes(values: Floats) -> int | None:

@@ -14,6 +14,7 @@ _LONG: Dash = (6, 1.5)
 _SHORT: Dash = (2.5, 1)
 _DOTTED: Dash = (1, 1)
 _DASH_DOT: Dash = (3, 1, 1, 1)
+_DASH_DOT_DOT: Dash = (6, 1.2, 1, 1.2, 1, 1.2)
 
 
 class Color(NamedTuple):
@@ -125,7 +126,7 @@ POOL_STYLES = {
     "requested": LineStyle("requested", 1.0, _DOTTED),
     "tensors": LineStyle("tensors", 1.5, _DASH_DOT),
     "heap": LineStyle("heap", 1.5),
-    "rss": LineStyle("rss", 1.2, (5, 1.5)),
+    "rss": LineStyle("rss", 1.2, _DASH_DOT_DOT),
     "host": LineStyle("host", 1.5),
     "pinned": LineStyle("pinned", 1.3, _DASH_DOT),
     "swap": LineStyle("swap", 1.2, _DOTTED),

@@ -111,9 +111,10 @@ class RecordedCommand:
     service: JobService | None = None
 
 
-def start_collector(command: RecordedCommand) -> Collector:
+def start_collector(command: RecordedCommand, finished: int | None = None) -> Collector:
     """Start the collector of the job that this process is about to become; return once
-    the trace exists. Executing another program in this process closes a pipe, which
+    the trace exists. It keeps the descriptor `finished` open until the trace is
+    finished. Executing another program in this process closes a pipe, which
     begins the sampling. The job does not get the socket of the service. Raises
     TraceError, and leaves nothing behind, if the trace cannot be created."""
     sys.stdout.flush()
@@ -127,7 +128,7 @@ def start_collector(command: RecordedCommand) -> Collector:
         if os.fork() == 0:
             os.close(status_read)
             os.close(failure_write)
-            _run(command, job, status_write, failure_read)
+            _run(command, job, status_write, failure_read, finished)
         os._exit(0)
     os.waitpid(child, 0)
     os.close(status_write)
@@ -143,7 +144,9 @@ def start_collector(command: RecordedCommand) -> Collector:
     return Collector(status_read, failure_write)
 
 
-def _run(command: RecordedCommand, job: int, status: int, failure: int) -> NoReturn:
+def _run(
+    command: RecordedCommand, job: int, status: int, failure: int, finished: int | None
+) -> NoReturn:
     """Be the collector, from the fork to its end."""
     try:
         # What has the name in this process may be another stream.
@@ -158,6 +161,7 @@ def _run(command: RecordedCommand, job: int, status: int, failure: int) -> NoRet
             failure,
             job_end,
             *([command.service.fileno()] if command.service else []),
+            *([] if finished is None else [finished]),
         )
         _collect(command, job, job_end, status, failure)
     except TraceError as error:

@@ -4,8 +4,10 @@ own place or beside itself."""
 import contextlib
 import errno
 import os
+import select
 import shutil
 import signal
+import time
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -31,18 +33,26 @@ _FORWARDED = (
     signal.SIGUSR2,
 )
 
+# Of signals that the kernel sends, for the keys of a terminal.
+_SI_KERNEL = 0x80
+# So long a terminal waits for the trace of a job that has ended.
+_FINISH_SECONDS = 60.0
 
-def profile(job: RecordedCommand, output_to: int | None = None) -> NoReturn:
+
+def profile(
+    job: RecordedCommand, output_to: int | None = None, finished: int | None = None
+) -> NoReturn:
     """Become the job, whose training processes are recorded into a trace. It keeps this
     process's id, terminal, signals and standard streams (unless it gets `output_to` as
     stdout and stderr), and its exit status is its own. A collector finishes the trace
-    afterwards, and prints where it is to stderr. Raises TraceError, and leaves nothing
-    behind, if the command cannot be executed or the trace cannot be created."""
+    afterwards, prints where it is to stderr, and closes the descriptor `finished`.
+    Raises TraceError, and leaves nothing behind, if the command cannot be executed or
+    the trace cannot be created."""
     require_linux()
     program = job.words[0]
     if shutil.which(program) is None:
         raise TraceError(f"cannot run {program}: {_why_not(program)}")
-    collector = start_collector(job)
+    collector = start_collector(job, finished)
     write_nested_marker()
     for number in _DEFAULT:
         signal.signal(number, signal.SIG_DFL)
@@ -59,6 +69,46 @@ def profile(job: RecordedCommand, output_to: int | None = None) -> NoReturn:
         reason = f"cannot run {program}: {error.strerror or error}"
         collector.cancel(reason)
         raise TraceError(reason) from None
+
+
+def profile_in_terminal(job: RecordedCommand) -> int:
+    """Record a job in a child of this process, which gets the keys of the terminal, and
+    return its exit code once its trace is finished; end as the job if a signal has
+    ended it. Raises TraceError in the child as `profile` does."""
+    finished_read, finished_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(finished_read)
+        profile(job, finished=finished_write)
+    os.close(finished_write)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_FORWARDED, signal.SIGCHLD))
+    while not _has_ended(pid):
+        received = signal.sigwaitinfo((*_FORWARDED, signal.SIGCHLD))
+        # The keys of the terminal reach the job, too.
+        is_of_kernel = received.si_code == _SI_KERNEL
+        if received.si_signo != signal.SIGCHLD and not is_of_kernel:
+            os.kill(pid, received.si_signo)
+    # Processes of the job may go on in the background.
+    deadline_s = time.monotonic() + _FINISH_SECONDS
+    is_finished = False
+    while not is_finished and time.monotonic() < deadline_s:
+        is_finished = bool(select.select([finished_read], [], [], 0.1)[0])
+        if signal.sigpending() & {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}:
+            break
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code < 0:
+        with contextlib.suppress(OSError):  # of SIGKILL
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return code if code >= 0 else 128 - code
+
+
+def _has_ended(pid: int) -> bool:
+    """Return whether a child has ended. It is not reaped: the collector reads from it
+    how it has ended."""
+    flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
+    return os.waitid(os.P_PID, pid, flags) is not None
 
 
 def _why_not(program: str) -> str:
@@ -120,9 +170,7 @@ class BackgroundJob:
                 break
             self._text += part
             self._is_finished = not part
-        # The process is not reaped yet: the collector reads from it how it has ended.
-        flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
-        return self._is_finished and os.waitid(os.P_PID, self.pid, flags) is not None
+        return self._is_finished and _has_ended(self.pid)
 
     def interrupt(self) -> None:
         """Send SIGINT to all processes of the job's group, as Ctrl-C in its terminal

@@ -48,7 +48,9 @@ def test_track_record__is_those_of_the_stored_predictions() -> None:
 def test_texts__are_short_and_are_what_the_page_says() -> None:
     record, updates = track_record()["iterations"]["all"], track_record()["updates"]
     share = f"held {100 * record['held']:.0f} % of {record['runs']:,} runs"
-    assert ranges_text() == f"80 % range; {share} of known sources, not tested on others"
+    assert (
+        ranges_text() == f"80 % range; {share} of known sources, not tested on others"
+    )
     page = (ROOT / "docs" / "accuracy.md").read_text()
     assert share in page
     assert f"mean error {100 * updates['mean_error']:.1f} %" in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import time
@@ -133,12 +134,13 @@ def profile(
     """Record the phases, memory and link use of a training job.
 
     The job takes the place of this command: it runs unchanged, with its own process id,
-    output, signals and exit status. The trace is finished when it has ended. With
-    --watch it is a child of this command. In its name {host} is the name of this
-    host."""
+    output, signals and exit status. The trace is finished when it has ended. In a
+    terminal it is a child of this command, which waits for the trace. In its name
+    {host} is the name of this host."""
     from ebbtide.profiler.agent.options import Options
     from ebbtide.profiler.recording.collector import RecordedCommand
     from ebbtide.profiler.recording.launch import profile as profile_job
+    from ebbtide.profiler.recording.launch import profile_in_terminal
 
     if attach is not None:
         if (
@@ -198,7 +200,7 @@ def profile(
     if watch:
         status: int = seams.service("profile-view")(job)
         return status
-    return profile_job(job)
+    return profile_in_terminal(job) if os.isatty(2) else profile_job(job)
 
 
 def _fill_placeholders(output: str) -> str:

@@ -412,6 +412,11 @@ def test_page__fits_a_narrow_screen(chrome: Chrome, shown: Any, copies: Trace) -
 
         width = run(chrome, FIGURE + "return figure('memory').inner_width")
         assert 200 < width < 390
+        # Nothing of a table is behind a scroll bar.
+        widest = "return Math.max(...[...document.querySelectorAll('.scroll')].map"
+        assert (
+            run(chrome, widest + "((box) => box.scrollWidth - box.clientWidth))") == 0
+        )
     finally:
         chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
