@@ -22,6 +22,8 @@ from ebbtide.features.dryrun.launch import (
     become_dry_run,
     launcher_followed,
 )
+from ebbtide.features.dryrun.session import DryRun, DryRunOptions
+from ebbtide.features.dryrun.trace_of_run import trace_of_run
 from ebbtide.foreign_text import printable_line
 from ebbtide.machines.machine import machine_from
 from ebbtide.terminal_lines import print_note
@@ -37,14 +39,6 @@ def main(arguments: list[str]) -> int:
 
     `arguments`: path of the trace, settings as JSON, and the job (a script, `-m MODULE`
     or `-c CODE`, and its arguments)."""
-    try:
-        from ebbtide.features.dryrun.session import DryRun, DryRunOptions
-        from ebbtide.features.dryrun.trace_of_run import trace_of_run
-    except ImportError as error:
-        return fail(
-            "a dry run needs torch 2.13, which `pip install 'ebbtide[dry-run]'` adds: "
-            f"{error}"
-        )
     output, words, *job = arguments
     settings = json.loads(words)
     own = {

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
 from ebbtide.features.dryrun.session import DryRun
 from ebbtide.features.dryrun.time.phase_tracker import FakePhase
@@ -60,7 +59,7 @@ def trace_of_run(run: DryRun, command: Sequence[str] = ()) -> TraceBuilder:
         stopped="iterations" if run.finished else "closed",
         argv=list(command),
         python=sys.version.split()[0],
-        torch=torch.__version__,
+        torch=run.backend.torch_version,
     )
     if run.model:
         rank.meta.update(

@@ -18,22 +18,24 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ebbtide.features.dryrun.device.attention import WHOLE_ON_DEVICE
-from ebbtide.features.dryrun.device.collectives import (
+from ebbtide.features.dryrun.errors import CannotFakeError
+from ebbtide.features.dryrun.memory.call_stacks import CallStacks
+from ebbtide.features.dryrun.sink import Charge, Sink
+from ebbtide.features.dryrun.torch_2_13.device.attention import WHOLE_ON_DEVICE
+from ebbtide.features.dryrun.torch_2_13.device.collectives import (
     COLLECTIVE_NAMESPACES,
     Collectives,
 )
-from ebbtide.features.dryrun.device.known_calls import KnownCalls
-from ebbtide.features.dryrun.device.unknown_shapes import UnknownShapes
-from ebbtide.features.dryrun.errors import CannotFakeError
-from ebbtide.features.dryrun.memory.device_memory import (
-    CallStacks,
-    DeviceMemory,
-    FakeHostMemory,
+from ebbtide.features.dryrun.torch_2_13.device.known_calls import KnownCalls
+from ebbtide.features.dryrun.torch_2_13.device.unknown_shapes import UnknownShapes
+from ebbtide.features.dryrun.torch_2_13.operations.kernel_work import charge_of
+from ebbtide.features.dryrun.torch_2_13.operations.shadow_values import (
+    MAX_ELEMENTS,
+    ShadowValues,
+    tensors_in,
 )
-from ebbtide.features.dryrun.memory.workspaces import KernelWorkspaces
-from ebbtide.features.dryrun.shadow_values import MAX_ELEMENTS, ShadowValues, tensors_in
-from ebbtide.features.dryrun.time.clock import OperationTimer, VirtualClock
+from ebbtide.features.dryrun.torch_2_13.operations.storages import FollowedStorages
+from ebbtide.features.dryrun.torch_2_13.operations.workspaces import KernelWorkspaces
 from ebbtide.machines.kernels.rates import KernelWork
 from ebbtide.profiler.agent.patches import wrapper
 
@@ -98,33 +100,27 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
     Tensors of the host with more than `MAX_ELEMENTS` elements are fake too: weights
     before they are moved.
 
-    `modules`: names of the modules that run, the innermost last.
-
     `enabled`: false while a checkpoint is loaded."""
 
     def __init__(
         self,
-        clock: VirtualClock,
-        memory: DeviceMemory,
+        sink: Sink,
         stacks: CallStacks,
-        modules: list[str],
+        storages: FollowedStorages,
         workspaces: KernelWorkspaces,
-        host_memory: FakeHostMemory,
     ) -> None:
         super().__init__()
         self.fake_mode = HostlessFakeMode(
             allow_fallback_kernels=False, allow_non_fake_inputs=True
         )
-        self.modules = modules
         self.fake_mode.cache_enabled = False
         self._calls = KnownCalls(self.fake_mode)
         self.values = ShadowValues()
         self.shapes = UnknownShapes(self.fake_mode, self.values)
         self.enabled = True
-        self._clock, self._memory, self._stacks = clock, memory, stacks
-        self._timer = OperationTimer(clock, modules)
-        self.collectives = Collectives(clock, self.values)
-        self._workspaces, self._host_memory = workspaces, host_memory
+        self._sink, self._clock = sink, sink.clock
+        self._stacks, self._storages, self._workspaces = stacks, storages, workspaces
+        self.collectives = Collectives(sink.clock, self.values)
         # Fake tensors work in one thread at a time.
         self._lock = threading.RLock()
 
@@ -197,19 +193,15 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
 
     def follow_kernel(self, work: KernelWork, outputs: list[Any]) -> None:
         """Charge a kernel that has run beside the mode, and follow what it made."""
-        self._timer.run_kernel(work)
+        self._sink.op(Charge(work), is_in_backward())
         for tensor in outputs:
-            self._memory.add(
-                tensor.untyped_storage(),
-                self._stacks.current(),
-                self.modules[-1] if self.modules else None,
-            )
+            self._storages.add(tensor.untyped_storage(), self._stacks.current())
 
     def host_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
         """Return a fake tensor of the host, whatever its size."""
         with self.fake_mode:
             tensor = torch.empty(shape, dtype=dtype)
-        self._host_memory.follow(tensor.untyped_storage())
+        self._storages.add_on_host(tensor.untyped_storage())
         return tensor
 
     @staticmethod
@@ -252,7 +244,7 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
                 for tensor in outputs
             )
             effects = (
-                self._timer.charge_of(func, args, kwargs, result, inputs, outputs),
+                charge_of(func, args, kwargs, result, inputs, outputs),
                 on_device,
             )
             # Otherwise the operation gave an argument another shape.
@@ -263,7 +255,7 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         if func.namespace in COLLECTIVE_NAMESPACES:
             self.collectives.account(func, args, kwargs, outputs)
         elif not self._count_copy(func, args, kwargs, inputs, outputs):
-            self._timer.run(charge)
+            self._sink.op(charge, is_in_backward())
         self._follow_storages(func, args, outputs)
         if on_device:
             self._workspaces.note(func, args, kwargs, result)
@@ -334,11 +326,11 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         if kinds == ("cpu", "cuda"):
             same_dtype = source.dtype == target.dtype
             size = target.numel() * target.element_size()
-            self._clock.run_copy("h2d", size, source if same_dtype else None, blocking)
+            pinned = same_dtype and source.is_pinned()
+            self._clock.run_copy("h2d", size, pinned, blocking)
         elif kinds == ("cuda", "cpu"):
-            self._clock.run_copy(
-                "d2h", target.numel() * source.element_size(), target, blocking
-            )
+            size = target.numel() * source.element_size()
+            self._clock.run_copy("d2h", size, target.is_pinned(), blocking)
         return bool(kinds[0] != kinds[1])
 
     def _follow_storages(self, func: Any, args: Any, outputs: list[Any]) -> None:
@@ -349,15 +341,16 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
                 continue
             storage = tensor.untyped_storage()
             if tensor.fake_device.type != "cuda":
-                self._host_memory.follow(storage)
-            elif not self._memory.has(storage) and (
-                reused is None or not self._memory.take_over(reused, storage)
+                self._storages.add_on_host(storage)
+            elif not self._storages.has(storage) and (
+                reused is None or not self._storages.take_over(reused, storage)
             ):
-                self._memory.add(
-                    storage,
-                    self._stacks.current(),
-                    self.modules[-1] if self.modules else None,
-                )
+                self._storages.add(storage, self._stacks.current())
+
+
+def is_in_backward() -> bool:
+    """Return whether autograd's engine runs a backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def in_place_target(func: Any, args: Any) -> Any:
@@ -365,11 +358,7 @@ def in_place_target(func: Any, args: Any) -> Any:
     device; None if there is none.
 
     Autograd treats tensors of a subclass with care, and makes a new tensor."""
-    if (
-        func not in _WRITES
-        or torch._C._current_graph_task_id() == -1
-        or not _called_by_autograd()
-    ):
+    if func not in _WRITES or not is_in_backward() or not _called_by_autograd():
         return None
     target = args[0]
     storage = target.untyped_storage()

@@ -9,21 +9,17 @@ from typing import Any
 
 import torch
 
+from ebbtide.features.dryrun.gpu import FakedGpu
 from ebbtide.features.dryrun.memory.allocator_pools import AllocatorSettings
 from ebbtide.features.dryrun.memory.device_memory import DeviceMemory
+from ebbtide.features.dryrun.sink import Sink
 from ebbtide.features.dryrun.time.clock import Times, VirtualClock
 from ebbtide.machines.kernels.time_priors import TYPICAL, PriorRange
-from ebbtide.machines.machine import GpuCompute
-from ebbtide.machines.sheets import GPU_SHEETS
 from ebbtide.profiler.agent.patches import Patches
 
 # A job that asks again and again whether an event has passed waits so long between two
 # questions.
 _POLL_NS = PriorRange(2_000, 2_000, 2_000)
-# Memory of the device where no capacity is stated: as an 80 GB card.
-DEFAULT_CAPACITY_BYTES = 80 * 10**9
-# Where no GPU is named: that of an H100.
-_DEFAULT_CAPABILITY = "9.0"
 _PROCESSORS = 132
 # Functions of `torch.cuda` by what they return.
 _RANDOM = (
@@ -185,37 +181,18 @@ _RUNTIME = (
 )  # fmt: skip
 
 
-def capability_of(name: str, gpu: GpuCompute | None = None) -> tuple[int, int]:
-    """Return the compute capability of a device, by which jobs and torch choose
-    kernels.
-
-    `gpu`: its rates; None: those of the preset, or of an H100 for other names."""
-    if gpu is None and name in GPU_SHEETS:
-        gpu = GPU_SHEETS[name].compute
-    major, minor = ((gpu and gpu.compute_capability) or _DEFAULT_CAPABILITY).split(".")
-    return int(major), int(minor)
-
-
 def constant(value: Any) -> Any:
     """Return a function of its own for each name, since dynamo has one rule for a
     function."""
     return lambda *_args, **_kwargs: value
 
 
-def patch_cuda(
-    patches: Patches,
-    clock: VirtualClock,
-    memory: DeviceMemory,
-    name: str,
-    capability: tuple[int, int],
-    capacity_bytes: int,
-    devices: int = 1,
-) -> None:
+def patch_cuda(patches: Patches, sink: Sink, gpu: FakedGpu, devices: int = 1) -> None:
     """Replace torch's CUDA functions until `patches.undo()`.
 
     `devices`: devices of the host; the job's process uses the first one."""
-    cuda = torch.cuda
-    major, minor = capability
+    cuda, memory = torch.cuda, sink.memory
+    name, capacity_bytes, (major, minor) = gpu.name, gpu.capacity_bytes, gpu.capability
     properties = SimpleNamespace(
         name=name, major=major, minor=minor, total_memory=capacity_bytes,
         multi_processor_count=_PROCESSORS,
@@ -236,7 +213,7 @@ def patch_cuda(
 
     patches.set(torch._C, "_accelerator_setAllocatorSettings", set_allocator_settings)
     functions: dict[str, Any] = {
-        **stream_functions(clock),
+        **stream_functions(sink.clock),
         **{name: constant(None) for name in _WITHOUT_EFFECT},
         **{name: constant(True) for name in _TRUE},
         **{
@@ -246,7 +223,7 @@ def patch_cuda(
         **{name: constant(0) for name in _ZERO},
         "device_count": constant(devices),
         "get_device_name": constant(name),
-        "get_device_capability": constant(capability),
+        "get_device_capability": constant(gpu.capability),
         "get_device_properties": constant(properties),
         "get_arch_list": constant([f"sm_{major}{minor}"]),
         "get_rng_state": lambda *_args, **_kwargs: torch.zeros(16, dtype=torch.uint8),
@@ -291,7 +268,7 @@ def patch_cuda(
     patches.set(cuda, "_cudart", SimpleNamespace(**runtime))
 
     def record_stream(tensor: Any, stream: Any) -> None:
-        memory.record_stream(tensor.untyped_storage(), stream.stream_id)
+        memory.record_stream(tensor.untyped_storage()._cdata, stream.stream_id)
 
     patches.set(torch.Tensor, "record_stream", record_stream)
     patches.set(torch, "Generator", HostGenerator)

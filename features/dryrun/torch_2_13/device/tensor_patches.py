@@ -13,9 +13,10 @@ from torch.optim import optimizer as torch_optimizers
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ebbtide.features.dryrun.device.fake_cuda import HostGenerator
-from ebbtide.features.dryrun.memory.device_memory import CallStacks, DeviceMemory
-from ebbtide.features.dryrun.shadow_values import ShadowValues
+from ebbtide.features.dryrun.memory.call_stacks import CallStacks
+from ebbtide.features.dryrun.torch_2_13.device.fake_cuda import HostGenerator
+from ebbtide.features.dryrun.torch_2_13.operations.shadow_values import ShadowValues
+from ebbtide.features.dryrun.torch_2_13.operations.storages import FollowedStorages
 from ebbtide.profiler.agent.patches import Patches
 
 _DTYPES = {
@@ -98,13 +99,11 @@ def become(tensor: Any, content: Any) -> None:
 
 def patch_tensors(
     patches: Patches,
-    memory: DeviceMemory,
+    storages: FollowedStorages,
     stacks: CallStacks,
-    modules: list[str],
     values: ShadowValues,
 ) -> None:
-    """Replace the methods until `patches.undo()`; `modules`: names of those that run,
-    the innermost last."""
+    """Replace the methods until `patches.undo()`."""
     data = torch._C.TensorBase.data
 
     def set_data(tensor: Any, value: Any) -> None:
@@ -159,7 +158,7 @@ def patch_tensors(
 
     def resize_storage(storage: Any, size: int) -> Any:
         result = resize(storage, size)
-        memory.resize(storage, stacks.current(), modules[-1] if modules else None)
+        storages.resize(storage, stacks.current())
         return result
 
     patches.set(torch.UntypedStorage, "resize_", resize_storage)

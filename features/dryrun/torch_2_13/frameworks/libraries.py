@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import dataloader
 
-from ebbtide.features.dryrun.device.fake_cuda import constant
-from ebbtide.features.dryrun.device.fake_device import FakeDeviceMode
 from ebbtide.features.dryrun.errors import CannotFakeError
+from ebbtide.features.dryrun.torch_2_13.device.fake_cuda import constant
+from ebbtide.features.dryrun.torch_2_13.device.fake_device import FakeDeviceMode
 from ebbtide.profiler.agent.patches import Patches, wrapper
 
 _CUDA_SOURCES = (".cu", ".cuh")

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from ebbtide.features.dryrun.errors import CannotFakeError
-from ebbtide.features.dryrun.frameworks.process_groups import ProcessGroups
+from ebbtide.features.dryrun.sink import Sink
 from ebbtide.features.dryrun.time.clock import VirtualClock
-from ebbtide.features.dryrun.time.phase_tracker import PhaseTracker
+from ebbtide.features.dryrun.torch_2_13.frameworks.process_groups import ProcessGroups
 from ebbtide.machines.kernels import time_priors as priors
 from ebbtide.machines.kernels.rates import KernelWork
 from ebbtide.machines.kernels.time_priors import PriorRange, WorkClass
@@ -122,13 +122,13 @@ class DeepSpeedPatches:
     def __init__(
         self,
         patches: Patches,
-        tracker: PhaseTracker,
-        clock: VirtualClock,
+        sink: Sink,
         groups: ProcessGroups,
         machine: Machine | None,
     ) -> None:
         self.description: dict[str, Any] | None = None
-        self._patches, self._tracker, self._clock = patches, tracker, clock
+        self._patches, self._sink = patches, sink
+        self._tracker, self._clock = sink.phases, sink.clock
         self._cpu_rate = _cpu_update_params_per_s(machine, groups.ranks_per_node)
         replaced: dict[str, dict[str, Any]] = {
             "accelerator.real_accelerator": {"ds_accelerator": None},
@@ -159,7 +159,7 @@ class DeepSpeedPatches:
             "has_overflow": overflow,
         }
         backward = functools.partial(
-            wrap_backward, tracker, torch.compiler.is_compiling
+            wrap_backward, sink.phases, torch.compiler.is_compiling
         )
         wrappers: dict[str, dict[str, dict[str, Any]]] = {
             "runtime.engine": {
@@ -221,12 +221,8 @@ class DeepSpeedPatches:
         self, original: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Wrap a method that runs in an update, or by itself before one."""
-        outermost = self._tracker.enter(UPDATE)
-        try:
+        with self._sink.phase(UPDATE):
             return original(*args, **kwargs)
-        finally:
-            if outermost:
-                self._tracker.leave()
 
 
 def _set_all(patches: Patches, values: dict[str, Any], module: Any) -> None:
