@@ -11,7 +11,7 @@ from ebbtide.features.dryrun.sink import Sink
 from ebbtide.machines.machine import Machine
 
 # Versions of torch, and the packages that know their private parts.
-BACKENDS = {"2.13": "torch_2_13"}
+BACKENDS = {"2.13": "torch_2_13", "2.11": "torch_2_11"}
 
 
 class Backend(Protocol):
@@ -84,7 +84,7 @@ def backend_of(torch: Any) -> Any:
     folder = BACKENDS.get(".".join(version.split(".")[:2]))
     if folder is None:
         raise DryRunError(
-            "a dry run needs torch 2.13 (CPU build), whose layout it knows; this is "
-            f"{version}"
+            "a dry run needs torch 2.13 (CPU build) or 2.11, whose layout it knows; "
+            f"this is {version}"
         )
     return import_module(f"ebbtide.features.dryrun.{folder}.backend").Backend

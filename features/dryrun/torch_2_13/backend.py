@@ -63,6 +63,8 @@ class Backend:
     """Everything that is replaced in torch, as `backends.Backend` describes it."""
 
     torch_version = torch.__version__
+    # What a fake tensor keeps its device in.
+    device_attribute = "_fake_device"
 
     def __init__(self) -> None:
         self.stacks = CallStacks(str(Path(torch.__file__).parent), _running_node)
@@ -83,7 +85,9 @@ class Backend:
         devices = self.process_groups.ranks_per_node
         storages = FollowedStorages(sink)
         workspaces = KernelWorkspaces(sink.memory, self.stacks, gpu)
-        self.mode = mode = FakeDeviceMode(sink, self.stacks, storages, workspaces)
+        self.mode = mode = FakeDeviceMode(
+            sink, self.stacks, storages, workspaces, self.device_attribute
+        )
         self.triton = TritonKernels(sink.clock, mode.values)
         self.user_files = UserFiles(mode)
         patches.on_undo(CudaStubs(torch, devices).remove)
@@ -107,7 +111,7 @@ class Backend:
         mode.shapes.install(patches)
         register_flex_attention()
         keep_channels_last(patches)
-        _change_settings(patches)
+        self._change_settings(patches)
         patches.wrap(threading.Thread, "_bootstrap_inner", mode.wrap_thread)
         follow_threads(patches, lambda: sink.clock.closed)
         mode.__enter__()
@@ -166,8 +170,20 @@ class Backend:
         """Register kernels that a build for the CPU lacks, until `patches.undo()`."""
         library = register_attention(self.attention)
         patches.on_undo(library._destroy)
-        register_fused_norms(library)
+        self._register_norms(library)
         register_missing_kernels(library, patches)
+
+    def _register_norms(self, library: torch.library.Library) -> None:
+        register_fused_norms(library)
+
+    def _change_settings(self, patches: Patches) -> None:
+        """Set what fake tensors need of torch and of autograd, until
+        `patches.undo()`."""
+        only_lifts_cpu = torch._C._only_lift_cpu_tensors()
+        patches.on_undo(lambda: torch._C._set_only_lift_cpu_tensors(only_lifts_cpu))
+        torch._C._set_only_lift_cpu_tensors(True)
+        multithreading = torch.autograd.set_multithreading_enabled(False)
+        patches.on_undo(lambda: multithreading.__exit__(None, None, None))
 
 
 def _running_node() -> str | None:
@@ -176,15 +192,6 @@ def _running_node() -> str | None:
         return None
     node = torch._C._current_autograd_node()
     return node and str(node.name())
-
-
-def _change_settings(patches: Patches) -> None:
-    """Set what fake tensors need of torch and of autograd, until `patches.undo()`."""
-    only_lifts_cpu = torch._C._only_lift_cpu_tensors()
-    patches.on_undo(lambda: torch._C._set_only_lift_cpu_tensors(only_lifts_cpu))
-    torch._C._set_only_lift_cpu_tensors(True)
-    multithreading = torch.autograd.set_multithreading_enabled(False)
-    patches.on_undo(lambda: multithreading.__exit__(None, None, None))
 
 
 def _counted(counts: Counter[str]) -> str:

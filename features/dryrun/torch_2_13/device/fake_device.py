@@ -100,6 +100,8 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
     Tensors of the host with more than `MAX_ELEMENTS` elements are fake too: weights
     before they are moved.
 
+    `device_attribute`: what a fake tensor keeps its device in.
+
     `enabled`: false while a checkpoint is loaded."""
 
     def __init__(
@@ -108,13 +110,14 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         stacks: CallStacks,
         storages: FollowedStorages,
         workspaces: KernelWorkspaces,
+        device_attribute: str,
     ) -> None:
         super().__init__()
         self.fake_mode = HostlessFakeMode(
             allow_fallback_kernels=False, allow_non_fake_inputs=True
         )
         self.fake_mode.cache_enabled = False
-        self._calls = KnownCalls(self.fake_mode)
+        self._calls = KnownCalls(self.fake_mode, device_attribute)
         self.values = ShadowValues()
         self.shapes = UnknownShapes(self.fake_mode, self.values)
         self.enabled = True
