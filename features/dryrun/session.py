@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -22,6 +24,7 @@ from ebbtide.features.dryrun.memory.caching_allocator import (
 )
 from ebbtide.features.dryrun.memory.device_memory import is_trial
 from ebbtide.features.dryrun.memory.reserved_range import reserved_range
+from ebbtide.features.dryrun.record import RunRecord
 from ebbtide.features.dryrun.sink import Sink
 from ebbtide.machines.catalog import MachineArgument, find_machine
 from ebbtide.machines.machine import Machine
@@ -131,6 +134,45 @@ class DryRun:
         if isinstance(error, DryRunFinished) and error.args:
             raise DryRunError(*error.args) from error
         return isinstance(error, DryRunFinished)
+
+    def record(self) -> RunRecord:
+        """Return what was counted, once the context was left."""
+        described = {
+            "model": self.model,
+            "optimizers": self.optimizers,
+            "framework": self.framework,
+        }
+        return RunRecord(
+            machine=self.machine,
+            device_name=self.options.device_name,
+            capacity_bytes=self.capacity_bytes,
+            ranks=self.process_groups.ranks,
+            iterations=self.tracker.rule.index + 1,
+            finished=self.finished,
+            versions={
+                "python": sys.version.split()[0],
+                "torch": self.backend.torch_version,
+            },
+            # In it are objects of torch, such as its version.
+            description=json.loads(json.dumps(described)) if self.model else {},
+            assumptions=self.clock.assumptions(),
+            prediction={
+                "context_bytes": self.context_bytes,
+                "reserved_bytes": list(self.reserved_range()),
+                "batches": self.batches.seen,
+                "host_bytes": self.host_use(),
+            },
+            deepspeed=json.loads(json.dumps(self.deepspeed.description)),
+            phases=self.tracker.phases,
+            without_gradients=self.tracker.without_gradients.rows,
+            kernels=self.clock.kernels,
+            copies=self.clock.copies,
+            memory=self.memory.timeline,
+            host_memory=self.host_memory.timeline,
+            blocks=self.memory.blocks,
+            stacks=self.stacks.texts,
+            notes=self.notes(),
+        )
 
     def reserved_range(self) -> tuple[int, int]:
         """Return the least and the largest peak of reserved memory, in bytes: batches

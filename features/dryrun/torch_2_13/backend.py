@@ -62,7 +62,7 @@ from ebbtide.profiler.agent.patches import Patches
 class Backend:
     """Everything that is replaced in torch, as `backends.Backend` describes it."""
 
-    torch_version = torch.__version__
+    torch_version = str(torch.__version__)
     # What a fake tensor keeps its device in.
     device_attribute = "_fake_device"
 

@@ -14,9 +14,9 @@ import pytest
 
 from ebbtide.cli import run as run_command
 from ebbtide.features.dryrun import child
-from ebbtide.features.dryrun.command import print_dry_run
 from ebbtide.features.dryrun.errors import DryRunError
 from ebbtide.features.dryrun.launch import split_command
+from ebbtide.features.dryrun.result import print_dry_run
 from ebbtide.features.dryrun.torch_2_13 import backend
 from ebbtide.profiler.trace import TraceBuilder, open_trace
 from tests.features.dryrun.forked import run_forked
