@@ -151,8 +151,8 @@ def _run_job(job: list[str]) -> int:
 
 
 def _wait_for_threads() -> None:
-    """Wait for the threads that Python waits for at its end; those of pools, which it
-    ends itself, are left out."""
+    """Wait for the threads that Python waits for at its end, but not for threads of
+    pools, which it ends itself."""
     pools = getattr(sys.modules.get("concurrent.futures.thread"), "_threads_queues", ())
     for thread in threading.enumerate():
         if (

@@ -106,6 +106,7 @@ def dry_run(
             "FILE",
             f"Script of the job, to read, edit and run{_OF_MODEL}.",
             "RUN-job.py beside the trace",
+            rich_help_panel=options.RARE,
         ),
     ] = None,
     output: Annotated[
@@ -143,7 +144,8 @@ def dry_run(
         options.valued(
             "PATH",
             "Interpreter of the environment that CMD runs in, which needs torch.",
-            "that of ebbtide",
+            "ebbtide's own",
+            rich_help_panel=options.RARE,
         ),
     ] = None,
     check: Annotated[

@@ -283,8 +283,8 @@ def _is_own(filename: str) -> bool:
 
 
 def _place(stack: Sequence[traceback.FrameSummary]) -> str:
-    """Return the innermost line of the job's own code, else that of a library; the
-    innermost frame comes first."""
+    """Return the innermost line of the job's own code, else of a library; the innermost
+    frame comes first."""
     libraries = []
     for frame in stack:
         if _is_own(frame.filename) or frame.filename.startswith("<"):

@@ -17,8 +17,8 @@ from ebbtide.machines.machine import Machine
 
 
 class Charge(NamedTuple):
-    """Cost of an operation: a kernel that takes `list_tensors` as lists, `host_bytes`
-    to move, or that of a view."""
+    """The cost of an operation: a kernel that takes `list_tensors` as lists, or
+    `host_bytes` to move; neither: a view."""
 
     work: KernelWork | None = None
     list_tensors: int = 0

@@ -42,17 +42,17 @@ def dry_run(
     scratch: Path | None = None,
     python: str | None = None,
 ) -> NoReturn:
-    """Become the process of a dry run, whose exit status is that of the job, or 2 where
-    something cannot be faked.
+    """Become the process of a dry run, which ends with the exit status of the job, or
+    with 2 where something cannot be faked.
 
     Args:
-        capacity_bytes: Memory of the device; None: that of the machine.
+        capacity_bytes: Memory of the device; None: the machine's.
         ranks: Ranks of the job, whose rank 0 is run; None: those that torchrun would
             start, else not stated.
         prints: Whether the result is printed, as `ebbtide dry-run` does.
         scratch: A folder of the job that is removed at the end; None: it has none.
-        python: Interpreter of the environment that the job runs in; None: that of
-            ebbtide.
+        python: Interpreter of the environment that the job runs in; None: ebbtide's
+            own.
     """
     refuse_existing(output, force)
     if capacity_bytes is None and machine is not None and machine.gpu_memory_bytes:

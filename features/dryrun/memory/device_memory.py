@@ -224,8 +224,8 @@ class DeviceMemory:
 
 
 def is_trial(*names: str) -> bool:
-    """Return whether a function that is running uses one of these names, by default
-    those of trials alone."""
+    """Return whether a function that is running uses one of these names, or the name of
+    a trial."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not {_TRIALS, *names} & set(frame.f_code.co_names):
         frame = frame.f_back

@@ -14,7 +14,7 @@ class HostMemory:
     kept for requests of the same size.
 
     Attributes:
-        most_bytes, most_pinned_bytes: The largest sum of both so far, and that of
+        most_bytes, most_pinned_bytes: The largest sum of both so far, and the largest
             pinned memory.
         timeline: (time in ns, pageable, pinned bytes) after each change.
     """

@@ -59,8 +59,8 @@ class BatchLengths:
         return True
 
     def follow(self, loader: int, batches: Any) -> Iterator[Any]:
-        """Give the batches of a loader; where the longest one is asked for, that of the
-        next ones in place of each."""
+        """Give the batches of a loader; where the longest one is asked for, the longest
+        of the next ones in place of each."""
         shapes = self._shapes.setdefault(loader, set())
         for batch in batches:
             ahead = [

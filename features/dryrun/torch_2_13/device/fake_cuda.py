@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +11,9 @@ from ebbtide.features.dryrun.gpu import FakedGpu
 from ebbtide.features.dryrun.memory.allocator_pools import AllocatorSettings
 from ebbtide.features.dryrun.memory.device_memory import DeviceMemory
 from ebbtide.features.dryrun.sink import Sink
-from ebbtide.features.dryrun.time.clock import Times, VirtualClock
-from ebbtide.machines.kernels.time_priors import TYPICAL, PriorRange
+from ebbtide.features.dryrun.torch_2_13.device.streams import stream_functions
 from ebbtide.profiler.agent.patches import Patches
 
-# A job that asks again and again whether an event has passed waits so long between two
-# questions.
-_POLL_NS = PriorRange(2_000, 2_000, 2_000)
 _PROCESSORS = 132
 # Functions of `torch.cuda` by what they return.
 _RANDOM = (
@@ -47,108 +41,6 @@ _ZERO = (
 )
 
 
-def stream_functions(clock: VirtualClock) -> dict[str, Any]:
-    """Return the classes of streams and events on a clock, and the functions of
-    `torch.cuda` that use them."""
-    numbers = count(1)
-
-    class FakeStream:
-        """A CUDA stream of the dry run; `number` is that of a stream that exists."""
-
-        device_index, device_type, priority = 0, 1, 0
-
-        def __init__(
-            self, *_args: Any, number: int | None = None, **_kwargs: Any
-        ) -> None:
-            self.stream_id = self.cuda_stream = (
-                next(numbers) if number is None else number
-            )
-            self.device = torch.device("cuda", 0)
-            self._before: list[int] = []
-
-        def __enter__(self) -> FakeStream:
-            self._before.append(clock.stream)
-            clock.stream = self.stream_id
-            return self
-
-        def __exit__(self, *_error: object) -> None:
-            clock.stream = self._before.pop()
-
-        def __eq__(self, other: object) -> bool:
-            return isinstance(other, FakeStream) and other.stream_id == self.stream_id
-
-        def __hash__(self) -> int:
-            return hash(self.stream_id)
-
-        def synchronize(self) -> None:
-            clock.synchronize(self.stream_id)
-
-        def wait_event(self, event: Any) -> None:
-            event.wait(self)
-
-        def wait_stream(self, stream: Any) -> None:
-            clock.wait(clock.record(stream.stream_id), self.stream_id)
-
-        def record_event(self, event: Any = None) -> Any:
-            event = event or FakeEvent()
-            event.record(self)
-            return event
-
-        def query(self) -> bool:
-            return _has_passed(clock, clock.record(self.stream_id))
-
-    class FakeEvent:
-        """A CUDA event on the clock of the dry run."""
-
-        def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-            self.times: Times | None = None
-
-        def record(self, stream: Any = None) -> None:
-            self.times = clock.record(None if stream is None else stream.stream_id)
-
-        def wait(self, stream: Any = None) -> None:
-            if self.times is not None:
-                clock.wait(self.times, None if stream is None else stream.stream_id)
-
-        def synchronize(self) -> None:
-            if self.times is not None:
-                clock.synchronize_event(self.times)
-
-        def query(self) -> bool:
-            return self.times is None or _has_passed(clock, self.times)
-
-        def elapsed_time(self, end: FakeEvent) -> float:
-            if self.times is None or end.times is None:
-                raise RuntimeError(
-                    "Both events must be recorded before calculating elapsed time."
-                )
-            return (end.times[TYPICAL] - self.times[TYPICAL]) / 1e6
-
-    def set_stream(stream: Any) -> None:
-        if stream is not None:
-            clock.stream = stream.stream_id
-
-    return {
-        "Stream": FakeStream,
-        "ExternalStream": FakeStream,
-        "Event": FakeEvent,
-        "current_stream": lambda *_device, **_kwargs: FakeStream(number=clock.stream),
-        "default_stream": lambda *_device, **_kwargs: FakeStream(number=0),
-        "set_stream": set_stream,
-        "stream": lambda stream: nullcontext() if stream is None else stream,
-        "synchronize": lambda *_device, **_kwargs: clock.synchronize(),
-    }
-
-
-def _has_passed(clock: VirtualClock, event: Times) -> bool:
-    """Return whether the host has reached the time of an event; if not, the host spends
-    some time."""
-    if clock.now_ns >= event[TYPICAL]:
-        return True
-    clock.run_host(_POLL_NS)
-    return False
-
-
 class _GeneratorMeta(type(torch.Generator)):  # type: ignore[misc]
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, torch._C.Generator)
@@ -162,8 +54,8 @@ class HostGenerator(torch._C.Generator, metaclass=_GeneratorMeta):  # type: igno
 
 
 class DeviceGenerator(HostGenerator):
-    """A default generator of a device, whose state is that of the functions in
-    `torch.cuda.random`."""
+    """A default generator of a device, with the state that the functions in
+    `torch.cuda.random` return."""
 
     def get_state(self) -> Any:
         """Return a state of zeros, with the size of a CUDA generator's."""
@@ -192,17 +84,7 @@ def patch_cuda(patches: Patches, sink: Sink, gpu: FakedGpu, devices: int = 1) ->
 
     `devices`: devices of the host; the job's process uses the first one."""
     cuda, memory = torch.cuda, sink.memory
-    name, capacity_bytes, (major, minor) = gpu.name, gpu.capacity_bytes, gpu.capability
-    properties = SimpleNamespace(
-        name=name, major=major, minor=minor, total_memory=capacity_bytes,
-        multi_processor_count=_PROCESSORS,
-        is_integrated=False, is_multi_gpu_board=False,
-        max_threads_per_multi_processor=2048, warp_size=32,
-        regs_per_multiprocessor=65536, shared_memory_per_block=49152,
-        shared_memory_per_block_optin=166912,
-        shared_memory_per_multiprocessor=167936, L2_cache_size=41943040,
-        gcnArchName="", uuid="dry-run",
-    )  # fmt: skip
+    capacity_bytes = gpu.capacity_bytes
     allocator = memory.allocator
 
     def set_fraction(fraction: float, *_args: Any, **_kwargs: Any) -> None:
@@ -212,45 +94,13 @@ def patch_cuda(patches: Patches, sink: Sink, gpu: FakedGpu, devices: int = 1) ->
         allocator.settings = AllocatorSettings.parse(text)
 
     patches.set(torch._C, "_accelerator_setAllocatorSettings", set_allocator_settings)
-    functions: dict[str, Any] = {
+    functions = {
         **stream_functions(sink.clock),
-        **{name: constant(None) for name in _WITHOUT_EFFECT},
-        **{name: constant(True) for name in _TRUE},
-        **{
-            name: constant(False)
-            for name in ("can_device_access_peer", "is_current_stream_capturing")
-        },
-        **{name: constant(0) for name in _ZERO},
-        "device_count": constant(devices),
-        "get_device_name": constant(name),
-        "get_device_capability": constant(gpu.capability),
-        "get_device_properties": constant(properties),
-        "get_arch_list": constant([f"sm_{major}{minor}"]),
-        "get_rng_state": lambda *_args, **_kwargs: torch.zeros(16, dtype=torch.uint8),
-        "get_rng_state_all": lambda *_args, **_kwargs: [
-            torch.zeros(16, dtype=torch.uint8)
-        ],
-        "default_generators": tuple(DeviceGenerator() for _ in range(devices)),
+        **_device_functions(gpu, devices),
     }
-    statistics: dict[str, Any] = {
-        "memory_allocated": lambda *_args, **_kwargs: allocator.allocated_bytes,
-        "max_memory_allocated": lambda *_args, **_kwargs: memory.peak_allocated_bytes,
-        "memory_reserved": lambda *_args, **_kwargs: allocator.reserved_bytes,
-        "max_memory_reserved": lambda *_args, **_kwargs: memory.peak_reserved_bytes,
-        "memory_stats": lambda *_args, **_kwargs: _statistics(memory),
-        "memory_stats_as_nested_dict": lambda *_args, **_kwargs: {},
-        "memory_summary": constant("(dry run)"),
-        "memory_snapshot": constant([]),
-        "mem_get_info": lambda *_args, **_kwargs: (
-            max(0, capacity_bytes - allocator.reserved_bytes),
-            capacity_bytes,
-        ),
-        "reset_peak_memory_stats": lambda *_args, **_kwargs: memory.reset_peaks(),
-        "reset_accumulated_memory_stats": constant(None),
-        "empty_cache": memory.empty_cache,
+    statistics = {
+        **_memory_functions(memory, capacity_bytes),
         "set_per_process_memory_fraction": set_fraction,
-        "_record_memory_history": constant(None),
-        "_dump_snapshot": constant(None),
     }
     for key, value in functions.items():
         patches.set(cuda, key, value)
@@ -273,6 +123,64 @@ def patch_cuda(patches: Patches, sink: Sink, gpu: FakedGpu, devices: int = 1) ->
     patches.set(torch.Tensor, "record_stream", record_stream)
     patches.set(torch, "Generator", HostGenerator)
     patches.set(cuda.nvtx, "mark", constant(None))
+
+
+def _device_functions(gpu: FakedGpu, devices: int) -> dict[str, Any]:
+    """Return the functions of `torch.cuda` that do not change what is counted."""
+    major, minor = gpu.capability
+    properties = SimpleNamespace(
+        name=gpu.name, major=major, minor=minor, total_memory=gpu.capacity_bytes,
+        multi_processor_count=_PROCESSORS,
+        is_integrated=False, is_multi_gpu_board=False,
+        max_threads_per_multi_processor=2048, warp_size=32,
+        regs_per_multiprocessor=65536, shared_memory_per_block=49152,
+        shared_memory_per_block_optin=166912,
+        shared_memory_per_multiprocessor=167936, L2_cache_size=41943040,
+        gcnArchName="", uuid="dry-run",
+    )  # fmt: skip
+    return {
+        **{name: constant(None) for name in _WITHOUT_EFFECT},
+        **{name: constant(True) for name in _TRUE},
+        **{
+            name: constant(False)
+            for name in ("can_device_access_peer", "is_current_stream_capturing")
+        },
+        **{name: constant(0) for name in _ZERO},
+        "device_count": constant(devices),
+        "get_device_name": constant(gpu.name),
+        "get_device_capability": constant(gpu.capability),
+        "get_device_properties": constant(properties),
+        "get_arch_list": constant([f"sm_{major}{minor}"]),
+        "get_rng_state": lambda *_args, **_kwargs: torch.zeros(16, dtype=torch.uint8),
+        "get_rng_state_all": lambda *_args, **_kwargs: [
+            torch.zeros(16, dtype=torch.uint8)
+        ],
+        "default_generators": tuple(DeviceGenerator() for _ in range(devices)),
+    }
+
+
+def _memory_functions(memory: DeviceMemory, capacity_bytes: int) -> dict[str, Any]:
+    """Return the functions of `torch.cuda.memory`."""
+    allocator = memory.allocator
+    return {
+        "memory_allocated": lambda *_args, **_kwargs: allocator.allocated_bytes,
+        "max_memory_allocated": lambda *_args, **_kwargs: memory.peak_allocated_bytes,
+        "memory_reserved": lambda *_args, **_kwargs: allocator.reserved_bytes,
+        "max_memory_reserved": lambda *_args, **_kwargs: memory.peak_reserved_bytes,
+        "memory_stats": lambda *_args, **_kwargs: _statistics(memory),
+        "memory_stats_as_nested_dict": lambda *_args, **_kwargs: {},
+        "memory_summary": constant("(dry run)"),
+        "memory_snapshot": constant([]),
+        "mem_get_info": lambda *_args, **_kwargs: (
+            max(0, capacity_bytes - allocator.reserved_bytes),
+            capacity_bytes,
+        ),
+        "reset_peak_memory_stats": lambda *_args, **_kwargs: memory.reset_peaks(),
+        "reset_accumulated_memory_stats": constant(None),
+        "empty_cache": memory.empty_cache,
+        "_record_memory_history": constant(None),
+        "_dump_snapshot": constant(None),
+    }
 
 
 def _patch_extension(patches: Patches, devices: int) -> None:

@@ -85,6 +85,25 @@ def _is_composite(func: Any) -> bool:
     )
 
 
+def _dispatches_itself(kind: Any) -> bool:
+    """Return whether a subclass of tensors runs operations itself, and is no fake
+    tensor."""
+    dispatch = torch.Tensor.__torch_dispatch__
+    return not issubclass(kind, FakeTensor) and kind.__torch_dispatch__ is not dispatch
+
+
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+
+
+def _is_in_place(func: Any) -> bool:
+    return bool(func._schema.is_mutable and func._schema.name.endswith("_"))
+
+
 class HostlessFakeMode(FakeTensorMode):  # type: ignore[misc]
     """Fake tensors that never touch a device, though CUDA looks available."""
 
@@ -152,12 +171,9 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
                 func, types, args, {**kwargs, "pin_memory": None}
             )
             return result.pin_memory() if result.device.type == "cpu" else result
-        has_fakes = False
-        for kind in types:
-            if issubclass(kind, FakeTensor):
-                has_fakes = True
-            elif kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-                return NotImplemented
+        has_fakes = any(issubclass(kind, FakeTensor) for kind in types)
+        if any(map(_dispatches_itself, types)):
+            return NotImplemented
         device = torch.device(kwargs.get("device") or "cpu")
         on_device = device.type == "cuda"
         if on_device and (device.index or 0) >= torch.cuda.device_count():
@@ -242,13 +258,9 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         )
         outputs = list(tensors_in((result,)))
         if call is None:
-            on_device = any(
-                isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
-                for tensor in outputs
-            )
             effects = (
                 charge_of(func, args, kwargs, result, inputs, outputs),
-                on_device,
+                any(map(_is_on_device, outputs)),
             )
             # Otherwise the operation gave an argument another shape.
             if key is not None and key == self._calls.key(func, args, kwargs, inputs):
@@ -262,20 +274,9 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         self._follow_storages(func, args, outputs)
         if on_device:
             self._workspaces.note(func, args, kwargs, result)
-        if (
-            args
-            and isinstance(args[0], torch.Tensor)
-            and not isinstance(args[0], FakeTensor)
-        ):
-            schema = func._schema
-            if (
-                schema.is_mutable
-                and schema.name.endswith("_")
-                and isinstance(result, torch.Tensor)
-            ):
-                # an operation in place on a real tensor, with fake arguments
-                return args[0]
-        return result
+        # an operation in place on a real tensor, with fake arguments
+        changes_real = args and _is_real(args[0]) and isinstance(result, torch.Tensor)
+        return args[0] if changes_real and _is_in_place(func) else result
 
     def _make_fake(
         self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -382,8 +383,8 @@ def _is_dense(tensor: Any) -> bool:
 
 
 def _called_by_autograd() -> bool:
-    """Return whether no Python code but that of the dry run lies between autograd and
-    the operation."""
+    """Return whether no Python code but the dry run's own lies between autograd and the
+    operation."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(
         "ebbtide.features.dryrun"

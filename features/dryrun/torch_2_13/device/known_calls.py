@@ -90,8 +90,8 @@ class KnownCall(NamedTuple):
     effects: Any
 
     def again(self, inputs: list[Any]) -> Any:
-        """Return the result of a call with other tensors, those of its arguments in
-        order."""
+        """Return the result of a call with other tensors, in the order of its
+        arguments."""
         results = [
             one.again(inputs) if isinstance(one, _Result) else one
             for one in self.results
@@ -104,7 +104,7 @@ class KnownCalls:
     arguments without values.
 
     Torch has such a cache, too; this one takes a fifth of its time, and knows more
-    calls, such as those of views."""
+    calls, such as calls of views."""
 
     def __init__(self, fake_mode: FakeTensorMode, device_attribute: str) -> None:
         self._fake_mode = fake_mode

@@ -197,7 +197,7 @@ class UserFiles:
 
 
 def _device_of(map_location: Any, saved: str | None = None) -> Any:
-    """Return the device that `torch.load` loads to; None: that of the tensor. `saved`:
+    """Return the device that `torch.load` loads to; None: the tensor's own. `saved`:
     the device in the file."""
     if isinstance(map_location, (str, torch.device)):
         return map_location

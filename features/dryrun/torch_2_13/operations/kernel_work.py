@@ -204,8 +204,8 @@ def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _shares_storage(inputs: list[Any], outputs: list[Any]) -> bool:
-    """Return whether every result has the memory of an argument, as that of
-    `_unsafe_view` or `_to_copy` to itself."""
+    """Return whether every result has the memory of an argument, as `_unsafe_view`
+    returns it."""
     if not inputs or not outputs:
         return False
     storages = {tensor.untyped_storage()._cdata for tensor in inputs}

@@ -10,7 +10,7 @@ from ebbtide.profiler.agent.patches import Patches
 
 
 class FollowedStorages:
-    """The storages on the device and those of the host, by their addresses."""
+    """The storages on the device and on the host, by their addresses."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink

@@ -92,7 +92,7 @@ class KernelWorkspaces:
     """Accounts for the memory that kernels take.
 
     cuBLAS takes a workspace at the first matrix product of each thread, the job's own
-    and that of autograd, and keeps it. Reductions, writes at indices, and convolutions
+    and autograd's, and keeps it. Reductions, writes at indices, and convolutions
     take buffers while they run."""
 
     def __init__(
