@@ -13,7 +13,7 @@ from ebbtide.features.dryrun.torch_2_13.frameworks.process_groups import Process
 from ebbtide.machines.kernels import time_priors as priors
 from ebbtide.machines.kernels.rates import KernelWork
 from ebbtide.machines.kernels.time_priors import PriorRange, WorkClass
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import FP32_UPDATE_BYTES, Machine
 from ebbtide.profiler.agent.framework_objects import describe_engine
 from ebbtide.profiler.agent.iteration_rule import UPDATE
 from ebbtide.profiler.agent.patches import Patches, wrapper
@@ -22,9 +22,6 @@ from ebbtide.profiler.agent.phase_hooks import wrap_backward
 # Of a kernel of `multi_tensor_adam`: tensors of one launch (depth_to_max_tensors in
 # csrc/adam/multi_tensor_apply.cuh).
 _TENSORS_PER_LAUNCH = 36
-# An update on the CPU reads gradient, master and moments, and writes master and
-# moments: 7 values of 4 B.
-_UPDATE_BYTES = 28
 # Host time of stage 3 before a module or after it, beside torch's operations. Measured
 # with 0.19.8 on an AMD EPYC: for both 0.35 ms in a forward, 0.28 ms in a backward.
 _MODULE_HOOK_NS = PriorRange(100_000, 150_000, 250_000)
@@ -48,13 +45,13 @@ class _CpuAdam:
         """Update a subgroup: `values` ends with parameters, gradients and the two
         moments."""
         elements = values[-1].numel()
+        clock = self._clock
         if self._params_per_s is None:
-            self._clock.run_host(self._clock.rates.host_ns(_UPDATE_BYTES * elements))
+            clock.run_host(clock.rates.host_ns(FP32_UPDATE_BYTES * elements))
         else:
             time_ns = 1e9 * elements / self._params_per_s
-            self._clock.run_host(
-                PriorRange(*(time_ns / share for share in priors.COPY_EFFICIENCY))
-            )
+            shares = priors.COPY_EFFICIENCY
+            clock.run_host(PriorRange(*(time_ns / share for share in shares)))
         return 0
 
     adam_rollback = adam_update
