@@ -84,7 +84,8 @@ CARDS = {
 }
 GOOD_SHARE, GOOD_ERROR = 0.75, 0.15
 _ALL_KERNELS = (
-    "its forward runs kernels of larger heads, too ([layers](layers.md#attention))"
+    "its forward runs kernels of larger heads, too "
+    "([attention](validation.md#attention))"
 )
 REASONS = {
     ("streamed", "A100"): f"{_ALL_KERNELS}: 0.3 of the peak; alone 0.72",

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from tables import machine_line, table
 
+from ebbtide.features.live.agent.iteration_figures import IterationFigures
 from ebbtide.features.live.prometheus.server import LiveTraceCollector
 from ebbtide.profiler.agent import spool as kinds
-from ebbtide.profiler.agent.iteration_figures import IterationFigures, PhaseRecord
 from ebbtide.profiler.agent.spool import HOST, Spool
 from ebbtide.profiler.trace.files import write_meta
 
@@ -33,24 +33,31 @@ def best(values: list[float]) -> float:
     return min(values)
 
 
+def step_records(step: int) -> bytes:
+    """Return the records of a step of three phases with a memory reading at each
+    boundary."""
+    rows = []
+    for phase in range(3):
+        end_ns = 3 * step + phase + 1
+        rows.append((kinds.MEMORY, HEAP, HOST, 0, 0, 0, 0, end_ns - 1, 10**9, 0))
+        rows.append((kinds.MEMORY, HEAP, HOST, 0, 0, 0, 0, end_ns, 10**9, 0))
+        sequence = 3 * step + phase
+        rows.append((kinds.PHASE, phase, 0, sequence, 0, 0, 0, end_ns - 1, end_ns, 0))
+    rows.append((kinds.ITERATION, 0, 0, step, 0, 0, 0, 0, 0, 0))
+    return b"".join(kinds.RECORD.pack(*row) for row in rows)
+
+
 def bookkeeping_us() -> float:
-    """Return microseconds that the figures take of a step of three phases with a memory
-    reading at each boundary."""
-    records = [
-        PhaseRecord(phase, phase, 0, 0, phase, phase + 1, None, None)
-        for phase in range(3)
-    ]
-    readings = [(HEAP, HOST, 10**9)]
+    """Return microseconds in which the figures take the records of a step, and read
+    them."""
+    steps = [step_records(step) for step in range(STEPS)]
     times = []
     for _ in range(ROUNDS):
         figures = IterationFigures()
         begun_s = time.process_time()
-        for step in range(STEPS):
-            for record in records:
-                figures.add_memory(readings)
-                figures.add_phase(record, True)
-                figures.add_memory(readings)
-            figures.end_iteration(step)
+        for records in steps:
+            figures.add(records)
+            figures.read()
         times.append((time.process_time() - begun_s) / STEPS * 1e6)
     return best(times)
 
@@ -59,12 +66,8 @@ def query_us() -> float:
     """Return microseconds in which the figures of the last iteration are computed."""
     figures = IterationFigures()
     for step in range(200):
-        for phase in range(3):
-            figures.add_phase(
-                PhaseRecord(phase, 3 * step + phase, 0, 0, 0, 1, None, None), True
-            )
-        figures.add_memory([(HEAP, HOST, 10**9)])
-        figures.end_iteration(step)
+        figures.add(step_records(step))
+    figures.read()
     times = []
     for _ in range(ROUNDS):
         begun_s = time.process_time()
@@ -143,7 +146,7 @@ def main() -> None:
     print(machine_line(), "\n")
     rows = [
         (
-            "the recorder keeps the figures, per step of three phases",
+            "a job asks for figures, per step of three phases",
             f"{bookkeeping_us():.1f} us",
         ),
         ("`ebbtide.metrics()` on the CPU", f"{query_us():.0f} us"),

@@ -165,10 +165,10 @@ def recorded(folder: str, step: Callable[[], None], record: str) -> Iterator[Non
 def waiting_costs(folder: str) -> str:
     """Return the cost of waiting for requests, in a sentence: each the least of many
     times."""
-    from ebbtide.profiler.agent.on_demand import DetailedSlices
+    from ebbtide.features.slices.agent.on_demand import DetailedSlices
     from ebbtide.profiler.agent.options import read_request
 
-    slices = DetailedSlices(None, None)  # type: ignore[arg-type]  # neither is used before a slice
+    slices = DetailedSlices(None)  # type: ignore[arg-type]  # neither is used before a slice
     look, boundary = (
         min(timeit.repeat(call, number=1000, repeat=50)) / 1000 * 1e6
         for call in (lambda: read_request(folder), lambda: slices.enter_iteration(7))

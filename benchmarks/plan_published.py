@@ -5,7 +5,7 @@ and the order of policies.
 
 Rates are fitted to all runs of a job but the predicted one. Forward and backward are
 those of another run, or of the run itself, of which then only the update is predicted.
-Prints Markdown, see docs/plan.md.
+Prints Markdown, see docs/validation.md.
 """
 
 from __future__ import annotations

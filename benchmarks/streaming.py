@@ -1,5 +1,5 @@
 """Time of a pass of the streaming examples by tile size and slots: measured, predicted,
-and bound (docs/streaming.md).
+and bound (examples/streaming/README.md).
 
     PYTHONPATH=. python benchmarks/streaming.py bounds
     PYTHONPATH=. python benchmarks/streaming.py layouts --plot docs/pictures/streaming.png

@@ -2,7 +2,7 @@
 benchmarks/systems.py`.
 
 What a source does not say is fitted to the rows marked `fitted` or assumed, and the
-table says so. docs/policies.md has the sources.
+table says so. docs/validation.md says what is fitted.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ what it needs alone.
 | recommendation | the module `replay_advice`, for `replay --recommend` |
 | redone-plan | `redone(plan) -> Plan`: that of a step in which clipping changes what was speculated |
 | replayed-offload | `with_replayed_offload(trace, error) -> OutOfMemory`: its remedy is replayed |
+| slices | a module with `attach_to`, for `profile --attach`; its agent records details |
 | storage | `Backing(storage, host_memory_budget)`: for state that host memory does not hold |
 | trace-layers | `with_trace_layers(workload, trace) -> Workload` |
 
@@ -190,11 +191,16 @@ def find_service(name: str) -> Any:
 def service(name: str) -> Any:
     """Return what `find_service` does. Raises UserError where the feature is not
     there."""
-    if (function := find_service(name)) is None:
+    require_service(name)
+    return find_service(name)
+
+
+def require_service(name: str) -> None:
+    """Raise UserError where no feature offers a service."""
+    if name not in plugs("services"):
         raise UserError(
             f"this needs the feature that offers {name!r}, which is not installed"
         )
-    return function
 
 
 def public_name(module: str, name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -17,20 +18,25 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "traces" / "README.md",
+    ROOT / "examples" / "streaming" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 
 
-@pytest.fixture(scope="module")
-def pictures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "pictures", ROOT / "docs" / "pictures.py"
-    )
+def script(name: str) -> ModuleType:
+    """Import a script of docs/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def pictures() -> ModuleType:
+    return script("pictures")
 
 
 def test_links__lead_to_files_of_the_project() -> None:
@@ -62,8 +68,37 @@ def test_readme__is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 1500
 
 
-def test_questions__name_every_command() -> None:
-    text = (ROOT / "docs" / "questions.md").read_text()
+def test_pages__are_short_and_have_short_sentences() -> None:
+    words = script("words")
+    pages = words.count_pages()
+    assert sum(page.total for page in pages) <= words.MAX_WORDS
+    assert {
+        page.name: page.long_sentences for page in pages if page.long_sentences
+    } == {}
+
+
+def test_count__leaves_out_bars_and_comments() -> None:
+    text = """# A heading
+<!-- setup
+x = 1
+-->
+One sentence. Two
+lines, [one link](page.md)!
+
+| cell | other cell |
+| --- | --- |
+
+```console
+$ a command
+```
+"""
+    page = script("words").count(text)
+    assert (page.prose, page.tables, page.code) == (8, 3, 3)
+    assert page.sentences == ("One sentence.", "Two lines, one link!")
+
+
+def test_index__names_every_command() -> None:
+    text = (ROOT / "docs" / "README.md").read_text()
     assert [
         entry.name
         for entry in find_commands(None)

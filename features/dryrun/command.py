@@ -166,8 +166,8 @@ def dry_run(
     from ebbtide.errors import UserError
     from ebbtide.features.dryrun.jobs.model_job import prepare_model_job
     from ebbtide.features.dryrun.jobs.recipes import prepare_recipe
+    from ebbtide.features.dryrun.start import StartOptions, refuse_existing
     from ebbtide.features.dryrun.start import dry_run as start_dry_run
-    from ebbtide.features.dryrun.start import refuse_existing
     from ebbtide.machines.catalog import find_machine
 
     if gpu is not None and machine is not None:
@@ -217,9 +217,7 @@ def dry_run(
     with on_stderr():
         for line in job.lines:
             echo_line(line)
-    start_dry_run(
-        job.command,
-        path,
+    started = StartOptions(
         iterations=number,
         capacity_bytes=options.size(capacity) if capacity is not None else None,
         machine=chosen,
@@ -230,3 +228,4 @@ def dry_run(
         scratch=job.scratch,
         python=python,
     )
+    start_dry_run(job.command, path, started)

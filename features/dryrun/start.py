@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,49 +30,57 @@ _PROBE = (
 )
 
 
-def dry_run(
-    command: Sequence[str],
-    output: Path,
-    iterations: int = 2,
-    capacity_bytes: int | None = None,
-    machine: Machine | None = None,
-    force: bool = False,
-    ranks: int | None = None,
-    prints: bool = False,
-    check: bool = False,
-    scratch: Path | None = None,
-    python: str | None = None,
-) -> NoReturn:
-    """Become the process of a dry run, which ends with the exit status of the job, or
-    with 2 where something cannot be faked.
+@dataclass(frozen=True, kw_only=True)
+class StartOptions:
+    """Options of the command.
 
-    Args:
+    Attributes:
+        iterations: Iterations after which the job is ended.
         capacity_bytes: Memory of the device; None: the machine's.
+        machine: The machine; None: not named.
+        force: Whether a trace is replaced.
         ranks: Ranks of the job, whose rank 0 is run; None: those that torchrun would
             start, else not stated.
         prints: Whether the result is printed, as `ebbtide dry-run` does.
+        check: Whether a job that does not fit has an exit status of its own.
         scratch: A folder of the job that is removed at the end; None: it has none.
         python: Interpreter of the environment that the job runs in; None: ebbtide's
             own.
     """
-    refuse_existing(output, force)
+
+    iterations: int = 2
+    capacity_bytes: int | None = None
+    machine: Machine | None = None
+    force: bool = False
+    ranks: int | None = None
+    prints: bool = False
+    check: bool = False
+    scratch: Path | None = None
+    python: str | None = None
+
+
+def dry_run(command: Sequence[str], output: Path, options: StartOptions) -> NoReturn:
+    """Become the process of a dry run, which ends with the exit status of the job, or
+    with 2 where something cannot be faked."""
+    refuse_existing(output, options.force)
+    capacity_bytes, machine = options.capacity_bytes, options.machine
     if capacity_bytes is None and machine is not None and machine.gpu_memory_bytes:
         capacity_bytes = round(machine.gpu_memory_bytes)
     settings = {
-        "iterations": iterations,
+        "iterations": options.iterations,
         "capacity_bytes": capacity_bytes,
         "device_name": _device_name(machine),
         "machine": machine.as_json() if machine is not None else None,
-        "force": force,
-        "prints": prints,
-        "check": check,
-        "scratch": str(scratch) if scratch is not None else None,
-        "ranks": ranks,
+        "force": options.force,
+        "prints": options.prints,
+        "check": options.check,
+        "scratch": str(options.scratch) if options.scratch is not None else None,
+        "ranks": options.ranks,
         "ranks_per_node": None,
     }
-    if python is None:
+    if options.python is None:
         become_dry_run(command, output, settings, os.environ)
-    sys.exit(_host(python, command, output, settings))
+    sys.exit(_host(options.python, command, output, settings))
 
 
 def refuse_existing(output: Path, force: bool) -> None:

@@ -14,6 +14,8 @@ for function in (
     fluid.push,
     fluid.pop,
     fluid.start_tasks,
+    fluid.apply_modes,
+    fluid.add_needs,
     fluid.share,
     fluid.next_end,
 ):

@@ -181,34 +181,43 @@ def pop(tasks, state, lane):
     return task
 
 
-def share(tasks, bandwidth, state):
-    """Set the next speed of each lane from the tasks that run."""
-    pool, parent, limit = bandwidth.pool, bandwidth.parent, bandwidth.limit
-    running, speed, needs = state.running, state.next_speed, state.needs
-    for lane in range(len(pool)):
+def apply_modes(tasks, bandwidth, state):
+    """Set the next speed of each lane to that under the modes of running tasks."""
+    running, speed = state.running, state.next_speed
+    for lane in range(len(speed)):
         speed[lane] = 1.0
     # Later lanes first: the mode of a task that one stops has no effect.
-    for lane in range(len(pool) - 1, -1, -1):
+    for lane in range(len(speed) - 1, -1, -1):
         if running[lane] >= 0 and tasks.mode[running[lane]] and speed[lane] > 0.0:
             scales = bandwidth.scales[tasks.mode[running[lane]]]
-            for other in range(len(pool)):
+            for other in range(len(speed)):
                 speed[other] *= scales[other]
+
+
+def add_needs(tasks, bandwidth, state):
+    """Sum up the bandwidth that running tasks need of each pool."""
+    pool, parent, limit = bandwidth.pool, bandwidth.parent, bandwidth.limit
+    running, needs = state.running, state.needs
     for number in range(len(limit)):
         needs[number] = 0.0
     for lane in range(len(pool)):
         if pool[lane] >= 0 and running[lane] >= 0:
-            needs[pool[lane]] += tasks.demand[running[lane]] * speed[lane]
+            needs[pool[lane]] += tasks.demand[running[lane]] * state.next_speed[lane]
     for number in range(len(limit)):
         if parent[number] >= 0:
             needs[parent[number]] += min(needs[number], limit[number])
+
+
+def share(tasks, bandwidth, state):
+    """Set the next speed of each lane from the tasks that run."""
+    pool, parent, limit = bandwidth.pool, bandwidth.parent, bandwidth.limit
+    running, speed, needs = state.running, state.next_speed, state.needs
+    apply_modes(tasks, bandwidth, state)
+    add_needs(tasks, bandwidth, state)
     for lane in range(len(pool)):
         number = pool[lane]
-        if (
-            number >= 0
-            and bandwidth.is_fair[number]
-            and running[lane] >= 0
-            and needs[number] > limit[number]
-        ):
+        is_fair = number >= 0 and bandwidth.is_fair[number]
+        if is_fair and running[lane] >= 0 and needs[number] > limit[number]:
             own = tasks.demand[running[lane]] * speed[lane]
             least = max(limit[number] / 2, limit[number] - (needs[number] - own))
             if own > least:

@@ -8,11 +8,10 @@ import time
 from typing import TYPE_CHECKING, Any, Callable
 
 from .frames import hidden, hide_frame
-from .iteration_figures import PhaseRecord
 from .iteration_rule import UPDATE
 
 if TYPE_CHECKING:
-    from .recorder import Recorder
+    from .recorder import PhaseRecord, Recorder
 
 # A shorter part is only the way into the step (torch's hooks take about 40 us, and
 # garbage may be collected), or out of it. The way in counts by its CPU time, since the

@@ -88,14 +88,15 @@ class GpuClock:
 
     def add_span(
         self, sequence: int, start: EventMark | None, end: EventMark | None
-    ) -> None:
-        """Add a finished phase or operation, unless a mark is missing or the marks are
-        on two devices."""
+    ) -> bool:
+        """Add a finished phase or operation; return False if a mark is missing or the
+        marks are on two devices."""
         if start and end and start.device == end.device:
             self.pending.append(_PendingSpan(sequence, start, end))
-        else:
-            self.release_mark(start)
-            self.release_mark(end)
+            return True
+        self.release_mark(start)
+        self.release_mark(end)
+        return False
 
     def release_mark(self, mark: EventMark | None) -> None:
         """Reuse the event of a mark whose time is not needed."""

@@ -91,17 +91,7 @@ def _collect_without_overrides(
     failed_on: str | None,
 ) -> _Storages:
     storages = _Storages(address_of)
-    names: dict[int, str] = {}
-    parameters: dict[int, Any] = {}
-    buffers: list[tuple[Any, str]] = []
-    for name, module in _named_modules(modules):
-        for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in names:
-                names[id(parameter)] = name
-                parameters[id(parameter)] = parameter
-        buffers += [
-            (buffer, name) for buffer in module._buffers.values() if buffer is not None
-        ]
+    names, parameters, buffers = _tensors_of(modules)
     inner_optimizers = {
         id(inner): inner
         for optimizer in optimizers
@@ -132,11 +122,35 @@ def _collect_without_overrides(
     for master in masters.values():
         storages.add(master, STATE, None)
     for optimizer in inner_optimizers.values():
-        for parameter, state in getattr(optimizer, "state", {}).items():
-            storages.add(state, STATE, names.get(id(parameter)))
-        for _, tensor in getattr(optimizer, "ebbtide_state", ()):
-            storages.add(tensor, STATE, None)
+        _add_states(storages, optimizer, names)
     return storages
+
+
+def _tensors_of(
+    modules: list[Any],
+) -> tuple[dict[int, str], dict[int, Any], list[tuple[Any, str]]]:
+    """Return the names of the modules of parameters, the parameters, both by the id of
+    the parameter, and the buffers with the names of theirs."""
+    names: dict[int, str] = {}
+    parameters: dict[int, Any] = {}
+    buffers: list[tuple[Any, str]] = []
+    for name, module in _named_modules(modules):
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in names:
+                names[id(parameter)] = name
+                parameters[id(parameter)] = parameter
+        buffers += [
+            (buffer, name) for buffer in module._buffers.values() if buffer is not None
+        ]
+    return names, parameters, buffers
+
+
+def _add_states(storages: _Storages, optimizer: Any, names: dict[int, str]) -> None:
+    """Add the state of an optimizer, by the modules of its parameters."""
+    for parameter, state in getattr(optimizer, "state", {}).items():
+        storages.add(state, STATE, names.get(id(parameter)))
+    for _, tensor in getattr(optimizer, "ebbtide_state", ()):
+        storages.add(tensor, STATE, None)
 
 
 class _Storages:

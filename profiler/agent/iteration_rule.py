@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from .spool import PHASES
+from .spool import ITERATION_MARKS, PHASES
 
 FORWARD, BACKWARD, UPDATE = range(len(PHASES))
+UPDATED, ENDED, OPEN = range(len(ITERATION_MARKS))
 
 
 class _Stepper:
@@ -53,6 +54,8 @@ class IterationRule:
         self._since: dict[int, _Stepper] = {}
         # None: not collected yet
         self._parameters_before: dict[int, ref[Any]] | None = None
+        # The only one that has stepped since the iteration began.
+        self._alone: _Stepper | None = None
 
     @property
     def optimizers(self) -> list[Any]:
@@ -63,7 +66,17 @@ class IterationRule:
         """Account for one update, after so many `backwards` that have begun in this
         process, and return the iteration that it ends (the same number again while
         updates extend it); None if it belongs to none."""
-        if backwards > self._backwards:
+        alone = self._alone
+        has_backward = backwards > self._backwards
+        if has_backward and len(optimizers) == 1 and alone is not None:
+            # In half the time, what follows does for a job of one optimizer.
+            (optimizer,) = optimizers
+            if alone.optimizer() is optimizer:
+                self._backwards = backwards
+                self.index += 1
+                alone.read(optimizer)
+                return self.index
+        if has_backward:
             self._backwards = backwards
             self._before.update(self._since)
             self._since, self._parameters_before = {}, None
@@ -74,6 +87,9 @@ class IterationRule:
         for stepper in steppers.values():
             stepper.has_stepped = True
         self._since.update(steppers)
+        self._alone = None
+        if len(self._since) == 1 and not self._before and self.index >= 0:
+            (self._alone,) = self._since.values()
         return self.index if self.index >= 0 else None
 
     def _stepper(self, optimizer: Any) -> _Stepper:
@@ -105,6 +121,35 @@ class IterationRule:
         return any(
             self._parameters_before[key] is stepper.parameters[key] for key in common
         )
+
+
+class UnsteppedIterations:
+    """Numbers iterations while no optimizer steps: one ends at the last phase before a
+    forward that follows a backward. Where an optimizer steps later, they were
+    micro-steps."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._has_backward = False
+        self._last_sequence = 0
+
+    def begins(self, phase: int) -> bool:
+        """Return whether a phase, if it is kept, begins an iteration."""
+        return phase == FORWARD and self._has_backward
+
+    def add(self, phase: int, sequence: int) -> tuple[int, int, int] | None:
+        """Account for a phase; return what is new about an iteration: ENDED or OPEN,
+        its number, and the sequence number of its last phase so far."""
+        news = None
+        if self.begins(phase):
+            news = ENDED, self.number, self._last_sequence
+            self.number += 1
+            self._has_backward = False
+        elif phase == BACKWARD:
+            news = OPEN, self.number, sequence
+            self._has_backward = True
+        self._last_sequence = sequence
+        return news
 
 
 def live_keys(mapping: WeakKeyDictionary[Any, Any]) -> list[Any]:

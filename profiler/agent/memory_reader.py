@@ -20,7 +20,7 @@ Reading = tuple[int, int, int]
 
 # Memory readings at the ends of phases may take one part in so many of the time, and
 # those at their starts.
-_END_SHARE, _START_SHARE = 100, 1000
+_END_SHARE, _START_SHARE = 200, 2000
 
 
 class _MallInfo2(ctypes.Structure):
@@ -63,6 +63,8 @@ class MemoryReader:
         self._host_stats = getattr(torch._C, "_cuda_hostMemoryStats", None)
         self._mallinfo2 = _find_mallinfo2()
         self._device: int | None = None
+        # Time of the last reading.
+        self.read_ns = 0
         # Duration of a reading: the least one of late, since a single one may contain
         # the time of other processes. A heap of many fragments makes mallinfo2 slow; a
         # caller that reads on a timer chooses its interval by this.
@@ -91,6 +93,7 @@ class MemoryReader:
             )
         spent_ns = time.monotonic_ns() - begun_ns
         self.cost_ns = min(spent_ns, 2 * self.cost_ns or spent_ns)
+        self.read_ns = begun_ns
         return readings
 
     def _read_cuda(self, device: int) -> list[Reading]:

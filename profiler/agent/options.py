@@ -43,6 +43,11 @@ class Options:
     # makes.
     errors_only: bool = False
 
+    @property
+    def has_details(self) -> bool:
+        """Whether allocations or copies are recorded, now or when asked for."""
+        return bool(self.transfers or self.allocator_iterations or self.on_demand)
+
     def environment(self, spool_directory: str) -> dict[str, str]:
         """Return the environment variables that make a process record itself into
         `spool_directory`."""

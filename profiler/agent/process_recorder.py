@@ -19,7 +19,6 @@ from typing import Any, Callable
 
 from .cuda_streams import own_stream
 from .gpu_clock import DeviceSpan, EventMark, GpuClock
-from .iteration_figures import IterationFigures
 from .job_info import JobInfo
 from .memory_reader import MemoryReader, Reading
 from .options import Options
@@ -32,19 +31,26 @@ _POLL_SHARE = 500
 
 
 def _run(recorder: Any, spool: Spool, memory: MemoryReader) -> None:
+    """Flush the spool, and read memory where phases are longer than the interval of
+    readings. Where they are shorter, this thread looks ever less often: each time it
+    wakes costs the job tens of microseconds."""
     flushed_s = time.monotonic()
+    pause_s = 0.0
     while recorder.live and spool.is_open:
-        period_s = recorder.poll_ms / 1e3
-        recorder.wake.acquire(
-            True,
-            max(period_s, memory.cost_ns * _POLL_SHARE / 1e9)
-            if period_s
-            else _FLUSH_SECONDS,
-        )
+        interval_s = max(recorder.poll_ms / 1e3, memory.cost_ns * _POLL_SHARE / 1e9)
+        if not recorder.poll_ms:
+            interval_s = _FLUSH_SECONDS
+        if recorder.wake.acquire(True, max(pause_s, interval_s)):
+            pause_s = 0.0
         try:
             # The first reading is that of a phase, whose device this thread then reads.
-            if period_s and recorder.recording and memory.cost_ns:
-                recorder.put_memory(time.monotonic_ns(), memory.read())
+            if recorder.poll_ms and recorder.recording and memory.read_ns:
+                now_ns = time.monotonic_ns()
+                if now_ns - memory.read_ns < interval_s * 1e9:
+                    pause_s = min(2 * max(pause_s, interval_s), _FLUSH_SECONDS)
+                else:
+                    pause_s = 0.0
+                    recorder.put_memory(now_ns, memory.read())
             if time.monotonic() - flushed_s >= _FLUSH_SECONDS:
                 spool.flush()
                 for listener in recorder.on_flush:
@@ -67,14 +73,16 @@ class ProcessRecorder:
         self.on_update: list[Callable[[], None]] = []
         # called with an exception of the job
         self.on_error: list[Callable[[BaseException], None]] = []
-        self.on_close: list[Callable[[], None]] = []
+        self.on_close: list[Callable[[], object]] = []
+        # called with the records that were written
+        self.on_records: list[Callable[[bytes], None]] = []
         # called by the background thread a few times a second
         self.on_flush: list[Callable[[], None]] = []
         # called in a forked child, which has no other function
         self.on_restart: list[Callable[[], None]] = []
         self.directory = directory
-        self._torch = torch
-        self._options = options
+        self.torch = torch
+        self.options = options
         self._memory = MemoryReader(torch, options.memory)
         self._reset()
         os.register_at_fork(
@@ -84,19 +92,16 @@ class ProcessRecorder:
     def _reset(self) -> None:
         """Set the state that is this process's own, which a forked child begins
         anew."""
-        self.job_info = JobInfo(self._torch, self.directory)
+        self.job_info = JobInfo(self.torch, self.directory)
         # when the spool was created, in ns of CLOCK_MONOTONIC; 0 before
         self.opened_ns = 0
-        self.gpu = GpuClock(
-            self._torch.cuda, functools.partial(own_stream, self._torch)
-        )
-        self.figures = IterationFigures()
+        self.gpu = GpuClock(self.torch.cuda, functools.partial(own_stream, self.torch))
         self._spool: Spool | None = None
-        self._recording = self._options.first == 0
-        self._memory.enabled = self._options.memory
+        self._recording = self.options.first == 0
+        self._memory.enabled = self.options.memory
         # Interval of the background thread's readings of memory, in ms; 0: it makes
         # none.
-        self.poll_ms = self._options.poll_ms if self._options.memory else 0.0
+        self.poll_ms = self.options.poll_ms if self.options.memory else 0.0
         # The background thread waits for it between its turns; it is released to begin
         # one at once.
         self.wake = _thread.allocate_lock()
@@ -136,7 +141,9 @@ class ProcessRecorder:
         self.opened_ns = time.monotonic_ns()
         ranks, name = self.job_info.read_ranks(), process_name(self.job_info.host)
         spool = Spool(
-            os.path.join(self.directory, f"agent-{name}.spool"), self._options.max_bytes
+            os.path.join(self.directory, f"agent-{name}.spool"),
+            self.options.max_bytes,
+            self.on_records,
         )
         spool.put_header(*ranks)
         spool.flush()
@@ -178,12 +185,10 @@ class ProcessRecorder:
         if self._spool is not None:
             for pool, device, size in readings:
                 self._spool.put_memory(pool, device, time_ns, size)
-            self.figures.add_memory(readings)
 
     def _put_gpu_times(self, spans: Iterable[DeviceSpan]) -> None:
         for span in spans:
             self.put(GPU_TIMES, a=span.sequence, x=span.start_ns, y=span.end_ns)
-            self.figures.add_device_times(span)
 
     def put(self, /, *record: Any, **fields: int) -> None:
         """Append a record to the spool, if there is one."""
@@ -249,6 +254,7 @@ class ProcessRecorder:
             self.on_iteration,
             self.on_update,
             self.on_error,
+            self.on_records,
             self.on_flush,
             self.on_close,
         ):

@@ -5,20 +5,39 @@ from __future__ import annotations
 import _thread
 import sys
 import time
-from typing import Any, Callable, TypeVar
+from typing import Any, Callable, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from .exceptions import propagates
 from .gpu_clock import EventMark
-from .iteration_figures import PhaseRecord
-from .iteration_rule import BACKWARD, FORWARD, UPDATE, IterationRule, live_keys
+from .iteration_rule import (
+    BACKWARD,
+    FORWARD,
+    UPDATE,
+    IterationRule,
+    UnsteppedIterations,
+    live_keys,
+)
 from .memory_reader import PhaseReadings
 from .process_recorder import ProcessRecorder, write_first_files
-from .spool import ITERATION, START
+from .spool import ITERATION, ON_DEVICE, START
 from .threads import NOT_READ_NOTE, TWO_TRAIN_NOTE, TrainingThreads
 from .without_gradients import ForwardsWithoutGradients
 
 Tensors = TypeVar("Tensors")
+
+
+class PhaseRecord(NamedTuple):
+    """A finished phase. `micro_batch` and `source` count from 1; 0: not known."""
+
+    phase: int
+    sequence: int
+    micro_batch: int
+    source: int
+    start_ns: int
+    end_ns: int
+    start_mark: EventMark | None
+    end_mark: EventMark | None
 
 
 class Recorder(ProcessRecorder):
@@ -44,14 +63,14 @@ class Recorder(ProcessRecorder):
         self.parts: Any = None
         # phases that the open update decides about; None: none
         self.deferred: list[PhaseRecord] | None = None
-        self.threads = TrainingThreads(self._torch)
+        self.threads = TrainingThreads(self.torch)
         self.without_gradients = ForwardsWithoutGradients(self)
-        self._cuda_in_use = self._torch.cuda.is_initialized
+        self._cuda_in_use = self.torch.cuda.is_initialized
         self._phase_lock = _thread.allocate_lock()
         self._owner = self._last_owner = 0
         self._rule = IterationRule()
-        self._backwards = self._boundaries = 0
-        self._after_backward = False
+        self._unstepped = UnsteppedIterations()
+        self._backwards = 0
         self._last_phase = self.last_end_ns = 0
         self._previous = FORWARD
         self._readings = PhaseReadings(self._memory)
@@ -125,39 +144,48 @@ class Recorder(ProcessRecorder):
         if phase == BACKWARD:
             self._backwards += 1
         if not self._phase_lock.acquire(False):
-            if (
-                self._owner != _thread.get_ident()
-                and self.threads.writes
-                and self.threads.has(self._owner)
-            ):
-                self.note_once(TWO_TRAIN_NOTE)
+            self._note_threads()
             return False
         try:
             self._owner = _thread.get_ident()
             self.in_phase = True
             self.phase = phase
             self.source = 0
-            if self._rule.index < 0:
-                self._count_boundaries(phase)
-            if self.begin():
-                self.without_gradients.put()
-                if phase == UPDATE:
-                    for listener in tuple(self.on_update):
-                        listener()
-                now_ns = time.monotonic_ns()
-                if phase == FORWARD and self._previous != FORWARD:
-                    self._readings.begin_step(now_ns)
-                self._previous = phase
-                if now_ns >= self._readings.due_ns:
-                    self.put_memory(now_ns, self._readings.read(now_ns))
-                    now_ns = time.monotonic_ns()
-                if self._cuda_in_use():
-                    self._start_mark = self.gpu.record_mark()
-                    now_ns = time.monotonic_ns()
-                self.started_ns = now_ns
+            if self._recording or self._starts_at(phase):
+                self._begin_phase(phase)
         except Exception as error:
             self.fail(error)
         return True
+
+    def _note_threads(self) -> None:
+        """Note that another thread, which trains as this one, has an open phase."""
+        if (
+            self._owner != _thread.get_ident()
+            and self.threads.writes
+            and self.threads.has(self._owner)
+        ):
+            self.note_once(TWO_TRAIN_NOTE)
+
+    def _begin_phase(self, phase: int) -> None:
+        """Read memory and mark the start of a phase."""
+        if self._spool is None and not self.begin():
+            return
+        if self.without_gradients.start_ns:
+            self.without_gradients.put()
+        if phase == UPDATE:
+            for listener in tuple(self.on_update):
+                listener()
+        readings, now_ns = self._readings, time.monotonic_ns()
+        if phase == FORWARD and self._previous != FORWARD:
+            readings.begin_step(now_ns)
+        self._previous = phase
+        if now_ns >= readings.due_ns:
+            self.put_memory(now_ns, readings.read(now_ns))
+            now_ns = time.monotonic_ns()
+        if self._cuda_in_use():
+            self._start_mark = self.gpu.record_mark()
+            now_ns = time.monotonic_ns()
+        self.started_ns = now_ns
 
     def leave(self, keep: bool = True, end_ns: int | None = None) -> None:
         """Close the open phase, and keep it or not. It ends now, if it has not ended
@@ -168,32 +196,31 @@ class Recorder(ProcessRecorder):
             error = sys.exc_info()[1]
             if error is not None and propagates(error):
                 self.report_error(error)
-            parts, self.parts = self.parts, None
             if self.live:
-                if end_ns is None:
-                    end_ns = time.monotonic_ns()
-                iteration = (
-                    self._rule.add_update(self.stepped, self._backwards)
-                    if self.stepped
-                    else None
-                )
-                if keep and self.stepped:
-                    keep = iteration is not None
-                if parts is not None:
-                    keep = parts.finish(end_ns, keep) and keep
-                if keep and self._owner != self._last_owner:
-                    self._last_owner = self._owner
-                    self.threads.add_current()
-                if self._recording and self._spool is not None:
-                    self._end_phase(end_ns, keep)
-                if iteration is not None:
-                    self._end_iteration(iteration, end_ns)
-                if self.stepped:
-                    self.stepped.clear()
+                self._close_phase(keep, end_ns or time.monotonic_ns())
         except Exception as fault:
             self.fail(fault)
         finally:
             self.release_phase()
+
+    def _close_phase(self, keep: bool, end_ns: int) -> None:
+        iteration = None
+        if self.stepped:
+            iteration = self._rule.add_update(self.stepped, self._backwards)
+            keep = keep and iteration is not None
+        if self.parts is not None:
+            parts, self.parts = self.parts, None
+            keep = parts.finish(end_ns, keep) and keep
+        if keep and self._owner != self._last_owner:
+            self._last_owner = self._owner
+            self.threads.add_current()
+        if self._recording and self._spool is not None:
+            self._end_phase(end_ns, keep)
+        elif keep and self._rule.index < 0:
+            self._unstepped.add(self.phase, 0)
+        if iteration is not None:
+            self._end_iteration(iteration, end_ns)
+        self.stepped.clear()
 
     def add_forward(
         self, source: int, start_ns: int, start_mark: EventMark | None
@@ -210,7 +237,7 @@ class Recorder(ProcessRecorder):
 
     def release_phase(self) -> None:
         """Let the next phase begin, whether or not this one is recorded."""
-        self.called = None
+        self.called = self.parts = None
         self.in_phase = False
         self._phase_lock.release()
 
@@ -271,13 +298,24 @@ class Recorder(ProcessRecorder):
         phase, sequence, micro_batch, source, start_ns, end_ns, start_mark, end_mark = (
             record
         )
-        if self._spool is not None:
-            self._spool.put_phase(
-                phase, sequence, micro_batch, source, start_ns, end_ns
-            )
-            self.figures.add_phase(record, self._readings.at_ends)
+        on_device = False
         if start_mark is not None or end_mark is not None:
-            self.gpu.add_span(sequence, start_mark, end_mark)
+            on_device = self.gpu.add_span(sequence, start_mark, end_mark)
+        if self._spool is not None:
+            flag = ON_DEVICE if on_device else 0
+            self._spool.put_phase(
+                phase, sequence, micro_batch, source, start_ns, end_ns, flag
+            )
+        if self._rule.index < 0:
+            self._put_unstepped(phase, sequence, end_ns)
+
+    def _put_unstepped(self, phase: int, sequence: int, end_ns: int) -> None:
+        """Note where iterations end while no optimizer steps."""
+        news = self._unstepped.add(phase, sequence)
+        if news is not None:
+            mark, iteration, last_sequence = news
+            if last_sequence:
+                self.put(ITERATION, mark, a=iteration, b=last_sequence, x=end_ns)
 
     def settle(self, keep: bool, deferred_outside: list[PhaseRecord] | None) -> None:
         """Write the phases that were held back, or drop them; an update around this one
@@ -298,11 +336,10 @@ class Recorder(ProcessRecorder):
     def _end_iteration(self, iteration: int, end_ns: int) -> None:
         """Note that an iteration has ended, as far as is known now: a second optimizer
         may still extend it."""
-        options = self._options
+        options = self.options
         if self._recording and self._spool is not None:
             self._spool.put(ITERATION, a=iteration, b=self._last_phase, x=end_ns)
             self._spool.flush_if_cheap()
-            self.figures.end_iteration(iteration)
             self.job_info.add_training(
                 live_keys(self.modules), self.stepped, self.recomputes, self.batch
             )
@@ -317,20 +354,20 @@ class Recorder(ProcessRecorder):
             self._open_files(self._rule.index + 1)
         if iteration + 1 == options.first and self._spool is not None:
             self._spool.put(START, a=options.first, x=end_ns)
-            self.figures.begin(end_ns)
         for listener in self.on_iteration:
             listener(iteration + 1)
 
-    def _count_boundaries(self, phase: int) -> None:
-        """Start to record where the first iteration to record begins, while no
-        optimizer is known. The reader of the spool counts the same boundaries, unless
-        an optimizer steps later: they were micro-steps then."""
-        boundary = phase == FORWARD and self._after_backward
-        self._after_backward = phase == BACKWARD or (
-            self._after_backward and phase != FORWARD
-        )
-        self._boundaries += boundary
-        if boundary and not self._recording and self._boundaries == self._options.first:
-            self._recording = True
-            self._open_files(self._rule.index + 1)
-            self.put(START, a=self._options.first, x=time.monotonic_ns())
+    def _starts_at(self, phase: int) -> bool:
+        """Return whether recording starts with a phase, at the first iteration to
+        record, while no optimizer steps; if so, start it."""
+        first = self.options.first
+        if (
+            self._rule.index >= 0
+            or not self._unstepped.begins(phase)
+            or self._unstepped.number + 1 != first
+        ):
+            return False
+        self._recording = True
+        self._open_files(self.iteration)
+        self.put(START, a=first, x=time.monotonic_ns())
+        return True

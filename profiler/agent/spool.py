@@ -12,6 +12,7 @@ import os
 import struct
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 
 # Jobs may rely on the numbers of their descriptors, which are the lowest free ones.
 _LOWEST_DESCRIPTOR = 400
@@ -113,11 +114,13 @@ _PACK = RECORD.pack
 # [code: version, a: pid, b: rank, c: world size, w: MAGIC, x: monotonic ns, y: wall ns,
 # z: local rank]
 HEADER = 1
-# [code: phase, a: sequence, b: micro-batch or 0, c: number of the module or 0, x: start
-# ns, y: end ns]
+# [code: phase, small: ON_DEVICE if its GPU_TIMES follow, a: sequence, b: micro-batch or
+# 0, c: number of the module or 0, x: start ns, y: end ns]
 PHASE = 2
 GPU_TIMES = 3  # [a: sequence of the phase or operation, x: start ns, y: end ns]
-ITERATION = 4  # [a: iteration, b: sequence of its last phase so far, x: end ns]
+# [code: of ITERATION_MARKS, a: iteration, b: sequence of its last phase so far, x: end
+# ns]
+ITERATION = 4
 MEMORY = 5  # [code: pool, small: device, x: time ns, y: bytes]
 # [code: source, small: device, a: generation, b: width, w: window ns, x: time ns, y, z:
 # h2d, d2h B/s]
@@ -205,10 +208,14 @@ RESOURCES = (
     "other",
 )
 STOP_REASONS = ("closed", "max-size", "iterations", "fault")
+# An iteration ends with an update; as long as none was seen, it has ended before a
+# forward, or is open.
+ITERATION_MARKS = ("updated", "ended", "open")
 # A detailed slice begins at its first iteration, ends before an iteration, or did not
 # begin in time.
 DETAIL_MARKS = ("begin", "end", "missed")
 
+ON_DEVICE = 1
 HOST = 0xFFFF  # the `device` of a record about host memory
 MISSING = -1  # a value that could not be read
 NO_SUBGROUP = 0xFFFFFFFF
@@ -218,7 +225,7 @@ _RESOURCE_CODES = {name: code for code, name in enumerate(RESOURCES)}
 
 # Flushes at the ends of iterations may take one part in so many of the time: a file
 # system may be slow.
-_FLUSH_SHARE = 20
+_FLUSH_SHARE = 1000
 # Pending records that force a flush: a burst cannot grow without bound before the next
 # regular one.
 _MAX_PENDING = 8192
@@ -238,10 +245,16 @@ def process_id(spool_name: str) -> int:
 class Spool:
     """Appends records, which `put` collects and `flush` writes, to one new file from
     any thread; after a failed write it drops all. A forked child must call `detach`.
-    `max_bytes`: size from which on `full` is set; None: no limit. Raises OSError if
-    there is no new file at `path`."""
+    `max_bytes`: size from which on `full` is set; None: no limit. `listeners` are
+    called with what is written. Raises OSError if there is no new file at `path`."""
 
-    def __init__(self, path: str, max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        max_bytes: int | None = None,
+        listeners: Sequence[Callable[[bytes], None]] = (),
+    ) -> None:
+        self._listeners = listeners
         self._file: CheckedFile | None = CheckedFile(path)
         self._pending: deque[bytes] = deque()
         self._remaining_bytes = max_bytes
@@ -295,15 +308,16 @@ class Spool:
         source: int,
         start_ns: int,
         end_ns: int,
+        device_flag: int = 0,
     ) -> None:
-        """Append a phase. This and `put_memory` do what `put` does, in half the
-        time."""
+        """Append a phase; `device_flag`: ON_DEVICE or 0. This and `put_memory` take
+        half the time of `put`."""
         if self._file is not None:
             self._pending.append(
                 _PACK(
                     PHASE,
                     phase,
-                    0,
+                    device_flag,
                     sequence,
                     micro_batch,
                     source,
@@ -365,6 +379,8 @@ class Spool:
                 self.full = self._remaining_bytes <= 0
             begun_ns = time.monotonic_ns()
             written = self._file.write(data)
+            for listener in self._listeners:
+                listener(data)
             now_ns = time.monotonic_ns()
             # The least cost of late: a single one may contain the time of other
             # processes.

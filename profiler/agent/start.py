@@ -50,20 +50,13 @@ def start(torch: Any, directory: str, options: Options) -> Any:
     _write_marker(directory, "torch")
     try:
         # Imported here, so that a process without torch loads none of it.
-        from .detailed_capture import attach_captures
-        from .on_demand import attach_on_demand
-        from .out_of_memory import attach_memory_records
         from .phase_hooks import TorchHooks
         from .recorder import Recorder
 
         recorder = Recorder(torch, directory, options)
-        hooks = TorchHooks(recorder, torch)
-        recorder.on_close.append(hooks.remove)
-        for hooks_of_feature in feature_hooks():
-            hooks_of_feature.attach(recorder, torch)
-        attach_captures(recorder, torch, options)
-        attach_memory_records(recorder, torch, options)
-        attach_on_demand(recorder, torch, options)
+        recorder.on_close.append(TorchHooks(recorder, torch).remove)
+        for agent_hook in feature_hooks():
+            recorder.on_close.append(agent_hook.install(recorder))
     except Exception as error:
         _write_marker(
             directory,

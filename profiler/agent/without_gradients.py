@@ -26,7 +26,7 @@ class ForwardsWithoutGradients:
         self.active = False
         self._recorder = recorder
         # The row that the next call of the same thread may extend; no row: 0.
-        self._start_ns = self._end_ns = self._thread = 0
+        self.start_ns = self._end_ns = self._thread = 0
         self._start_mark: EventMark | None = None
         self._end_mark: EventMark | None = None
 
@@ -35,7 +35,7 @@ class ForwardsWithoutGradients:
         now_ns, thread = monotonic_ns(), get_ident()
         if (
             now_ns - self._end_ns < _MAX_GAP_NS
-            and self._start_ns
+            and self.start_ns
             and self._thread == thread
         ):
             self.active = True
@@ -46,7 +46,7 @@ class ForwardsWithoutGradients:
         self.put()
         self._thread = thread
         self._start_mark = recorder.mark_time()
-        self._start_ns = now_ns if self._start_mark is None else monotonic_ns()
+        self.start_ns = now_ns if self._start_mark is None else monotonic_ns()
         self.active = True
         return True
 
@@ -54,7 +54,7 @@ class ForwardsWithoutGradients:
         """End the forward. It is dropped if phases ran in it. Never raises."""
         self.active = False
         recorder = self._recorder
-        if recorder.last_end_ns > self._start_ns:
+        if recorder.last_end_ns > self.start_ns:
             self._drop()
             return
         self._end_ns = monotonic_ns()
@@ -65,11 +65,11 @@ class ForwardsWithoutGradients:
     def put(self) -> None:
         """Write the row, if there is one: a phase begins, or another row. Never
         raises."""
-        start_ns, recorder = self._start_ns, self._recorder
+        start_ns, recorder = self.start_ns, self._recorder
         if not start_ns or self.active:
             return
         start_mark, end_mark = self._start_mark, self._end_mark
-        self._start_ns, self._start_mark, self._end_mark = 0, None, None
+        self.start_ns, self._start_mark, self._end_mark = 0, None, None
         sequence = recorder.next_sequence()
         on_gpu = (
             start_mark is not None
@@ -93,4 +93,4 @@ class ForwardsWithoutGradients:
     def _drop(self) -> None:
         for mark in (self._start_mark, self._end_mark):
             self._recorder.gpu.release_mark(mark)
-        self._start_ns, self._start_mark, self._end_mark = 0, None, None
+        self.start_ns, self._start_mark, self._end_mark = 0, None, None

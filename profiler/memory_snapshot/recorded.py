@@ -30,8 +30,7 @@ _NODE = "autograd::engine::evaluate_function: "
 
 
 def read_recorded(description_file: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Read the two files of a capture (profiler/agent/detailed_capture.py), in times of
-    the monotonic clock.
+    """Read the two files of an allocation capture, in times of the monotonic clock.
 
     Returns rows of the tables `allocations` and `memory`: pools `requested` and
     `reserved` on CUDA, `tensors` on the CPU."""

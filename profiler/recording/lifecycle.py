@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ebbtide
+from ebbtide import seams
 from ebbtide.errors import TraceError
 from ebbtide.profiler.agent import process_recorder
 from ebbtide.profiler.agent.options import SPOOL_DIRECTORY, Options
@@ -89,7 +90,10 @@ def open_recording(
     warn: Callable[[str], None] = lambda _: None,
 ) -> OpenRecording:
     """Fill the folder of a new trace: metadata, folder of spools, lock. `warn` gets
-    warnings while the job runs."""
+    warnings while the job runs. Raises UserError for details that no feature
+    records."""
+    if options.has_details:
+        seams.require_service("slices")
     spools = spool_folder(output)
     spools.mkdir()
     lock = lock_recording(output, job)

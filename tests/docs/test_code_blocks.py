@@ -14,6 +14,7 @@ from tests.docs.run_page import ROOT, BlockError, read_commands, run_page
 PAGES = [
     ROOT / "README.md",
     ROOT / "traces" / "README.md",
+    ROOT / "examples" / "streaming" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 TIMEOUT_S = 600

@@ -25,7 +25,15 @@ from tests.docs.run_page import ROOT
 DOCS = ROOT / "docs"
 MARKDOWN = [
     *sorted(DOCS.glob("*.md")),
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "traces/README.md")),
+    *(
+        ROOT / name
+        for name in (
+            "README.md",
+            "CONTRIBUTING.md",
+            "traces/README.md",
+            "examples/streaming/README.md",
+        )
+    ),
 ]
 LIST_ITEM = re.compile(r"( *)(?:[-*]|\d+\.) ")
 

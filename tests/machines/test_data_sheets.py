@@ -171,7 +171,7 @@ def test_preset__unified_memory_is_that_of_gpus_without_memory_of_their_own() ->
 
 @pytest.mark.parametrize("name", FITTED)
 def test_with_host__the_rule_gives_rates_like_those_that_were_fitted(name: str) -> None:
-    """docs/machines.md has these ratios."""
+    """docs/validation.md has these ratios."""
     fitted = preset(name)
     by_rule = with_host(fitted, fitted.extra["host"]["spec"])
     for key in fitted.extra["fit"]["uncertainty"]:
@@ -333,7 +333,7 @@ def test_find_machine__accepts_a_host_behind_a_name_or_a_file(tmp_path: Path) ->
 def test_data_sheet_machine__predicts_the_published_runs_of_its_kind(
     published: str, machine: str, count: int | None
 ) -> None:
-    """docs/machines.md has these errors. The shares of peaks are derived from the same
+    """docs/validation.md has these errors. The shares of peaks are derived from the same
     machines."""
     likely = find_machine(machine)
     slow, fast = at_quantile(likely, 0.1), at_quantile(likely, 0.9)

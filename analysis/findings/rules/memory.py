@@ -124,7 +124,7 @@ def _simulate_text(metrics: JobMetrics) -> str:
 
 
 # Of the recorded iteration: smaller gains of plans for layers were seldom measured
-# (docs/layers.md).
+# (docs/validation.md).
 _MIN_LAYER_GAIN = 0.06
 
 

@@ -11,7 +11,7 @@ logarithm. `EVIDENCE` is all that the shares rest on:
   and not every shape is the best one.
 - Jobs: Llama of 8 B on H100 and RTX 3090 (als244/ml_dataflow, 428 runs), and
   traces/a100-ranks1-async.ebb. Attention on A100 and RTX 3090, and products and
-  attention on RTX 5090: the fits of docs/layers.md, which count all kernels.
+  attention on RTX 5090: the fits of docs/validation.md, which count all kernels.
 - Attention, long sequences, heads of 128: FlashAttention-2 on A100 (Dao 2023);
   FlashAttention-2, FlashAttention-3 and cuDNN on H100 (Shah et al. 2024, figures 5 and
   6); RTX 5090: F.sdpa at 400 W (gau-nernst, "Writing Speed-of-Light Flash Attention for

@@ -59,7 +59,7 @@ _FRAGMENTATION = 1.1
 _REDUCE_BYTES = 1e9
 _STEPS_PER_PHASE = 8
 # Estimated waits for gradients are within this share: 3.62 s estimated, 3.48 s measured
-# (docs/findings.md).
+# (docs/validation.md).
 _WAIT_ERROR = 0.1
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Callable
 
 from ebbtide.profiler.agent.recorder import Recorder
 
@@ -12,6 +12,6 @@ from .zero_optimizer import ZeroReader
 READER = ZeroReader()
 
 
-def attach(recorder: Recorder, torch: Any) -> None:
-    """Record DeepSpeed's phases until the recorder is closed."""
-    recorder.on_close.append(DeepSpeedHooks(recorder, torch).remove)
+def install(recorder: Recorder) -> Callable[[], None]:
+    """Record DeepSpeed's phases; return a function that stops that."""
+    return DeepSpeedHooks(recorder, recorder.torch).remove

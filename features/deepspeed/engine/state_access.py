@@ -340,39 +340,8 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         Gradients of this step are dropped. Frozen parameters and buffers of the model
         are not in it. Raises EngineError if it is not a commit of this model, or the
         storage does not have it."""
-        if (
-            missing := {"storage", "steps", "param_groups", "loss_scaler"}
-            - commit.keys()
-        ):
-            raise EngineError(
-                "this is not what commit() of an engine's optimizer has returned: it "
-                f"has no {min(missing)}"
-            )
-        assert self._runner is not None
-        if not self._runner.backing.is_used:
-            place = commit_place(commit["storage"])
-            raise EngineError(
-                f"{place}, and this job has no storage: call enable(..., "
-                "storage=FOLDER)"
-            )
+        self._check_commit(commit)
         steps, groups = commit["steps"], commit["param_groups"]
-        if (len(steps), len(groups)) != (
-            len(self._masters),
-            len(self.optimizer.param_groups),
-        ):
-            raise EngineError(
-                f"this is the commit of another model: it has {len(steps)} subgroups "
-                f"in {len(groups)} groups, this "
-                f"optimizer has {len(self._masters)} in "
-                f"{len(self.optimizer.param_groups)}"
-            )
-        if self._cpu_adam is not None and "cpu_adam" not in commit:
-            raise EngineError(
-                "this commit has no cpu_adam: load what commit() of an engine's "
-                "optimizer has returned"
-            )
-        check_commit(commit["storage"], self._commit_details(steps))
-        self._runner.backing.check(self._subgroups, commit["storage"])
         if self._is_open:
             self._recall()
         self._clear_gradients()
@@ -393,6 +362,37 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self.loss_scaler.__dict__.update(commit["loss_scaler"])
         if self._cpu_adam is not None:
             self._cpu_adam.load_state_dict(commit["cpu_adam"])
+
+    def _check_commit(self, commit: Mapping[str, Any]) -> None:
+        """Raise EngineError if something is not a commit of this model and storage."""
+        needed = {"storage", "steps", "param_groups", "loss_scaler"}
+        if missing := needed - commit.keys():
+            raise EngineError(
+                "this is not what commit() of an engine's optimizer has returned: it "
+                f"has no {min(missing)}"
+            )
+        assert self._runner is not None
+        if not self._runner.backing.is_used:
+            place = commit_place(commit["storage"])
+            raise EngineError(
+                f"{place}, and this job has no storage: call enable(..., "
+                "storage=FOLDER)"
+            )
+        steps, groups = commit["steps"], commit["param_groups"]
+        own_groups = self.optimizer.param_groups
+        if (len(steps), len(groups)) != (len(self._masters), len(own_groups)):
+            raise EngineError(
+                f"this is the commit of another model: it has {len(steps)} subgroups "
+                f"in {len(groups)} groups, this "
+                f"optimizer has {len(self._masters)} in {len(own_groups)}"
+            )
+        if self._cpu_adam is not None and "cpu_adam" not in commit:
+            raise EngineError(
+                "this commit has no cpu_adam: load what commit() of an engine's "
+                "optimizer has returned"
+            )
+        check_commit(commit["storage"], self._commit_details(steps))
+        self._runner.backing.check(self._subgroups, commit["storage"])
 
     def _commit_details(self, steps: Sequence[int]) -> dict[str, Any]:
         """Return what a commit of this rank says of itself, with the numbers of updates

@@ -74,14 +74,7 @@ def read_log(source: Source, builder: TraceBuilder, monitors: Sequence[Source]) 
         )
     phases = list(time_phases(timers.steps))
     timed = has_times(timers.steps, timers.marks)
-    if not phases and not timed:
-        raise SourceError(
-            f"{source} has neither timers of a step nor memory marks with times: turn "
-            "on wall_clock_breakdown (and "
-            "memory_breakdown) in the DeepSpeed configuration"
-        )
-    if phases and phases[-1].end_ns - phases[0].start_ns > _MAX_NS:
-        raise source.damaged("its timers add up to decades")
+    _check_times(source, phases, timed)
     for note in _missing_parts(timers, settings, timed):
         builder.note(note)
     offset_ns = clock_offset_ns(builder, zone) if timed else 0
@@ -106,14 +99,23 @@ def read_log(source: Source, builder: TraceBuilder, monitors: Sequence[Source]) 
     if skipped:
         builder.note(f"memory marks without a time or a phase are left out: {skipped}")
     if phases:
-        first, mark = (
-            phases[0].start_ns,
-            timers.steps[0].micro_steps[0].marked_ns.get((FORWARD, True)),
-        )
-        start = first if mark is None else min(first, mark)
+        mark = timers.steps[0].micro_steps[0].marked_ns.get((FORWARD, True))
+        start = min(phases[0].start_ns, phases[0].start_ns if mark is None else mark)
         for entry in ranks.values():
             entry.meta["first_iteration_start_ns"] = start - offset_ns
     return timed
+
+
+def _check_times(source: Source, phases: Sequence[TimedPhase], timed: bool) -> None:
+    """Raise SourceError for a log without times, or with impossible ones."""
+    if not phases and not timed:
+        raise SourceError(
+            f"{source} has neither timers of a step nor memory marks with times: turn "
+            "on wall_clock_breakdown (and "
+            "memory_breakdown) in the DeepSpeed configuration"
+        )
+    if phases and phases[-1].end_ns - phases[0].start_ns > _MAX_NS:
+        raise source.damaged("its timers add up to decades")
 
 
 def _missing_parts(

@@ -151,18 +151,7 @@ def _notes(
 ) -> Iterator[str]:
     """Yield a note for each part that the log does not have, or has with limits."""
     timers = {name for interval in log.intervals for name in interval.timers}
-    iteration_ms = median(interval.iteration_ms for interval in log.intervals)
-    if not timers & {"optimizer", "forward-compute", "forward"}:
-        yield (
-            f"the log has no timers of phases: its iterations take {iteration_ms:.1f} "
-            "ms (median). For phases run with "
-            "--timing-log-level 2"
-        )
-    elif not timers & {"forward-compute", "forward"}:
-        yield (
-            "the log does not tell forward from backward: both count as `other` "
-            "(--timing-log-level 2 has them)"
-        )
+    yield from _notes_on_phases(log, timers)
     if not dated:
         yield (
             "the log has no times of day: iterations are placed one after another, and "
@@ -188,13 +177,28 @@ def _notes(
             "timers that add up to more than their iteration are shortened in "
             "proportion"
         )
-    if settings.reports:
+    yield (
+        "memory of Megatron's report is the peak since the job's start: it stands "
+        "for all iterations"
+        if settings.reports
+        else "the log has no report of memory"
+    )
+
+
+def _notes_on_phases(log: IntervalReader, timers: set[str]) -> Iterator[str]:
+    """Yield a note where the log has no timers of phases, or of too few."""
+    iteration_ms = median(interval.iteration_ms for interval in log.intervals)
+    if not timers & {"optimizer", "forward-compute", "forward"}:
         yield (
-            "memory of Megatron's report is the peak since the job's start: it stands "
-            "for all iterations"
+            f"the log has no timers of phases: its iterations take {iteration_ms:.1f} "
+            "ms (median). For phases run with "
+            "--timing-log-level 2"
         )
-    else:
-        yield "the log has no report of memory"
+    elif not timers & {"forward-compute", "forward"}:
+        yield (
+            "the log does not tell forward from backward: both count as `other` "
+            "(--timing-log-level 2 has them)"
+        )
 
 
 @dataclass(frozen=True)

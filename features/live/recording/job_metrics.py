@@ -8,13 +8,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ebbtide.features.live.agent.hooks import read_figures
+from ebbtide.features.live.agent.iteration_figures import IterationFigures
 from ebbtide.phases import OTHER, PHASES
 from ebbtide.profiler.agent import start
 from ebbtide.profiler.agent.spool import POOLS
 
 if TYPE_CHECKING:
     from ebbtide.features.live.recording.sampled_figures import SampledFigures
-    from ebbtide.profiler.agent.iteration_figures import IterationFigures
 
 # What a process counts itself, the most complete first: free memory is computed from it
 # where no GPU is sampled.
@@ -49,8 +50,7 @@ def metrics() -> dict[str, float]:
         iteration that has been sampled to its end.
     """
     recorder = start.current_recorder()
-    # The recorder may be that of another version of ebbtide.
-    figures: IterationFigures | None = getattr(recorder, "figures", None)
+    figures = None if recorder is None else read_figures(recorder)
     times = next(figures.times(), None) if figures is not None else None
     if figures is None or times is None:
         return {}
@@ -65,7 +65,7 @@ def metrics() -> dict[str, float]:
         "iteration_seconds": length_ns / 1e9,
         **{f"phase_seconds/{phase}": ns / 1e9 for phase, ns in phase_ns.items()},
         **{f"peak_bytes/{pool}": size for pool, size in own_peaks.items()},
-        **_of_device(recorder, own_peaks),
+        **_of_device(recorder.job_info, figures, own_peaks),
     }
     return {f"ebbtide/{name}": value for name, value in result.items()}
 
@@ -87,15 +87,15 @@ def _device(job_info: Any) -> tuple[int | None, SampledFigures | None]:
     return device.get("capacity_bytes"), open_samples(spools, device, host["gpus"])
 
 
-def _of_device(recorder: Any, own_peaks: dict[str, int]) -> dict[str, float]:
+def _of_device(
+    job_info: Any, figures: IterationFigures, own_peaks: dict[str, int]
+) -> dict[str, float]:
     """Return capacity, free memory and the figures of a sampled GPU, as far as they are
     known."""
     try:
         with _lock:
-            capacity_bytes, samples = _device(recorder.job_info)
-            sampled = (
-                samples.read(recorder.figures.times()) if samples is not None else None
-            )
+            capacity_bytes, samples = _device(job_info)
+            sampled = samples.read(figures.times()) if samples is not None else None
     except (OSError, ValueError, LookupError, AttributeError):
         # The trace's folder was removed, or the recorder is of another version.
         return {}

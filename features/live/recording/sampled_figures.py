@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ebbtide.features.live.agent.iteration_figures import IterationTimes
 from ebbtide.profiler.agent import spool as kinds
-from ebbtide.profiler.agent.iteration_figures import IterationTimes
 from ebbtide.profiler.agent.spool import MISSING
 from ebbtide.profiler.recording.spools.devices import sampled_gpu
 from ebbtide.profiler.recording.spools.process_tail import (

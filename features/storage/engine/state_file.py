@@ -159,9 +159,10 @@ class StateFile:
                 "names it, remove the file, or "
                 "name another folder"
             )
+        # A process that is killed meanwhile leaves an empty file, or one of its own.
         self._file.truncate()
-        self._file.allocate(0, self._offset(0, 0))
         self._headers.write_identity()
+        self._file.allocate(0, self._offset(0, 0))
 
     def _resume(self, sequence: int) -> None:
         """Begin with a commit."""

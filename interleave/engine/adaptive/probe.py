@@ -16,7 +16,7 @@ from ebbtide.interleave.engine.numerics.host_arrays import row_stride
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.rules.adamw import ADAMW
-from ebbtide.interleave.engine.rules.rule import UpdateRule
+from ebbtide.interleave.engine.rules.rule import Scalars, UpdateRule
 from ebbtide.interleave.engine.runtime.layout import (
     Subgroup,
     state_elements,
@@ -51,123 +51,161 @@ def probe(
     `device_bytes` (None: no limit). `host_memory_bytes_per_s` is the traffic of updates
     and copies at once, or twice that of the update alone if they did not slow each
     other down. `host_bytes`: host memory of this rank; None: what is available."""
-    own_rule, rule = rule, rule.with_masters
-    # Updates of fp32 parameters that are their own masters take as much memory traffic
-    # as with masters of bfloat16.
-    is_half = not own_rule.has_masters and rule.rounds
-    state_bytes = own_rule.state_bytes if is_half else rule.state_bytes
-    max_params = (
-        params
-        if device_bytes is None
-        else int(device_bytes / (_DEVICE_STATES * state_bytes))
-    )
-    cpu_params, params = (
-        min(params, _cpu_params(host_bytes, state_bytes)),
-        max(1, min(params, _PARAMS, max_params)),
-    )
-    scalars = rule.scalars(rule.defaults, 1)
-    if rule.whole_update is not None:
-        # Transforms would take too long: the rates are those of the elements.
-        scalars = rule.whole_update.parts(scalars, (1, 1)).scalars
-    one_pass_bytes = GRAD_BYTES + 2 * state_bytes + (2 if is_half else 1) * PARAM_BYTES
-    half = torch.zeros(cpu_params, dtype=torch.bfloat16, device="cpu")
-    own = Subgroup(params, torch.bfloat16, (), torch.bfloat16, rule=rule)
-    host_states = [
-        device.allocate_host((state_elements(own),), torch.float32) for _ in range(2)
-    ]
-    blocks = ExitStack()
-
-    def allocate(params: int, rows: int) -> torch.Tensor:
-        block = device.allocate_state(params, rows)
-        blocks.callback(device.release, block)
-        return block
-
-    nbytes = host_states[0].nbytes
-    state, out = _host_state(rule, cpu_params), half.clone()
-
-    target = out
-    if is_half:
-        state, target = [out, *state[1:]], None
-
-    def update_on_cpu() -> None:
-        kernel.update(half, state, target, scalars, rule=rule)
-
-    def update_beside(new_state: list[torch.Tensor]) -> Callable[[], None]:
-        if is_half:
-            new_state[0] = out.clone()
-        return lambda: kernel.update_beside(
-            half, state, new_state, target, [(0, cpu_params, scalars)], rule=rule
-        )
-
-    def update_split(part: torch.Tensor) -> Callable[[], None]:
-        return lambda: kernel.update(
-            half, (part, *state[1:]), out, scalars, rule=own_rule
-        )
-
-    def copy(direction: Direction, count: int = 1) -> Callable[[], None]:
-        h2d = direction == "h2d"
-        pair = (
-            (host_states[0], device_states[0])
-            if h2d
-            else (device_states[1], host_states[1])
-        )
-        return lambda: copy_now(device, direction, [pair] * count)
-
-    def update_on_gpu() -> None:
-        device.update([TensorUpdate(device_grad, updated, device_out, scalars, rule)])
-        device.record("gpu").synchronize()
-
-    with blocks:
-        device_states = [allocate(state_elements(own), 1).view(-1) for _ in range(2)]
-        device_grad, device_out = (
-            row.view(torch.bfloat16)[:params] for row in allocate(params, 2)
-        )
-        updated = state_rows(device_states[0].view(state_shape(own)), own)
-        for device_state in device_states:
-            copy_now(device, "h2d", [(host_states[0], device_state)])
-        copy_now(device, "h2d", [(half[:params], device_grad)])
-        cpu_s = _min_seconds(update_on_cpu)
-        share = (
-            cpu_s / _min_seconds(update_beside(_host_state(rule, cpu_params)))
-            if out_of_place
-            else None
-        )
-        ratio = None
-        if own_rule.split is not None:
-            part = torch.zeros(cpu_params, dtype=own_rule.split.dtype, device="cpu")
-            ratio = cpu_s / _min_seconds(update_split(part))
-        h2d_s, d2h_s = _min_seconds(copy("h2d")), _min_seconds(copy("d2h"))
-        gpu_s = _min_seconds(update_on_gpu)
+    state_bytes = _state_bytes(rule)
+    most_params = params
+    if device_bytes is not None:
+        most_params = int(device_bytes / (_DEVICE_STATES * state_bytes))
+    cpu_params = min(params, _cpu_params(host_bytes, state_bytes))
+    host = _HostUpdate(kernel, rule, cpu_params)
+    gpu_params = max(1, min(params, _PARAMS, most_params))
+    with ExitStack() as blocks:
+        gpu = _DeviceUpdate(device, rule, gpu_params, blocks)
+        cpu_s = _min_seconds(host.run)
+        share = ratio = None
+        if out_of_place:
+            share = min(1.0, cpu_s / _min_seconds(host.beside()))
+        if rule.split is not None:
+            ratio = cpu_s / _min_seconds(host.with_remainder())
+        h2d_s, d2h_s = _min_seconds(gpu.copy("h2d")), _min_seconds(gpu.copy("d2h"))
+        gpu_s = _min_seconds(gpu.run)
         # As many copies as take about as long as the update.
         copies = max(1, int(cpu_s / max(h2d_s, d2h_s)))
-        together_s = _min_seconds(
-            lambda: _run_at_once(
-                update_on_cpu, copy("h2d", copies), copy("d2h", copies)
-            )
-        )
-    traffic_bytes = one_pass_bytes * cpu_params + 2 * nbytes * copies
-    longest_s = max(cpu_s, copies * h2d_s, copies * d2h_s)
-    slowed_down = together_s > 1.2 * longest_s
-    memory_bytes_per_s = (
-        traffic_bytes / together_s
-        if slowed_down
-        else 2 * one_pass_bytes * cpu_params / cpu_s
-    )
+        works = host.run, gpu.copy("h2d", copies), gpu.copy("d2h", copies)
+        together_s = _min_seconds(lambda: _run_at_once(*works))
+    one_pass_bytes = cpu_params * host.traffic_bytes
+    memory_bytes_per_s = 2 * one_pass_bytes / cpu_s
+    if together_s > 1.2 * max(cpu_s, copies * h2d_s, copies * d2h_s):
+        traffic_bytes = one_pass_bytes + 2 * gpu.nbytes * copies
+        memory_bytes_per_s = traffic_bytes / together_s
+    h2d_bytes_per_s, d2h_bytes_per_s = gpu.nbytes / h2d_s, gpu.nbytes / d2h_s
     return Machine(
         name="probed",
         host_memory_bytes=_host_memory_bytes(),
-        h2d_bytes_per_s=nbytes / h2d_s,
-        d2h_bytes_per_s=nbytes / d2h_s,
-        h2d_pageable_bytes_per_s=nbytes / h2d_s,
-        d2h_pageable_bytes_per_s=nbytes / d2h_s,
+        h2d_bytes_per_s=h2d_bytes_per_s,
+        d2h_bytes_per_s=d2h_bytes_per_s,
+        h2d_pageable_bytes_per_s=h2d_bytes_per_s,
+        d2h_pageable_bytes_per_s=d2h_bytes_per_s,
         host_memory_bytes_per_s=memory_bytes_per_s,
         cpu_update_params_per_s=cpu_params / cpu_s,
         cpu_cast_params_per_s=2 * cpu_params / cpu_s,
-        cpu_out_of_place_share=None if share is None else min(1.0, share),
+        cpu_out_of_place_share=share,
         cpu_remainder_ratio=ratio,
-        gpu_update_params_per_s=params / gpu_s,
+        gpu_update_params_per_s=gpu_params / gpu_s,
         step_overhead_s=0.0,
     )
+
+
+def _is_half(rule: UpdateRule) -> bool:
+    """Return whether fp32 parameters are their own masters, in a rule that rounds:
+    their updates take as much memory traffic as with masters of bfloat16."""
+    return not rule.has_masters and rule.with_masters.rounds
+
+
+def _state_bytes(rule: UpdateRule) -> float:
+    return rule.state_bytes if _is_half(rule) else rule.with_masters.state_bytes
+
+
+def _first_scalars(rule: UpdateRule) -> Scalars:
+    scalars = rule.scalars(rule.defaults, 1)
+    if rule.whole_update is None:
+        return scalars
+    # Transforms would take too long: the rates are those of the elements.
+    parts: Scalars = rule.whole_update.parts(scalars, (1, 1)).scalars
+    return parts
+
+
+class _HostUpdate:
+    """Updates of parameters on the CPU; `traffic_bytes`: memory traffic of a
+    parameter."""
+
+    def __init__(self, kernel: CpuKernel, rule: UpdateRule, params: int) -> None:
+        self._kernel = kernel
+        self._own_rule, self._rule = rule, rule.with_masters
+        self._is_half = _is_half(rule)
+        params_moved = 2 if self._is_half else 1
+        self.traffic_bytes = (
+            GRAD_BYTES + 2 * _state_bytes(rule) + params_moved * PARAM_BYTES
+        )
+        self._scalars = _first_scalars(self._rule)
+        self._grad = torch.zeros(params, dtype=torch.bfloat16, device="cpu")
+        self._state, self._out = _host_state(self._rule, params), self._grad.clone()
+        self._target: torch.Tensor | None = self._out
+        if self._is_half:
+            self._state, self._target = [self._out, *self._state[1:]], None
+
+    def run(self) -> None:
+        """Update in place."""
+        self._kernel.update(
+            self._grad, self._state, self._target, self._scalars, rule=self._rule
+        )
+
+    def beside(self) -> Callable[[], None]:
+        """Return an update that writes new state beside the old one."""
+        params = self._grad.numel()
+        new_state = _host_state(self._rule, params)
+        if self._is_half:
+            new_state[0] = self._out.clone()
+        return lambda: self._kernel.update_beside(
+            self._grad,
+            self._state,
+            new_state,
+            self._target,
+            [(0, params, self._scalars)],
+            rule=self._rule,
+        )
+
+    def with_remainder(self) -> Callable[[], None]:
+        """Return an update of masters that are the parameter and a remainder."""
+        assert self._own_rule.split is not None
+        dtype = self._own_rule.split.dtype
+        part = torch.zeros(self._grad.numel(), dtype=dtype, device="cpu")
+        state = (part, *self._state[1:])
+        return lambda: self._kernel.update(
+            self._grad, state, self._out, self._scalars, rule=self._own_rule
+        )
+
+
+class _DeviceUpdate:
+    """An update of parameters on the GPU, and copies of their state, of `nbytes`;
+    `blocks` releases its memory."""
+
+    def __init__(
+        self, device: Device, rule: UpdateRule, params: int, blocks: ExitStack
+    ) -> None:
+        self._device = device
+        rule = rule.with_masters
+        own = Subgroup(params, torch.bfloat16, (), torch.bfloat16, rule=rule)
+        elements = state_elements(own)
+
+        def allocate(params: int, rows: int) -> torch.Tensor:
+            block = device.allocate_state(params, rows)
+            blocks.callback(device.release, block)
+            return block
+
+        self._host = [
+            device.allocate_host((elements,), torch.float32) for _ in range(2)
+        ]
+        self.nbytes = self._host[0].nbytes
+        self._states = [allocate(elements, 1).view(-1) for _ in range(2)]
+        grad, out = (row.view(torch.bfloat16)[:params] for row in allocate(params, 2))
+        for state in self._states:
+            copy_now(device, "h2d", [(self._host[0], state)])
+        zeros = torch.zeros(params, dtype=torch.bfloat16, device="cpu")
+        copy_now(device, "h2d", [(zeros, grad)])
+        rows = state_rows(self._states[0].view(state_shape(own)), own)
+        self._update = TensorUpdate(grad, rows, out, _first_scalars(rule), rule)
+
+    def run(self) -> None:
+        """Update, and wait for it."""
+        self._device.update([self._update])
+        self._device.record("gpu").synchronize()
+
+    def copy(self, direction: Direction, count: int = 1) -> Callable[[], None]:
+        """Return a function that copies the state `count` times."""
+        pair = self._host[0], self._states[0]
+        if direction == "d2h":
+            pair = self._states[1], self._host[1]
+        return lambda: copy_now(self._device, direction, [pair] * count)
 
 
 def _cpu_params(host_bytes: float | None, state_bytes: float) -> int:

@@ -87,11 +87,7 @@ def update(
     The first element is at `position` (see rounding.py). With a shape they are a whole
     matrix, flat, which the rule updates as one."""
     if rule.split is not None:
-        assert out is not None
-        master = rule.split.join(out, state[0])
-        update(grad, (master, *state[1:]), None, scalars, rule.with_masters, position)
-        for part, value in zip((out, state[0]), rule.split.split(master), strict=True):
-            part.detach().copy_(value)
+        _update_split(grad, state, out, scalars, rule, position)
         return
     if shape is not None:
         assert rule.whole_update is not None
@@ -133,6 +129,23 @@ def update(
             row.view(torch.uint16).numpy()[...] = bfloat16_bits(moment, own_noise)
         else:
             row.detach().numpy()[...] = moment
+
+
+def _update_split(
+    grad: torch.Tensor,
+    state: Sequence[torch.Tensor],
+    out: torch.Tensor | None,
+    scalars: Scalars,
+    rule: UpdateRule,
+    position: int,
+) -> None:
+    """Update state whose masters are the parameter and a remainder."""
+    assert out is not None
+    assert rule.split is not None
+    master = rule.split.join(out, state[0])
+    update(grad, (master, *state[1:]), None, scalars, rule.with_masters, position)
+    for part, value in zip((out, state[0]), rule.split.split(master), strict=True):
+        part.detach().copy_(value)
 
 
 def _store(row: torch.Tensor, values: Floats) -> None:

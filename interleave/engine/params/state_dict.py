@@ -485,6 +485,28 @@ def _is_close(own: Any, expected: torch.Tensor) -> bool:
     return is_alike and torch.allclose(own.cpu(), expected, 1e-5, 0)
 
 
+def _local_row(
+    param: torch.Tensor, value: torch.Tensor, source: str, scales: int | None
+) -> torch.Tensor:
+    """Return this rank's part of a row of a parameter's state, flat; `scales`: the
+    number of scales that it is; None: an element for each of the parameter."""
+    if scales is None and _placement(value) not in (None, _placement(param)):
+        raise EngineError(
+            f"{source} is sharded in another way than the parameter: load "
+            "it with as many ranks"
+        )
+    value = local_shard(value)
+    # Scales of a shard may have a few zeros more: see `wrap_blocks`.
+    value = value if scales is None else value[:scales]
+    shape = local_shard(param).shape
+    if value.shape != (shape if scales is None else (scales,)):
+        shapes = f"{tuple(value.shape)}, the parameter is {tuple(shape)}"
+        raise EngineError(
+            f"{source} is {shapes}: this is the state dict of another model"
+        )
+    return value if scales is not None else flat_like(value, param)
+
+
 def _parse_entry(
     rule: UpdateRule,
     param: torch.Tensor,
@@ -503,9 +525,10 @@ def _parse_entry(
         )
     if rule.scaled is not None:
         entry = _with_codes(rule, rule.scaled, param, entry, source, is_own)
-    shard, rows = local_shard(param), []
+    rows = []
     saved = rule.saved
-    lengths = [part.stop for part in saved.row_slices(0, shard.numel(), 0)]
+    count = local_shard(param).numel()
+    lengths = [part.stop for part in saved.row_slices(0, count, 0)]
     for name, dtype, length in zip(saved.row_names, saved.dtypes, lengths, strict=True):
         value = entry.get(name)
         if value is None and name == MASTER_NAME and not is_own:
@@ -516,25 +539,11 @@ def _parse_entry(
             raise EngineError(
                 f"{source}: {name} is {value.dtype}, and must be {dtype}: {other}"
             )
-        if name not in rule.scales and _placement(value) not in (
-            None,
-            _placement(param),
-        ):
-            raise EngineError(
-                f"{source}: {name} is sharded in another way than the parameter: load "
-                "it with as many ranks"
-            )
-        value = local_shard(value)
-        if name in rule.scales:
-            # Those of a shard may have a few zeros more: see `wrap_blocks`.
-            value = value[:length]
-        if value.shape != ((length,) if name in rule.scales else shard.shape):
-            shapes = f"{tuple(value.shape)}, the parameter is {tuple(shard.shape)}"
-            raise EngineError(
-                f"{source}: {name} is {shapes}: this is the state dict of another model"
-            )
-        value = value if name in rule.scales else flat_like(value, param)
-        rows.append(value.to(dtype=dtype, device="cpu"))
+        is_scale = name in rule.scales
+        row = _local_row(
+            param, value, f"{source}: {name}", length if is_scale else None
+        )
+        rows.append(row.to(dtype=dtype, device="cpu"))
     return tuple(rows), _parse_step(rule, entry, f"{source}: step", is_own)
 
 

@@ -64,49 +64,74 @@ def divide(
     rule (None: `adamw`), in order; large parameters are split, but for matrices that
     their rule updates as a whole, and between blocks if their moments have scales. The
     last subgroup before a change may be smaller."""
-    subgroups: list[Subgroup] = []
-    segments: list[ParamSegment] = []
-    size = 0
     rules = rules or [ADAMW] * len(params)
-    kinds = [(param.dtype, rule) for param, rule in zip(params, rules, strict=True)]
-    dtype, rule = kinds[0] if kinds else (torch.float32, ADAMW)
-
-    def close() -> None:
-        nonlocal segments, size
-        if size:
-            subgroups.append(Subgroup(size, dtype, tuple(segments), dtype, rule))
-        segments, size = [], 0
-
-    for index, param in enumerate(params):
-        if param.numel() and kinds[index] != (dtype, rule):
-            close()
-            dtype, rule = kinds[index]
-        begin = 0
-        if rule.whole_update is not None and param.numel():
-            if size + param.numel() > subgroup_params:
-                close()
-            segments.append(
-                ParamSegment(index, 0, param.numel(), size, tuple(param.shape))
-            )
-            size += param.numel()
+    division = _Division(subgroup_params)
+    for index, (param, rule) in enumerate(zip(params, rules, strict=True)):
+        if not param.numel():
             continue
-        while begin < param.numel():
-            limit = subgroup_params - size
-            if rule.scales and limit < param.numel() - begin:
+        division.begin(param.dtype, rule)
+        if rule.whole_update is not None:
+            division.add_whole(index, param)
+        else:
+            division.add(index, param.numel())
+    division.close()
+    return tuple(division.subgroups)
+
+
+class _Division:
+    """Subgroups, the last of which is open."""
+
+    def __init__(self, subgroup_params: int) -> None:
+        self.subgroups: list[Subgroup] = []
+        self._subgroup_params = subgroup_params
+        self._dtype, self._rule = torch.float32, ADAMW
+        self._segments: list[ParamSegment] = []
+        self._size = 0
+
+    def begin(self, dtype: torch.dtype, rule: UpdateRule) -> None:
+        """Go on with parameters of a dtype and a rule."""
+        if (dtype, rule) != (self._dtype, self._rule):
+            self.close()
+            self._dtype, self._rule = dtype, rule
+
+    def add_whole(self, index: int, param: torch.Tensor) -> None:
+        """Add a matrix that is not split."""
+        count = param.numel()
+        if self._size + count > self._subgroup_params:
+            self.close()
+        self._segments.append(
+            ParamSegment(index, 0, count, self._size, tuple(param.shape))
+        )
+        self._size += count
+
+    def add(self, index: int, count: int) -> None:
+        """Add the elements of a parameter."""
+        begin = 0
+        while begin < count:
+            limit = self._subgroup_params - self._size
+            if self._rule.scales and limit < count - begin:
                 limit -= limit % BLOCK
-                if not limit and size:
-                    close()
+                if not limit and self._size:
+                    self.close()
                     continue
-            end = min(param.numel(), begin + (limit or BLOCK))
-            segments.append(
-                ParamSegment(index, begin, end, size, block=_blocks(segments, size))
+            end = min(count, begin + (limit or BLOCK))
+            block = _blocks(self._segments, self._size)
+            self._segments.append(
+                ParamSegment(index, begin, end, self._size, block=block)
             )
-            size += end - begin
+            self._size += end - begin
             begin = end
-            if size >= subgroup_params:
-                close()
-    close()
-    return tuple(subgroups)
+            if self._size >= self._subgroup_params:
+                self.close()
+
+    def close(self) -> None:
+        """Close the open subgroup, if it has parameters."""
+        if self._size:
+            segments = tuple(self._segments)
+            self.subgroups.append(
+                Subgroup(self._size, self._dtype, segments, self._dtype, self._rule)
+            )
+        self._segments, self._size = [], 0
 
 
 def most_frequent(

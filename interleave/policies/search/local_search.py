@@ -120,6 +120,12 @@ class LocalSearch:
             )
         if kind < 9:
             return self._with_round_trips(assignment)
+        return self._with_other_setting(assignment)
+
+    def _with_other_setting(self, assignment: Assignment) -> Assignment:
+        """Return the assignment with a random change of what is no role or order."""
+        draw = self._random
+        count = len(self._costs.workload.subgroups)
         if self._costs.cpu_slows_copies and draw.random() < 0.5:
             return replace(
                 assignment,

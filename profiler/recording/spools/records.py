@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ebbtide.phases import BACKWARD, FORWARD
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.trace.untrusted import open_regular
 
@@ -27,6 +26,7 @@ Records = npt.NDArray[Any]
 # The number of codes that a kind of record may have.
 _CODES = {
     kinds.PHASE: len(kinds.PHASES),
+    kinds.ITERATION: len(kinds.ITERATION_MARKS),
     kinds.MEMORY: len(kinds.POOLS),
     kinds.LINK: len(kinds.LINK_SOURCES),
     kinds.GPU_STATE: len(kinds.GPU_QUANTITIES),
@@ -34,7 +34,7 @@ _CODES = {
     kinds.OP: len(kinds.OPS),
     kinds.DETAILS: len(kinds.DETAIL_MARKS),
 }
-_FORWARD, _BACKWARD = (kinds.PHASES.index(phase) for phase in (FORWARD, BACKWARD))
+_UPDATED, _ENDED, _ = range(len(kinds.ITERATION_MARKS))
 NO_OPTIMIZER_NOTE = (
     "no optimizer of torch stepped: iterations are cut where a forward follows a "
     "backward, and updates are missing; "
@@ -101,12 +101,29 @@ def is_valid(records: Records) -> npt.NDArray[np.bool_]:
     return valid
 
 
+def ended_by_updates(records: Records) -> npt.NDArray[np.bool_]:
+    """Return which records say that an update has ended an iteration."""
+    marks: npt.NDArray[np.bool_] = (records["kind"] == kinds.ITERATION) & (
+        records["code"] == _UPDATED
+    )
+    return marks
+
+
+def has_updates(records: Records) -> bool:
+    """Return whether an optimizer has ended an iteration."""
+    return bool(ended_by_updates(records).any())
+
+
 def iteration_ends(records: Records) -> dict[int, int]:
     """Return the sequence number of the last phase of each finished iteration, in
     order."""
     ends = records[records["kind"] == kinds.ITERATION]
-    if not len(ends):
-        return _ends_at_boundaries(records)
+    updated = ends["code"] == _UPDATED
+    if updated.any():
+        ends = ends[updated]
+    elif not (ends["code"] == _ENDED).any():
+        # One backward may be part of an iteration whose update was not reached.
+        return {}
     # A later record of the same iteration replaces the earlier: a second optimizer
     # extended it.
     return dict(sorted(zip(ends["a"].tolist(), ends["b"].tolist(), strict=True)))
@@ -115,38 +132,16 @@ def iteration_ends(records: Records) -> dict[int, int]:
 def note_on_iterations(records: Records) -> str | None:
     """Return the note on iterations that no optimizer ended; None where there are none
     of these."""
-    if (records["kind"] == kinds.ITERATION).any() or not iteration_ends(records):
+    if has_updates(records) or not iteration_ends(records):
         return None
     return NO_OPTIMIZER_NOTE
-
-
-def _ends_at_boundaries(records: Records) -> dict[int, int]:
-    """Return the ends of iterations where no optimizer stepped; the agent counts the
-    same boundaries."""
-    phases = records[records["kind"] == kinds.PHASE]
-    phases = phases[np.argsort(phases["a"], kind="stable")]
-    backwards = np.cumsum(phases["code"] == _BACKWARD)
-    if not len(phases) or not backwards[-1]:
-        return {}
-    is_forward = phases["code"] == _FORWARD
-    after = np.flatnonzero(is_forward[1:] & ~is_forward[:-1])
-    # Each iteration has a backward. What follows the last backward is not finished.
-    after = after[np.diff(backwards[after], prepend=0) > 0]
-    if not len(after):
-        # One backward may be part of an iteration whose update was not reached.
-        return {}
-    last = int(np.flatnonzero(phases["code"] == _BACKWARD)[-1])
-    ends = phases["a"][[*after[after < last], last]].tolist()
-    starts = records[records["kind"] == kinds.START]
-    first = int(starts[0]["a"]) if len(starts) else 0
-    return dict(enumerate(ends, first))
 
 
 def detailed_slices(records: Records) -> list[dict[str, Any]]:
     """Return `detailed_slices` of meta.json; a slice without an end has that of the
     last finished iteration."""
     marks = records[records["kind"] == kinds.DETAILS]
-    iterations = records[records["kind"] == kinds.ITERATION]
+    iterations = records[ended_by_updates(records)]
     slices = []
     for begin in marks[marks["code"] == _BEGIN]:
         ends = marks[(marks["code"] == _END) & (marks["w"] == begin["w"])]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pandas as pd
-from msgspec import UNSET
 
 from ebbtide import seams
 from ebbtide.profiler.agent import spool as kinds
 from ebbtide.profiler.agent.spool import HOST
-from ebbtide.profiler.chrome_trace.gpu_activities import GpuActivities
-from ebbtide.profiler.chrome_trace.reader import ChromeTrace
 from ebbtide.profiler.memory_snapshot.recorded import read_recorded
 from ebbtide.profiler.recording.lock import wait_until_finished
 from ebbtide.profiler.recording.spools.devices import (
@@ -28,15 +24,18 @@ from ebbtide.profiler.recording.spools.devices import (
     notes_on_devices,
     nvml_info,
 )
+from ebbtide.profiler.recording.spools.out_of_memory_text import with_stated_figures
 from ebbtide.profiler.recording.spools.records import (
     RECORD,
     Records,
     detailed_slices,
     first_start_ns,
+    has_updates,
     note_on_iterations,
     read_records,
     stop_reason,
 )
+from ebbtide.profiler.recording.spools.slices import read_slices, slice_spans
 from ebbtide.profiler.recording.spools.tables import (
     gpu_table,
     link_table,
@@ -57,19 +56,7 @@ from ebbtide.profiler.trace.frames import empty_frame, frame
 from ebbtide.profiler.trace.metadata import NumaPlacement, RankInfo, without_nulls
 from ebbtide.profiler.trace.schema import SORT, SPOOL, TABLES
 from ebbtide.profiler.trace.trace import Trace
-from ebbtide.profiler.trace.untrusted import MAX_META_BYTES, open_regular, read_regular
-
-_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_SIZE = r"(\d+(?:\.\d+)?) ?(bytes|KiB|MiB|GiB|TiB)"
-_PATTERNS = {
-    "requested_bytes": rf"[Tt]ried to allocate {_SIZE}",
-    "capacity_bytes": rf"total capacity of {_SIZE}",
-    "free_bytes": rf"of which {_SIZE} is free",
-    "allocated_bytes": rf"{_SIZE} is allocated by PyTorch",
-    "reserved_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated",
-}
-# The name of a slice, which the agent gives it.
-_SLICE = re.compile(r"copies-(\d+)-(\d+)\.json$")
+from ebbtide.profiler.trace.untrusted import MAX_META_BYTES, read_regular
 
 
 def recover(directory: Path, meta: dict[str, Any]) -> list[Training]:
@@ -129,7 +116,7 @@ def read_process(
         entry["first_iteration_start_ns"] = start_ns
     entry["detailed_slices"] = detailed_slices(records)
     data = RankData(entry, {table: empty_frame(table) for table in TABLES}, notes)
-    data.stepped = bool((records["kind"] == kinds.ITERATION).any())
+    data.stepped = has_updates(records)
     data.tables["phases"] = frame("phases", phases)
     data.tables["ops"] = ops_table(records)
     names = device_names(entry["devices"], gpus)
@@ -290,91 +277,6 @@ def _with_values_at(memory: pd.DataFrame, begin_ns: int) -> pd.DataFrame:
         .tail(1)
     )
     return frame("memory", pd.concat([last.assign(t_ns=begin_ns), memory]))
-
-
-def with_stated_figures(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry of a rank whose out-of-memory errors have the figures that only
-    their messages (of torch 2 and of its CPU allocator) state, in hundredths of a unit;
-    None where they do not."""
-    errors = entry.get("out_of_memory")
-    return (
-        {**entry, "out_of_memory": [_complete(error) for error in errors]}
-        if errors
-        else entry
-    )
-
-
-def _complete(record: dict[str, Any]) -> dict[str, Any]:
-    text = record.get("message") or ""
-    stated: dict[str, int | None] = dict.fromkeys(_PATTERNS)
-    for name, pattern in _PATTERNS.items():
-        if match := re.search(pattern, text):
-            stated[name] = round(float(match[1]) * _UNITS[match[2]])
-    allocated, unused = stated["allocated_bytes"], stated["reserved_bytes"]
-    stated["reserved_bytes"] = (
-        None if allocated is None or unused is None else allocated + unused
-    )
-    return {
-        **record,
-        **{name: figure for name, figure in stated.items() if record.get(name) is None},
-    }
-
-
-def read_slices(
-    paths: Iterable[Path], wall_to_monotonic_ns: int
-) -> tuple[dict[str, pd.DataFrame], list[str]]:
-    """Return the tables of the slices of a process, and a line for each file that could
-    not be read to its end. `wall_to_monotonic_ns`: added to their times, which are Unix
-    times."""
-    parts = {table: [frame(table)] for table in ("transfers", "kernels", "calls")}
-    problems = []
-    for path in paths:
-        activities = GpuActivities()
-        try:
-            with open_regular(path) as file:
-                trace = ChromeTrace(file)
-                for batch in trace.batches():
-                    activities.add([event for event in batch if event.ts is not UNSET])
-        except (OSError, ValueError) as error:
-            problems.append(f"the copies in {path.name} could not be read ({error})")
-            continue
-        base_ns = trace.base_ns + wall_to_monotonic_ns
-        columns = (
-            activities.transfers(base_ns),
-            activities.kernels(base_ns),
-            activities.calls(base_ns),
-        )
-        for table, values in zip(parts, columns, strict=True):
-            parts[table].append(frame(table, values))
-        if trace.stop_reason or trace.skipped:
-            problems.append(
-                f"the copies in {path.name} could not all be read "
-                f"({trace.stop_reason or 'some are damaged'})"
-            )
-    return {
-        table: frame(table, pd.concat(frames)) for table, frames in parts.items()
-    }, problems
-
-
-def slice_spans(paths: Iterable[Path], phases: pd.DataFrame) -> list[tuple[int, int]]:
-    """Return the spans of time, in ns, ascending and disjoint, that the slices cover,
-    from the names of their files. The agent starts a slice just after an iteration
-    ends: it covers the time from that end on."""
-    phase_ends = np.sort(phases["end_ns"].to_numpy(np.int64))
-    slices = sorted(
-        (int(match[1]), int(match[2]))
-        for path in paths
-        if (match := _SLICE.search(path.name))
-    )
-    spans: list[tuple[int, int]] = []
-    for start, end in slices:
-        before = phase_ends[: np.searchsorted(phase_ends, start, side="right")]
-        start = int(before[-1]) if len(before) else start
-        if spans and start <= spans[-1][1]:
-            spans[-1] = (spans[-1][0], end)
-        else:
-            spans.append((start, end))
-    return spans
 
 
 def unfinished_trace(path: Path) -> Trace:

@@ -223,3 +223,11 @@ def test_iteration_rule__does_not_depend_on_the_order_of_optimizers(
     assert ended([*"".join(rounds)]) == [
         number for number in range(len(orders)) for _ in range(3)
     ]
+
+
+@given(st.lists(st.sampled_from(["b", "b", "A", "A", "B", "AB", "C"]), max_size=40))
+def test_iteration_rule__is_the_same_by_its_short_way(words: list[str]) -> None:
+    whole, job = FakeJob(), FakeJob()
+    for word in words:
+        whole.rule._alone = None
+        assert whole.play([word]) == job.play([word])

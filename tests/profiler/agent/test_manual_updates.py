@@ -10,6 +10,7 @@ import pytest
 
 from ebbtide.analysis.metrics.iteration_stats import compare_iterations
 from ebbtide.profiler.agent import spool as kinds
+from ebbtide.profiler.agent.iteration_rule import UnsteppedIterations
 from ebbtide.profiler.recording.spools.records import RECORD, iteration_ends
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.iterations import explain_no_iterations
@@ -82,12 +83,18 @@ def records(
     phases: str, iteration_after: int | None = None, first: int = 0
 ) -> np.ndarray:
     """Return the records of a spool with phases written as F, B and U, and an iteration
-    that ends after one of them."""
+    that ends after one of them; the ends of the others are the recorder's."""
     rows = []
     if first:
         rows.append({"kind": kinds.START, "a": first})
+    unstepped = UnsteppedIterations()
+    unstepped.number = first
     for number, word in enumerate(phases.split(), 1):
-        rows.append({"kind": kinds.PHASE, "code": "FBU".index(word), "a": number})
+        phase = "FBU".index(word)
+        rows.append({"kind": kinds.PHASE, "code": phase, "a": number})
+        if (news := unstepped.add(phase, number)) is not None:
+            row = zip(("code", "a", "b"), news, strict=True)
+            rows.append({"kind": kinds.ITERATION, **dict(row)})
         if number == iteration_after:
             rows.append({"kind": kinds.ITERATION, "a": 0, "b": number})
     table = np.zeros(len(rows), RECORD)

@@ -11,9 +11,9 @@ import pytest
 import ebbtide
 from ebbtide.analysis.metrics.iterations import durations_ms, intervals
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
+from ebbtide.features.live.agent.iteration_figures import IterationTimes
 from ebbtide.features.live.recording.sampled_figures import open_samples
 from ebbtide.phases import ITERATION_PARTS
-from ebbtide.profiler.agent.iteration_figures import IterationTimes
 from ebbtide.profiler.agent.spool import RECORD
 from ebbtide.profiler.trace import open_trace
 from tests.features.live.recording.growing import GrowingRecording

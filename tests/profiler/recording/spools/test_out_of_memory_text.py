@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ebbtide.profiler.recording.spools.recovery import with_stated_figures
+from ebbtide.profiler.recording.spools.out_of_memory_text import with_stated_figures
 
 MIB, GIB = 1 << 20, 1 << 30
 ADVICE = (

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from ebbtide.profiler.recording.spools.recovery import read_slices, slice_spans
+from ebbtide.profiler.recording.spools.slices import read_slices, slice_spans
 
 BASE = 1_700_000_000_000_000_000
 

@@ -3,28 +3,12 @@ it runs."""
 
 from __future__ import annotations
 
-from typing import Any
+from ebbtide.profiler.agent.inventories import Inventories
+from ebbtide.profiler.agent.options import Options, SliceRequest, read_request
+from ebbtide.profiler.agent.recorder import Recorder
+from ebbtide.profiler.agent.spool import DETAIL_MARKS, DETAILS
 
 from .detailed_capture import AllocationCapture, CopyCapture
-from .options import Options, SliceRequest, read_request
-from .out_of_memory import Inventories
-from .recorder import Recorder
-from .spool import DETAIL_MARKS, DETAILS
-
-
-def attach_on_demand(recorder: Recorder, torch: Any, options: Options) -> None:
-    """Let `recorder` look for requests, if `options` ask for that."""
-    if not options.on_demand:
-        return
-
-    def attach() -> None:
-        slices = DetailedSlices(recorder, torch)
-        recorder.on_flush.append(slices.look)
-        recorder.on_iteration.append(slices.enter_iteration)
-        recorder.on_close.append(slices.close)
-
-    attach()
-    recorder.on_restart.append(attach)
 
 
 class DetailedSlices:
@@ -33,9 +17,8 @@ class DetailedSlices:
     numbers there. A process that learns late of one begins at its next iteration, and
     after the last iteration asked for it records nothing."""
 
-    def __init__(self, recorder: Recorder, torch: Any) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._torch = torch
         self._inventories = Inventories(recorder, Options())
         # Requests from before this process began to record were made of others.
         self._last_request = 0
@@ -86,10 +69,10 @@ class DetailedSlices:
         if self._inventories.enter_update not in recorder.on_update:
             recorder.on_update.append(self._inventories.enter_update)
         if request.allocator_iterations:
-            self._allocations = AllocationCapture(recorder, self._torch, options)
+            self._allocations = AllocationCapture(recorder, options)
             recorder.on_update.append(self._allocations.enter_update)
         if request.transfers:
-            self._copies = CopyCapture(recorder, self._torch, options)
+            self._copies = CopyCapture(recorder, options)
 
     def _finish(self, iteration: int) -> None:
         """End the running slice before an iteration."""

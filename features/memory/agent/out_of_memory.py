@@ -1,25 +1,16 @@
-"""Records the out-of-memory errors of a job, and what parameters, gradients and
-optimizer state hold."""
+"""Records the out-of-memory errors of a job."""
 
 from __future__ import annotations
 
-import functools
 import time
 from typing import Any
 
-from .exceptions import ExceptionHooks
-from .inventory import list_holders
-from .iteration_rule import BACKWARD
-from .memory_reader import ALLOCATED, HEAP, RESERVED
-from .options import Options
-from .recorder import Recorder
-from .spool import PHASES
+from ebbtide.profiler.agent.inventories import Inventories
+from ebbtide.profiler.agent.memory_reader import ALLOCATED, HEAP, RESERVED
+from ebbtide.profiler.agent.recorder import Recorder
+from ebbtide.profiler.agent.spool import PHASES
 
-# The first iterations create gradients and optimizer state: the inventory of a later
-# one is the typical one.
-_SETTLED_ITERATION = 2
 _MAX_ERRORS = 3
-_MAX_FIRST = 3
 _MAX_MESSAGE = 2000
 _NOT_OBSERVED_NOTE = (
     "out-of-memory errors are recorded from exceptions alone: the job's CUDA allocator "
@@ -28,101 +19,13 @@ _NOT_OBSERVED_NOTE = (
 )
 
 
-def attach_memory_records(recorder: Recorder, torch: Any, options: Options) -> None:
-    """Add inventories of memory and records of out-of-memory errors to `recorder`."""
-    if not options.memory:
-        return
-
-    def attach() -> None:
-        inventories = Inventories(recorder, options)
-        recorder.on_iteration.append(inventories.enter_iteration)
-        recorder.on_update.append(inventories.enter_update)
-        errors = OutOfMemoryWatch(recorder, torch, inventories)
-        recorder.on_iteration.append(errors.attach_observer)
-        recorder.on_error.append(errors.see)
-
-    attach()
-    recorder.on_restart.append(attach)
-    recorder.on_close.append(ExceptionHooks(recorder.report_error).remove)
-
-
-class Inventories:
-    """Takes inventories: at the end of the first update, at the start of one that is
-    typical, and when asked to."""
-
-    def __init__(self, recorder: Recorder, options: Options) -> None:
-        self._recorder = recorder
-        self._first = options.first
-        self._settled = max(options.first, _SETTLED_ITERATION)
-        self._at_first: list[dict[str, Any]] = []
-        self._others: list[dict[str, Any]] = []
-        self._first_updates = 0
-
-    def enter_iteration(self, iteration: int) -> None:
-        """Take an inventory at the end of the first iteration; if another update
-        extends it, take it again."""
-        if iteration == self._first + 1 and self._first_updates < _MAX_FIRST:
-            self._first_updates += 1
-            self._at_first = []
-            self._take(self._at_first, _in_update(iteration - 1))
-
-    def enter_update(self) -> None:
-        """Take an inventory at the start of the first update of the typical
-        iteration."""
-        recorder = self._recorder
-        if recorder.iteration >= self._settled:
-            recorder.on_update.remove(self.enter_update)
-            if (
-                not self._take(self._others, _in_update(recorder.iteration))
-                and recorder.threads.several
-            ):
-                # What was read before is that of one thread, and lacks what the others
-                # hold.
-                self._at_first, self._others = [], []
-                recorder.job_info.set("inventories", [])
-
-    def add_out_of_memory(self, record: dict[str, Any]) -> bool:
-        """Take an inventory at an out-of-memory error; return whether tensors could be
-        read."""
-        moment = {key: record[key] for key in ("t_ns", "iteration", "phase")}
-        failed_on = record["device"] if record["phase"] == PHASES[BACKWARD] else None
-        return self._take(
-            self._others, {**moment, "reason": "out of memory"}, failed_on
-        )
-
-    def _take(
-        self,
-        inventories: list[dict[str, Any]],
-        moment: dict[str, Any],
-        failed_on: str | None = None,
-    ) -> bool:
-        holders = self._recorder.read_tensors(
-            functools.partial(list_holders, failed_on=failed_on)
-        )
-        if holders is not None:
-            inventories.append({**moment, "holders": holders})
-            self._recorder.job_info.set("inventories", self._at_first + self._others)
-        return holders is not None
-
-
-def _in_update(iteration: int) -> dict[str, Any]:
-    return {
-        "t_ns": time.monotonic_ns(),
-        "iteration": iteration,
-        "phase": "update",
-        "reason": "update",
-    }
-
-
 class OutOfMemoryWatch:
     """Records out-of-memory errors, up to a number: from torch's observer on CUDA, and
     from exceptions."""
 
-    def __init__(
-        self, recorder: Recorder, torch: Any, inventories: Inventories
-    ) -> None:
+    def __init__(self, recorder: Recorder, inventories: Inventories) -> None:
         self._recorder = recorder
-        self._torch = torch
+        self._torch = torch = recorder.torch
         self._inventories = inventories
         self._kind: Any = (
             getattr(torch, "OutOfMemoryError", None) or torch.cuda.OutOfMemoryError

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import TraceError
+from ebbtide.features.slices.attach import AttachedSlice, attach
 from ebbtide.profiler import open_trace
-from ebbtide.profiler.recording.attach import AttachedSlice, attach
 from ebbtide.profiler.trace.files import is_locked
 from tests.conftest import running_process
 from tests.profiler.agent.jobs import PRELUDE

@@ -1,29 +1,23 @@
 """Keeps the figures of the iterations that ended last, for a job that asks for them
-(`ebbtide.metrics`)."""
+(`ebbtide.metrics`): from the records that the agent writes."""
 
 from __future__ import annotations
 
+import _thread
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .gpu_clock import DeviceSpan, EventMark
-from .memory_reader import Reading
-from .spool import PHASES
-
-
-class PhaseRecord(NamedTuple):
-    """A finished phase. `micro_batch` and `source` count from 1; 0: not known."""
-
-    phase: int
-    sequence: int
-    micro_batch: int
-    source: int
-    start_ns: int
-    end_ns: int
-    start_mark: EventMark | None
-    end_mark: EventMark | None
-
+from ebbtide.profiler.agent.spool import (
+    GPU_TIMES,
+    ITERATION,
+    MEMORY,
+    ON_DEVICE,
+    PHASE,
+    PHASES,
+    RECORD,
+    START,
+)
 
 # The device may lag some iterations behind the host, and the samples of the link a
 # second.
@@ -31,10 +25,19 @@ _ITERATIONS = 128
 # Phases without an end of an iteration: a job whose optimizer is not seen.
 _MAX_PHASES = 8192
 _MAX_SPANS = 8192
+# Records that are kept for a job that has not asked yet.
+_MAX_UNREAD_BYTES = 1 << 19
 
 
-# A phase, and whether memory was read at its end.
-_Phase = tuple[PhaseRecord, bool]
+class _Phase(NamedTuple):
+    """A finished phase."""
+
+    phase: int
+    sequence: int
+    start_ns: int
+    end_ns: int
+    on_device: bool  # Whether the device's times of it follow.
+    memory_read: bool  # Whether memory was read at its end.
 
 
 class _Iteration(NamedTuple):
@@ -62,47 +65,87 @@ class IterationTimes(NamedTuple):
 
 
 class IterationFigures:
-    """Collects phases and memory readings, and sums them up only when a job asks."""
+    """Takes records as they are written, and sums them up only when a job asks."""
 
     def __init__(self) -> None:
+        self._unread: deque[bytes] = deque()
+        self._unread_bytes = 0
+        # A signal handler may ask, on the thread that just asks.
+        self._lock = _thread.RLock()
+        # Whether records were dropped since the last call of `read`, and whether the
+        # iteration that is read now lacks some of its own.
+        self._has_gap = self._is_cut = False
         self._phases: deque[_Phase] = deque(maxlen=_MAX_PHASES)
-        self._spans: deque[DeviceSpan] = deque(maxlen=_MAX_SPANS)
+        self._spans: deque[tuple[int, tuple[int, int]]] = deque(maxlen=_MAX_SPANS)
         self._finished: deque[_Iteration] = deque(maxlen=_ITERATIONS)
+        self._follows = False
         self._values: dict[tuple[int, int], int] = {}
         self._peaks: dict[tuple[int, int], int] = {}
+        self._read_ns: set[int] = set()
         self._begin_ns = 0
 
-    def add_phase(self, record: PhaseRecord, read: bool) -> None:
-        """Add a phase that was written. read: Whether memory was read at its end."""
-        self._phases.append((record, read))
+    def add(self, data: bytes) -> None:
+        """Take records that were written."""
+        with self._lock:
+            self._unread.append(data)
+            self._unread_bytes += len(data)
+            while self._unread_bytes > _MAX_UNREAD_BYTES:
+                self._unread_bytes -= len(self._unread.popleft())
+                self._has_gap = True
 
-    def add_device_times(self, span: DeviceSpan) -> None:
-        """Add the device times of a phase or an operation."""
-        self._spans.append(span)
+    def read(self) -> None:
+        """Sum up the records that were taken since the last call."""
+        with self._lock:
+            if self._has_gap:
+                self._has_gap, self._is_cut = False, True
+                self._finished.clear()
+            data = b"".join(self._unread)
+            self._unread.clear()
+            self._unread_bytes = 0
+            for record in RECORD.iter_unpack(data):
+                self._read_record(*record)
 
-    def add_memory(self, readings: Iterable[Reading]) -> None:
-        """Add readings of memory, from any thread."""
-        for pool, device, size in readings:
-            key = pool, device
-            self._values[key] = size
-            if size > self._peaks.get(key, -1):
-                self._peaks[key] = size
+    def _read_record(
+        self,
+        kind: int,
+        code: int,
+        small: int,
+        a: int,
+        b: int,
+        _c: int,
+        _w: int,
+        x: int,
+        y: int,
+        _z: int,
+    ) -> None:
+        if kind == PHASE:
+            read = y in self._read_ns
+            self._phases.append(_Phase(code, a, x, y, small == ON_DEVICE, read))
+        elif kind == GPU_TIMES:
+            self._spans.append((a, (x, y)))
+        elif kind == MEMORY:
+            key = code, small
+            self._values[key] = y
+            self._peaks[key] = max(y, self._peaks.get(key, y))
+            self._read_ns.add(x)
+        elif kind == ITERATION:
+            self._end_iteration(a)
+        elif kind == START:
+            self._begin_ns = x
 
-    def begin(self, start_ns: int) -> None:
-        """Note where the first recorded iteration begins, if that is not at its first
-        phase."""
-        self._begin_ns = start_ns
-
-    def end_iteration(self, number: int) -> None:
+    def _end_iteration(self, number: int) -> None:
         """Close an iteration, or extend the last one, if it has the same number."""
         phases, peaks = tuple(self._phases), self._peaks
+        begin_ns, self._begin_ns = self._begin_ns, 0
+        is_cut, self._is_cut = self._is_cut, False
+        follows, self._follows = self._follows, self._follows or bool(phases)
         self._phases.clear()
+        self._read_ns.clear()
         # The last value of a pool stands until the next reading.
         self._peaks = dict(self._values)
-        if not phases:
+        if not phases or is_cut:
             return
         last = self._finished[-1] if self._finished else None
-        begin_ns, follows = self._begin_ns, last is not None
         if last is not None and last.number == number:
             self._finished.pop()
             phases, begin_ns, follows = (
@@ -113,17 +156,14 @@ class IterationFigures:
             for key, size in last.peaks.items():
                 peaks[key] = max(size, peaks.get(key, size))
         self._finished.append(_Iteration(number, begin_ns, follows, phases, peaks))
-        self._begin_ns = 0
 
     def times(self) -> Iterator[IterationTimes]:
         """Yield the times of the iterations that ended last, the newest first.
         Iterations whose device times are not all known are left out, and the oldest one
         that is kept, whose start is not known."""
-        spans = {
-            span.sequence: (span.start_ns, span.end_ns) for span in list(self._spans)
-        }
+        spans = dict(self._spans)
         later: tuple[_Iteration, list[tuple[int, int]]] | None = None
-        for iteration in reversed(list(self._finished)):
+        for iteration in reversed(self._finished):
             bounds = _bounds(iteration.phases, spans)
             if later is not None and bounds is not None:
                 yield _times(*later, max(end_ns for _, end_ns in bounds))
@@ -135,15 +175,13 @@ class IterationFigures:
         """Return peaks in bytes by pool and device: of the last iteration up to
         `number` that was wholly read."""
         iterations = [
-            iteration
-            for iteration in list(self._finished)
-            if iteration.number <= number
+            iteration for iteration in self._finished if iteration.number <= number
         ]
         # Of very short steps memory is read at the ends of some phases only.
         wholly_read = [
             iteration
             for iteration in iterations
-            if all(read for _, read in iteration.phases)
+            if all(phase.memory_read for phase in iteration.phases)
         ]
         return next(
             (iteration.peaks for iteration in reversed(wholly_read or iterations)), {}
@@ -155,16 +193,10 @@ def _bounds(
 ) -> list[tuple[int, int]] | None:
     """Return start and end of each phase, on the device if all ran there; None until it
     has passed them all."""
-    records = [record for record, _ in phases]
-    if not all(_ran_on_device(record) for record in records):
-        return [(record.start_ns, record.end_ns) for record in records]
-    bounds = [spans.get(record.sequence) for record in records]
+    if not all(phase.on_device for phase in phases):
+        return [(phase.start_ns, phase.end_ns) for phase in phases]
+    bounds = [spans.get(phase.sequence) for phase in phases]
     return None if None in bounds else [bound for bound in bounds if bound is not None]
-
-
-def _ran_on_device(record: PhaseRecord) -> bool:
-    start, end = record.start_mark, record.end_mark
-    return start is not None and end is not None and start.device == end.device
 
 
 def _times(
@@ -177,8 +209,8 @@ def _times(
         earliest_ns if previous_end_ns is None else min(previous_end_ns, earliest_ns)
     )
     sums = [0] * len(PHASES)
-    for (record, _), (phase_start_ns, phase_end_ns) in zip(iteration.phases, bounds):
-        sums[record.phase] += phase_end_ns - phase_start_ns
+    for phase, (phase_start_ns, phase_end_ns) in zip(iteration.phases, bounds):
+        sums[phase.phase] += phase_end_ns - phase_start_ns
     return IterationTimes(
         iteration.number, start_ns, max(end_ns for _, end_ns in bounds), tuple(sums)
     )

@@ -22,7 +22,7 @@ from ebbtide.profiler.agent.spool import process_id
 from ebbtide.profiler.recording.lifecycle import require_linux, spool_folder
 from ebbtide.profiler.recording.lock import job_runs
 from ebbtide.profiler.recording.spools.process_tail import SpoolTail
-from ebbtide.profiler.recording.spools.records import RECORD
+from ebbtide.profiler.recording.spools.records import RECORD, ended_by_updates
 from ebbtide.profiler.sampler.processes import process_runs
 from ebbtide.profiler.trace.files import is_locked, read_meta
 from ebbtide.profiler.trace.metadata import parse_meta
@@ -77,7 +77,7 @@ class ProcessProgress:
         header = self._spool.header
         if header is not None:
             self.rank, self.opened_ns = int(header["b"]), int(header["x"])
-        for record in records[records["kind"] == kinds.ITERATION]:
+        for record in records[ended_by_updates(records)]:
             self.iteration, self.ended_ns = int(record["a"]), int(record["x"])
             self._ends[self.iteration] = self.ended_ns
         for iteration in list(self._ends)[:-_RECENT]:

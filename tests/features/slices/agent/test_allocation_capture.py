@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ebbtide.analysis.metrics.holders.holders import holders_at, memory_by_category
-from ebbtide.profiler.agent.detailed_capture import AllocationCapture
+from ebbtide.features.slices.agent.detailed_capture import AllocationCapture
 from ebbtide.profiler.agent.options import Options
 from ebbtide.profiler.memory_snapshot.recorded import read_recorded
 from ebbtide.profiler.trace import Trace, open_trace
@@ -230,9 +230,10 @@ def event(action: str, size: int, time_us: int, addr: int = 4096) -> dict[str, A
     }
 
 
-def recorder_of(job_info: Any) -> Any:
+def recorder_of(job_info: Any, torch: Any) -> Any:
     """Return a recorder without a model."""
     return SimpleNamespace(
+        torch=torch,
         job_info=job_info,
         note_once=job_info.note,
         threads=SimpleNamespace(several=False),
@@ -274,12 +275,12 @@ def test_allocation_capture__reads_the_history_of_cuda(
     job_info = SimpleNamespace(
         path=lambda name: str(tmp_path / name), note=notes.append
     )
-    recorder = recorder_of(job_info)
+    recorder = recorder_of(job_info, torch)
     owners = [(4096, 700, "gradient", "layer")]
     monkeypatch.setattr(
-        "ebbtide.profiler.agent.detailed_capture.list_blocks", lambda *_: owners
+        "ebbtide.features.slices.agent.detailed_capture.list_blocks", lambda *_: owners
     )
-    capture = AllocationCapture(recorder, torch, Options(allocator_iterations=1))
+    capture = AllocationCapture(recorder, Options(allocator_iterations=1))
     capture.enter_iteration(1)
     assert states == []
     capture.enter_iteration(2)
@@ -317,8 +318,8 @@ def test_allocation_capture__leaves_a_history_of_the_job_alone(tmp_path: Path) -
     )
     notes: list[str] = []
     job_info = SimpleNamespace(note=notes.append)
-    recorder = recorder_of(job_info)
-    capture = AllocationCapture(recorder, torch, Options(allocator_iterations=1))
+    recorder = recorder_of(job_info, torch)
+    capture = AllocationCapture(recorder, Options(allocator_iterations=1))
     for iteration in (2, 3):
         capture.enter_iteration(iteration)
     assert len(notes) == 1

@@ -15,11 +15,11 @@ import time
 from collections.abc import Iterator
 from typing import Any, Callable
 
-from .inventory import list_blocks
-from .options import Options
-from .patches import Patches, wrapper
-from .recorder import Recorder
-from .threads import NOT_READ_NOTE
+from ebbtide.profiler.agent.inventory import list_blocks
+from ebbtide.profiler.agent.options import Options
+from ebbtide.profiler.agent.patches import Patches, wrapper
+from ebbtide.profiler.agent.recorder import Recorder
+from ebbtide.profiler.agent.threads import NOT_READ_NOTE
 
 _KINETO_LEVEL = "KINETO_LOG_LEVEL"
 _SILENT = "6"
@@ -142,9 +142,9 @@ class AllocationCapture:
     gives them, and what only the job knows: the owners of blocks by address, at several
     times of each iteration, and the calls of all modules."""
 
-    def __init__(self, recorder: Recorder, torch: Any, options: Options) -> None:
+    def __init__(self, recorder: Recorder, options: Options) -> None:
         self._recorder = recorder
-        self._torch = torch
+        self._torch = recorder.torch
         self._first = max(options.first, _SETTLED_ITERATION)
         self._last = self._first + options.allocator_iterations
         self._source: _History | _Profile | None = None
@@ -336,31 +336,17 @@ class _Profile:
         return True
 
 
-def attach_captures(recorder: Recorder, torch: Any, options: Options) -> None:
-    """Add the captures that `options` ask for to `recorder`. Copies are those of
-    CUDA."""
-    if options.memory and options.allocator_iterations:
-        capture = AllocationCapture(recorder, torch, options)
-        recorder.on_iteration.append(capture.enter_iteration)
-        recorder.on_update.append(capture.enter_update)
-        recorder.on_close.append(capture.stop)
-    if options.transfers:
-        copies = CopyCapture(recorder, torch, options)
-        recorder.on_iteration.append(copies.enter_iteration)
-        recorder.on_close.append(copies.close)
-
-
 class CopyCapture:
     """Records copies, kernels and the calls that launch them, from CUPTI through
     torch's profiler, in slices of whole iterations: a Chrome trace each, named for its
     span. That holds the job up, so slices are short, with pauses unless `last` is set.
     If the job profiles itself, this capture ends with a note."""
 
-    def __init__(self, recorder: Recorder, torch: Any, options: Options) -> None:
+    def __init__(self, recorder: Recorder, options: Options) -> None:
         self._recorder = recorder
-        self._torch = torch
+        self._torch = recorder.torch
         self._options = options
-        self._profiler = GuardedProfiler(torch, self._yield_to_job)
+        self._profiler = GuardedProfiler(recorder.torch, self._yield_to_job)
         self._first_ns = self._begin_ns = self._stop_ns = self._length_ns = 0
         self._held_ns = self._resume_ns = 0
         self._given_up = False

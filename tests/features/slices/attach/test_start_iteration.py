@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import TraceError
+from ebbtide.features.slices.attach import attach
 from ebbtide.profiler.agent.options import (
     MAX_ITERATIONS,
     REQUEST,
@@ -23,7 +24,6 @@ from ebbtide.profiler.agent.spool import (
     STOPPED,
     Spool,
 )
-from ebbtide.profiler.recording.attach import attach
 from ebbtide.profiler.recording.lifecycle import first_meta
 from ebbtide.profiler.recording.lock import lock_recording
 from ebbtide.profiler.trace.files import write_meta

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
+from ebbtide.features.memory.agent.out_of_memory import OutOfMemoryWatch
 from ebbtide.profiler import Tracer
-from ebbtide.profiler.agent.out_of_memory import OutOfMemoryWatch
 from ebbtide.profiler.trace import Trace
 from tests.conftest import Recorded, ebbtide_in_process, run_process
 from tests.profiler.agent.jobs import PRELUDE
@@ -219,7 +219,8 @@ def observed() -> tuple[FakeRecorder, OutOfMemoryWatch, SimpleNamespace]:
     )
     recorder = FakeRecorder()
     inventories = SimpleNamespace(add_out_of_memory=lambda *_: None)
-    watch = OutOfMemoryWatch(recorder, fake_torch, inventories)  # type: ignore[arg-type]
+    recorder.torch = fake_torch
+    watch = OutOfMemoryWatch(recorder, inventories)  # type: ignore[arg-type]
     watch.attach_observer(0)
     watch.attach_observer(1)
     assert attached == [watch.observe]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,9 +22,9 @@ from ebbtide.analysis.plot.figure import draw
 from ebbtide.analysis.timeline.axis import PICTURE, TimeAxis
 from ebbtide.analysis.timeline.memory import device_memory_panel
 from ebbtide.errors import TraceError
+from ebbtide.features.slices.attach import AttachedSlice, attach
 from ebbtide.profiler import Trace, Tracer, open_trace
 from ebbtide.profiler.agent.options import REQUEST, SliceRequest
-from ebbtide.profiler.recording.attach import AttachedSlice, attach
 from ebbtide.profiler.trace.merge import merge
 from tests.conftest import ebbtide_in_process, torch_on_one_thread
 
@@ -100,14 +100,28 @@ class Slices(NamedTuple):
     early_error: str
 
 
+def recorded_slice(
+    job: Job, path: Path, count: int, refused: list[str], **options: Any
+) -> AttachedSlice:
+    """Ask for slices until one is recorded: on a busy machine a process may learn of
+    one when it is over. Add the error of a second request during each."""
+    for _ in range(20):
+        attached = attach(path, count, **options)
+        with pytest.raises(TraceError) as second:
+            attach(path, 3)
+        refused.append(str(second.value))
+        job.train_until(attached.update)
+        if attached.recorded(attached.processes[0]) is not None:
+            return attached
+    pytest.fail("no slice was recorded")
+
+
 @pytest.fixture(scope="module")
 def slices(tmp_path_factory: pytest.TempPathFactory) -> Slices:
     path = tmp_path_factory.mktemp("slices") / "run.ebb"
     with recorded(path) as job:
-        attached = attach(path, 12)
-        with pytest.raises(TraceError) as second:
-            attach(path, 3)
-        job.train_until(attached.update)
+        refused: list[str] = []
+        attached = recorded_slice(job, path, 12, refused)
         with pytest.raises(TraceError) as early:
             attach(path, 3, first=5)
         (process,) = attached.processes
@@ -121,12 +135,9 @@ def slices(tmp_path_factory: pytest.TempPathFactory) -> Slices:
         job.train_until(
             lambda: process.update() or process.mark(late, "end") is not None
         )
-        for _ in range(3):
-            allocations = attach(path, 40, poll_ms=0, allocator_iterations=2)
-            job.train_until(allocations.update)
-            # On a busy machine a process may learn of a slice when it is over.
-            if allocations.recorded(allocations.processes[0]) is not None:
-                break
+        allocations = recorded_slice(
+            job, path, 40, refused, poll_ms=0, allocator_iterations=2
+        )
         over = put_request(path, 2, reached)
         job.train_until(
             lambda: process.update() or process.mark(over, "missed") is not None
@@ -138,7 +149,7 @@ def slices(tmp_path_factory: pytest.TempPathFactory) -> Slices:
         process.mark(late, "begin") or 0,
         allocations,
         process.mark(over, "missed"),
-        str(second.value),
+        refused[0],
         str(early.value),
     )
 

@@ -14,8 +14,8 @@ from ebbtide.profiler import open_trace
 from ebbtide.profiler.agent import process_recorder
 from ebbtide.profiler.trace import schema
 from tests.conftest import Run, ebbtide_in_process, run_process
+from tests.features.memory.agent.test_out_of_memory import JOB
 from tests.profiler.agent.test_isolation import PROFILER
-from tests.profiler.agent.test_out_of_memory import JOB
 
 # The line that Python runs at its start where ebbtide is installed.
 AT_START = f"exec(open({str(PROFILER / 'inject' / 'ebbtide-agent.pth')!r}).read())\n"

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity
 
-from ebbtide.profiler.agent.detailed_capture import CopyCapture
+from ebbtide.features.slices.agent.detailed_capture import CopyCapture
 from ebbtide.profiler.agent.options import Options
 
 PROFILE = torch.autograd.profiler.profile
@@ -30,6 +30,11 @@ class FakeRecorder:
         self.job_info = SimpleNamespace(
             note=self.notes.append, path=lambda name: str(folder / name)
         )
+
+    def on(self, torch: Any) -> FakeRecorder:
+        """Record with a torch."""
+        self.torch = torch
+        return self
 
 
 @pytest.fixture
@@ -51,7 +56,9 @@ def torch_with_gpu(**cuda: Any) -> Any:
 
 @pytest.fixture
 def copies(recorder: FakeRecorder) -> Iterator[CopyCapture]:
-    copies = CopyCapture(recorder, torch_with_gpu(), Options(last=100, transfers=True))  # type: ignore[arg-type]
+    copies = CopyCapture(
+        recorder.on(torch_with_gpu()), Options(last=100, transfers=True)
+    )  # type: ignore[arg-type]
     yield copies
     copies.close()
 
@@ -63,7 +70,7 @@ def slices(recorder: FakeRecorder) -> list[Path]:
 def test_copy_capture__writes_slices_of_whole_iterations_named_for_their_spans(
     copies: CopyCapture, recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ebbtide.profiler.agent.detailed_capture._SLICE_NS", 0)
+    monkeypatch.setattr("ebbtide.features.slices.agent.detailed_capture._SLICE_NS", 0)
     before_ns = time.monotonic_ns()
     for iteration in range(3):
         copies.enter_iteration(iteration)
@@ -114,8 +121,9 @@ def test_copy_capture__profiles_only_the_requested_iterations(
     recorder: FakeRecorder,
 ) -> None:
     copies = CopyCapture(
-        recorder, torch_with_gpu(), Options(first=2, last=4, transfers=True)
-    )  # type: ignore[arg-type]
+        recorder.on(torch_with_gpu()),  # type: ignore[arg-type]
+        Options(first=2, last=4, transfers=True),
+    )
     for iteration in range(6):
         copies.enter_iteration(iteration)
         torch.full((iteration + 1,), 1.0)
@@ -141,7 +149,8 @@ def record_slices(
     covers."""
     now_ns, events = [1_000], [0]
     monkeypatch.setattr(
-        "ebbtide.profiler.agent.detailed_capture.time.monotonic_ns", lambda: now_ns[0]
+        "ebbtide.features.slices.agent.detailed_capture.time.monotonic_ns",
+        lambda: now_ns[0],
     )
 
     class Profiler:
@@ -161,7 +170,7 @@ def record_slices(
 
     fake = torch_with_gpu()
     fake.profiler.profile = Profiler
-    copies = CopyCapture(recorder, fake, Options(transfers=True))  # type: ignore[arg-type]
+    copies = CopyCapture(recorder.on(fake), Options(transfers=True))  # type: ignore[arg-type]
     covered = []
     for iteration, iteration_ns in enumerate(iterations_ns):
         copies.enter_iteration(iteration)
@@ -217,7 +226,7 @@ def test_copy_capture__leaves_the_profiler_of_another_thread_running(
 
 def test_copy_capture__restores_torchs_profiler(recorder: FakeRecorder) -> None:
     before = dict(PROFILE.__dict__)
-    copies = CopyCapture(recorder, torch_with_gpu(), Options(transfers=True))  # type: ignore[arg-type]
+    copies = CopyCapture(recorder.on(torch_with_gpu()), Options(transfers=True))  # type: ignore[arg-type]
     assert PROFILE.__dict__["__enter__"] is not before["__enter__"]
     copies.close()
     assert dict(PROFILE.__dict__) == before

@@ -1,0 +1,1 @@
+"""Keeps the figures of the last iterations for the job."""

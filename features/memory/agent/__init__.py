@@ -1,0 +1,1 @@
+"""Records out-of-memory errors, and the holders of memory."""

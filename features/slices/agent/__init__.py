@@ -1,0 +1,1 @@
+"""Captures allocations, copies and kernels in some iterations."""

@@ -1,0 +1,1 @@
+"""Tests of `ebbtide.features.memory.agent`."""

@@ -1,1 +1,0 @@
-"""Tests of `ebbtide.profiler.recording.attach`: details on demand."""
