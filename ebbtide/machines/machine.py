@@ -43,7 +43,7 @@ Text = Annotated[str, Meta(description="a text")]
 DEFAULT_OUT_OF_PLACE_SHARE = 0.9
 # Host memory that an update reads and writes, B per parameter, with fp32 masters and
 # with remainders.
-_FP32_UPDATE_BYTES, _REMAINDER_UPDATE_BYTES = 28.0, 26.0
+FP32_UPDATE_BYTES, _REMAINDER_UPDATE_BYTES = 28.0, 26.0
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Machine:
     def remainder_ratio(self) -> float:
         """The measured `cpu_remainder_ratio`, or where it is not known that of the
         bytes: as if memory alone limited updates."""
-        by_bytes = _FP32_UPDATE_BYTES / _REMAINDER_UPDATE_BYTES
+        by_bytes = FP32_UPDATE_BYTES / _REMAINDER_UPDATE_BYTES
         return (
             by_bytes if self.cpu_remainder_ratio is None else self.cpu_remainder_ratio
         )

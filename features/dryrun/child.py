@@ -4,12 +4,14 @@ python -m ebbtide.features.dryrun OUTPUT OPTIONS train.py ARGUMENTS...
 """
 
 import contextlib
+import functools
 import json
 import os
 import runpy
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,19 @@ from ebbtide.features.dryrun.launch import (
     become_dry_run,
     launcher_followed,
 )
+from ebbtide.features.dryrun.record import RunRecord, save_record
+from ebbtide.features.dryrun.result import exit_status
+from ebbtide.features.dryrun.session import DryRun, DryRunOptions
 from ebbtide.foreign_text import printable_line
 from ebbtide.machines.machine import machine_from
 from ebbtide.terminal_lines import print_note
 
-_CANNOT_FAKE, _DOES_NOT_FIT = 2, 3
+_CANNOT_FAKE = 2
 _INTERRUPTED = 130
+# Settings beside those of `DryRunOptions`; `guest`: the path of the program of a dry
+# run in another environment, which writes a record; None: in the environment of
+# ebbtide.
+_OWN_SETTINGS = ("force", "machine", "prints", "check", "scratch", "guest")
 _PROGRESS_S = 30.0
 
 
@@ -37,58 +46,24 @@ def main(arguments: list[str]) -> int:
 
     `arguments`: path of the trace, settings as JSON, and the job (a script, `-m MODULE`
     or `-c CODE`, and its arguments)."""
-    try:
-        from ebbtide.features.dryrun.session import DryRun, DryRunOptions
-        from ebbtide.features.dryrun.trace_of_run import trace_of_run
-    except ImportError as error:
-        return fail(
-            "a dry run needs torch 2.13, which `pip install 'ebbtide[dry-run]'` adds: "
-            f"{error}"
-        )
     output, words, *job = arguments
     settings = json.loads(words)
-    own = {
-        name: settings.pop(name, None)
-        for name in ("force", "machine", "prints", "check", "scratch")
-    }
-    force, machine = own["force"], own["machine"]
+    own = {name: settings.pop(name, None) for name in _OWN_SETTINGS}
+    machine = own["machine"]
     options = DryRunOptions(
         **settings, machine=machine_from(machine, "the machine") if machine else None
     )
     try:
-        run = DryRun(options)
-        if sys.stderr.isatty():
-            threading.Thread(target=_show_progress, args=(run,), daemon=True).start()
-        status = 0
-        with contextlib.chdir("."), run, launcher_followed(job):
-            if own["scratch"]:
-                for line in complete_stand_ins(Path(own["scratch"])):
-                    print(line, file=sys.stderr)
-                run.user_files.opened.clear()
-            status = _run_job(job)
-            if not status and not run.finished:
-                _wait_for_threads()
-        if status not in (0, _INTERRUPTED):
-            print_note(
-                f"incomplete: the job ended with status {status}; no trace is written"
-            )
-            return status
-        builder = trace_of_run(run, ["python", *job])
-        builder.meta["exit"] = {"code": status}
-        builder.write(Path(output), force)
-        for line in run.user_files.lines():
-            print_note(line)
-        fits = not own["prints"] or _print_result(Path(output))
-        return _DOES_NOT_FIT if own["check"] and not fits and not status else status
-    except JobLaunched as job_launched:
-        ranks = {
-            "ranks": job_launched.ranks or options.ranks,
-            "ranks_per_node": job_launched.ranks_per_node,
+        return _run(options, own, Path(output), job)
+    except JobLaunched as launched:
+        settings |= {
+            "ranks": launched.ranks or options.ranks,
+            "ranks_per_node": launched.ranks_per_node,
+            **own,
         }
-        settings |= {**ranks, **own}
         try:
             become_dry_run(
-                job_launched.command, Path(output), settings, job_launched.environment
+                launched.command, Path(output), settings, launched.environment
             )
         except UserError as error:
             return fail(str(error))
@@ -96,12 +71,38 @@ def main(arguments: list[str]) -> int:
         return fail(str(error))
 
 
-def _print_result(output: Path) -> bool:
-    """Print the result, and return whether the job fits."""
+def _run(
+    options: DryRunOptions, own: dict[str, Any], output: Path, job: list[str]
+) -> int:
     # What it imports is not imported while the job runs.
-    from ebbtide.features.dryrun.command import print_dry_run
+    write = save_record if own["guest"] else _trace_writer(own["force"])
+    run = DryRun(options)
+    if sys.stderr.isatty():
+        threading.Thread(target=_show_progress, args=(run,), daemon=True).start()
+    status = 0
+    with contextlib.chdir("."), run, launcher_followed(job):
+        if own["scratch"]:
+            for line in complete_stand_ins(Path(own["scratch"])):
+                print(line, file=sys.stderr)
+            run.user_files.opened.clear()
+        status = _run_job(job)
+        if not status and not run.finished:
+            _wait_for_threads()
+    if status not in (0, _INTERRUPTED):
+        print_note(
+            f"incomplete: the job ended with status {status}; no trace is written"
+        )
+        return status
+    write(run.record(), ["python", *job], status, output)
+    for line in run.user_files.lines():
+        print_note(line)
+    return exit_status(output, own, status)
 
-    return print_dry_run(output)
+
+def _trace_writer(force: bool) -> Callable[[RunRecord, list[str], int, Path], None]:
+    from ebbtide.features.dryrun.trace_of_run import write_trace
+
+    return functools.partial(write_trace, force=force)
 
 
 def _show_progress(run: Any) -> None:
@@ -150,8 +151,8 @@ def _run_job(job: list[str]) -> int:
 
 
 def _wait_for_threads() -> None:
-    """Wait for the threads that Python waits for at its end; those of pools, which it
-    ends itself, are left out."""
+    """Wait for the threads that Python waits for at its end, but not for threads of
+    pools, which it ends itself."""
     pools = getattr(sys.modules.get("concurrent.futures.thread"), "_threads_queues", ())
     for thread in threading.enumerate():
         if (

@@ -8,8 +8,7 @@ import typer
 
 from ebbtide.cli import options
 from ebbtide.cli.command import command
-from ebbtide.cli.printing import echo_line, on_stderr, print_view
-from ebbtide.cli.reading import print_next
+from ebbtide.cli.printing import echo_line, on_stderr
 from ebbtide.features.dryrun.jobs.settings import (
     Method,
     ModelJob,
@@ -107,6 +106,7 @@ def dry_run(
             "FILE",
             f"Script of the job, to read, edit and run{_OF_MODEL}.",
             "RUN-job.py beside the trace",
+            rich_help_panel=options.RARE,
         ),
     ] = None,
     output: Annotated[
@@ -139,6 +139,15 @@ def dry_run(
             min=1,
         ),
     ] = None,
+    python: Annotated[
+        str | None,
+        options.valued(
+            "PATH",
+            "Interpreter of the environment that CMD runs in, which needs torch.",
+            "ebbtide's own",
+            rich_help_panel=options.RARE,
+        ),
+    ] = None,
     check: Annotated[
         bool,
         typer.Option(
@@ -157,8 +166,8 @@ def dry_run(
     from ebbtide.errors import UserError
     from ebbtide.features.dryrun.jobs.model_job import prepare_model_job
     from ebbtide.features.dryrun.jobs.recipes import prepare_recipe
-    from ebbtide.features.dryrun.launch import dry_run as start_dry_run
-    from ebbtide.features.dryrun.launch import refuse_existing
+    from ebbtide.features.dryrun.start import StartOptions, refuse_existing
+    from ebbtide.features.dryrun.start import dry_run as start_dry_run
     from ebbtide.machines.catalog import find_machine
 
     if gpu is not None and machine is not None:
@@ -170,6 +179,8 @@ def dry_run(
             "a dry run needs one of --model NAME, --config RECIPE and -- CMD..., as in "
             "-- python train.py"
         )
+    if python is not None and command is None:
+        raise UserError("--python is for -- CMD..., as in -- python train.py")
     number = iterations if iterations is not None else steps
     if not number:
         raise typer.BadParameter("--steps must be at least 1")
@@ -206,9 +217,7 @@ def dry_run(
     with on_stderr():
         for line in job.lines:
             echo_line(line)
-    start_dry_run(
-        job.command,
-        path,
+    started = StartOptions(
         iterations=number,
         capacity_bytes=options.size(capacity) if capacity is not None else None,
         machine=chosen,
@@ -217,25 +226,6 @@ def dry_run(
         prints=True,
         check=check,
         scratch=job.scratch,
+        python=python,
     )
-
-
-def print_dry_run(path: Path) -> bool:
-    """Print on stderr whether the job fits, its memory and time, and what is next;
-    return whether it may fit."""
-    from ebbtide.analysis.metrics.job import JobMetrics
-    from ebbtide.analysis.tables.prediction import MISFIT, prediction_view, verdict
-    from ebbtide.profiler.trace import open_trace
-
-    trace = open_trace(path)
-    metrics = JobMetrics(trace)
-    with on_stderr():
-        print_view(prediction_view(trace))
-        echo_line(
-            "figures that the script itself printed mean nothing: nothing was computed"
-        )
-        for follow_up in (
-            ("memory {} --at peak", "plan {}") if metrics.pool_peak("requested") else ()
-        ):
-            print_next(trace, follow_up)
-    return verdict(metrics) != MISFIT
+    start_dry_run(job.command, path, started)

@@ -52,6 +52,11 @@ _MESSAGES = (
         _COMPILED,
     ),
     (re.compile(r"(CUDA) is not available|not compiled with (CUDA)"), _NEEDS_CUDA),
+    # Of a build with CUDA.
+    (
+        re.compile(r"(CUDA) driver version is insufficient|no (CUDA)-capable device"),
+        "it needs a device: leave it out for the dry run",
+    ),
     (
         re.compile(
             r"(lib(?:c10_cuda|torch_cuda|cu[a-z]+|nv\w+|nccl)\.so[.\d]*): cannot open"
@@ -104,6 +109,7 @@ _FORKED = (
 _OF_THE_JOB = (OSError, ImportError, SyntaxError, RecursionError)
 _TEXTS_OF_THE_JOB = (
     "Expected all tensors to be on the same device",
+    "found two different devices",
     "invalid device ordinal",
 )
 
@@ -277,8 +283,8 @@ def _is_own(filename: str) -> bool:
 
 
 def _place(stack: Sequence[traceback.FrameSummary]) -> str:
-    """Return the innermost line of the job's own code, else that of a library; the
-    innermost frame comes first."""
+    """Return the innermost line of the job's own code, else of a library; the innermost
+    frame comes first."""
     libraries = []
     for frame in stack:
         if _is_own(frame.filename) or frame.filename.startswith("<"):

@@ -1,4 +1,4 @@
-"""Starts the process of a dry run, and follows a launcher, such as `accelerate launch`,
+"""Makes the command of a dry run, and follows a launcher, such as `accelerate launch`,
 to the job that it starts.
 
 A launcher runs in the dry run like a job. One that trains in its own process is the
@@ -17,60 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ebbtide.errors import TraceError
 from ebbtide.features.dryrun.errors import DryRunError
-from ebbtide.machines.machine import Machine
 from ebbtide.profiler.agent.patches import Patches
 
 _PYTHON_OPTIONS_WITH_VALUE = ("-W", "-X")
-
-
-def dry_run(
-    command: Sequence[str],
-    output: Path,
-    iterations: int = 2,
-    capacity_bytes: int | None = None,
-    machine: Machine | None = None,
-    force: bool = False,
-    ranks: int | None = None,
-    prints: bool = False,
-    check: bool = False,
-    scratch: Path | None = None,
-) -> NoReturn:
-    """Become the process of a dry run, whose exit status is that of the job, or 2 where
-    something cannot be faked.
-
-    Args:
-        capacity_bytes: Memory of the device; None: that of the machine.
-        ranks: Ranks of the job, whose rank 0 is run; None: those that torchrun would
-            start, else not stated.
-        prints: Whether the result is printed, as `ebbtide dry-run` does.
-        scratch: A folder of the job that is removed at the end; None: it has none.
-    """
-    refuse_existing(output, force)
-    if capacity_bytes is None and machine is not None and machine.gpu_memory_bytes:
-        capacity_bytes = round(machine.gpu_memory_bytes)
-    settings = {
-        "iterations": iterations,
-        "capacity_bytes": capacity_bytes,
-        "device_name": _device_name(machine),
-        "machine": machine.as_json() if machine is not None else None,
-        "force": force,
-        "prints": prints,
-        "check": check,
-        "scratch": str(scratch) if scratch is not None else None,
-        "ranks": ranks,
-        "ranks_per_node": None,
-    }
-    become_dry_run(command, output, settings, os.environ)
-
-
-def refuse_existing(output: Path, force: bool) -> None:
-    """Raise TraceError if a trace exists and is not to be replaced."""
-    if os.path.lexists(output) and not force:
-        raise TraceError(
-            f"{output} exists already: choose another path, or replace it (--force)"
-        )
 
 
 def become_dry_run(
@@ -81,31 +31,41 @@ def become_dry_run(
 ) -> NoReturn:
     """Become a dry run with settings as in `DryRunOptions`; ranks that are not stated
     are those of a launcher."""
-    python, options, job = split_command(command)
-    settings = {**settings, "ranks": settings["ranks"] or stated_ranks(job)}
-    own = ["-P", "-m", "ebbtide.features.dryrun", str(output), json.dumps(settings)]
+    words = dry_run_command(command, output, settings)
     sys.stdout.flush()
-    os.execve(python, [python, *options, *own, *job], dict(environment))
+    os.execve(words[0], words, dict(environment))
 
 
-def _device_name(machine: Machine | None) -> str:
-    """Return the name that torch reports for the GPU of a machine."""
-    if machine is None:
-        return "dry run"
-    return (machine.gpu and machine.gpu.name) or machine.name
+def dry_run_command(
+    command: Sequence[str],
+    output: Path,
+    settings: Mapping[str, Any],
+    interpreter: str = sys.executable,
+) -> list[str]:
+    """Return the command of a dry run of a command; `interpreter`: the one that runs
+    `python`."""
+    python, options, job = split_command(command, interpreter)
+    settings = {**settings, "ranks": settings["ranks"] or stated_ranks(job)}
+    guest = settings.get("guest")
+    program = ["-m", "ebbtide.features.dryrun"] if guest is None else [guest]
+    own = ["-P", *program, str(output), json.dumps(settings)]
+    return [python, *options, *own, *job]
 
 
-def split_command(command: Sequence[str]) -> tuple[str, list[str], list[str]]:
+def split_command(
+    command: Sequence[str], interpreter: str = sys.executable
+) -> tuple[str, list[str], list[str]]:
     """Return the interpreter of a command, its options, and the rest: a script, `-m
     MODULE` or `-c CODE`.
 
-    `python` without a folder is the interpreter that runs ebbtide, since the dry run
-    needs both. It also runs console scripts, such as `accelerate`."""
+    `python` without a folder is `interpreter`, by default the one that runs ebbtide,
+    since the dry run needs both. It also runs console scripts, such as
+    `accelerate`."""
     program, *words = command
     if Path(program).name == "torchrun":
-        return sys.executable, [], ["-m", TORCHRUN, *words]
+        return interpreter, [], ["-m", TORCHRUN, *words]
     if program.endswith(".py"):
-        return sys.executable, [], list(command)
+        return interpreter, [], list(command)
     if not Path(program).name.startswith("python"):
         script = find_script(program)
         if script is None:
@@ -116,8 +76,8 @@ def split_command(command: Sequence[str]) -> tuple[str, list[str], list[str]]:
                 "that it starts, and its ranks "
                 "with --ranks"
             )
-        return sys.executable, [], [script, *words]
-    python = sys.executable if os.sep not in program else shutil.which(program)
+        return interpreter, [], [script, *words]
+    python = interpreter if os.sep not in program else shutil.which(program)
     if python is None:
         raise DryRunError(f"cannot run {program}: no such program")
     options = []

@@ -2,72 +2,30 @@
 
 from __future__ import annotations
 
-import math
+import json
 import os
-import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping
+import sys
 from dataclasses import dataclass
-from itertools import islice
 from types import TracebackType
 from typing import Any
 
-import torch
-
-# classifies torch's functions, which must happen before they are replaced
-import torch._dynamo
-
-from ebbtide.features.dryrun.device.attention import (
-    AttentionChoice,
-    register_attention,
-    register_fused_norms,
-)
-from ebbtide.features.dryrun.device.cuda_stubs import CudaStubs
-from ebbtide.features.dryrun.device.fake_cuda import (
-    DEFAULT_CAPACITY_BYTES,
-    capability_of,
-    patch_cuda,
-)
-from ebbtide.features.dryrun.device.fake_device import FakeDeviceMode
-from ebbtide.features.dryrun.device.flex_attention import register_flex_attention
-from ebbtide.features.dryrun.device.tensor_patches import (
-    patch_legacy_types,
-    patch_tensors,
-)
-from ebbtide.features.dryrun.device.triton_kernels import TritonKernels
-from ebbtide.features.dryrun.device.unknown_shapes import register_missing_kernels
+from ebbtide.features.dryrun.backends import load_backend
 from ebbtide.features.dryrun.errors import DryRunError, DryRunFinished
-from ebbtide.features.dryrun.failures import WAKE, follow_threads
-from ebbtide.features.dryrun.files.user_files import UserFiles
-from ebbtide.features.dryrun.frameworks.deepspeed import DeepSpeedPatches
-from ebbtide.features.dryrun.frameworks.libraries import LibraryPatches
-from ebbtide.features.dryrun.frameworks.parallelism import (
-    patch_data_parallel,
-    patch_model_parallel,
-)
-from ebbtide.features.dryrun.frameworks.process_groups import (
-    ProcessGroups,
-    patch_ray_train,
+from ebbtide.features.dryrun.failures import WAKE
+from ebbtide.features.dryrun.gpu import (
+    DEFAULT_CAPACITY_BYTES,
+    FakedGpu,
+    capability_of,
 )
 from ebbtide.features.dryrun.memory.caching_allocator import (
     CachingAllocator,
     context_bytes,
     device_allocator,
 )
-from ebbtide.features.dryrun.memory.convolutions import (
-    keep_channels_last,
-    reserved_range,
-)
-from ebbtide.features.dryrun.memory.device_memory import (
-    CallStacks,
-    DeviceMemory,
-    FakeHostMemory,
-    is_trial,
-)
-from ebbtide.features.dryrun.memory.workspaces import KernelWorkspaces, multiprocessors
-from ebbtide.features.dryrun.shadow_values import tensors_in
-from ebbtide.features.dryrun.time.clock import VirtualClock
-from ebbtide.features.dryrun.time.phase_tracker import PhaseTracker
+from ebbtide.features.dryrun.memory.device_memory import is_trial
+from ebbtide.features.dryrun.memory.reserved_range import reserved_range
+from ebbtide.features.dryrun.record import RunRecord
+from ebbtide.features.dryrun.sink import Sink
 from ebbtide.machines.catalog import MachineArgument, find_machine
 from ebbtide.machines.machine import Machine
 from ebbtide.profiler.agent.inventory import list_blocks
@@ -76,79 +34,7 @@ from ebbtide.profiler.agent.job_info import (
     describe_model,
     describe_optimizers,
 )
-from ebbtide.profiler.agent.patches import Patches
 from ebbtide.units import ByteCount, byte_count
-
-_LOOKED_AT = 32
-# Frameworks fetch a batch ahead: the longest one reaches the model in the second of
-# these iterations.
-_LONG_ITERATIONS = 2
-Shape = tuple[int, ...]
-
-
-class BatchLengths:
-    """Follows the shapes of batches, and gives the longest of the next ones when it is
-    asked to."""
-
-    def __init__(self) -> None:
-        # By loader: the shape of the largest tensor of each batch.
-        self._shapes: dict[int, set[Shape]] = {}
-        self._long_iterations = 0
-
-    @property
-    def seen(self) -> tuple[Shape, Shape] | None:
-        """The smallest and the largest batch of the loader whose batches vary the most;
-        None: batches are alike."""
-        ranges = [
-            sorted(shapes, key=math.prod)
-            for shapes in self._shapes.values()
-            if len(shapes) > 1
-        ]
-        widest = max(
-            ranges,
-            key=lambda shapes: math.prod(shapes[-1]) - math.prod(shapes[0]),
-            default=None,
-        )
-        return None if widest is None else (widest[0], widest[-1])
-
-    def install(self, patches: Patches) -> None:
-        """Follow torch's data loaders until `patches.undo()`."""
-        kind = torch.utils.data.DataLoader
-        iterate = kind.__iter__
-        patches.set(
-            kind, "__iter__", lambda loader: self.follow(id(loader), iterate(loader))
-        )
-
-    def needs_longest(self) -> bool:
-        """Return whether an iteration with the longest batch is to follow, as where
-        batches vary, and begin it."""
-        if self.seen is None or self._long_iterations == _LONG_ITERATIONS:
-            return False
-        self._long_iterations += 1
-        return True
-
-    def follow(self, loader: int, batches: Any) -> Iterator[Any]:
-        """Give the batches of a loader; where the longest one is asked for, that of the
-        next ones in place of each."""
-        shapes = self._shapes.setdefault(loader, set())
-        for batch in batches:
-            ahead = [
-                batch,
-                *islice(batches, _LOOKED_AT - 1 if self._long_iterations else 0),
-            ]
-            shapes.update(map(_shape, ahead))
-            longest = max(ahead, key=lambda each: math.prod(_shape(each)))
-            yield from [longest] * len(ahead)
-
-
-def _shape(batch: Any) -> Shape:
-    """Return the shape of the largest tensor in a batch."""
-    values = batch.values() if isinstance(batch, Mapping) else [batch]
-    return max(
-        (tuple(tensor.shape) for tensor in tensors_in(values)),
-        key=math.prod,
-        default=(),
-    )
 
 
 @dataclass(frozen=True)
@@ -199,96 +85,42 @@ class DryRun:
             None if capacity is None else int(byte_count(capacity, "capacity_bytes"))
         )
         self.machine = machine = None if machine is None else find_machine(machine)
-        self._capability = capability_of(
-            self.options.device_name, machine.gpu if machine is not None else None
+        name = self.options.device_name
+        self.gpu = FakedGpu(
+            name,
+            capability_of(name, machine.gpu if machine is not None else None),
+            self.capacity_bytes or DEFAULT_CAPACITY_BYTES,
         )
-        self.clock = VirtualClock(machine)
-        gpu = multiprocessors(self.options.device_name, self._capability)
-        self.context_bytes = context_bytes(gpu.count)
-        self.memory = DeviceMemory(self.clock, self._new_allocator())
-        self.host_memory = FakeHostMemory(self.clock)
-        self.batches = BatchLengths()
+        self.context_bytes = context_bytes(self.gpu.multiprocessors.count)
+        self.sink = Sink(
+            machine, self._new_allocator(), self._classify, self._end_iteration
+        )
+        self.clock, self.tracker = self.sink.clock, self.sink.phases
+        self.memory, self.host_memory = self.sink.memory, self.sink.host_memory
         # The peak of reserved memory before the iterations with the longest batch.
         self._natural_bytes: int | None = None
-        self.stacks = CallStacks(torch)
-        self.tracker = PhaseTracker(self.clock, self._classify, self._end_iteration)
-        self.mode = FakeDeviceMode(
-            self.clock,
-            self.memory,
-            self.stacks,
-            self.tracker.module_names,
-            KernelWorkspaces(self.memory, self.stacks, self._capability, gpu),
-            self.host_memory,
-        )
         self.model: dict[str, Any] = {}
         self.framework: dict[str, Any] = {}
         self.optimizers: list[dict[str, Any]] = []
         self.finished = False
-        self.attention = AttentionChoice()
-        self._triton = TritonKernels(self.clock, self.mode.values)
-        self.user_files = UserFiles(self.mode)
-        self.process_groups = ProcessGroups(
-            self.options.ranks, self.options.ranks_per_node
-        )
-        self._patches = Patches()
         self._process = os.getpid()
 
     def __enter__(self) -> DryRun:
-        self._patches.on_undo(
-            CudaStubs(torch, self.process_groups.ranks_per_node).remove
+        self.backend = backend = load_backend()
+        options = self.options
+        self._uninstall = self.backend.install(
+            self.sink, self.gpu, options.ranks, options.ranks_per_node, self.machine
         )
-        self._patches.on_undo(self.user_files.close)
-        capacity = self.capacity_bytes or DEFAULT_CAPACITY_BYTES
-        devices = self.process_groups.ranks_per_node
-        patch_cuda(
-            self._patches,
-            self.clock,
-            self.memory,
-            self.options.device_name,
-            self._capability,
-            capacity,
-            devices,
+        self.stacks, self.mode, self.batches = (
+            backend.stacks,
+            backend.mode,
+            backend.batches,
         )
-        patch_legacy_types(self._patches)
-        self.process_groups.install(self._patches)
-        self.mode.collectives.install(self._patches)
-        patch_data_parallel(self._patches, self.mode.collectives)
-        patch_tensors(
-            self._patches,
-            self.memory,
-            self.stacks,
-            self.tracker.module_names,
-            self.mode.values,
+        self.attention, self.deepspeed = backend.attention, backend.deepspeed
+        self.user_files, self.process_groups = (
+            backend.user_files,
+            backend.process_groups,
         )
-        self.user_files.install(self._patches)
-        self.host_memory.install(self._patches)
-        self.batches.install(self._patches)
-        self.tracker.install(self._patches)
-        self._libraries = LibraryPatches(self._patches, self.mode)
-        self._triton.install(self._patches)
-        patch_ray_train(self._patches, self.process_groups)
-        machine = self.machine
-        patch_model_parallel(self._patches, self.mode)
-        self.deepspeed = DeepSpeedPatches(
-            self._patches, self.tracker, self.clock, self.process_groups, machine
-        )
-        library = register_attention(self.attention)
-        self._patches.on_undo(library._destroy)
-        register_fused_norms(library)
-        register_missing_kernels(library, self._patches)
-        self.mode.shapes.install(self._patches)
-        register_flex_attention()
-        keep_channels_last(self._patches)
-        only_lifts_cpu = torch._C._only_lift_cpu_tensors()
-        self._patches.on_undo(
-            lambda: torch._C._set_only_lift_cpu_tensors(only_lifts_cpu)
-        )
-        torch._C._set_only_lift_cpu_tensors(True)
-        multithreading = torch.autograd.set_multithreading_enabled(False)
-        self._patches.on_undo(lambda: multithreading.__exit__(None, None, None))
-        self._patches.wrap(threading.Thread, "_bootstrap_inner", self.mode.wrap_thread)
-        follow_threads(self._patches, lambda: self.clock.closed)
-        self.mode.__enter__()
         return self
 
     def __exit__(
@@ -298,12 +130,49 @@ class DryRun:
         traceback: TracebackType | None,
     ) -> bool:
         self._freeze()
-        self.mode.__exit__(kind, error, traceback)
-        self.process_groups.remove()
-        self._patches.undo()
+        self._uninstall()
         if isinstance(error, DryRunFinished) and error.args:
             raise DryRunError(*error.args) from error
         return isinstance(error, DryRunFinished)
+
+    def record(self) -> RunRecord:
+        """Return what was counted, once the context was left."""
+        described = {
+            "model": self.model,
+            "optimizers": self.optimizers,
+            "framework": self.framework,
+        }
+        return RunRecord(
+            machine=self.machine,
+            device_name=self.options.device_name,
+            capacity_bytes=self.capacity_bytes,
+            ranks=self.process_groups.ranks,
+            iterations=self.tracker.rule.index + 1,
+            finished=self.finished,
+            versions={
+                "python": sys.version.split()[0],
+                "torch": self.backend.torch_version,
+            },
+            # In it are objects of torch, such as its version.
+            description=json.loads(json.dumps(described)) if self.model else {},
+            assumptions=self.clock.assumptions(),
+            prediction={
+                "context_bytes": self.context_bytes,
+                "reserved_bytes": list(self.reserved_range()),
+                "batches": self.batches.seen,
+                "host_bytes": self.host_use(),
+            },
+            deepspeed=json.loads(json.dumps(self.deepspeed.description)),
+            phases=self.tracker.phases,
+            without_gradients=self.tracker.without_gradients.rows,
+            kernels=self.clock.kernels,
+            copies=self.clock.copies,
+            memory=self.memory.timeline,
+            host_memory=self.host_memory.timeline,
+            blocks=self.memory.blocks,
+            stacks=self.stacks.texts,
+            notes=self.notes(),
+        )
 
     def reserved_range(self) -> tuple[int, int]:
         """Return the least and the largest peak of reserved memory, in bytes: batches
@@ -351,43 +220,7 @@ class DryRun:
         )
         notes += self.memory.allocator.notes()
         notes += self.host_memory.notes()
-        number = sum(self.mode.values.placeholders.values())
-        if number:
-            notes.append(
-                f"the job read {number:,} values of tensors, which a dry run does not "
-                "have: it got 1 for "
-                "numbers and False for booleans"
-            )
-        if self._libraries.compiles:
-            notes.append(
-                "torch.compile was left out: the memory is that of the eager model"
-            )
-        if self.mode.shapes.bounds:
-            names = _counted(self.mode.shapes.bounds)
-            notes.append(
-                "shapes that depend on values count with the largest possible size: "
-                f"{names}"
-            )
-        if self.mode.shapes.least:
-            names = _counted(self.mode.shapes.least)
-            notes.append(
-                "shapes that depend on values, without a stated bound, count with the "
-                f"smallest size: {names}"
-            )
-        if self.batches.seen is not None:
-            notes.append(
-                "batches vary: the last iterations have the longest one of those seen"
-            )
-        if self.attention.counts:
-            notes.append(
-                "kernels chosen for scaled_dot_product_attention: "
-                f"{_counted(self.attention.counts)}"
-            )
-        if self._triton.counts:
-            notes.append(
-                "Triton kernels count with the bytes of their arguments alone: "
-                f"{_counted(self._triton.counts)}"
-            )
+        notes += self.backend.notes()
         if self.tracker.rule.index < 0:
             notes.append("no optimizer of torch stepped: there are no iterations")
         elif not self.finished:
@@ -407,9 +240,7 @@ class DryRun:
         modules, optimizers = list(self.tracker.modules), list(self.tracker.optimizers)
         with self.tracker.threads.quiet() as quiet:
             if quiet:
-                blocks = list_blocks(
-                    modules, optimizers, lambda storage: int(storage._cdata)
-                )
+                blocks = list_blocks(modules, optimizers, self.backend.storage_key)
                 self.memory.set_categories(blocks)
 
     def _end_iteration(self, finished: int) -> None:
@@ -439,7 +270,3 @@ class DryRun:
         self.tracker.live = False
         self.clock.closed = True
         self.user_files.stop_listing()
-
-
-def _counted(counts: Counter[str]) -> str:
-    return ", ".join(f"{name} ({count:,})" for name, count in counts.most_common())

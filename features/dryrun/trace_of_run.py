@@ -1,15 +1,16 @@
 """Converts what a dry run has counted to a trace."""
 
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
+from ebbtide.features.dryrun.record import RunRecord
 from ebbtide.features.dryrun.session import DryRun
+from ebbtide.features.dryrun.time.clock import LaunchedCopy, LaunchedKernel
 from ebbtide.features.dryrun.time.phase_tracker import FakePhase
 from ebbtide.machines.kernels.time_priors import CASES, TYPICAL
 from ebbtide.phases import ITERATION_PARTS, OTHER
@@ -23,62 +24,66 @@ _HOST_POOLS = ("heap", "pinned")
 ITERATION = "iteration"
 
 
-def trace_of_run(run: DryRun, command: Sequence[str] = ()) -> TraceBuilder:
-    """Build the trace of a finished dry run, whose context was left; its `write(path)`
-    writes it."""
+def trace_of_run(run: DryRun | RunRecord, command: Sequence[str] = ()) -> TraceBuilder:
+    """Build the trace of a finished dry run, whose context was left, or of its record;
+    the builder's `write(path)` writes it."""
+    record = run.record() if isinstance(run, DryRun) else run
     builder = TraceBuilder(
         "predicted", clock={"name": "simulated", "host": None, "wall_offset_ns": 0}
     )
     # The first iteration makes the optimizer state; alone it is better than no figures.
     builder.meta.update(
-        command=list(command), warmup_iterations=1 if run.tracker.rule.index > 0 else 0
+        command=list(command), warmup_iterations=1 if record.iterations > 1 else 0
     )
-    if run.machine is not None:
-        builder.meta["machine"] = run.machine.as_json()
+    machine = record.machine
+    if machine is not None:
+        builder.meta["machine"] = machine.as_json()
+    builder.meta["prediction"] = {
+        "machine": machine.name if machine is not None else None,
+        "assumptions": record.assumptions,
+        "times": predicted_times(record.phases, 0),
+        **record.prediction,
+    }
     device = {
         "device": _DEVICE,
         "kind": "cuda",
-        "name": run.options.device_name,
-        "capacity_bytes": run.capacity_bytes,
-    }
-    builder.meta["prediction"] = {
-        "machine": run.machine.name if run.machine is not None else None,
-        "assumptions": run.clock.assumptions(),
-        "times": predicted_times(run.tracker.phases, 0),
-        "context_bytes": run.context_bytes,
-        "reserved_bytes": list(run.reserved_range()),
-        "batches": run.batches.seen,
-        "host_bytes": run.host_use(),
+        "name": record.device_name,
+        "capacity_bytes": record.capacity_bytes,
     }
     rank = builder.rank(
         0,
-        world_size=run.process_groups.ranks,
+        world_size=record.ranks,
         devices=[device],
         transfers_recorded=True,
         first_iteration_start_ns=0,
         started_ns=0,
-        stopped="iterations" if run.finished else "closed",
+        stopped="iterations" if record.finished else "closed",
         argv=list(command),
-        python=sys.version.split()[0],
-        torch=torch.__version__,
+        **record.versions,
     )
-    if run.model:
-        rank.meta.update(
-            model=run.model, optimizers=run.optimizers, framework=run.framework
-        )
-    if run.deepspeed.description is not None:
-        builder.meta["deepspeed"] = run.deepspeed.description
-    _add_phases(run, rank)
-    _add_forwards_without_gradients(run, rank)
-    _add_memory(run, rank)
-    _add_activity(run, rank)
-    for note in run.notes():
+    rank.meta.update(record.description)
+    if record.deepspeed is not None:
+        builder.meta["deepspeed"] = record.deepspeed
+    _add_phases(record.phases, rank)
+    _add_forwards_without_gradients(record, rank)
+    _add_memory(record, rank)
+    _add_copies(record.copies, rank)
+    _add_kernels(record.kernels, rank)
+    for note in record.notes:
         builder.note(note)
     return builder
 
 
-def _add_phases(run: DryRun, rank: Any) -> None:
-    rows = run.tracker.phases
+def write_trace(
+    record: RunRecord, command: list[str], status: int, output: Path, force: bool
+) -> None:
+    """Write the trace of a job that has ended with an exit status."""
+    builder = trace_of_run(record, command)
+    builder.meta["exit"] = {"code": status}
+    builder.write(output, force)
+
+
+def _add_phases(rows: Sequence[FakePhase], rank: Any) -> None:
     phases = pd.DataFrame(_columns(rows, "iteration", "phase", "start_ns", "end_ns"))
     if len(phases):
         phases["gpu_start_ns"] = [phase.gpu_start[TYPICAL] for phase in rows]
@@ -88,49 +93,47 @@ def _add_phases(run: DryRun, rank: Any) -> None:
         rank.extend("phases", **{column: phases[column] for column in phases})
 
 
-def _add_forwards_without_gradients(run: DryRun, rank: Any) -> None:
-    for forward in run.tracker.without_gradients.rows:
-        following = run.tracker.phases[
-            forward.phases_before : forward.phases_before + 1
-        ]
+def _add_forwards_without_gradients(record: RunRecord, rank: Any) -> None:
+    for forward in record.without_gradients:
+        following = record.phases[forward.phases_before : forward.phases_before + 1]
         iteration = following[0].iteration if following else None
         times = {"start_ns": forward.start_ns, "end_ns": forward.end_ns}
         rank.add("ops", **times, resource="gpu", name=NAME, iteration=iteration)
 
 
-def _add_activity(run: DryRun, rank: Any) -> None:
-    if copies := run.clock.copies:
-        columns = _columns(
-            copies,
-            "direction",
-            "host_memory",
-            "stream",
-            "launch_ns",
-            "start_ns",
-            "end_ns",
-        )
-        sizes = [copy.size for copy in copies]
-        rank.extend(
-            "transfers",
-            device=_DEVICE,
-            bytes=sizes,
-            name=columns["direction"],
-            **columns,
-        )
-    if kernels := run.clock.kernels:
-        work = _columns(
-            [kernel.work for kernel in kernels],
-            "kind",
-            "name",
-            "group",
-            "flops",
-            "bytes",
-        )
-        # A kernel has the name of its operation, except for collectives and kernels of
-        # Triton.
-        work["operator"] = [name if "::" in name else None for name in work["name"]]
-        launched = _columns(kernels, "start_ns", "end_ns", "launch_ns", "stream")
-        rank.extend("kernels", device=_DEVICE, **launched, **work)
+def _add_copies(copies: Sequence[LaunchedCopy], rank: Any) -> None:
+    if not copies:
+        return
+    columns = _columns(
+        copies,
+        "direction",
+        "host_memory",
+        "stream",
+        "launch_ns",
+        "start_ns",
+        "end_ns",
+    )
+    sizes = [copy.size for copy in copies]
+    rank.extend(
+        "transfers",
+        device=_DEVICE,
+        bytes=sizes,
+        name=columns["direction"],
+        **columns,
+    )
+
+
+def _add_kernels(kernels: Sequence[LaunchedKernel], rank: Any) -> None:
+    if not kernels:
+        return
+    work = _columns(
+        [kernel.work for kernel in kernels], "kind", "name", "group", "flops", "bytes"
+    )
+    # A kernel has the name of its operation, except for collectives and kernels of
+    # Triton.
+    work["operator"] = [name if "::" in name else None for name in work["name"]]
+    launched = _columns(kernels, "start_ns", "end_ns", "launch_ns", "stream")
+    rank.extend("kernels", device=_DEVICE, **launched, **work)
 
 
 def _columns(rows: Sequence[Any], *names: str) -> dict[str, list[Any]]:
@@ -138,10 +141,10 @@ def _columns(rows: Sequence[Any], *names: str) -> dict[str, list[Any]]:
     return {name: [getattr(row, name) for row in rows] for name in names}
 
 
-def _add_memory(run: DryRun, rank: Any) -> None:
+def _add_memory(record: RunRecord, rank: Any) -> None:
     for device, pools, rows in (
-        (_DEVICE, _POOLS, run.memory.timeline),
-        ("cpu", _HOST_POOLS, run.host_memory.timeline),
+        (_DEVICE, _POOLS, record.memory),
+        ("cpu", _HOST_POOLS, record.host_memory),
     ):
         timeline = np.array(rows, dtype=np.int64).reshape(-1, 1 + len(pools))
         for column, pool in enumerate(pools, 1):
@@ -154,7 +157,7 @@ def _add_memory(run: DryRun, rank: Any) -> None:
                 pool=pool,
                 bytes=sizes[changed],
             )
-    blocks = run.memory.blocks
+    blocks = record.blocks
     if not blocks:
         return
     rank.extend(
@@ -163,7 +166,7 @@ def _add_memory(run: DryRun, rank: Any) -> None:
         device=_DEVICE,
         bytes=[block.size for block in blocks],
         stack=pd.Categorical.from_codes(
-            [block.stack for block in blocks], run.stacks.texts
+            [block.stack for block in blocks], record.stacks
         ),
         **_columns(blocks, "start_ns", "category", "module"),
     )

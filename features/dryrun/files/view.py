@@ -55,7 +55,7 @@ class FileView:
     for the job alone. What the job makes itself is made as ever, and removed by
     `close`.
 
-    `parent`: the folder of temporary folders; None: that of the system."""
+    `parent`: the folder of temporary folders; None: the system's."""
 
     parent: str | None = None
 

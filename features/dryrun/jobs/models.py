@@ -161,7 +161,7 @@ def _complete(folder: Path) -> str:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ebbtide.features.dryrun.files.safetensors_files import header_of
+    from ebbtide.features.dryrun.files.safetensors_header import header_of
 
     try:
         config = AutoConfig.for_model(

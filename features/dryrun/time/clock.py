@@ -4,11 +4,7 @@ typical and slow assumptions."""
 from collections import deque
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
 
-import torch
-
-from ebbtide.features.dryrun.time.kernel_work import kernel_work
 from ebbtide.machines.kernels import time_priors as priors
 from ebbtide.machines.kernels.efficiency import PRODUCT
 from ebbtide.machines.kernels.rates import GpuRates, KernelWork
@@ -17,7 +13,6 @@ from ebbtide.machines.kernels.time_priors import (
     MAX_QUEUED,
     TYPICAL,
     PriorRange,
-    WorkClass,
 )
 from ebbtide.machines.machine import Machine
 
@@ -184,7 +179,7 @@ class VirtualClock:
         return done
 
     def run_copy(
-        self, direction: str, size: int, host_tensor: Any = None, blocking: bool = True
+        self, direction: str, size: int, pinned: bool = False, blocking: bool = True
     ) -> None:
         """Copy `size` bytes between host and device on the current stream.
 
@@ -192,10 +187,12 @@ class VirtualClock:
         that is not makes it wait for nothing if the host's memory is pinned, else while
         the data pass a pinned buffer of the driver.
 
-        `direction`: `h2d` or `d2h`."""
+        Args:
+            direction: `h2d` or `d2h`.
+            pinned: Whether the memory of the host is pinned.
+        """
         if self.closed or not size:
             return
-        pinned = host_tensor is not None and host_tensor.is_pinned()
         rate = (self._pinned if pinned else self._pageable)[direction]
         launch_ns = self.tick()
         times = []
@@ -278,76 +275,3 @@ def _percents(prior: PriorRange) -> str:
 
 def _microseconds(prior: PriorRange) -> str:
     return " / ".join(f"{value / 1e3:g}" for value in prior)
-
-
-class Charge(NamedTuple):
-    """Cost of an operation: a kernel that takes `list_tensors` as lists, `host_bytes`
-    to move, or that of a view."""
-
-    work: KernelWork | None = None
-    list_tensors: int = 0
-    host_bytes: int | None = None
-
-
-class OperationTimer:
-    """Charges each operation to the host, and its kernel to the current stream.
-
-    `modules`: names of the modules that run; in the backward they are recomputed by
-    Python."""
-
-    def __init__(self, clock: VirtualClock, modules: list[str]) -> None:
-        self._clock, self._modules = clock, modules
-
-    def charge_of(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        result: Any,
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-    ) -> Charge:
-        """Return the charge of an operation that is no copy between host and device."""
-        tensors = [*inputs, *outputs]
-        if not any(tensor.device.type == "cuda" for tensor in tensors):
-            size = (
-                0
-                if func.is_view
-                else sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            )
-            return Charge(host_bytes=size)
-        work = kernel_work(func, args, kwargs, result, inputs, outputs)
-        return Charge(
-            work,
-            len(inputs)
-            if work is not None and work.work_class is WorkClass.FOREACH
-            else 0,
-        )
-
-    def run(self, charge: Charge) -> None:
-        """Advance by an operation."""
-        if charge.work is not None:
-            self._clock.run_host(self._launch_cost(charge.list_tensors))
-            self._clock.run_kernel(charge.work)
-        elif charge.host_bytes is None:
-            self._clock.run_host(priors.VIEW_NS)
-        elif self._clock.in_job and charge.host_bytes:
-            # Once the job trains, large tensors of the host are optimizer state.
-            self._clock.run_host(self._clock.rates.host_ns(charge.host_bytes))
-
-    def run_kernel(self, work: KernelWork) -> None:
-        """Advance by the launch of a kernel."""
-        self._clock.run_host(self._launch_cost(0))
-        self._clock.run_kernel(work)
-
-    def _launch_cost(self, list_tensors: int) -> PriorRange:
-        in_engine = torch._C._current_graph_task_id() != -1 and not self._modules
-        cost = priors.ENGINE_OPERATION_NS if in_engine else priors.PYTHON_OPERATION_NS
-        if not list_tensors:
-            return cost
-        return PriorRange(
-            *(
-                own + list_tensors * each
-                for own, each in zip(cost, priors.LIST_TENSOR_NS, strict=True)
-            )
-        )

@@ -1,14 +1,9 @@
 """Phases and iterations of a dry run, on its clock."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
-
-import torch
-from torch.nn.modules import module as torch_modules
-from torch.optim import optimizer as torch_optimizers
 
 from ebbtide.features.dryrun.time.clock import Times, VirtualClock
 from ebbtide.machines.kernels.time_priors import TYPICAL
@@ -19,14 +14,7 @@ from ebbtide.profiler.agent.iteration_rule import (
     UPDATE,
     IterationRule,
 )
-from ebbtide.profiler.agent.patches import Patches, wrapper
-from ebbtide.profiler.agent.phase_hooks import (
-    OutermostCall,
-    hook_megatron,
-    megatron_inner_optimizer,
-    wrap_backward,
-)
-from ebbtide.profiler.agent.threads import TrainingThreads
+from ebbtide.profiler.agent.patches import wrapper
 
 
 @dataclass
@@ -94,7 +82,8 @@ class PhaseTracker:
 
     `on_update` is called before an outermost optimizer step, when its gradients exist,
     and after it; `on_iteration` with the number of finished iterations, when an update
-    has ended one. The innermost of `module_names` is the last.
+    has ended one. The innermost of `module_names` is the last. `threads`, the threads
+    that train, is set by the backend.
     """
 
     def __init__(
@@ -113,7 +102,7 @@ class PhaseTracker:
         self.live, self.recomputes, self.source = True, False, 0
         self.called: Any = None
         self.batch: dict[str, Any] = {}
-        self.threads = TrainingThreads(torch)
+        self.threads: Any = None
         self._clock, self._on_update, self._on_iteration = (
             clock,
             on_update,
@@ -136,32 +125,6 @@ class PhaseTracker:
     def phase(self) -> int:
         """Code of the open phase."""
         return self._open[0] if self._open else FORWARD
-
-    def install(self, patches: Patches) -> None:
-        """Hook torch until `patches.undo()`."""
-        patches.set(torch.nn.Module, "_compiled_call_impl", OutermostCall(self, torch))  # type: ignore[arg-type]
-        for owner in (torch.autograd, torch.autograd.graph):
-            original = torch.autograd.graph._engine_run_backward
-            patches.set(
-                owner,
-                "_engine_run_backward",
-                wrap_backward(self, torch.compiler.is_compiling, original),
-            )
-        wrap_step = functools.partial(self.wrap_update, megatron_inner_optimizer)
-        hook_megatron(self, torch.compiler.is_compiling, patches, wrap_step)  # type: ignore[arg-type]
-        scaler_step = self.wrap_update(
-            lambda _scaler, optimizer, *_: optimizer, torch.amp.GradScaler.step
-        )
-        patches.set(torch.amp.GradScaler, "step", scaler_step)
-        for handle in (
-            torch_optimizers.register_optimizer_step_pre_hook(self._before_step),
-            torch_optimizers.register_optimizer_step_post_hook(self._after_step),
-            torch_modules.register_module_forward_pre_hook(self._enter_module),
-            torch_modules.register_module_forward_hook(
-                self._leave_module, always_call=True
-            ),
-        ):
-            patches.on_undo(handle.remove)
 
     def enter(self, phase: int) -> bool:
         """Open a phase; return whether it is the outermost one."""
@@ -191,7 +154,7 @@ class PhaseTracker:
             self._on_update()
             self._number_phases(self.rule.add_update(optimizers, self._backwards))
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Open an update, and return the arguments with a closure that has phases of
         its own."""
         self.optimizers.add(optimizer)
@@ -215,7 +178,7 @@ class PhaseTracker:
 
         return call
 
-    def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         self._step_depth -= 1
         if self._step_depth or not self.live:
             return
@@ -253,12 +216,12 @@ class PhaseTracker:
         A call of `GradScaler.step` unscales the gradients before, and DeepSpeed's
         optimizers contain others."""
         optimizer = optimizer_of(*args)
-        self._before_step(optimizer, (), {})
+        self.before_step(optimizer, (), {})
         result = original(*args, **kwargs)
-        self._after_step(optimizer, (), {})
+        self.after_step(optimizer, (), {})
         return result
 
-    def _enter_module(self, module: Any, _args: Any) -> None:
+    def enter_module(self, module: Any, _args: Any) -> None:
         name = self._names.get(module)
         if name is None:
             for path, part in module.named_modules():
@@ -266,6 +229,6 @@ class PhaseTracker:
             name = self._names[module]
         self.module_names.append(name)
 
-    def _leave_module(self, _module: Any, _args: Any, _result: Any) -> None:
+    def leave_module(self, _module: Any, _args: Any, _result: Any) -> None:
         if self.module_names:
             self.module_names.pop()

@@ -13,16 +13,17 @@ from typing import Any
 import pytest
 
 from ebbtide.cli import run as run_command
-from ebbtide.features.dryrun import child, session
-from ebbtide.features.dryrun.command import print_dry_run
+from ebbtide.features.dryrun import child
 from ebbtide.features.dryrun.errors import DryRunError
 from ebbtide.features.dryrun.launch import split_command
+from ebbtide.features.dryrun.result import print_dry_run
+from ebbtide.features.dryrun.torch_2_13 import backend
 from ebbtide.profiler.trace import TraceBuilder, open_trace
 from tests.features.dryrun.forked import run_forked
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_gpt.py"
 SIZES = ["--layers", "2", "--width", "64", "--context", "64"]
-assert session  # imported here, so that forked processes have it
+assert backend  # imported here, so that forked processes have it
 
 
 def dry_run(

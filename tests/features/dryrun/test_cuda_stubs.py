@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ebbtide.features.dryrun.device.cuda_stubs import CudaStubs
+from ebbtide.features.dryrun.backends import backend_of
 from ebbtide.features.dryrun.errors import DryRunError
+from ebbtide.features.dryrun.torch_2_13.device.cuda_stubs import CudaStubs
 
 
 def build(
@@ -28,11 +29,11 @@ def build(
         ("2.12.0+cpu", None, "needs torch 2.13"),
     ],
 )
-def test_cuda_stubs__refuse_other_versions(
+def test_backend_of__refuses_other_versions(
     version: str, cuda: str | None, line: str
 ) -> None:
     with pytest.raises(DryRunError, match=line):
-        CudaStubs(build(version, cuda), devices=1)
+        backend_of(build(version, cuda))
 
 
 def test_cuda_stubs__refuse_another_layout(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from ebbtide.features.deepspeed.setup import deepspeed_of
 from ebbtide.features.dryrun.errors import CannotFakeError
-from ebbtide.features.dryrun.frameworks.deepspeed import extension
 from ebbtide.features.dryrun.session import DryRun, DryRunOptions
 from ebbtide.features.dryrun.time.clock import VirtualClock
+from ebbtide.features.dryrun.torch_2_13.frameworks.deepspeed import extension
 from ebbtide.features.dryrun.trace_of_run import trace_of_run
 from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.profiler.trace import open_trace

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.features.dryrun import child, session
+from ebbtide.features.dryrun import child
 from ebbtide.features.dryrun.failures import explain_crash
+from ebbtide.features.dryrun.torch_2_13 import backend
 from tests.features.dryrun.forked import run_forked
 
-assert session  # imported here, so that forked processes have it
+assert backend  # imported here, so that forked processes have it
 # A job that trains in `step`; what follows is on line 5.
 MODEL = """import torch
 x = torch.ones(4, 8, device="cuda")

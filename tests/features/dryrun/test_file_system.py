@@ -18,12 +18,9 @@ import pytest
 from ebbtide.features.dryrun.errors import CannotFakeError
 from ebbtide.features.dryrun.files import view as view_module
 from ebbtide.features.dryrun.files.patching import FileFunctions
-from ebbtide.features.dryrun.files.user_files import (
-    changing_program,
-    fork_processes,
-    patch_writers,
-)
+from ebbtide.features.dryrun.files.programs import changing_program
 from ebbtide.features.dryrun.files.view import FileView, guard
+from ebbtide.features.dryrun.files.writers import fork_processes, patch_writers
 from ebbtide.profiler.agent.patches import Patches
 
 CAPTURED_OPEN = builtins.open

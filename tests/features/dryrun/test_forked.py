@@ -11,7 +11,7 @@ from tests.conftest import run_process
 
 JOB = """
 import torch
-from ebbtide.features.dryrun.device.cuda_stubs import CudaStubs
+from ebbtide.features.dryrun.torch_2_13.device.cuda_stubs import CudaStubs
 from tests.features.dryrun.forked import run_forked
 
 def backward():

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.features.dryrun import child, session, shadow_values
+from ebbtide.features.dryrun import child
+from ebbtide.features.dryrun.torch_2_13 import backend
+from ebbtide.features.dryrun.torch_2_13.operations import shadow_values
 from ebbtide.profiler.trace import open_trace
 from tests.conftest import slow_case
 from tests.features.dryrun.forked import run_forked
 
-assert session  # imported here, so that forked processes have it
+assert backend  # imported here, so that forked processes have it
 
 TRAINER = """
 import torch

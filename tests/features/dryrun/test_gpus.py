@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ebbtide.features.dryrun.device.fake_cuda import capability_of
-from ebbtide.features.dryrun.launch import _device_name
-from ebbtide.features.dryrun.memory.workspaces import workspace_bytes
+from ebbtide.features.dryrun.gpu import capability_of
+from ebbtide.features.dryrun.memory.kernel_buffers import workspace_bytes
+from ebbtide.features.dryrun.start import _device_name
 from ebbtide.machines.catalog import find_machine, presets
 from ebbtide.machines.machine import GpuCompute
 

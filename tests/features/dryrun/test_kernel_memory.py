@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from ebbtide.features.dryrun.memory.caching_allocator import context_bytes
-from ebbtide.features.dryrun.memory.convolutions import convolution_bytes
-from ebbtide.features.dryrun.memory.workspaces import (
+from ebbtide.features.dryrun.memory.kernel_buffers import (
     Multiprocessors,
     multiprocessors,
-    reduction_buffers,
     workspace_bytes,
 )
 from ebbtide.features.dryrun.session import DryRun, DryRunOptions
+from ebbtide.features.dryrun.torch_2_13.operations.convolutions import convolution_bytes
+from ebbtide.features.dryrun.torch_2_13.operations.workspaces import reduction_buffers
 from tests.features.dryrun.forked import run_forked
 
 aten = torch.ops.aten

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ebbtide.features.dryrun.device.known_calls import KnownCalls
 from ebbtide.features.dryrun.session import DryRun, DryRunOptions
+from ebbtide.features.dryrun.torch_2_13.device.known_calls import KnownCalls
 from tests.conftest import slow_case
 from tests.features.dryrun.forked import run_forked
 

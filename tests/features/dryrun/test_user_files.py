@@ -16,8 +16,8 @@ import safetensors.torch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ebbtide.features.dryrun.files import user_files
 from ebbtide.features.dryrun.session import DryRun
+from ebbtide.features.dryrun.torch_2_13.files import user_files
 from tests.features.dryrun.forked import run_forked
 
 ELEMENTS = 100_000

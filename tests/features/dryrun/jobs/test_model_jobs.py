@@ -16,7 +16,6 @@ import pytest
 from ruff import find_ruff_bin
 
 from ebbtide.errors import UserError
-from ebbtide.features.dryrun.files.safetensors_files import FakeSafetensors
 from ebbtide.features.dryrun.jobs import settings
 from ebbtide.features.dryrun.jobs.model_job import prepare_model_job, render
 from ebbtide.features.dryrun.jobs.models import (
@@ -33,6 +32,7 @@ from ebbtide.features.dryrun.jobs.settings import (
     Precision,
     Strategy,
 )
+from ebbtide.features.dryrun.torch_2_13.files.safetensors_files import FakeSafetensors
 from ebbtide.units import count_text
 
 # Parameters by the model cards.

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 
 from ebbtide.features.dryrun.failures import explain_failure
-from ebbtide.features.dryrun.frameworks.process_groups import ProcessGroups
 from ebbtide.features.dryrun.session import DryRun, DryRunOptions
 from ebbtide.features.dryrun.time.clock import COMMUNICATION_STREAM
+from ebbtide.features.dryrun.torch_2_13.frameworks.process_groups import ProcessGroups
 from tests.features.dryrun.forked import run_forked
 from tests.features.dryrun.parallelism.jobs import JOBS, PARAMS
 

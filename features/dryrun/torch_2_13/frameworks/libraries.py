@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import dataloader
 
-from ebbtide.features.dryrun.device.fake_cuda import constant
-from ebbtide.features.dryrun.device.fake_device import FakeDeviceMode
 from ebbtide.features.dryrun.errors import CannotFakeError
+from ebbtide.features.dryrun.torch_2_13.device.fake_cuda import constant
+from ebbtide.features.dryrun.torch_2_13.device.fake_device import FakeDeviceMode
 from ebbtide.profiler.agent.patches import Patches, wrapper
 
 _CUDA_SOURCES = (".cu", ".cuh")
@@ -197,7 +197,7 @@ def _page_state(module: Any, patches: Patches, mode: FakeDeviceMode) -> None:
 
 def _define_operators(module: Any, patches: Patches) -> None:
     """Define torchvision's operators, for fake tensors alone, where they cannot be
-    loaded, as those of PyPI beside a CPU build."""
+    loaded, as from PyPI beside a CPU build."""
     if not module._has_ops():
         for name, schema in _VISION_OPERATORS.items():
             torch.library.define(f"torchvision::{name}", schema)

@@ -12,16 +12,10 @@ from typing import Any
 
 import torch
 
-from ebbtide.features.dryrun.shadow_values import MAX_ELEMENTS
+from ebbtide.features.dryrun.files.safetensors_header import DTYPES, header_of
+from ebbtide.features.dryrun.torch_2_13.operations.shadow_values import MAX_ELEMENTS
 from ebbtide.profiler.agent.patches import Patches
 
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
 _MAX_HEADER_BYTES = 100 << 20
 
 
@@ -97,7 +91,10 @@ class FakeSlice:
         return str(self._entry["dtype"])
 
     def __getitem__(self, index: Any) -> Any:
-        shape, dtype = self._entry["shape"], _DTYPES[self._entry["dtype"]]
+        shape, dtype = (
+            self._entry["shape"],
+            getattr(torch, DTYPES[self._entry["dtype"]]),
+        )
         if 0 < prod(shape) <= MAX_ELEMENTS:
             whole = torch.frombuffer(
                 self._read(*self._entry["data_offsets"]), dtype=dtype
@@ -105,25 +102,6 @@ class FakeSlice:
         else:
             whole = torch.empty(shape, dtype=dtype, device="cpu")
         return whole[index].to(self._device)
-
-
-def header_of(tensors: dict[str, Any], metadata: dict[str, str] | None) -> bytes:
-    """Return the beginning of a safetensors file: the length of the header, and the
-    header."""
-    names = {dtype: name for name, dtype in _DTYPES.items()}
-    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
-    offset = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        offsets = [offset, offset + size]
-        entries[name] = {
-            "dtype": names[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": offsets,
-        }
-        offset += size
-    header = json.dumps(entries).encode()
-    return len(header).to_bytes(8, "little") + header
 
 
 def patch_safetensors(

@@ -11,9 +11,9 @@ from torch._higher_order_ops.flex_attention import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ebbtide.features.dryrun.device.fake_device import FakeDeviceMode
-from ebbtide.features.dryrun.shadow_values import tensors_in
-from ebbtide.features.dryrun.time.kernel_work import tensor_bytes
+from ebbtide.features.dryrun.torch_2_13.device.fake_device import FakeDeviceMode
+from ebbtide.features.dryrun.torch_2_13.operations.kernel_work import tensor_bytes
+from ebbtide.features.dryrun.torch_2_13.operations.shadow_values import tensors_in
 from ebbtide.machines.kernels.rates import KernelWork
 from ebbtide.machines.kernels.time_priors import WorkClass
 

@@ -13,9 +13,10 @@ from torch.optim import optimizer as torch_optimizers
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ebbtide.features.dryrun.device.fake_cuda import HostGenerator
-from ebbtide.features.dryrun.memory.device_memory import CallStacks, DeviceMemory
-from ebbtide.features.dryrun.shadow_values import ShadowValues
+from ebbtide.features.dryrun.memory.call_stacks import CallStacks
+from ebbtide.features.dryrun.torch_2_13.device.fake_cuda import HostGenerator
+from ebbtide.features.dryrun.torch_2_13.operations.shadow_values import ShadowValues
+from ebbtide.features.dryrun.torch_2_13.operations.storages import FollowedStorages
 from ebbtide.profiler.agent.patches import Patches
 
 _DTYPES = {
@@ -98,13 +99,35 @@ def become(tensor: Any, content: Any) -> None:
 
 def patch_tensors(
     patches: Patches,
-    memory: DeviceMemory,
+    storages: FollowedStorages,
     stacks: CallStacks,
-    modules: list[str],
     values: ShadowValues,
 ) -> None:
-    """Replace the methods until `patches.undo()`; `modules`: names of those that run,
-    the innermost last."""
+    """Replace the methods until `patches.undo()`."""
+    _patch_content(patches)
+    _patch_values(patches, values)
+    _patch_constructors(patches, values)
+    _patch_random(patches, values)
+    _patch_subclasses(patches)
+    _patch_addresses(patches)
+    resize = torch.UntypedStorage.resize_
+
+    def resize_storage(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        storages.resize(storage, stacks.current())
+        return result
+
+    patches.set(torch.UntypedStorage, "resize_", resize_storage)
+    for owner in (torch_optimizers, _foreach_utils):
+        patches.set(
+            owner,
+            "_foreach_supported_types",
+            [*owner._foreach_supported_types, FakeTensor],
+        )
+
+
+def _patch_content(patches: Patches) -> None:
+    """Let tensors get the content of others, which may be fake."""
     data = torch._C.TensorBase.data
 
     def set_data(tensor: Any, value: Any) -> None:
@@ -120,6 +143,18 @@ def patch_tensors(
 
     patches.set(torch.Tensor, "data", property(data.__get__, set_data))
     patches.set(torch.nn.Module, "_apply", _apply)
+    swap = torch.utils.swap_tensors
+
+    def swap_tensors(one: Any, other: Any) -> None:
+        """Swap two tensors; torch refuses fake ones, to which the mode has weak
+        references."""
+        (become if isinstance(one, FakeTensor) else swap)(one, other)
+
+    patches.set(torch.utils, "swap_tensors", swap_tensors)
+
+
+def _patch_values(patches: Patches, values: ShadowValues) -> None:
+    """Let values of fake tensors be read as a whole."""
     original_format = torch.Tensor.__format__
 
     def format_tensor(tensor: Any, specification: str) -> Any:
@@ -143,32 +178,6 @@ def patch_tensors(
     patches.set(
         FakeTensor, "tolist", lambda tensor: values.array_of(tensor.cpu()).tolist()
     )
-    swap = torch.utils.swap_tensors
-
-    def swap_tensors(one: Any, other: Any) -> None:
-        """Swap two tensors; torch refuses fake ones, to which the mode has weak
-        references."""
-        (become if isinstance(one, FakeTensor) else swap)(one, other)
-
-    patches.set(torch.utils, "swap_tensors", swap_tensors)
-    _patch_constructors(patches, values)
-    _patch_random(patches, values)
-    _patch_subclasses(patches)
-    _patch_addresses(patches)
-    resize = torch.UntypedStorage.resize_
-
-    def resize_storage(storage: Any, size: int) -> Any:
-        result = resize(storage, size)
-        memory.resize(storage, stacks.current(), modules[-1] if modules else None)
-        return result
-
-    patches.set(torch.UntypedStorage, "resize_", resize_storage)
-    for owner in (torch_optimizers, _foreach_utils):
-        patches.set(
-            owner,
-            "_foreach_supported_types",
-            [*owner._foreach_supported_types, FakeTensor],
-        )
 
 
 def _patch_constructors(patches: Patches, values: ShadowValues) -> None:
@@ -303,6 +312,17 @@ def _replace_content(tensor: Any, value: Any) -> None:
     tensor.grad = gradient
 
 
+def _replace_parameter(module: Any, key: str, parameter: Any, applied: Any) -> None:
+    if is_traceable_wrapper_subclass(applied):
+        become(parameter, torch.nn.Parameter(applied, parameter.requires_grad))
+    elif applied.device.type == "meta":
+        # A tensor without memory cannot be the data of another one.
+        replacement = torch.nn.Parameter(applied, parameter.requires_grad)
+        module._parameters[key] = replacement
+    else:
+        parameter.data = applied
+
+
 def _apply(self: Any, function: Any, recurse: bool = True) -> Any:
     """Apply a function to the parameters and buffers of a module, as
     `torch.nn.Module._apply` does."""
@@ -317,17 +337,7 @@ def _apply(self: Any, function: Any, recurse: bool = True) -> Any:
             applied = function(parameter)
             if applied is not parameter:
                 parameter.grad = None
-                if is_traceable_wrapper_subclass(applied):
-                    become(
-                        parameter, torch.nn.Parameter(applied, parameter.requires_grad)
-                    )
-                elif applied.device.type == "meta":
-                    # A tensor without memory cannot be the data of another one.
-                    self._parameters[key] = torch.nn.Parameter(
-                        applied, parameter.requires_grad
-                    )
-                else:
-                    parameter.data = applied
+                _replace_parameter(self, key, parameter, applied)
             if gradient is not None:
                 parameter.grad = function(gradient).requires_grad_(
                     gradient.requires_grad

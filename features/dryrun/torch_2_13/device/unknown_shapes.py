@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from torch._library.fake_impl import FakeImplCtx
 
-from ebbtide.features.dryrun.shadow_values import ShadowValues, tensors_in
+from ebbtide.features.dryrun.torch_2_13.operations.shadow_values import (
+    ShadowValues,
+    tensors_in,
+)
 from ebbtide.profiler.agent.patches import Patches
 
 _aten = torch.ops.aten

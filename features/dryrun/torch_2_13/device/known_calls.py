@@ -2,6 +2,7 @@
 is computed once."""
 
 from collections.abc import Collection
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +54,7 @@ class _Result(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    device: torch.device
     attributes: dict[str, Any]
 
     def again(self, inputs: list[Any]) -> Any:
@@ -65,13 +67,12 @@ class _Result(NamedTuple):
         )
         if source is not None:
             content.set_(source.untyped_storage(), self.offset, self.shape, self.stride)
-        device = self.attributes["_fake_device"]
         tensor = _make_subclass(
             FakeTensor,
             content,
             False,
             dispatch_device=True,
-            device_for_backend_keys=device,
+            device_for_backend_keys=self.device,
         )
         torch._C._set_throw_on_mutable_data_ptr(tensor)
         tensor.__dict__.update(self.attributes)
@@ -89,8 +90,8 @@ class KnownCall(NamedTuple):
     effects: Any
 
     def again(self, inputs: list[Any]) -> Any:
-        """Return the result of a call with other tensors, those of its arguments in
-        order."""
+        """Return the result of a call with other tensors, in the order of its
+        arguments."""
         results = [
             one.again(inputs) if isinstance(one, _Result) else one
             for one in self.results
@@ -103,10 +104,11 @@ class KnownCalls:
     arguments without values.
 
     Torch has such a cache, too; this one takes a fifth of its time, and knows more
-    calls, such as those of views."""
+    calls, such as calls of views."""
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, fake_mode: FakeTensorMode, device_attribute: str) -> None:
         self._fake_mode = fake_mode
+        self._device_of = attrgetter(device_attribute)
         self._calls: dict[Any, KnownCall] = {}
 
     def key(
@@ -164,7 +166,7 @@ class KnownCalls:
                     return False
                 key += (
                     value.dtype, value.shape, value.stride(), value.storage_offset(),
-                    value._fake_device,
+                    self._device_of(value),
                     value.requires_grad, _dispatch_keys(value).raw_repr(),
                 )  # fmt: skip
             elif (kind is not list and kind is not tuple) or not self._describe(
@@ -218,5 +220,6 @@ def _result_of(value: Any, inputs: list[Any]) -> Any:
         stride,
         value.storage_offset(),
         value.dtype,
+        value.fake_device,
         dict(vars(value)),
     )

@@ -12,8 +12,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from ebbtide.features.dryrun.shadow_values import MAX_ELEMENTS, ShadowValues, tensors_in
 from ebbtide.features.dryrun.time.clock import COMMUNICATION_STREAM, Times, VirtualClock
+from ebbtide.features.dryrun.torch_2_13.operations.shadow_values import (
+    MAX_ELEMENTS,
+    ShadowValues,
+    tensors_in,
+)
 from ebbtide.machines.kernels import time_priors as priors
 from ebbtide.machines.kernels.rates import KernelWork
 from ebbtide.machines.kernels.time_priors import WorkClass

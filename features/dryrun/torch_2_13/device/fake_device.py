@@ -18,22 +18,24 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ebbtide.features.dryrun.device.attention import WHOLE_ON_DEVICE
-from ebbtide.features.dryrun.device.collectives import (
+from ebbtide.features.dryrun.errors import CannotFakeError
+from ebbtide.features.dryrun.memory.call_stacks import CallStacks
+from ebbtide.features.dryrun.sink import Charge, Sink
+from ebbtide.features.dryrun.torch_2_13.device.attention import WHOLE_ON_DEVICE
+from ebbtide.features.dryrun.torch_2_13.device.collectives import (
     COLLECTIVE_NAMESPACES,
     Collectives,
 )
-from ebbtide.features.dryrun.device.known_calls import KnownCalls
-from ebbtide.features.dryrun.device.unknown_shapes import UnknownShapes
-from ebbtide.features.dryrun.errors import CannotFakeError
-from ebbtide.features.dryrun.memory.device_memory import (
-    CallStacks,
-    DeviceMemory,
-    FakeHostMemory,
+from ebbtide.features.dryrun.torch_2_13.device.known_calls import KnownCalls
+from ebbtide.features.dryrun.torch_2_13.device.unknown_shapes import UnknownShapes
+from ebbtide.features.dryrun.torch_2_13.operations.kernel_work import charge_of
+from ebbtide.features.dryrun.torch_2_13.operations.shadow_values import (
+    MAX_ELEMENTS,
+    ShadowValues,
+    tensors_in,
 )
-from ebbtide.features.dryrun.memory.workspaces import KernelWorkspaces
-from ebbtide.features.dryrun.shadow_values import MAX_ELEMENTS, ShadowValues, tensors_in
-from ebbtide.features.dryrun.time.clock import OperationTimer, VirtualClock
+from ebbtide.features.dryrun.torch_2_13.operations.storages import FollowedStorages
+from ebbtide.features.dryrun.torch_2_13.operations.workspaces import KernelWorkspaces
 from ebbtide.machines.kernels.rates import KernelWork
 from ebbtide.profiler.agent.patches import wrapper
 
@@ -83,6 +85,25 @@ def _is_composite(func: Any) -> bool:
     )
 
 
+def _dispatches_itself(kind: Any) -> bool:
+    """Return whether a subclass of tensors runs operations itself, and is no fake
+    tensor."""
+    dispatch = torch.Tensor.__torch_dispatch__
+    return not issubclass(kind, FakeTensor) and kind.__torch_dispatch__ is not dispatch
+
+
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+
+
+def _is_in_place(func: Any) -> bool:
+    return bool(func._schema.is_mutable and func._schema.name.endswith("_"))
+
+
 class HostlessFakeMode(FakeTensorMode):  # type: ignore[misc]
     """Fake tensors that never touch a device, though CUDA looks available."""
 
@@ -98,33 +119,30 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
     Tensors of the host with more than `MAX_ELEMENTS` elements are fake too: weights
     before they are moved.
 
-    `modules`: names of the modules that run, the innermost last.
+    `device_attribute`: what a fake tensor keeps its device in.
 
     `enabled`: false while a checkpoint is loaded."""
 
     def __init__(
         self,
-        clock: VirtualClock,
-        memory: DeviceMemory,
+        sink: Sink,
         stacks: CallStacks,
-        modules: list[str],
+        storages: FollowedStorages,
         workspaces: KernelWorkspaces,
-        host_memory: FakeHostMemory,
+        device_attribute: str,
     ) -> None:
         super().__init__()
         self.fake_mode = HostlessFakeMode(
             allow_fallback_kernels=False, allow_non_fake_inputs=True
         )
-        self.modules = modules
         self.fake_mode.cache_enabled = False
-        self._calls = KnownCalls(self.fake_mode)
+        self._calls = KnownCalls(self.fake_mode, device_attribute)
         self.values = ShadowValues()
         self.shapes = UnknownShapes(self.fake_mode, self.values)
         self.enabled = True
-        self._clock, self._memory, self._stacks = clock, memory, stacks
-        self._timer = OperationTimer(clock, modules)
-        self.collectives = Collectives(clock, self.values)
-        self._workspaces, self._host_memory = workspaces, host_memory
+        self._sink, self._clock = sink, sink.clock
+        self._stacks, self._storages, self._workspaces = stacks, storages, workspaces
+        self.collectives = Collectives(sink.clock, self.values)
         # Fake tensors work in one thread at a time.
         self._lock = threading.RLock()
 
@@ -153,12 +171,9 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
                 func, types, args, {**kwargs, "pin_memory": None}
             )
             return result.pin_memory() if result.device.type == "cpu" else result
-        has_fakes = False
-        for kind in types:
-            if issubclass(kind, FakeTensor):
-                has_fakes = True
-            elif kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-                return NotImplemented
+        has_fakes = any(issubclass(kind, FakeTensor) for kind in types)
+        if any(map(_dispatches_itself, types)):
+            return NotImplemented
         device = torch.device(kwargs.get("device") or "cpu")
         on_device = device.type == "cuda"
         if on_device and (device.index or 0) >= torch.cuda.device_count():
@@ -197,19 +212,15 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
 
     def follow_kernel(self, work: KernelWork, outputs: list[Any]) -> None:
         """Charge a kernel that has run beside the mode, and follow what it made."""
-        self._timer.run_kernel(work)
+        self._sink.op(Charge(work), is_in_backward())
         for tensor in outputs:
-            self._memory.add(
-                tensor.untyped_storage(),
-                self._stacks.current(),
-                self.modules[-1] if self.modules else None,
-            )
+            self._storages.add(tensor.untyped_storage(), self._stacks.current())
 
     def host_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
         """Return a fake tensor of the host, whatever its size."""
         with self.fake_mode:
             tensor = torch.empty(shape, dtype=dtype)
-        self._host_memory.follow(tensor.untyped_storage())
+        self._storages.add_on_host(tensor.untyped_storage())
         return tensor
 
     @staticmethod
@@ -247,13 +258,9 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         )
         outputs = list(tensors_in((result,)))
         if call is None:
-            on_device = any(
-                isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
-                for tensor in outputs
-            )
             effects = (
-                self._timer.charge_of(func, args, kwargs, result, inputs, outputs),
-                on_device,
+                charge_of(func, args, kwargs, result, inputs, outputs),
+                any(map(_is_on_device, outputs)),
             )
             # Otherwise the operation gave an argument another shape.
             if key is not None and key == self._calls.key(func, args, kwargs, inputs):
@@ -263,24 +270,13 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         if func.namespace in COLLECTIVE_NAMESPACES:
             self.collectives.account(func, args, kwargs, outputs)
         elif not self._count_copy(func, args, kwargs, inputs, outputs):
-            self._timer.run(charge)
+            self._sink.op(charge, is_in_backward())
         self._follow_storages(func, args, outputs)
         if on_device:
             self._workspaces.note(func, args, kwargs, result)
-        if (
-            args
-            and isinstance(args[0], torch.Tensor)
-            and not isinstance(args[0], FakeTensor)
-        ):
-            schema = func._schema
-            if (
-                schema.is_mutable
-                and schema.name.endswith("_")
-                and isinstance(result, torch.Tensor)
-            ):
-                # an operation in place on a real tensor, with fake arguments
-                return args[0]
-        return result
+        # an operation in place on a real tensor, with fake arguments
+        changes_real = args and _is_real(args[0]) and isinstance(result, torch.Tensor)
+        return args[0] if changes_real and _is_in_place(func) else result
 
     def _make_fake(
         self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -334,11 +330,11 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         if kinds == ("cpu", "cuda"):
             same_dtype = source.dtype == target.dtype
             size = target.numel() * target.element_size()
-            self._clock.run_copy("h2d", size, source if same_dtype else None, blocking)
+            pinned = same_dtype and source.is_pinned()
+            self._clock.run_copy("h2d", size, pinned, blocking)
         elif kinds == ("cuda", "cpu"):
-            self._clock.run_copy(
-                "d2h", target.numel() * source.element_size(), target, blocking
-            )
+            size = target.numel() * source.element_size()
+            self._clock.run_copy("d2h", size, target.is_pinned(), blocking)
         return bool(kinds[0] != kinds[1])
 
     def _follow_storages(self, func: Any, args: Any, outputs: list[Any]) -> None:
@@ -349,15 +345,16 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
                 continue
             storage = tensor.untyped_storage()
             if tensor.fake_device.type != "cuda":
-                self._host_memory.follow(storage)
-            elif not self._memory.has(storage) and (
-                reused is None or not self._memory.take_over(reused, storage)
+                self._storages.add_on_host(storage)
+            elif not self._storages.has(storage) and (
+                reused is None or not self._storages.take_over(reused, storage)
             ):
-                self._memory.add(
-                    storage,
-                    self._stacks.current(),
-                    self.modules[-1] if self.modules else None,
-                )
+                self._storages.add(storage, self._stacks.current())
+
+
+def is_in_backward() -> bool:
+    """Return whether autograd's engine runs a backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def in_place_target(func: Any, args: Any) -> Any:
@@ -365,11 +362,7 @@ def in_place_target(func: Any, args: Any) -> Any:
     device; None if there is none.
 
     Autograd treats tensors of a subclass with care, and makes a new tensor."""
-    if (
-        func not in _WRITES
-        or torch._C._current_graph_task_id() == -1
-        or not _called_by_autograd()
-    ):
+    if func not in _WRITES or not is_in_backward() or not _called_by_autograd():
         return None
     target = args[0]
     storage = target.untyped_storage()
@@ -390,8 +383,8 @@ def _is_dense(tensor: Any) -> bool:
 
 
 def _called_by_autograd() -> bool:
-    """Return whether no Python code but that of the dry run lies between autograd and
-    the operation."""
+    """Return whether no Python code but the dry run's own lies between autograd and the
+    operation."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(
         "ebbtide.features.dryrun"

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ebbtide.features.dryrun.shadow_values import tensors_in, written_arguments
+from ebbtide.features.dryrun.sink import Charge
+from ebbtide.features.dryrun.torch_2_13.operations.shadow_values import (
+    tensors_in,
+    written_arguments,
+)
 from ebbtide.machines.kernels.efficiency import CUDNN, FLASH_2, FLASH_3
 from ebbtide.machines.kernels.rates import AttentionSize, KernelWork, ProductSize
 from ebbtide.machines.kernels.time_priors import WorkClass
@@ -65,6 +69,24 @@ _COPIES = frozenset({"copy_", "clone", "contiguous", "_foreach_copy_"})
 _LIST_TENSORS, _LIST_ELEMENTS = 64, 320 * 65_536
 # Their arguments begin with the rows of all groups, and a matrix per group.
 _GROUPED = frozenset({"_grouped_mm", "_scaled_grouped_mm"})
+
+
+def charge_of(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    result: Any,
+    inputs: list[Any],
+    outputs: list[Any],
+) -> Charge:
+    """Return the cost of an operation that is no copy between host and device."""
+    tensors = [*inputs, *outputs]
+    if not any(tensor.device.type == "cuda" for tensor in tensors):
+        sizes = (tensor.numel() * tensor.element_size() for tensor in tensors)
+        return Charge(host_bytes=0 if func.is_view else sum(sizes))
+    work = kernel_work(func, args, kwargs, result, inputs, outputs)
+    takes_lists = work is not None and work.work_class is WorkClass.FOREACH
+    return Charge(work, len(inputs) if takes_lists else 0)
 
 
 def kernel_work(
@@ -182,8 +204,8 @@ def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _shares_storage(inputs: list[Any], outputs: list[Any]) -> bool:
-    """Return whether every result has the memory of an argument, as that of
-    `_unsafe_view` or `_to_copy` to itself."""
+    """Return whether every result has the memory of an argument, as `_unsafe_view`
+    returns it."""
     if not inputs or not outputs:
         return False
     storages = {tensor.untyped_storage()._cdata for tensor in inputs}

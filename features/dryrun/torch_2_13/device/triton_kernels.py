@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
-from ebbtide.features.dryrun.shadow_values import ShadowValues, tensors_in
 from ebbtide.features.dryrun.time.clock import VirtualClock
-from ebbtide.features.dryrun.time.kernel_work import tensor_bytes
+from ebbtide.features.dryrun.torch_2_13.operations.kernel_work import tensor_bytes
+from ebbtide.features.dryrun.torch_2_13.operations.shadow_values import (
+    ShadowValues,
+    tensors_in,
+)
 from ebbtide.machines.kernels import time_priors as priors
 from ebbtide.machines.kernels.rates import KernelWork
 from ebbtide.machines.kernels.time_priors import WorkClass

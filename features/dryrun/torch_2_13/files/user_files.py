@@ -3,8 +3,6 @@ loads gives fake tensors."""
 
 import io
 import os
-import shlex
-import subprocess
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,13 +11,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from ebbtide.features.dryrun.device.fake_device import FakeDeviceMode
 from ebbtide.features.dryrun.errors import CannotFakeError
 from ebbtide.features.dryrun.files.loggers import disable_loggers
 from ebbtide.features.dryrun.files.patching import FileFunctions, absolute
-from ebbtide.features.dryrun.files.safetensors_files import patch_safetensors
+from ebbtide.features.dryrun.files.programs import leave_out_programs
 from ebbtide.features.dryrun.files.view import FileView, guard, is_inside, outermost
-from ebbtide.features.dryrun.shadow_values import MAX_ELEMENTS
+from ebbtide.features.dryrun.files.writers import patch_writers
+from ebbtide.features.dryrun.torch_2_13.device.fake_device import FakeDeviceMode
+from ebbtide.features.dryrun.torch_2_13.files.safetensors_files import patch_safetensors
+from ebbtide.features.dryrun.torch_2_13.operations.shadow_values import MAX_ELEMENTS
 from ebbtide.profiler.agent.patches import Patches
 from ebbtide.units import bytes_text
 
@@ -29,9 +29,6 @@ _MAX_READ_BYTES = 64 << 20
 _MAX_LISTED = 8
 _MARK = b"ebbtide dry run: not a checkpoint, "
 MARK_BYTES = len(_MARK) + 8
-_CHANGING = frozenset(
-    {"cp", "dd", "ln", "mv", "rm", "rmdir", "rsync", "shred", "truncate", "unlink"}
-)
 
 
 class UserFiles:
@@ -200,7 +197,7 @@ class UserFiles:
 
 
 def _device_of(map_location: Any, saved: str | None = None) -> Any:
-    """Return the device that `torch.load` loads to; None: that of the tensor. `saved`:
+    """Return the device that `torch.load` loads to; None: the tensor's own. `saved`:
     the device in the file."""
     if isinstance(map_location, (str, torch.device)):
         return map_location
@@ -293,109 +290,3 @@ class SavedContents:
         return tree_map_only(
             SavedTensor, lambda tensor: tensor.restore(device), content
         )
-
-
-def leave_out_programs(patches: Patches, on_left_out: Callable[[str], None]) -> None:
-    """Start `true` in place of programs that change files, until `patches.undo()`."""
-    start, system = subprocess.Popen.__init__, os.system
-
-    def start_other(self: Any, args: Any, *more: Any, **options: Any) -> None:
-        program = changing_program(args)
-        if program is None:
-            start(self, args, *more, **options)
-            return
-        on_left_out(program)
-        options.update(shell=False, executable=None)
-        start(self, ["true"], *more, **options)
-
-    def run_other(command: Any) -> int:
-        program = changing_program(command)
-        if program is None:
-            return system(command)
-        on_left_out(program)
-        return 0
-
-    patches.set(subprocess.Popen, "__init__", start_other)
-    patches.set(os, "system", run_other)
-
-
-def changing_program(command: Any) -> str | None:
-    """Return the name of a program in a command, as text or words, that changes files;
-    None if there is none."""
-    try:
-        words = (
-            [command]
-            if isinstance(command, (str, bytes, os.PathLike))
-            else list(command)
-        )
-        names = [
-            name
-            for word in words
-            for name in shlex.split(os.fsdecode(word), comments=False)
-        ]
-    except (TypeError, ValueError):
-        return None
-    return next(
-        (name for name in map(os.path.basename, names) if name in _CHANGING), None
-    )
-
-
-def patch_writers(patches: Patches, view: FileView) -> None:
-    """Replace what writes beside Python's file functions, or in processes without them,
-    until `patches.undo()`."""
-    # the second one serves `datasets`
-    for package in ("multiprocessing", "multiprocess"):
-        patches.when_imported(
-            f"{package}.context", lambda module: fork_processes(module, patches)
-        )
-    tokenizers = "transformers.tokenization_utils_tokenizers"
-    patches.when_imported(tokenizers, lambda module: _write_tokenizers(module, patches))
-    patches.when_imported(
-        "sqlite3", lambda module: _copy_databases(module, patches, view)
-    )
-
-
-def fork_processes(module: Any, patches: Patches) -> None:
-    """Fork processes that the job would start afresh: those would have the real files,
-    and no device."""
-    contexts = module._concrete_contexts
-    patches.set(module, "_concrete_contexts", dict.fromkeys(contexts, contexts["fork"]))
-
-
-def _write_tokenizers(module: Any, patches: Patches) -> None:
-    def save(
-        tokenizer: Any,
-        save_directory: Any,
-        file_names: Any,
-        filename_prefix: Any = None,
-        **_options: Any,
-    ) -> Any:
-        prefix = f"{filename_prefix}-" if filename_prefix else ""
-        path = os.path.join(str(save_directory), prefix + module.TOKENIZER_FILE)
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(tokenizer.backend_tokenizer.to_str(pretty=True))
-        return (*file_names, path)
-
-    patches.set(module.TokenizersBackend, "_save_pretrained", save)
-
-
-def _copy_databases(module: Any, patches: Patches, view: FileView) -> None:
-    """Open copies of databases that exist; one that is too large to be copied can be
-    read only."""
-    original = module.connect
-
-    def connect(database: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            kwargs.get("uri")
-            or not isinstance(database, (str, os.PathLike))
-            or not os.path.isfile(database)
-        ):
-            return original(database, *args, **kwargs)
-        path = os.path.abspath(database)
-        try:
-            return original(view.writable(path, empties=False), *args, **kwargs)
-        except CannotFakeError:
-            return original(f"file:{path}?mode=ro", *args, **{**kwargs, "uri": True})
-
-    for owner in (module, module.dbapi2):
-        patches.set(owner, "connect", connect)

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from ebbtide.features.dryrun.errors import CannotFakeError
-from ebbtide.features.dryrun.frameworks.process_groups import ProcessGroups
+from ebbtide.features.dryrun.sink import Sink
 from ebbtide.features.dryrun.time.clock import VirtualClock
-from ebbtide.features.dryrun.time.phase_tracker import PhaseTracker
+from ebbtide.features.dryrun.torch_2_13.frameworks.process_groups import ProcessGroups
 from ebbtide.machines.kernels import time_priors as priors
 from ebbtide.machines.kernels.rates import KernelWork
 from ebbtide.machines.kernels.time_priors import PriorRange, WorkClass
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import FP32_UPDATE_BYTES, Machine
 from ebbtide.profiler.agent.framework_objects import describe_engine
 from ebbtide.profiler.agent.iteration_rule import UPDATE
 from ebbtide.profiler.agent.patches import Patches, wrapper
@@ -22,9 +22,6 @@ from ebbtide.profiler.agent.phase_hooks import wrap_backward
 # Of a kernel of `multi_tensor_adam`: tensors of one launch (depth_to_max_tensors in
 # csrc/adam/multi_tensor_apply.cuh).
 _TENSORS_PER_LAUNCH = 36
-# An update on the CPU reads gradient, master and moments, and writes master and
-# moments: 7 values of 4 B.
-_UPDATE_BYTES = 28
 # Host time of stage 3 before a module or after it, beside torch's operations. Measured
 # with 0.19.8 on an AMD EPYC: for both 0.35 ms in a forward, 0.28 ms in a backward.
 _MODULE_HOOK_NS = PriorRange(100_000, 150_000, 250_000)
@@ -48,13 +45,13 @@ class _CpuAdam:
         """Update a subgroup: `values` ends with parameters, gradients and the two
         moments."""
         elements = values[-1].numel()
+        clock = self._clock
         if self._params_per_s is None:
-            self._clock.run_host(self._clock.rates.host_ns(_UPDATE_BYTES * elements))
+            clock.run_host(clock.rates.host_ns(FP32_UPDATE_BYTES * elements))
         else:
             time_ns = 1e9 * elements / self._params_per_s
-            self._clock.run_host(
-                PriorRange(*(time_ns / share for share in priors.COPY_EFFICIENCY))
-            )
+            shares = priors.COPY_EFFICIENCY
+            clock.run_host(PriorRange(*(time_ns / share for share in shares)))
         return 0
 
     adam_rollback = adam_update
@@ -122,13 +119,13 @@ class DeepSpeedPatches:
     def __init__(
         self,
         patches: Patches,
-        tracker: PhaseTracker,
-        clock: VirtualClock,
+        sink: Sink,
         groups: ProcessGroups,
         machine: Machine | None,
     ) -> None:
         self.description: dict[str, Any] | None = None
-        self._patches, self._tracker, self._clock = patches, tracker, clock
+        self._patches, self._sink = patches, sink
+        self._tracker, self._clock = sink.phases, sink.clock
         self._cpu_rate = _cpu_update_params_per_s(machine, groups.ranks_per_node)
         replaced: dict[str, dict[str, Any]] = {
             "accelerator.real_accelerator": {"ds_accelerator": None},
@@ -159,7 +156,7 @@ class DeepSpeedPatches:
             "has_overflow": overflow,
         }
         backward = functools.partial(
-            wrap_backward, tracker, torch.compiler.is_compiling
+            wrap_backward, sink.phases, torch.compiler.is_compiling
         )
         wrappers: dict[str, dict[str, dict[str, Any]]] = {
             "runtime.engine": {
@@ -221,12 +218,8 @@ class DeepSpeedPatches:
         self, original: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Wrap a method that runs in an update, or by itself before one."""
-        outermost = self._tracker.enter(UPDATE)
-        try:
+        with self._sink.phase(UPDATE):
             return original(*args, **kwargs)
-        finally:
-            if outermost:
-                self._tracker.leave()
 
 
 def _set_all(patches: Patches, values: dict[str, Any], module: Any) -> None:

@@ -14,8 +14,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from ebbtide.features.dryrun.device.collectives import Collectives
-from ebbtide.features.dryrun.device.fake_device import FakeDeviceMode, HostlessFakeMode
+from ebbtide.features.dryrun.torch_2_13.device.collectives import Collectives
+from ebbtide.features.dryrun.torch_2_13.device.fake_device import (
+    FakeDeviceMode,
+    HostlessFakeMode,
+)
 from ebbtide.profiler.agent.patches import Patches, wrapper
 
 _Hook = Callable[[Any, Any], Any]

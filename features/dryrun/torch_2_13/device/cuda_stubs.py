@@ -39,7 +39,7 @@ class CudaStubs:
     """The two stubs, installed until `remove`."""
 
     def __init__(self, torch: Any, devices: int) -> None:
-        _check_version(torch)
+        _check_layout(torch)
         library = Path(torch.__file__).parent / "lib"
         core, cpu = (
             ctypes.CDLL(str(library / "libc10.so")),
@@ -72,32 +72,18 @@ class CudaStubs:
         self._registry[_CUDA] = self._guard_before
 
 
-def _check_version(torch: Any) -> None:
-    version = torch.__version__
-    if torch.version.cuda or torch.version.hip:
-        raise DryRunError(
-            "a dry run needs a build of torch for the CPU alone, as torch 2.13.0+cpu; "
-            f"this is {version}"
-        )
-    headers = (
-        Path(torch.__file__).parent
-        / "include"
-        / "ATen"
-        / "detail"
-        / "AcceleratorHooksInterface.h"
-    )
+def _check_layout(torch: Any) -> None:
+    headers = Path(torch.__file__).parent / "include" / "ATen" / "detail"
     try:
-        names = _VIRTUAL.findall(headers.read_text(encoding="utf-8"))
+        text = (headers / "AcceleratorHooksInterface.h").read_text(encoding="utf-8")
     except OSError:
-        names = []
+        text = ""
     # A destructor has two entries.
-    layout = {slot + 1: name for slot, name in enumerate(names)}
-    if not version.startswith("2.13.") or any(
-        layout.get(slot) != name for slot, name in _SLOTS.items()
-    ):
+    layout = {slot + 1: name for slot, name in enumerate(_VIRTUAL.findall(text))}
+    if any(layout.get(slot) != name for slot, name in _SLOTS.items()):
         raise DryRunError(
-            "a dry run needs torch 2.13 (CPU build), whose layout it knows; this is "
-            f"{version}"
+            "a dry run needs torch 2.13 (CPU build) or 2.11, whose layout it knows; "
+            f"this is {torch.__version__} with another one"
         )
 
 

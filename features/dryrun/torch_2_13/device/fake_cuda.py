@@ -1,0 +1,213 @@
+"""Replaces the Python interface of CUDA in torch, so that a device looks available."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ebbtide.features.dryrun.gpu import FakedGpu
+from ebbtide.features.dryrun.memory.allocator_pools import AllocatorSettings
+from ebbtide.features.dryrun.memory.device_memory import DeviceMemory
+from ebbtide.features.dryrun.sink import Sink
+from ebbtide.features.dryrun.torch_2_13.device.streams import stream_functions
+from ebbtide.profiler.agent.patches import Patches
+
+_PROCESSORS = 132
+# Functions of `torch.cuda` by what they return.
+_RANDOM = (
+    "manual_seed",
+    "manual_seed_all",
+    "seed",
+    "seed_all",
+    "set_rng_state",
+    "set_rng_state_all",
+)
+_WITHOUT_EFFECT = ("_lazy_init", "init", "set_device", "ipc_collect", *_RANDOM)
+_TRUE = (
+    "is_available",
+    "_is_compiled",
+    "is_initialized",
+    "is_bf16_supported",
+    "is_tf32_supported",
+)
+_ZERO = (
+    "current_device",
+    "_exchange_device",
+    "_maybe_exchange_device",
+    "utilization",
+    "initial_seed",
+)
+
+
+class _GeneratorMeta(type(torch.Generator)):  # type: ignore[misc]
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, torch._C.Generator)
+
+
+class HostGenerator(torch._C.Generator, metaclass=_GeneratorMeta):  # type: ignore[misc]
+    """A random generator, of the host whatever device is named."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return super().__new__(cls, "cpu")
+
+
+class DeviceGenerator(HostGenerator):
+    """A default generator of a device, with the state that the functions in
+    `torch.cuda.random` return."""
+
+    def get_state(self) -> Any:
+        """Return a state of zeros, with the size of a CUDA generator's."""
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_state(self, _state: Any) -> DeviceGenerator:
+        """Keep no state, since random numbers of the device are not known."""
+        return self
+
+
+# Functions of `torch.cuda.cudart()` without an effect on what is counted.
+_RUNTIME = (
+    "cudaHostRegister", "cudaHostUnregister", "cudaProfilerStart", "cudaProfilerStop",
+    "cudaDeviceSynchronize"
+)  # fmt: skip
+
+
+def constant(value: Any) -> Any:
+    """Return a function of its own for each name, since dynamo has one rule for a
+    function."""
+    return lambda *_args, **_kwargs: value
+
+
+def patch_cuda(patches: Patches, sink: Sink, gpu: FakedGpu, devices: int = 1) -> None:
+    """Replace torch's CUDA functions until `patches.undo()`.
+
+    `devices`: devices of the host; the job's process uses the first one."""
+    cuda, memory = torch.cuda, sink.memory
+    capacity_bytes = gpu.capacity_bytes
+    allocator = memory.allocator
+
+    def set_fraction(fraction: float, *_args: Any, **_kwargs: Any) -> None:
+        allocator.set_limit(int(fraction * capacity_bytes))
+
+    def set_allocator_settings(text: str) -> None:
+        allocator.settings = AllocatorSettings.parse(text)
+
+    patches.set(torch._C, "_accelerator_setAllocatorSettings", set_allocator_settings)
+    functions = {
+        **stream_functions(sink.clock),
+        **_device_functions(gpu, devices),
+    }
+    statistics = {
+        **_memory_functions(memory, capacity_bytes),
+        "set_per_process_memory_fraction": set_fraction,
+    }
+    for key, value in functions.items():
+        patches.set(cuda, key, value)
+    for key, value in statistics.items():
+        patches.set(cuda, key, value)
+        patches.set(cuda.memory, key, value)
+    for key in (*_RANDOM, "initial_seed", "get_rng_state", "get_rng_state_all"):
+        patches.set(cuda.random, key, functions[key])
+    _patch_extension(patches, devices)
+    runtime = {name: constant(0) for name in _RUNTIME}  # 0 is cudaSuccess
+    runtime |= {
+        "cudaError": SimpleNamespace(success=0),
+        "cudaMemGetInfo": statistics["mem_get_info"],
+    }
+    patches.set(cuda, "_cudart", SimpleNamespace(**runtime))
+
+    def record_stream(tensor: Any, stream: Any) -> None:
+        memory.record_stream(tensor.untyped_storage()._cdata, stream.stream_id)
+
+    patches.set(torch.Tensor, "record_stream", record_stream)
+    patches.set(torch, "Generator", HostGenerator)
+    patches.set(cuda.nvtx, "mark", constant(None))
+
+
+def _device_functions(gpu: FakedGpu, devices: int) -> dict[str, Any]:
+    """Return the functions of `torch.cuda` that do not change what is counted."""
+    major, minor = gpu.capability
+    properties = SimpleNamespace(
+        name=gpu.name, major=major, minor=minor, total_memory=gpu.capacity_bytes,
+        multi_processor_count=_PROCESSORS,
+        is_integrated=False, is_multi_gpu_board=False,
+        max_threads_per_multi_processor=2048, warp_size=32,
+        regs_per_multiprocessor=65536, shared_memory_per_block=49152,
+        shared_memory_per_block_optin=166912,
+        shared_memory_per_multiprocessor=167936, L2_cache_size=41943040,
+        gcnArchName="", uuid="dry-run",
+    )  # fmt: skip
+    return {
+        **{name: constant(None) for name in _WITHOUT_EFFECT},
+        **{name: constant(True) for name in _TRUE},
+        **{
+            name: constant(False)
+            for name in ("can_device_access_peer", "is_current_stream_capturing")
+        },
+        **{name: constant(0) for name in _ZERO},
+        "device_count": constant(devices),
+        "get_device_name": constant(gpu.name),
+        "get_device_capability": constant(gpu.capability),
+        "get_device_properties": constant(properties),
+        "get_arch_list": constant([f"sm_{major}{minor}"]),
+        "get_rng_state": lambda *_args, **_kwargs: torch.zeros(16, dtype=torch.uint8),
+        "get_rng_state_all": lambda *_args, **_kwargs: [
+            torch.zeros(16, dtype=torch.uint8)
+        ],
+        "default_generators": tuple(DeviceGenerator() for _ in range(devices)),
+    }
+
+
+def _memory_functions(memory: DeviceMemory, capacity_bytes: int) -> dict[str, Any]:
+    """Return the functions of `torch.cuda.memory`."""
+    allocator = memory.allocator
+    return {
+        "memory_allocated": lambda *_args, **_kwargs: allocator.allocated_bytes,
+        "max_memory_allocated": lambda *_args, **_kwargs: memory.peak_allocated_bytes,
+        "memory_reserved": lambda *_args, **_kwargs: allocator.reserved_bytes,
+        "max_memory_reserved": lambda *_args, **_kwargs: memory.peak_reserved_bytes,
+        "memory_stats": lambda *_args, **_kwargs: _statistics(memory),
+        "memory_stats_as_nested_dict": lambda *_args, **_kwargs: {},
+        "memory_summary": constant("(dry run)"),
+        "memory_snapshot": constant([]),
+        "mem_get_info": lambda *_args, **_kwargs: (
+            max(0, capacity_bytes - allocator.reserved_bytes),
+            capacity_bytes,
+        ),
+        "reset_peak_memory_stats": lambda *_args, **_kwargs: memory.reset_peaks(),
+        "reset_accumulated_memory_stats": constant(None),
+        "empty_cache": memory.empty_cache,
+        "_record_memory_history": constant(None),
+        "_dump_snapshot": constant(None),
+    }
+
+
+def _patch_extension(patches: Patches, devices: int) -> None:
+    """Add functions of the extension that a CPU build lacks and that Python code of
+    torch calls."""
+    for key, value in {
+        "_cuda_getDeviceCount": constant(devices),
+        "_cuda_getDevice": constant(0),
+        "_cuda_setDevice": constant(None),
+        "_cuda_synchronize": constant(None),
+        "_cuda_isCurrentStreamCapturing": constant(False),
+        "_cuda_getCurrentRawStream": constant(0),
+        "_cuda_isInBadFork": constant(False),
+        "_cuda_emptyCache": constant(None),
+        "_cuda_clearCublasWorkspaces": constant(None),
+    }.items():
+        patches.set(torch._C, key, value)
+
+
+def _statistics(memory: DeviceMemory) -> dict[str, int]:
+    allocator = memory.allocator
+    pairs = {
+        "allocated_bytes": (allocator.allocated_bytes, memory.peak_allocated_bytes),
+        "active_bytes": (allocator.allocated_bytes, memory.peak_allocated_bytes),
+        "reserved_bytes": (allocator.reserved_bytes, memory.peak_reserved_bytes),
+        "requested_bytes": (memory.requested_bytes, memory.peak_bytes),
+    }
+    values = {f"{key}.all.current": now for key, (now, _) in pairs.items()}
+    values.update({f"{key}.all.peak": peak for key, (_, peak) in pairs.items()})
+    return {**values, "num_alloc_retries": allocator.retries, "num_ooms": 0}

@@ -1,0 +1,126 @@
+"""Streams and events of CUDA on the clock of a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import count
+from typing import Any
+
+import torch
+
+from ebbtide.features.dryrun.time.clock import Times, VirtualClock
+from ebbtide.machines.kernels.time_priors import TYPICAL, PriorRange
+
+# A job that asks again and again whether an event has passed waits so long between two
+# questions.
+_POLL_NS = PriorRange(2_000, 2_000, 2_000)
+
+
+def stream_functions(clock: VirtualClock) -> dict[str, Any]:
+    """Return the classes of streams and events on a clock, and the functions of
+    `torch.cuda` that use them."""
+    event_class = type("FakeEvent", (FakeEvent,), {"clock": clock})
+    members = {"clock": clock, "numbers": count(1), "event": event_class}
+    stream_class: Any = type("FakeStream", (FakeStream,), members)
+
+    def set_stream(stream: Any) -> None:
+        if stream is not None:
+            clock.stream = stream.stream_id
+
+    return {
+        "Stream": stream_class,
+        "ExternalStream": stream_class,
+        "Event": event_class,
+        "current_stream": lambda *_device, **_kwargs: stream_class(number=clock.stream),
+        "default_stream": lambda *_device, **_kwargs: stream_class(number=0),
+        "set_stream": set_stream,
+        "stream": lambda stream: nullcontext() if stream is None else stream,
+        "synchronize": lambda *_device, **_kwargs: clock.synchronize(),
+    }
+
+
+class FakeStream:
+    """A CUDA stream of a clock; `number`: the number of a stream that exists."""
+
+    clock: VirtualClock
+    numbers: Iterator[int]
+    event: type[FakeEvent]
+    device_index, device_type, priority = 0, 1, 0
+
+    def __init__(self, *_args: Any, number: int | None = None, **_kwargs: Any) -> None:
+        self.stream_id = self.cuda_stream = (
+            next(self.numbers) if number is None else number
+        )
+        self.device = torch.device("cuda", 0)
+        self._before: list[int] = []
+
+    def __enter__(self) -> FakeStream:
+        self._before.append(self.clock.stream)
+        self.clock.stream = self.stream_id
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.clock.stream = self._before.pop()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FakeStream) and other.stream_id == self.stream_id
+
+    def __hash__(self) -> int:
+        return hash(self.stream_id)
+
+    def synchronize(self) -> None:
+        self.clock.synchronize(self.stream_id)
+
+    def wait_event(self, event: Any) -> None:
+        event.wait(self)
+
+    def wait_stream(self, stream: Any) -> None:
+        self.clock.wait(self.clock.record(stream.stream_id), self.stream_id)
+
+    def record_event(self, event: Any = None) -> Any:
+        event = event or self.event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return _has_passed(self.clock, self.clock.record(self.stream_id))
+
+
+class FakeEvent:
+    """A CUDA event on a clock."""
+
+    clock: VirtualClock
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        self.times: Times | None = None
+
+    def record(self, stream: Any = None) -> None:
+        self.times = self.clock.record(None if stream is None else stream.stream_id)
+
+    def wait(self, stream: Any = None) -> None:
+        if self.times is not None:
+            self.clock.wait(self.times, None if stream is None else stream.stream_id)
+
+    def synchronize(self) -> None:
+        if self.times is not None:
+            self.clock.synchronize_event(self.times)
+
+    def query(self) -> bool:
+        return self.times is None or _has_passed(self.clock, self.times)
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        if self.times is None or end.times is None:
+            raise RuntimeError(
+                "Both events must be recorded before calculating elapsed time."
+            )
+        return (end.times[TYPICAL] - self.times[TYPICAL]) / 1e6
+
+
+def _has_passed(clock: VirtualClock, event: Times) -> bool:
+    """Return whether the host has reached the time of an event; if not, the host spends
+    some time."""
+    if clock.now_ns >= event[TYPICAL]:
+        return True
+    clock.run_host(_POLL_NS)
+    return False

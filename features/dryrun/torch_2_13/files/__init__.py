@@ -1,0 +1,1 @@
+"""Files that torch and safetensors save and load."""
