@@ -29,7 +29,7 @@ PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12
 # Multiplies the random cases of `make test-all`.
 FUZZ ?= 4
 
-.PHONY: demo docs test test-all test-cuda test-newest test-recipes lint dist clean
+.PHONY: coverage demo docs test test-all test-cuda test-newest test-recipes lint dist clean
 
 $(VENV)/installed: pyproject.toml setup.py $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit("ebbtide needs Python 3.11 or newer: make PYTHON=...") if sys.version_info < (3, 11) else None'
@@ -110,6 +110,12 @@ test: $(VENV)/compiled
 
 test-all: $(VENV)/compiled
 	$(call test_and_lint,EBBTIDE_FUZZ=$(FUZZ) $(PYTEST) --timeout 1200 $(TESTS))
+
+# Lines of the product that the tests run, also in processes that they start.
+coverage: $(VENV)/compiled
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt pytest-cov
+	$(PYTEST) -p pytest_cov --cov=ebbtide --cov-report=json:coverage.json -m "not slow" $(TESTS)
+	$(BIN)/python tests/coverage_table.py coverage.json
 
 # `==` would take a build for the CPU. It is 4.6 GB: only another version is installed again.
 $(CUDA)/torch:

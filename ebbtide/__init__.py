@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ebbtide.profiler.trace import Trace, TraceError, open_trace
     from ebbtide.trace_analysis import TraceAnalysis
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "Trace",
     "TraceAnalysis",

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import tarfile
+import tomllib
 import zipfile
 from dataclasses import dataclass
 from email.message import Message
@@ -20,7 +21,7 @@ import ebbtide
 from tests.conftest import run_process
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("ebbtide", "analysis", "interleave", "profiler")
+PACKAGES = ("ebbtide", "analysis", "features", "interleave", "profiler")
 INSTALL_TIMEOUT_S = 900.0
 REPOSITORY = {
     "GITHUB_SERVER_URL": "https://code.example",
@@ -140,42 +141,59 @@ def test_sdist__has_the_changelog_and_no_tests(distributions: Distributions) -> 
     assert not any(name.startswith("tests") for name in names)
 
 
-def test_changelog__begins_with_what_is_unreleased_then_this_version_with_its_date() -> (
-    None
-):
-    headings = re.findall(
-        r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
-    )
-    assert headings[0] == "Unreleased"
-    assert re.fullmatch(
-        rf"{re.escape(ebbtide.__version__)} \(\d{{4}}-\d\d-\d\d\)", headings[1]
-    )
+def test_changelog__has_this_version_with_its_date_and_one_line_a_change() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    version = rf"{re.escape(ebbtide.__version__)} \(\d{{4}}-\d\d-\d\d\)"
+    assert re.fullmatch(version, [name for name in headings if name != "Unreleased"][0])
+    lines = [line for line in text.splitlines() if line]
+    assert max(map(len, lines)) <= 160
+    assert [line for line in lines if line[0] not in "-#O"] == []
+
+
+TRACE = ROOT / "traces" / "a100-13b-async.ebb"
+# Extra -> commands that need it; PYTHON is the environment's.
+EXTRAS = {
+    "": (f"summary {TRACE}", f"plot {TRACE} -o run.png"),
+    "report": (f"report {TRACE} -o report.html",),
+    "plan": (f"replay {TRACE} --recommend",),
+    "live": ("watch --help",),
+    "mcp": ("mcp --help",),
+    "dask": ("sweep --help",),
+    "calibrate": ("calibrate --seconds 2 -o machine.json",),
+    "run": (
+        "profile -o run.ebb -- PYTHON job.py",
+        "compare --params 1e5 --steps 2",
+    ),
+    "dry-run": ("dry-run -o predicted.ebb -- PYTHON job.py",),
+    "transformers": ("--help",),
+    "deepspeed": ("--help",),
+    "all": ("profile -o run.ebb -- PYTHON job.py", "report run.ebb -o report.html"),
+}
+
+
+def test_extras__are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    of_users = set(project["optional-dependencies"]) - {"docs", "test"}
+    assert of_users == set(EXTRAS) - {""}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(INSTALL_TIMEOUT_S + 120)
-def test_wheel__records_and_reports_in_an_environment_of_its_own(
-    distributions: Distributions, tmp_path: Path
+@pytest.mark.timeout(INSTALL_TIMEOUT_S + 300)
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_wheel__works_in_an_environment_of_its_own(
+    distributions: Distributions, tmp_path: Path, extra: str
 ) -> None:
     python = tmp_path / "environment" / "bin" / "python"
     run_process([sys.executable, "-m", "venv", tmp_path / "environment"])
-    install = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--constraint",
-        ROOT / "constraints.txt",
-        distributions.wheel,
-    ]
+    wheel = f"{distributions.wheel}[{extra}]" if extra else distributions.wheel
+    install = [python, "-m", "pip", "install", "-c", ROOT / "constraints.txt", wheel]
     installed = run_process(install, cwd=tmp_path, timeout_s=INSTALL_TIMEOUT_S)
     assert installed.returncode == 0, installed.stderr
     (tmp_path / "job.py").write_text(JOB)
-    for arguments in (
-        ("--help",),
-        ("profile", "-o", "run.ebb", "--", python, "job.py"),
-        ("report", "run.ebb", "-o", "report.html"),
-    ):
-        run = run_process([python.parent / "ebbtide", *arguments], cwd=tmp_path)
-        assert run.returncode == 0, run.stderr
-    assert "<html" in (tmp_path / "report.html").read_text()
+    for command in EXTRAS[extra]:
+        words = command.replace("PYTHON", str(python)).split()
+        run = run_process([python.parent / "ebbtide", *words], cwd=tmp_path)
+        assert run.returncode == 0, f"{command}: {run.stderr}"
+    if "report" in "".join(EXTRAS[extra]):
+        assert "<html" in (tmp_path / "report.html").read_text()

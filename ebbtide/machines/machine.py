@@ -297,7 +297,8 @@ class Machine:
             if getattr(self, key) is None:
                 raise MachineError(
                     f"machine {self.name} has no {key}, which {why} needs: measure it "
-                    "with `ebbtide calibrate`"
+                    "with `ebbtide calibrate` on a host with a GPU, or name a machine "
+                    "that has it (`ebbtide machines`)"
                 )
 
     def as_json(self) -> dict[str, Any]:
