@@ -145,7 +145,9 @@ def test_changelog__has_this_version_with_its_date_and_one_line_a_change() -> No
     text = (ROOT / "CHANGELOG.md").read_text()
     headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
     version = rf"{re.escape(ebbtide.__version__)} \(\d{{4}}-\d\d-\d\d\)"
-    assert re.fullmatch(version, [name for name in headings if name != "Unreleased"][0])
+    assert re.fullmatch(
+        version, next(name for name in headings if name != "Unreleased")
+    )
     lines = [line for line in text.splitlines() if line]
     assert max(map(len, lines)) <= 160
     assert [line for line in lines if line[0] not in "-#O"] == []

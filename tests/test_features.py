@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide import seams
+from ebbtide.cli.command import find_commands
 from ebbtide.errors import UserError
 from ebbtide.seams import SEAMS, Feature
 from tests.conftest import WITHOUT_FEATURES, run_process
@@ -139,3 +140,12 @@ def test_feature__of_another_distribution_plugs_in(tmp_path: Path) -> None:
     ):
         run = run_process([sys.executable, *words], env=environment, cwd=tmp_path)
         assert (run.returncode, run.stdout) == (0, expected), run.stderr
+
+
+def test_find_commands__refuses_a_key_that_is_not_the_name_of_its_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = Feature("other", {"commands": {"difference": "command"}})
+    monkeypatch.setitem(seams.features(), "ebbtide.features.diff", other)
+    with pytest.raises(UserError, match="function of another name"):
+        find_commands("difference")

@@ -1,5 +1,7 @@
 """The device and the memory pools that a rank's figures describe."""
 
+import numpy as np
+
 from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.profiler.trace import Trace
@@ -103,9 +105,28 @@ def peak_pool(trace: Trace) -> str | None:
     return _first_recorded(trace, _PEAK_POOLS)
 
 
+@once_per_trace
+def _rss_is_known(trace: Trace) -> bool:
+    """Return whether the resident memory of each rank was sampled before its third
+    iteration began, or its first one of fewer than five: short jobs end before that."""
+    for rank in trace.ranks:
+        phases = trace.columns(rank, "phases")
+        finished = phases.recorded("iteration")
+        iterations = phases.ints("iteration")[finished]
+        numbers = np.unique(iterations)
+        if not len(numbers):
+            continue
+        first = numbers[2 if len(numbers) >= 5 else 0]
+        starts = phases.ints("start_ns")[finished][iterations == first]
+        times, _ = memory_timeline(trace, rank, RSS)
+        if not len(times) or times[0] > starts.min():
+            return False
+    return True
+
+
 def _first_recorded(trace: Trace, pools: tuple[str, ...]) -> str | None:
     recorded = _recorded_pools(trace)
-    if not ran_on_cpu(trace):
+    if RSS in recorded and not (ran_on_cpu(trace) and _rss_is_known(trace)):
         recorded -= {RSS}
     if trace.meta.options.on_demand:
         # Allocations are known in fewer iterations than the other pools.

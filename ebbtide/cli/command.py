@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ebbtide import seams
+from ebbtide.errors import UserError
 
 # Headings of the help, in its order. The commands below the first one are those to
 # begin with.
@@ -99,6 +100,12 @@ def find_commands(name: str | None) -> list[Command]:
     names = [name] if name in commands else [*commands]
     for one in names:
         commands[one].load()
+    for one in names:
+        if one not in _COMMANDS:
+            raise UserError(
+                f"the command {one!r} of {commands[one].package} has a function of "
+                "another name: both must be equal"
+            )
     listed = [_COMMANDS[one] for one in names]
     return sorted(
         listed,

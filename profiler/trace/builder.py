@@ -99,6 +99,8 @@ class RankBuilder:
         points on the device."""
         if phase not in PHASES:
             raise ValueError(f"{phase!r} is not a phase: {', '.join(PHASES)}")
+        if end_ns < start_ns:
+            raise ValueError(f"a {phase} ends {start_ns - end_ns} ns before its start")
         times = {
             "start_ns": start_ns,
             "end_ns": end_ns,

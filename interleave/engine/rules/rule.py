@@ -388,7 +388,13 @@ class GroupRules:
 
 
 def register(rule: UpdateRule) -> UpdateRule:
-    """Add a rule to those that `find_rule` finds."""
+    """Add a rule to those that `find_rule` finds. Raises EngineError for a rule without
+    moments."""
+    if not rule.moments:
+        raise EngineError(
+            f"the rule {rule.name} has no moments: state needs at least one, which a "
+            "formula may pass on"
+        )
     RULES[rule.name] = rule
     return rule
 

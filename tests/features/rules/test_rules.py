@@ -19,7 +19,7 @@ from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics import reference
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.rules import RULES, find_rule
-from ebbtide.interleave.engine.rules.rule import UpdateRange
+from ebbtide.interleave.engine.rules.rule import UpdateRange, register
 from tests.conftest import examples, slow
 from tests.interleave.engine.states import DTYPES, any_bits, bits
 
@@ -423,3 +423,9 @@ def test_step__refuses_another_rule_under_way(streamed: bool) -> None:
             assert torch.equal(before, param) == (rule == "adam")
     finally:
         optimizer.close()
+
+
+def test_register__refuses_a_rule_without_moments() -> None:
+    with pytest.raises(EngineError, match="has no moments"):
+        register(replace(find_rule("lion"), name="none", moments=()))
+    assert "none" not in RULES

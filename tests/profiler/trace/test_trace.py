@@ -71,3 +71,8 @@ def test_labels__are_the_values_of_the_column_without_reading_the_table(
     memory.write_bytes(b"PAR1")
     with pytest.raises(TraceError, match=r"memory\.parquet of rank 1 cannot be read"):
         open_trace(path).labels(1, "memory", "pool")
+
+
+def test_builder__refuses_a_phase_that_ends_before_its_start() -> None:
+    with pytest.raises(ValueError, match="ends 5 ns before its start"):
+        TraceBuilder().rank(0).phase("forward", 15, 10)
