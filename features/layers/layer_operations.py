@@ -1,4 +1,4 @@
-"""The operations of a plan on layers, beside those of the optimizer's state.
+"""The operations of a plan on layers, beside the operations of the optimizer's state.
 
 They are on the layers' weights and activations.
 """

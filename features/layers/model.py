@@ -188,7 +188,7 @@ def saved_activations(
 ) -> tuple[SavedActivation, ...]:
     """Return the activations of layers that are kept in a form each.
 
-    Those of some layers are on the host.
+    Some layers have theirs on the host.
     """
     on_host = frozenset(offloaded)
     return tuple(
@@ -203,8 +203,8 @@ def saved_activations(
 def place(workload: Workload, plan: LayerPlan | None) -> Workload:
     """Return a workload with the times and the free memory that a layer plan leaves.
 
-    Without layers, or placed, return the workload itself. Layers and chunks are those
-    of a round; with several, alike, the forward has all but the last backward.
+    Without layers, or placed, return the workload itself. Layers and chunks are counted
+    for one round; with several, alike, the forward has all but the last backward.
     """
     if plan is None or not workload.layers or workload.layer_memory:
         return workload

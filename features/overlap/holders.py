@@ -79,8 +79,8 @@ class _GradientEdges(torch.autograd.Function):  # type: ignore[misc]
 def _shares_memory(param: torch.Tensor, views: int) -> bool:
     """Return whether something else has the memory of a parameter, too.
 
-    It may be a view of it, the array or the file that the memory belongs to, or another
-    process.
+    It may be a view of the parameter, the array or the file that the memory belongs to,
+    or another process.
     """
     storage = param.untyped_storage()
     is_own = storage.resizable() and (

@@ -42,10 +42,10 @@ _ARROW_TYPES = {
 }
 # Null means not known. scale_params, free_bytes, subgroup_params and host_free_bytes
 # are the scenario (1 and null: the workload as it is); params, subgroups,
-# largest_subgroup_params and least_free_bytes are those of the changed workload.
-# compute_ms is the iteration without its optimizer; the other figures are as in
-# `ebbtide replay`, busy shares for the update phase. note: why results are not exact.
-# error: why there are no figures.
+# largest_subgroup_params and least_free_bytes describe the changed workload. compute_ms
+# is the iteration without its optimizer; the other figures are as in `ebbtide replay`,
+# busy shares for the update phase. note: why results are not exact. error: why there
+# are no figures.
 SCHEMA = pa.schema(
     [
         *(

@@ -238,7 +238,7 @@ def deepcompile(workload: Workload, machine: Machine, policy: Policy) -> Plan:
 
 
 def _fetch_point(workload: Workload, backward_s: float, needed_bytes: float) -> float:
-    """Return the first point of the backward from which on so many bytes are free.
+    """Return the first point of the backward from which on `needed_bytes` are free.
 
     Return UPDATE if there is none.
     """

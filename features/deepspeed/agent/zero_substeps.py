@@ -41,8 +41,8 @@ class SubstepRecorder:
     """Records what the open update does, from `begin` to `end`.
 
     The thread that runs the update calls these. A row is recorded once the next has run
-    for a while, since that may turn out to be a part of it. Rows on a GPU get their
-    device times from marks on the job's stream, as phases do.
+    for a while, since the next row may turn out to be a part of the first. Rows on a
+    GPU get their device times from marks on the job's stream, as phases do.
 
     `updates`: how many updates of a subgroup have begun in it."""
 

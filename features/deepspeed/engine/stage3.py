@@ -374,7 +374,9 @@ class InterleavedStage3(StateAccess):
         self._exposed.clear()
 
     def _extents(self) -> dict[int, subgroup_slices.SubgroupSlice]:
-        """Return the extents of the parameters of which this rank has real elements.
+        """Return the extents of the parameters with elements on this rank.
+
+        Padding does not count.
 
         Real elements are not padding.
         """

@@ -249,8 +249,9 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def load_state_dict(
         self, state_dict_list: Any, load_optimizer_states: bool = True, **kwargs: Any
     ) -> None:
-        """Load a state dict of DeepSpeed. torch replaces the moments by new tensors;
-        they are copied.
+        """Load a state dict of DeepSpeed.
+
+        Torch replaces the moments by new tensors; they are copied.
 
         Raises EngineError if this rank's state dict lacks a part of the state, or is of
         another stage, model or number of ranks; nothing is changed."""

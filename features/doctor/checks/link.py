@@ -74,7 +74,7 @@ def link(host: JobHost) -> Iterator[Answer]:
 def unified_memory(host: JobHost) -> Iterator[Answer]:
     """Check for GPUs that share the memory of the host.
 
-    Offload moves nothing out of it.
+    Offload moves nothing out of that memory.
     """
     shared = [card for card in host.cards if _shares_host_memory(card)]
     for card in shared:

@@ -1,5 +1,7 @@
-"""Reads the lines of a training log with their times, and the time zone of its
-clock."""
+"""Reads the lines of a training log with their times, and its time zone.
+
+It is the time zone of the log's clock.
+"""
 
 import datetime
 import re

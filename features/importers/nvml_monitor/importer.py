@@ -123,7 +123,7 @@ def _add_monitors(monitors: Sequence[Monitor], builder: TraceBuilder) -> None:
 def _refuse_overlaps(monitors: Sequence[Monitor]) -> None:
     """Raise SourceError if two files have figures of one device at the same time.
 
-    Only states of it are allowed.
+    Files with states alone may overlap.
     """
     for number, one in enumerate(monitors):
         for other in monitors[:number]:

@@ -78,7 +78,7 @@ class PackedTensor:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is its storage, size and strides.
 
-    A copy of its bytes is then a copy of it.
+    A copy of the bytes is then a copy of the tensor.
     """
     return (
         type(tensor) is torch.Tensor

@@ -144,7 +144,7 @@ class _Weight:
     def check_copies(self) -> None:
         """Raise EngineError if the layer has kept an outdated copy.
 
-        Its values are no longer those of the parameter.
+        The values of the copy are no longer the parameter's.
         """
         if not self._has_old_copy():
             return

@@ -39,8 +39,8 @@ def megatrain(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     after the backward, as MegaTrain does.
 
     The backward computes the forward of each block of four layers again, which keeps
-    the inputs of its layers, and then that of each layer, with gradients: weights cross
-    the link three times in each micro-batch."""
+    the inputs of its layers, and then the forward of each layer, with gradients:
+    weights cross the link three times in each micro-batch."""
     _check(workload, policy)
     inputs = [layer.forms[-1].nbytes for layer in workload.layers]
     blocks = range(0, len(inputs), _BLOCK)
