@@ -46,7 +46,7 @@ class FrameworkSetup(Protocol):
     def policy(self) -> str | None:
         """The policy under which ebbtide's engine ran the updates.
 
-        Return None where the framework ran them.
+        It is None where the framework ran them.
         """
 
     @property

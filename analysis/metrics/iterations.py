@@ -358,7 +358,7 @@ def rank_durations(trace: Trace, rank: int) -> IterationTable:
 def slowest_times(trace: Trace) -> IterationTable:
     """Return milliseconds of the slowest rank per steady iteration.
 
-    It has the columns of `durations_ms`.
+    They have the columns of `durations_ms`.
     """
     tables = [rank_durations(trace, rank) for rank in trace.ranks]
     ran = np.unique(

@@ -52,7 +52,7 @@ class PoolUse:
 class Gap:
     """Difference of two memory counts in one phase of a rank.
 
-    It is computed at each moment; low and peak as in `PoolUse`.
+    It is computed at each moment; low and peak are as in `PoolUse`.
     """
 
     rank: int

@@ -123,7 +123,7 @@ def out_of_memory(trace: Trace, rank: int) -> OutOfMemory | None:
 def _holders(
     trace: Trace, rank: int, device: str | None, record: OutOfMemoryRecord
 ) -> tuple[list[Holder], int | None, str]:
-    """Return the holders, the time of which they are known, and their pool.
+    """Return the holders, the time at which they are known, and their pool.
 
     They divide this pool.
     """

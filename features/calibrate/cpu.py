@@ -1,6 +1,7 @@
-"""Measures the CPU: host memory, updates, casts, norms, and traffic beside copies.
+"""Measures rates of the CPU.
 
-Host memory has a bandwidth; the traffic is the traffic of updates.
+They are the bandwidth of host memory, updates, casts and norms on the CPU, and the
+traffic of updates beside copies.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class GPT(nn.Module):  # type: ignore[misc]
 class Job:
     """A model and its tokens, equal bit for bit for the same shape and seed.
 
-    With waits, it has of few tokens.
+    With waits, it has few tokens.
     """
 
     def __init__(

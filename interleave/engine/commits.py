@@ -17,7 +17,7 @@ def with_digest(commit: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_digest(commit: Any) -> None:
-    """Raise EngineError if a commit lacks something, or was changed since then.
+    """Raise EngineError if a commit is incomplete, or was changed since it was made.
 
     It must be as it was made.
     """

@@ -357,7 +357,7 @@ _OMP_PAUSE_HARD = 2
 def _openmp_pause() -> Any:
     """Return omp_pause_resource_all of the OpenMP runtime that torch has loaded.
 
-    None is returned if there is none.
+    Return None if there is none.
     """
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1]

@@ -9,9 +9,9 @@ from ebbtide.interleave.engine.options import OptimizerArguments, shows_options
 
 
 class AdamWArguments(OptimizerArguments, total=False):
-    """The keywords of InterleavedAdamW: our options, and torch.optim.AdamW's.
+    """The keywords of InterleavedAdamW.
 
-    Our options are the options of optimizers.
+    They are options of optimizers, and options of torch.optim.AdamW.
     """
 
     foreach: bool | None

@@ -12,7 +12,7 @@ _ENTRY = re.compile(r"(?P<list>(?:[^.]+\.)*?)\d+(?=\.|$)")
 def layer_names(
     modules: Iterable[str], parameters: Iterable[tuple[str, int]]
 ) -> dict[str, str]:
-    """Return the layers of those modules that are in one.
+    """Return the layer of each module that is in one.
 
     Layers are the entries of the list of modules with most parameters.
 

@@ -162,7 +162,7 @@ class Schedule:
     def moved_bytes(self, direction: str) -> float:
         """Return the bytes moved in a direction.
 
-        The direction is one of (`h2d`, `d2h`, `storage_read` or `storage_write`).
+        The direction is `h2d`, `d2h`, `storage_read` or `storage_write`.
         """
         return sum(
             op.nbytes for op in self.plan.ops if split_lane(op.resource)[0] == direction
@@ -193,9 +193,9 @@ class Schedule:
         return shares
 
     def storage_busy_shares(self) -> list[dict[str, float]]:
-        """Return the shares of the iteration of each storage path.
+        """Return how long each path of the storage reads and writes.
 
-        It reads and writes during these shares.
+        Times are shares of the iteration.
         """
         lanes = [split_lane(op.resource) for op in self.plan.ops]
         paths = 1 + max(

@@ -407,7 +407,7 @@ def explain(workload: Workload, machine: Machine) -> list[AblationStep]:
 def memory_excess(schedule: Schedule, machine: Machine) -> str | None:
     """Return in words by how much memory is too small.
 
-    None is returned if it suffices or is not known.
+    Return None if it suffices or is not known.
     """
     if schedule.workload.missing_bytes:
         return (

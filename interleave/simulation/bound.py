@@ -192,7 +192,7 @@ def _min_exposed_s(
 def _first_use_s(workload: Workload, machine: Machine, overlap: Overlap) -> float:
     """Return the least time from the backward to the first use of the first subgroup.
 
-    The gradient of this subgroup comes last, s.
+    The gradient of this subgroup comes last. The time is in s.
 
     The CPU gets the gradient, updates, and uploads one after another; only the update
     itself may precede clipping."""

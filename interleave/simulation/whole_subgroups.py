@@ -180,10 +180,9 @@ class WholeSubgroupProgram(BoundProgram):
                 )
 
     def _times_after_gradient(self, size: float) -> tuple[float, float]:
-        """Return the least times in which a subgroup is done after its gradient.
+        """Return the least times until a subgroup is done after its gradient is ready.
 
-        The gradient is ready then; the times are on the CPU, and on the GPU. `size` is
-        a share of all parameters.
+        The times are on the CPU, and on the GPU. `size` is a share of all parameters.
         """
         workload, machine = self._workload, self._machine
         down = workload.grad_bytes / self._link_rate("d2h")

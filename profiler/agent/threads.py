@@ -74,7 +74,7 @@ class TrainingThreads:
     def writes(self) -> bool:
         """Whether the current thread has had a phase.
 
-        A backward counts, too, if it is one that is not a part of another thread's.
+        A backward counts, too, unless it is a part of another thread's.
         """
         return hasattr(self._local, "writer")
 

@@ -122,7 +122,7 @@ class ThroughputSource(LinkSource):
     def read(self) -> LinkSample | None:
         """Return a sample; blocks for about 42 ms.
 
-        It also blocks for a window at least where the driver answers at once.
+        Where the driver answers at once, it blocks for a window at least.
         """
         begin_s = time.monotonic()
         rates = self._gpu.read_pcie_throughput()

@@ -60,7 +60,7 @@ class RankBuilder:
     def frames_of(self, table: str) -> Iterator[pd.DataFrame]:
         """Yield the rows so far as frames in the order of time.
 
-        Of a large table several: one takes too much memory.
+        A large table gives several: one takes too much memory.
         """
         parts = self._columns[table]
         times = [np.asarray(part[SORT[table]]) for part in parts]

@@ -133,7 +133,7 @@ _NEVER = np.iinfo(np.int64).max
 def categorized_allocations(trace: Trace, rank: int, device: str) -> pd.DataFrame:
     """Return the allocations of a device, with categories.
 
-    A category is recorded or inferred where it can be.
+    Categories are there where they are recorded or can be inferred.
 
     Recorded categories are kept. The others are inferred from where the block was
     allocated (its call stack, else the phase or the optimizer step at that time) and

@@ -135,9 +135,9 @@ class _Weight:
             _set_data(self._leaf, self._absent)
 
     def _references(self) -> tuple[int, int]:
-        """Return the references in Python and in C++ to what the layer sees.
+        """Return how many references there are to what the layer sees.
 
-        They are numbers.
+        They are counted in Python and in C++.
         """
         return sys.getrefcount(self._leaf), getattr(self._leaf, "_use_count", int)()
 

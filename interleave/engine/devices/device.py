@@ -175,7 +175,7 @@ class Device(Streams, Protocol):
     def free_bytes(self) -> float | None:
         """Return how much device memory state may use in total, in bytes.
 
-        None is returned if there is no limit.
+        Return None if there is no limit.
         """
 
     @property

@@ -274,9 +274,9 @@ def scalars_of(
 ) -> list[Scalars | None]:
     """Return the factors of the next update of each parameter.
 
-    None is returned for those that are not `updated` (indices), or in no group.
-    `step_count` returns how often a parameter was updated before; `scale` is the factor
-    of all gradients.
+    Return None for those that are not `updated` (indices), or in no group. `step_count`
+    returns how often a parameter was updated before; `scale` is the factor of all
+    gradients.
     """
     groups = {param: group for group in param_groups for param in group["params"]}
     # The same object for all parameters of a group with as many updates.

@@ -60,7 +60,7 @@ def _together(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor with the same elements in the order of memory.
 
-    There is no copy where there is none.
+    Memory without gaps is not copied.
     """
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous():

@@ -241,7 +241,7 @@ def warm_up(
 def _parts_of(rule: UpdateRule) -> tuple[Any, Any]:
     """Return the functions of the kernel that join and split masters in two parts.
 
-    Return None for a rule without.
+    Return None for a rule without such masters.
     """
     if rule.split is None:
         return None, None

@@ -79,10 +79,11 @@ class Executor:
         inputs: Mapping[int, int] | None = None,
         begin_s: float | None = None,
     ) -> None:
-        """Begin an iteration, whose operations may run if they wait for no point of it.
+        """Begin an iteration.
 
-        They run from now on. `inputs`: the input that an operation also waits for, as a
-        number: see `mark_available`. `begin_s`: as for `PlanRun`.
+        Operations that wait for no point of the iteration may run from now on.
+        `inputs`: the input that an operation also waits for, as a number: see
+        `mark_available`. `begin_s`: as for `PlanRun`.
         """
         run = PlanRun(plan, inputs or {}, begin_s)
         with self._changed:

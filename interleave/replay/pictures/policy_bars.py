@@ -112,7 +112,7 @@ def byte_kinds(bars: Sequence[PolicyBar]) -> list[str]:
 def figure_for(kinds: Sequence[str], height: float) -> Figure:
     """Return a figure as wide as the panels for iterations and kinds of bytes.
 
-    The figure is this many inches high.
+    The figure is `height` inches high.
     """
     return Figure(
         figsize=(8.5 + 1.6 * len(kinds), height), layout="constrained", dpi=130

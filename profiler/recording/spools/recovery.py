@@ -217,7 +217,7 @@ def _entry(
 def _described(path: Path, check: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
     """Return what the agent or the sampler describes in a file.
 
-    It is empty where it is missing or damaged.
+    The result is empty where the file is missing or damaged.
     """
     try:
         description: dict[str, Any] = json.loads(read_regular(path, MAX_META_BYTES))
