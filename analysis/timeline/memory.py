@@ -33,7 +33,7 @@ def device_memory_panel(
     """Return the panel of a rank's device; empty where no memory was recorded.
 
     Memory by category is behind the lines, and pools of the host are included where the
-    device is the CPU. Recorded means in the interval.
+    device is the CPU. It is empty if nothing was recorded in the interval.
     """
     capacity = devices.capacity_bytes(trace, rank)
     stack = _category_stack(trace, rank, axis, resolution)

@@ -1,1 +1,1 @@
-"""Runs AdamW with optimizer state where a plan puts it, with the same bits always."""
+"""Runs AdamW with its state where a plan puts it, with the same bits everywhere."""

@@ -73,7 +73,10 @@ def _solver_class() -> Any:
     highs: Any = require("highspy").Highs
 
     def enable_callbacks(self: Any) -> None:
-        """Enable callbacks, as the constructor does before it could print anything."""
+        """Enable callbacks.
+
+        The constructor does so before anything else that could print.
+        """
         self.setOptionValue("output_flag", False)
         highs.enableCallbacks(self)
 

@@ -235,9 +235,9 @@ class Steps:
 
 
 def simulate_steps(plan: Plan, workload: Workload, machine: Machine) -> Steps:
-    """Run a plan on a machine, in a step with and without clipping.
+    """Run a plan in a step that clipping changes and in one that it does not.
 
-    Clipping does not change one step, and changes the other (see `simulate`).
+    It runs on a machine (see `simulate`).
     """
     valid = simulate(plan, workload, machine)
     return Steps(

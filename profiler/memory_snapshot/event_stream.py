@@ -171,7 +171,10 @@ class SnapshotPickle(PlainPickle):
         self._rows_added()
 
     def _form_of(self, opcodes: bytes) -> _Form | None:
-        """Return the form of an event; None if it has something that is new."""
+        """Return the form of an event.
+
+        Return None where it has something that no earlier one had.
+        """
         names: list[str] = []
         patterns, added = [], []
         for key, value in (

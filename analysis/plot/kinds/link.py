@@ -92,8 +92,8 @@ class LinkDrawing(PanelDrawing):
 def link_panels(view: View, height: float, required: bool) -> list[LinkDrawing]:
     """Return the panel of the link, none where it was not recorded.
 
-    Recorded means by copies or counters. None raises TraceError if the panel is
-    `required`.
+    Neither copies nor counters were recorded then, and TraceError is raised if the
+    panel is `required`.
     """
     content = link_panel(view.trace, view.rank, view.axis, PICTURE)
     if required and content is None:

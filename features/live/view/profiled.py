@@ -21,9 +21,9 @@ _LAST_LINES = 15
 def profile_and_show(command: RecordedCommand) -> int:
     """Record a job until it ends, and show its recording; return its exit code.
 
-    Its output is shown when the user has left the view. The exit code is 128 plus the
-    number of a signal. Raises UserError before the job starts: no terminal, or no
-    recording.
+    Its output is shown when the user has left the view. After a signal, the exit code
+    is 128 plus the signal's number. Raises UserError before the job starts: no
+    terminal, or no recording.
     """
     require_terminal(
         "--watch",

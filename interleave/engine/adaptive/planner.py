@@ -209,9 +209,9 @@ class Planner:
         self.machine = correct_rates(self.machine, schedule)
 
     def observe_clipping(self, is_active: bool) -> None:
-        """Update the share of steps that are skipped or in which clipping matters.
+        """Update the share of steps in which clipping changes updates.
 
-        In the latter, clipping changes updates.
+        Steps that are skipped count, too.
         """
         share = self.workload.clip_active_share
         self.workload = replace(
@@ -289,7 +289,7 @@ def _budgets_differ(
 ) -> bool:
     """Return whether two budgets differ.
 
-    They differ by more than a share of the larger one; or at all, if one is by phase or
+    They do by more than a share of the larger one; by any amount, if one is by phase or
     None.
     """
     if (

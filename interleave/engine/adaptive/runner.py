@@ -362,7 +362,7 @@ class AdaptiveRunner:
         self._engine = None
 
     def _handle_failure(self, failure: OperationFailed) -> None:
-        """Continue with less device memory, or raise an error for other causes.
+        """Continue with less device memory after a step, or raise for other causes.
 
         The step was completed on the CPU.
         """

@@ -410,8 +410,8 @@ class CudaDevice(CudaStreams, Device):
 class JobMemory:
     """Separates memory that torch reserved for the optimizer from the job's memory.
 
-    Both are at the peak so far. The optimizer's memory is its own peak since torch last
-    returned memory of the pools that it keeps for each stream.
+    The job's memory is taken at its peak so far, the optimizer's at its own peak since
+    torch last returned memory of the pools that it keeps for each stream.
     """
 
     def __init__(self) -> None:

@@ -94,7 +94,7 @@ class Device(Streams, Protocol):
     def allocate_bytes(self, nbytes: int) -> torch.Tensor:
         """Allocate device memory (uint8), to be claimed before.
 
-        It is in the order of the calling thread's current stream.
+        The memory is allocated in the order of the calling thread's current stream.
         """
 
     def allocate_host(

@@ -78,7 +78,7 @@ class ReturnedGradients:
         return block.memory.view(self._subgroups[number].grad_dtype)[segment.span]
 
     def give(self, number: int) -> None:
-        """Give back the memory of a subgroup's gradient, after its issued update."""
+        """Give the memory of a subgroup's gradient back once its update is issued."""
         block = self._blocks.pop(number, None)
         if block is not None:
             self._arena.give(block, self._device.record("gpu"))
