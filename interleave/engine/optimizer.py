@@ -302,7 +302,7 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def close(self) -> None:
         """Finish the last step, end the threads and release all memory.
 
-        Deleting does so, too. It cannot step any more.
+        The optimizer cannot step any more. Deleting it does the same.
         """
         self._offloaded.close()
 

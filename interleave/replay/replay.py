@@ -153,7 +153,7 @@ class Replay(TabularResult, table="results"):
     def memory_lines(self) -> Iterator[str]:
         """Yield which memory is too small for the policies that do not fit.
 
-        Also yield whose state is not as large.
+        Before them, yield the policies whose state has another size.
         """
         policies_of: dict[str, list[str]] = {}
         for schedule in self.schedules:

@@ -75,7 +75,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous tensor as int64.
 
-    The last of them are filled with zeros.
+    The last one is filled up with zeros.
     """
     begin, nbytes = (
         tensor.storage_offset() * tensor.element_size(),

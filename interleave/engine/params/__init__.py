@@ -1,4 +1,4 @@
 """The parameters of an optimizer.
 
-Their gradients, their state dicts, and whatever reads them while updates run.
+Also their gradients, their state dicts, and whatever reads them while updates run.
 """

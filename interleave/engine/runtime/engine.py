@@ -33,8 +33,8 @@ _SCALARS, _ASSUMED_SCALARS = -1, -2
 class Engine:
     """Runs a plan at every step, on parameters that are divided into subgroups.
 
-    The parameters are a number of tensors. The training thread calls it; autograd's
-    thread calls `report_progress` and `offload_gradient`.
+    `params` is the number of parameter tensors. The training thread calls the engine;
+    autograd's thread calls `report_progress` and `offload_gradient`.
     """
 
     _workload: Workload

@@ -154,7 +154,7 @@ def most_frequent(
 
 
 def _blocks(segments: Sequence[ParamSegment], params: int) -> int:
-    """Return the number of blocks of segments; without any, of this many elements."""
+    """Return the number of blocks of segments, or of `params` elements without any."""
     if not segments:
         return -(-params // BLOCK)
     last = segments[-1]

@@ -187,7 +187,7 @@ class SubgroupStates:
     def on_host_now(self, subgroup: int) -> Iterator[torch.Tensor]:
         """Provide the host memory of a state.
 
-        A state behind it is read before and written after.
+        A state behind the host's memory is read before and written after.
         """
         if subgroup not in self.on_host:
             self.on_host[subgroup] = self.backed.read(subgroup)

@@ -143,7 +143,7 @@ class FreePoints(NamedTuple):
     sizes: list[float]
 
     def first_point(self, needed: float) -> float | None:
-        """Return the first point from which on this many bytes stay free.
+        """Return the first point from which on `needed` bytes stay free.
 
         Return None if there is none.
         """

@@ -85,7 +85,7 @@ class Placement(NamedTuple):
         )
 
     def changed(self, change: PlacementChange, times: int = 1) -> Placement:
-        """Return the placement after a change is applied this many times.
+        """Return the placement after a change is applied `times` times.
 
         Its counts may be out of range (see `clamped`).
         """
