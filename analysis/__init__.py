@@ -1,5 +1,7 @@
-"""Explains traces: metrics per phase, windows of free memory, findings, plots and
-reports."""
+"""Explains traces by metrics per phase, free memory, findings, plots and reports.
+
+Free memory means windows of free memory.
+"""
 
 from typing import TYPE_CHECKING, Any
 

@@ -28,14 +28,15 @@ class TabularResult:
     _table: ClassVar[str]
 
     def __init_subclass__(cls, table: str = "", **options: Any) -> None:
-        """Take the name of the field, a list or tuple of dataclasses, that is the main
-        table."""
+        """Take the name of the field that is the main table.
+
+        The field is a list or tuple of dataclasses.
+        """
         super().__init_subclass__(**options)
         cls._table = table
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return its main table: a row per entry, with the fields of the entries as
-        columns."""
+        """Return its main table: a row per entry, with the fields as columns."""
         return to_frame(
             getattr(self, self._table),
             get_args(get_type_hints(type(self))[self._table])[0],
@@ -57,9 +58,11 @@ class TabularResult:
 
 
 def to_frame(rows: Iterable[Any], kind: type) -> pd.DataFrame:
-    """Make a table of dataclass instances: a row each, a column per field. A field that
-    is a dataclass gives a column per field of it, FIELD_SUBFIELD; tuples and lists are
-    kept as Python objects."""
+    """Make a table of dataclass instances: a row each, a column per field.
+
+    A field that is a dataclass gives a column for each of its own fields,
+    FIELD_SUBFIELD; tuples and lists are kept as Python objects.
+    """
     import pandas as pd
 
     dtypes = _dtypes(kind)

@@ -1,5 +1,6 @@
-"""A profiler of GPU memory and the PCIe link in training, and an optimizer that uses it
-to offload its state.
+"""A profiler of GPU memory and the PCIe link in training, and an optimizer.
+
+The optimizer uses the profile to offload its state.
 
 `open_trace` opens a trace, `TraceAnalysis` explains it, `ebbtide.profiler.Tracer`
 records one from a script, `metrics` gives a recorded job its own figures,

@@ -31,5 +31,4 @@ class PolicyError(UserError):
 
 
 class PlanError(Exception):
-    """A plan is invalid: an error in the policy that made it, not in the user's
-    input."""
+    """A plan is invalid: an error of its policy, not of the user's input."""

@@ -1,5 +1,7 @@
-"""Extras: packages that the base install is without, and the line that names the extra
-where one is missing."""
+"""Extras: packages that the base install is without.
+
+Also the line that names the extra where one is missing.
+"""
 
 from importlib import import_module
 from typing import Any

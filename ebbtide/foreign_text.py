@@ -1,5 +1,7 @@
-"""Text from files of others, for a terminal: names of kernels, files and modules may
-contain any character."""
+"""Text from files of others, for a terminal.
+
+Names of kernels, files and modules may contain any character.
+"""
 
 import re
 
@@ -11,8 +13,10 @@ _UNSAFE = re.compile(
 
 
 def printable(text: str) -> str:
-    """Return a text with escapes, as in `\\x1b`, for characters that could control a
-    terminal or hide text."""
+    """Return a text with escapes for characters that are unsafe in a terminal.
+
+    An escape is as in `\\x1b`; such characters could control a terminal or hide text.
+    """
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
@@ -22,6 +26,8 @@ def printable_line(text: str) -> str:
 
 
 def masked(text: str) -> str:
-    """Return a text of the same length, with `?` for characters that could control a
-    terminal."""
+    """Return a text of the same length, with `?` for control characters.
+
+    These are characters that could control a terminal.
+    """
     return _UNSAFE.sub("?", text)

@@ -28,8 +28,10 @@ _LOCAL_RANKS = (
 
 
 def meminfo_bytes(key: str, root: Path = Path("/")) -> int | None:
-    """Return a figure of the host's memory in bytes, as in `SwapFree`; None where the
-    host does not report it."""
+    """Return a figure of the host's memory in bytes.
+
+    An example is `SwapFree`; None where the host does not report it.
+    """
     match = re.search(
         rf"^{key}:\s+(\d+) kB", _text(root / "proc/meminfo") or "", re.MULTILINE
     )
@@ -37,8 +39,10 @@ def meminfo_bytes(key: str, root: Path = Path("/")) -> int | None:
 
 
 def memory_bytes(root: Path = Path("/")) -> int | None:
-    """Return the memory in bytes that host and control groups leave to this process;
-    None where it is not reported."""
+    """Return the memory in bytes that is left to this process.
+
+    Host and control groups leave it; None where it is not reported.
+    """
     total = meminfo_bytes("MemTotal", root)
     limits = [total] if total is not None else []
     limits += [
@@ -52,8 +56,10 @@ def memory_bytes(root: Path = Path("/")) -> int | None:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return the memory in bytes that host and nearest control group have left for this
-    process; None: not reported."""
+    """Return the memory in bytes that is still available to this process.
+
+    Host and nearest control group have left it; None: not reported.
+    """
     available = meminfo_bytes("MemAvailable", root)
     limits = [available] if available is not None else []
     group = memory_group(os.getpid(), root)
@@ -72,8 +78,10 @@ class MemoryGroup:
     is_unified: bool
 
     def total_bytes(self) -> int | None:
-        """Return all memory that counts against the limit, pinned memory and cached
-        files included."""
+        """Return all memory that counts against the limit.
+
+        Pinned memory and cached files are included.
+        """
         text = _text(
             self.folder
             / ("memory.current" if self.is_unified else "memory.usage_in_bytes")
@@ -81,8 +89,10 @@ class MemoryGroup:
         return int(text) if text and text.isdigit() else None
 
     def used_bytes(self) -> int | None:
-        """Return the memory that counts against the limit, without cached files: the
-        kernel drops those first."""
+        """Return the memory that counts against the limit, without cached files.
+
+        The kernel drops those first.
+        """
         total = self.total_bytes()
         prefix = "" if self.is_unified else "total_"
         statistics = _text(self.folder / "memory.stat") or ""
@@ -93,8 +103,10 @@ class MemoryGroup:
 
 
 def memory_group(pid: int, root: Path = Path("/")) -> MemoryGroup | None:
-    """Return the nearest control group above a process that limits its memory; None
-    where none does."""
+    """Return the nearest control group above a process that limits its memory.
+
+    Return None where none does.
+    """
     for folder, is_unified in _control_groups(root, "memory", str(pid)):
         text = _text(folder / ("memory.max" if is_unified else "memory.limit_in_bytes"))
         if text and text.isdigit() and int(text) < _NO_LIMIT:
@@ -103,14 +115,18 @@ def memory_group(pid: int, root: Path = Path("/")) -> MemoryGroup | None:
 
 
 def local_ranks() -> int:
-    """Return the number of ranks on this host, as the launcher of this process states
-    it; 1 without a launcher."""
+    """Return the number of ranks on this host.
+
+    It is as the launcher of this process states it; 1 without a launcher.
+    """
     return stated_local_ranks(os.environ) or 1
 
 
 def stated_local_ranks(environment: Mapping[str, str]) -> int | None:
-    """Return the number of ranks on this host that a launcher states in an environment;
-    None without a launcher."""
+    """Return the number of ranks on this host that an environment states.
+
+    A launcher states it; None without a launcher.
+    """
     node = environment.get("SLURM_NODEID", "")
     for text in filter(None, map(environment.get, _LOCAL_RANKS)):
         # Slurm lists nodes: 8(x2),4 is 8 on each of the first two and 4 on the third.
@@ -124,23 +140,29 @@ def stated_local_ranks(environment: Mapping[str, str]) -> int | None:
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Return how many logical cores affinity and quotas of control groups leave to this
-    process, at least 1."""
+    """Return how many logical cores are left to this process, at least 1.
+
+    Affinity and quotas of control groups leave them.
+    """
     return within_quotas(len(own_cores()), root)
 
 
 def own_cores() -> set[int]:
-    """Return the logical cores that this process may run on: all cores where the system
-    has no affinity."""
+    """Return the logical cores that this process may run on.
+
+    Return all cores where the system has no affinity.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return set(range(os.cpu_count() or 1))
     return os.sched_getaffinity(0)
 
 
 def rank_cores(ranks: int | None = None, root: Path = Path("/")) -> int:
-    """Return how many logical cores each rank on this host may use, at least 1: a share
-    of those of their launcher, the parent of this process, which may have bound this
-    rank to fewer of them."""
+    """Return how many logical cores each rank on this host may use, at least 1.
+
+    It is a share of the cores of their launcher, the parent of this process, which may
+    have bound this rank to fewer of them.
+    """
     own = launcher = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError):
         launcher = max(own, len(os.sched_getaffinity(os.getppid())))
@@ -148,8 +170,11 @@ def rank_cores(ranks: int | None = None, root: Path = Path("/")) -> int:
 
 
 def within_quotas(count: int, root: Path) -> int:
-    """Return a number of cores, or that of whole cores in the quotas of the control
-    groups of this process if less."""
+    """Return a number of cores, limited by the quotas of control groups.
+
+    The limit is the number of whole cores in the quotas of the control groups of this
+    process.
+    """
     quotas = [
         text.split()
         for text in _control_group_values(
@@ -165,8 +190,10 @@ def within_quotas(count: int, root: Path) -> int:
 
 
 def threads_per_core(root: Path = Path("/")) -> int | None:
-    """Return how many logical cores a core of this process has; None where the host
-    does not report it."""
+    """Return how many logical cores a core of this process has.
+
+    Return None where the host does not report it.
+    """
     cpu = min(own_cores())
     text = _text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings")
     return (int(text.replace(",", ""), 16).bit_count() or None) if text else None
@@ -182,8 +209,10 @@ def too_few_threads(
 
 
 def cache_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes of all last-level caches of this process's cores; None where the
-    host does not report them."""
+    """Return the bytes of all last-level caches of this process's cores.
+
+    Return None where the host does not report them.
+    """
     sizes: dict[tuple[int, str], int] = {}
     folders = (f"sys/devices/system/cpu/cpu{cpu}/cache/index*" for cpu in own_cores())
     for cache in (cache for folder in folders for cache in root.glob(folder)):
@@ -199,8 +228,9 @@ def cache_bytes(root: Path = Path("/")) -> int | None:
 def _control_group_values(
     root: Path, controller: str, unified: str, legacy: str
 ) -> Iterator[str]:
-    """Yield the content of a control file, by its names in version 2 and 1, in each
-    control group above this process.
+    """Yield the content of a control file in each control group above this process.
+
+    The file is given by its names in version 2 and 1.
 
     Where a value is spread over several files, their names are separated by a space,
     and so are their contents."""
@@ -215,8 +245,9 @@ def _control_group_values(
 def _control_groups(
     root: Path, controller: str, process: str
 ) -> Iterator[tuple[Path, bool]]:
-    """Yield the folder of each control group above a process, the nearest first, and
-    whether it is of version 2.
+    """Yield the folder of each control group above a process, the nearest first.
+
+    Yield also whether it is of version 2.
 
     Inside a container the group's own path may not be mounted, so the root of the mount
     is among them in any case."""

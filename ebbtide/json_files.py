@@ -1,5 +1,7 @@
-"""Reads JSON files that people write, and converts them to constrained types with
-one-line errors."""
+"""Reads JSON files that people write.
+
+It converts them to constrained types with one-line errors.
+"""
 
 import difflib
 import json
@@ -39,8 +41,10 @@ def read_object(path: Path, kind: str, error: type[UserError]) -> dict[str, Any]
 def misspelled_keys(
     values: Collection[str], keys: Collection[str], where: str
 ) -> Iterator[str]:
-    """Yield a note for each key of a file that is nearly one of those that are read;
-    `where` names the file."""
+    """Yield a note for each key of a file that is nearly one of the read keys.
+
+    `where` names the file.
+    """
     for key in values:
         if key not in keys and (
             near := difflib.get_close_matches(key, keys, 1, cutoff=0.8)
@@ -54,17 +58,21 @@ def _refuse(constant: str) -> Any:
 
 
 def number_range(minimum: float, maximum: float) -> msgspec.Meta:
-    """Return the constraint of a number, both bounds included, with a description for
-    messages."""
+    """Return the constraint of a number, both bounds included.
+
+    It has a description for messages.
+    """
     return msgspec.Meta(
         ge=minimum, le=maximum, description=f"a number from {minimum:g} to {maximum:g}"
     )
 
 
 def convert_object(values: Any, kind: type[T], name: str, error: type[UserError]) -> T:
-    """Convert a JSON object to a dataclass or struct whose fields are constrained with
-    msgspec: null counts as missing, 2.0 as an integer, other keys are ignored. Raises
-    `error`, with the key, the value and what is allowed."""
+    """Convert a JSON object to a dataclass or struct with constrained fields.
+
+    Fields are constrained with msgspec: null counts as missing, 2.0 as an integer,
+    other keys are ignored. Raises `error`, with the key, the value and what is allowed.
+    """
     hints = get_type_hints(kind, include_extras=True)
     if not isinstance(values, dict):
         raise error(
@@ -107,16 +115,20 @@ def convert_object(values: Any, kind: type[T], name: str, error: type[UserError]
 
 
 class ValidationProblem(NamedTuple):
-    """A JSON value that was refused. location: as in `ranks[0].devices[1].name`, empty
-    for the whole object."""
+    """A JSON value that was refused.
+
+    `location` is as in `ranks[0].devices[1].name`, empty for the whole object.
+    """
 
     location: str
     reason: str
 
 
 def validation_problem(error: msgspec.ValidationError) -> ValidationProblem:
-    """Split the message of msgspec, "Expected `int`, got `str` - at `$.ranks[0].rank`",
-    into its parts."""
+    """Split the message of msgspec into its parts.
+
+    An example is "Expected `int`, got `str` - at `$.ranks[0].rank`".
+    """
     reason, _, location = str(error).partition(" - at `$")
     reason = reason.replace("`", "")
     return ValidationProblem(
@@ -125,7 +137,9 @@ def validation_problem(error: msgspec.ValidationError) -> ValidationProblem:
 
 
 def section(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return an object in an object of a file; an empty one where the file has another
-    value, or none."""
+    """Return an object in an object of a file.
+
+    It is an empty one where the file has another value, or none.
+    """
     value = values.get(key)
     return value if isinstance(value, dict) else {}

@@ -14,9 +14,11 @@ from ebbtide.errors import UserError
 def new_output(
     path: Path, force: bool, ours: Callable[[Path], bool], kind: str
 ) -> Iterator[Path]:
-    """Yield a temporary path to write a file or a folder to, and move that to `path`,
-    unless the block raises. Raises UserError where something exists there (with
-    `force`: that is not ours), or nothing can be written."""
+    """Yield a temporary path to write a file or a folder to.
+
+    Move it to `path`, unless the block raises. Raises UserError where something exists
+    there (with `force`: that is not ours), or nothing can be written.
+    """
     if os.path.lexists(path):
         if not force:
             raise UserError(
@@ -41,8 +43,10 @@ def new_output(
 
 
 def _replace(path: Path, temporary: Path) -> None:
-    """Replace a file in one step, or a folder in two; the old folder is restored if the
-    second fails."""
+    """Replace a file in one step, or a folder in two.
+
+    The old folder is restored if the second step fails.
+    """
     if path.is_dir():
         os.replace(path, temporary / "old")
     try:

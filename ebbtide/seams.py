@@ -1,5 +1,6 @@
-"""The seams of the core: every registry that features plug into, and how they are
-found.
+"""The seams of the core.
+
+They are every registry that features plug into, and how they are found.
 
 A feature is a package in `ebbtide.features`, or one of another distribution, which
 names it in the entry-point group `ebbtide.features`. Its `__init__` has a `FEATURE` and
@@ -162,8 +163,11 @@ def _own_folders() -> list[str]:
 
 
 def plugs(seam: str) -> dict[str, Plug]:
-    """Return what features plug into a seam, by its key, in the order of features and
-    lines. Raises UserError where two have the same key."""
+    """Return what features plug into a seam, by its key.
+
+    It is in the order of features and lines. Raises UserError where two have the same
+    key.
+    """
     plugged: dict[str, Plug] = {}
     for package, feature in (("ebbtide", _CORE), *features().items()):
         for key, target in feature.seams.get(seam, {}).items():
@@ -182,8 +186,10 @@ def load_all(seam: str) -> list[Any]:
 
 
 def find_service(name: str) -> Any:
-    """Import a function that a feature offers to the core and return it; None where
-    that feature is not there."""
+    """Import a function that a feature offers to the core and return it.
+
+    Return None where that feature is not there.
+    """
     plug = plugs("services").get(name)
     return None if plug is None else plug.load()
 

@@ -10,7 +10,7 @@ from typing import TextIO
 from ebbtide.foreign_text import printable_line
 
 _FILE_WIDTH = 140
-# Names up to this length are never broken; those of kernels are longer.
+# Names up to this length are never broken; names of kernels are longer.
 MAX_NAME = 40
 # A space that is printed as such, but at which no line is broken.
 _KEPT_SPACE = "\ue000"
@@ -24,22 +24,28 @@ _BEFORE_UNIT = re.compile(
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Return whether people read a stream at a certain width: on a terminal, or as
-    COLUMNS says; None: it is closed."""
+    """Return whether people read a stream at a certain width.
+
+    They do on a terminal, or as COLUMNS says; None: it is closed.
+    """
     return bool(os.environ.get("COLUMNS")) or _terminal_width(stream) is not None
 
 
 def stream_width(stream: TextIO | None) -> int:
-    """Return the number of columns: those of COLUMNS, else of the stream's terminal; a
-    file has more."""
+    """Return the number of columns.
+
+    It is the number of COLUMNS, else of the stream's terminal; a file has more.
+    """
     return shutil.get_terminal_size(
         (_terminal_width(stream) or _FILE_WIDTH, 24)
     ).columns
 
 
 def _terminal_width(stream: TextIO | None) -> int | None:
-    """Return the number of columns of a stream's terminal, 0 if not known; None if it
-    has no terminal."""
+    """Return the number of columns of a stream's terminal, 0 if not known.
+
+    Return None if it has no terminal.
+    """
     try:
         return (
             os.get_terminal_size(stream.fileno()).columns
@@ -52,9 +58,11 @@ def _terminal_width(stream: TextIO | None) -> int | None:
 
 
 def wrapped(line: str, width: int, whole_words: bool = False) -> list[str]:
-    """Return a line as lines of at most `width` characters, indented alike; numbers
-    stay with their units, and longer words whole, but for names of kernels and the
-    like, unless `whole_words`."""
+    """Return a line as lines of at most `width` characters, indented alike.
+
+    Numbers stay with their units, and longer words whole, but for names of kernels and
+    the like, unless `whole_words`.
+    """
     leader = _LEADER.match(line)
     hanging = " " * (leader.end() if leader else 0)
     kept = _BEFORE_UNIT.sub(_KEPT_SPACE, line)
@@ -70,15 +78,19 @@ def wrapped(line: str, width: int, whole_words: bool = False) -> list[str]:
 
 
 def unbroken_words(line: str) -> list[str]:
-    """Return the words of a line at which `wrapped` may break it: numbers are one with
-    their units."""
+    """Return the words of a line at which `wrapped` may break it.
+
+    Numbers are one with their units.
+    """
     return _BEFORE_UNIT.sub(_KEPT_SPACE, line).split()
 
 
 def print_note(line: str) -> None:
-    """Print on stderr what a command says beside its output: a line, continued on
-    further ones where it is wider than the terminal. Paths stay whole, so that they can
-    be copied."""
+    """Print on stderr what a command says beside its output.
+
+    It is a line, continued on further ones where it is wider than the terminal. Paths
+    stay whole, so that they can be copied.
+    """
     if sys.stderr is None:
         return
     line = _PREFIX + printable_line(line)

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 
 class TraceAnalysis(JobMetrics):
-    """The figures of one trace, as the commands of the same names print them, and what
-    they show.
+    """The figures of one trace, and what they show.
+
+    They are as the commands of the same names print them.
 
     Medians are over the steady iterations: the first two are left out where there are
     five or more. What was not recorded is None. Every result is a frozen dataclass with
@@ -61,8 +62,9 @@ class TraceAnalysis(JobMetrics):
         super().__init__(trace, adviser)
 
     def findings(self) -> Findings:
-        """Causes that hold the job back, with evidence and potential gain, the largest
-        gain first.
+        """Causes that hold the job back, the largest gain first.
+
+        They have evidence and potential gain.
 
         Settings that they advise are simulated, as `ebbtide replay --recommend`
         does."""
@@ -71,8 +73,7 @@ class TraceAnalysis(JobMetrics):
         return find(self.trace, self.adviser or self._own_adviser())
 
     def _own_adviser(self) -> Adviser | None:
-        """Return what simulates advice; None where the feature that does is not
-        there."""
+        """Return what simulates advice, None where the feature for it is not there."""
         make_adviser = seams.find_service("adviser")
         return (
             None if make_adviser is None else cast("Adviser", make_adviser(self.trace))
@@ -85,8 +86,9 @@ class TraceAnalysis(JobMetrics):
         free_bytes: ByteCount | None = None,
         host_free_bytes: ByteCount | None = None,
     ) -> Replay:
-        """Iteration times under other offload policies, as `ebbtide replay` predicts
-        them.
+        """Iteration times under other offload policies.
+
+        They are as `ebbtide replay` predicts them.
 
         Args:
             policies: Policies, or one, as text such as `adaptive`; None: all that are
@@ -96,7 +98,7 @@ class TraceAnalysis(JobMetrics):
             free_bytes: Device memory that is always free, bytes, or text such as
                 `4GiB`; None: as recorded.
             host_free_bytes: Host memory for state and gradients, as `free_bytes`; None:
-                that of the machine.
+                the machine's.
 
         Raises:
             UserError: The trace lacks what a replay needs, or there is no such policy

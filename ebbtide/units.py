@@ -53,8 +53,10 @@ def byte_count(size: object, name: str = "a size") -> float:
 
 
 def bytes_unit(largest: float) -> tuple[float, str]:
-    """Return (bytes in one unit, its name) of the unit in which `largest` bytes read
-    best."""
+    """Return the unit in which `largest` bytes read best.
+
+    It is (bytes in one unit, its name).
+    """
     power = 0
     while power + 1 < len(_UNITS) and abs(largest) >= 1024 ** (power + 1):
         power += 1

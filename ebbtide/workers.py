@@ -1,5 +1,7 @@
-"""Runs tasks in processes of this machine, or on a Dask cluster, and yields each
-outcome as it is finished."""
+"""Runs tasks in processes of this machine, or on a Dask cluster.
+
+It yields each outcome as it is finished.
+"""
 
 import importlib
 import logging
@@ -28,8 +30,9 @@ class WorkerDied(Exception):
 def run_locally(
     work: Callable[[Task], Outcome], tasks: Mapping[str, Task], jobs: int
 ) -> Iterator[tuple[str, Outcome | WorkerDied]]:
-    """Run tasks in so many processes; yield (key, outcome) of each as it is finished,
-    and raise errors of `work`.
+    """Run tasks in `jobs` processes.
+
+    Yield (key, outcome) of each as it is finished, and raise errors of `work`.
 
     When a worker dies, all tasks that were running are repeated one at a time, so that
     only the task at fault fails."""
@@ -54,9 +57,11 @@ def run_locally(
 def run_on_cluster(
     work: Callable[[Task], Outcome], tasks: Mapping[str, Task], address: str
 ) -> Iterator[tuple[str, Outcome | WorkerDied]]:
-    """Run tasks on a Dask cluster, which repeats the tasks of a dead worker on others;
-    yield (key, outcome) of each. Raises errors of `work`, and UserError where no
-    cluster answers, or its workers lack this version of ebbtide."""
+    """Run tasks on a Dask cluster; yield (key, outcome) of each.
+
+    The cluster repeats the tasks of a dead worker on others. Raises errors of `work`,
+    and UserError where no cluster answers, or its workers lack this version of ebbtide.
+    """
     try:
         from distributed import Client, KilledWorker
     except ImportError:
@@ -104,8 +109,10 @@ def _run_in_pool(
     waiting: deque[str],
     jobs: int,
 ) -> Iterator[tuple[str, futures.Future[Outcome]]]:
-    """Run tasks until none is waiting or the pool is broken; yield (key, future) of
-    each."""
+    """Run tasks until none is waiting or the pool is broken.
+
+    Yield (key, future) of each.
+    """
     others = set(multiprocessing.active_children())
     # Not forked: threads of numpy and pyarrow do not survive a fork.
     context = multiprocessing.get_context("spawn")
@@ -130,8 +137,10 @@ def _completed(
     waiting: deque[str],
     max_running: int,
 ) -> Iterator[tuple[str, futures.Future[Outcome]]]:
-    """Keep up to `max_running` tasks running; tasks that a broken pool does not take
-    stay in `waiting`."""
+    """Keep up to `max_running` tasks running.
+
+    Tasks that a broken pool does not take stay in `waiting`.
+    """
     running: dict[futures.Future[Outcome], str] = {}
     broken = False
     # Ctrl-C at a terminal reaches workers, too. They inherit blocked signals, so that

@@ -1,5 +1,7 @@
-"""DeepSpeed's ZeRO stage 3 with offload by a policy: call `enable` before
-`deepspeed.initialize`."""
+"""DeepSpeed's ZeRO stage 3 with offload by a policy.
+
+Call `enable` before `deepspeed.initialize`.
+"""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,5 +1,7 @@
-"""Makes traces: `Tracer` records inside a script, `DryRun` predicts, `TraceBuilder`
-takes rows, `open_trace` reads.
+"""Makes traces by recording, predicting, building them from rows, or reading them.
+
+`Tracer` records inside a script, `DryRun` predicts, `TraceBuilder` takes rows,
+`open_trace` reads.
 
 Importing this package loads nothing else, since that happens inside training jobs.
 """

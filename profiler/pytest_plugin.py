@@ -11,8 +11,10 @@ import pytest
 
 @pytest.fixture
 def memory_limit() -> Callable[..., Any]:
-    """Return `ebbtide.profiler.memory_limit`, as in `with memory_limit("20GB"):
-    step()`."""
+    """Return `ebbtide.profiler.memory_limit`.
+
+    Use it as in `with memory_limit("20GB"): step()`.
+    """
     from ebbtide.profiler import memory_limit
 
     return memory_limit

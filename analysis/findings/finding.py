@@ -35,7 +35,7 @@ class Finding:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether the gain is that of a simulation, not an upper limit."""
+        """Whether the gain is simulated, not an upper limit."""
         return self.action is not None and self.action.gain_ms is not None
 
 
@@ -86,8 +86,10 @@ class Findings(TabularResult):
     nothing_found: tuple[str, ...] = ()
 
     def removed_numbers(self, finding: Finding) -> list[int]:
-        """Return the numbers, from 1, of the findings that are gone when the advice of
-        one is followed."""
+        """Return the numbers of the findings that are gone if one is followed.
+
+        They count from 1; the advice of one finding is followed.
+        """
         return [
             number
             for number, other in enumerate(self.findings, 1)
@@ -106,8 +108,10 @@ class Findings(TabularResult):
         return printed
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a row per finding, with the keys of the JSON objects as columns, but
-        for `action`."""
+        """Return a row per finding, with the keys of the JSON objects as columns.
+
+        `action` is left out.
+        """
         frame = to_frame(self.findings, Finding).drop(columns="action", errors="ignore")
         return frame.assign(worth_ms=frame["potential_gain_ms"])
 

@@ -85,8 +85,10 @@ RECORD_COPIES = "record each copy: ebbtide profile --transfers"
 
 
 def scope_text(metrics: JobMetrics, phase: str | None = None) -> str:
-    """Return the time that figures are of: the median iteration or one of its phases,
-    or the whole trace."""
+    """Return the time that figures are of.
+
+    It is the median iteration or one of its phases, or the whole trace.
+    """
     return (
         "in the whole trace"
         if metrics.iteration_ms is None
@@ -95,8 +97,10 @@ def scope_text(metrics: JobMetrics, phase: str | None = None) -> str:
 
 
 def record_memory(metrics: JobMetrics) -> str:
-    """Return how to make free memory known: by its capacity, where only that is
-    missing."""
+    """Return how to make free memory known.
+
+    Where only the capacity is missing, it is by the capacity.
+    """
     if metrics.free_pool is not None and metrics.capacity_bytes is None:
         return "the capacity of the device is not known: import with --capacity 80GB"
     return "record on a machine with NVML, or import with --capacity and a monitor file"

@@ -47,15 +47,19 @@ class Rule:
             return self.unknown("its advice needs a search", str(error))
 
     def unmet(self, metrics: JobMetrics) -> NotApplicable | None:
-        """Return the conditions that a trace does not fulfil; None where the rule
-        applies."""
+        """Return the conditions that a trace does not fulfil.
+
+        Return None where the rule applies.
+        """
         texts = tuple(need.text for need in self.needs if not need.is_met(metrics))
         return NotApplicable(self.name, texts) if texts else None
 
     @property
     def ends_with_offload(self) -> bool:
-        """Whether the rule finds nothing in a job that keeps its optimizer state on the
-        device."""
+        """Whether the rule finds nothing in a job without offload.
+
+        Such a job keeps its optimizer state on the device.
+        """
         return any(need.ends_with_offload for need in self.needs)
 
     def finding(
@@ -77,8 +81,10 @@ class Rule:
 
 
 def rule(name: str, *needs: Need) -> Callable[[Check], Rule]:
-    """Decorate a function of `JobMetrics` so that `ebbtide findings` applies it to
-    traces that fulfil all `needs`."""
+    """Decorate a function of `JobMetrics` as a rule.
+
+    `ebbtide findings` applies it to traces that fulfil all `needs`.
+    """
 
     def register(check: Check) -> Rule:
         assert name not in _RULES, f"two rules are named {name}"
@@ -89,8 +95,10 @@ def rule(name: str, *needs: Need) -> Callable[[Check], Rule]:
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
-    """Return the rules of the folder `rules` and of features, by themes, and in the
-    order of lines."""
+    """Return the rules of the folder `rules` and of features.
+
+    They are by themes, and in the order of lines.
+    """
     paths = (Path(__file__).parent / "rules").glob("[a-z]*.py")
     themes = {
         path.stem: seams.Plug("ebbtide.analysis.findings.rules", path.stem)

@@ -29,8 +29,10 @@ class Setting:
 
     @property
     def gain_ms(self) -> float | None:
-        """The gain of the simulated iteration over the present one; None where either
-        is not known."""
+        """The gain of the simulated iteration over the present one, None if not known.
+
+        Both iterations must be known.
+        """
         if self.iteration_ms is None or self.present_ms is None:
             return None
         return self.present_ms - self.iteration_ms
@@ -51,19 +53,27 @@ class Setting:
 
 
 class Adviser(Protocol):
-    """Recommends settings for the job of a trace, all of which fit into its memory and
-    are faster than what it has."""
+    """Recommends settings for the job of a trace.
+
+    All fit into its memory and are faster than what it has.
+    """
 
     @property
     def can_simulate(self) -> bool:
-        """Whether the job can be simulated: only then no setting is one that gains
-        nothing."""
+        """Whether the job can be simulated.
+
+        Only then no setting is one that gains nothing.
+        """
 
     def split_setting(self) -> Setting | None:
-        """Return the best static split that the framework has by itself: no offload, or
-        a part of the state on the device for good; None where it gains nothing, or is
-        not known."""
+        """Return the best static split that the framework has by itself.
+
+        It is no offload, or a part of the state on the device for good; None where it
+        gains nothing, or is not known.
+        """
 
     def activations_setting(self) -> Setting | None:
-        """Return the best choice of activations, with its gain over recomputing all;
-        None if none gains, fits or is known."""
+        """Return the best choice of activations, with its gain over recomputing all.
+
+        Return None if none gains, fits or is known.
+        """

@@ -19,9 +19,11 @@ _KEPT: dict[str, WeakKeyDictionary[Trace, dict[Any, Any]]] = {}
 def once_per_trace(
     function: Callable[Concatenate[Trace, P], Result],
 ) -> Callable[Concatenate[Trace, P], Result]:
-    """Decorate a function of a trace and hashable arguments so that each result is kept
-    as long as its trace. It must depend on these alone, and callers, who share it, must
-    not change it."""
+    """Decorate a function of a trace so that each result is kept as long as its trace.
+
+    Its further arguments are hashable. It must depend on these alone, and callers, who
+    share it, must not change it.
+    """
     results: WeakKeyDictionary[Trace, dict[Any, Result]] = WeakKeyDictionary()
     _KEPT[f"{function.__module__}.{function.__qualname__}"] = results
 
@@ -37,8 +39,10 @@ def once_per_trace(
 
 
 def kept_results(trace: Trace, ranks: Collection[int] | None = None) -> KeptResults:
-    """Return the results that `once_per_trace` keeps of a trace for some ranks, or, if
-    `ranks` is None, the results without arguments."""
+    """Return the results that `once_per_trace` keeps of a trace for some ranks.
+
+    If `ranks` is None, return the results without arguments.
+    """
     firsts = {()} if ranks is None else {(rank,) for rank in ranks}
     selected = {
         name: {
@@ -58,7 +62,7 @@ def keep_results(trace: Trace, kept: KeptResults) -> None:
 
 
 # Time series that a function keeps: those of 8 ranks with 3 pools, and more; with small
-# tables up to so many bytes.
+# tables up to this many bytes.
 _MIN_SERIES = 32
 _SERIES_BYTES = 64e6
 
@@ -66,9 +70,11 @@ _SERIES_BYTES = 64e6
 def recent_per_trace(
     function: Callable[Concatenate[Trace, P], Result],
 ) -> Callable[Concatenate[Trace, P], Result]:
-    """Decorate a function like `once_per_trace`, but keep only the last results, since
-    they are as long as a table: those of all ranks of a large job would not fit into
-    memory."""
+    """Decorate a function like `once_per_trace`, but keep only the last results.
+
+    They are as long as a table: the results of all ranks of a large job would not fit
+    into memory.
+    """
     results: WeakKeyDictionary[Trace, OrderedDict[Any, Result]] = WeakKeyDictionary()
     lock = Lock()
 

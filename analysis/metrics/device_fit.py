@@ -1,5 +1,7 @@
-"""The definition of what fits on a device: findings, replay, recommendations and plans
-all use it."""
+"""The definition of what fits on a device.
+
+Findings, replay, recommendations and plans all use it.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,9 +11,12 @@ def fits_beside(
     free: Sequence[tuple[float, float]],
     end_s: float,
 ) -> bool:
-    """Return whether memory stays within what is free at every instant of an iteration
-    that ends at `end_s`. `changes`: (time, bytes) of memory in use. `free`: (time,
-    bytes free from there on), the first at 0. Both are in the order of time."""
+    """Return whether memory always stays within what is free in an iteration.
+
+    It must at every instant; the iteration ends at `end_s`. `changes`: (time, bytes) of
+    memory in use. `free`: (time, bytes free from there on), the first at 0. Both are in
+    the order of time.
+    """
     # Intervals as short as rounding errors do not count.
     shortest_s = 1e-9 * end_s
     begin, used, number = 0.0, 0.0, 0
@@ -35,9 +40,11 @@ def fits_beside(
 def gradient_starts(
     subgroups: Sequence[int], begin_s: float, backward_s: float, accumulates: bool
 ) -> list[float]:
-    """Return from when on the gradient of each subgroup is on the device, if it stays
-    there until its update: in reverse order of the backward, or with several
-    micro-steps (`accumulates`) from the start."""
+    """Return from when on each subgroup's gradient is on the device.
+
+    It stays there until its update. Gradients come in reverse order of the backward, or
+    with several micro-steps (`accumulates`) from the start.
+    """
     if accumulates:
         return [0.0] * len(subgroups)
     total, done, starts = sum(subgroups), 0, []
@@ -48,8 +55,10 @@ def gradient_starts(
 
 
 def equal_sizes(params: int, size: int) -> tuple[int, ...]:
-    """Return the sizes of subgroups of `size` parameters, of which the last may be
-    smaller."""
+    """Return the sizes of subgroups of `size` parameters.
+
+    The last may be smaller.
+    """
     count, remainder = divmod(params, size)
     return (size,) * count + ((remainder,) if remainder else ())
 

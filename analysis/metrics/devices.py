@@ -12,8 +12,10 @@ from ebbtide.profiler.trace.metadata import DeviceInfo
 def memory_timeline(
     trace: Trace, rank: int, pool: str, device: str | None = None
 ) -> tuple[Ints, Ints]:
-    """Return (times in ns, bytes) of a pool on a device; None: on the rank's first one,
-    or the host for its pools."""
+    """Return (times in ns, bytes) of a pool on a device.
+
+    None: on the rank's first device, or the host for its pools.
+    """
     rows = trace.columns(rank, "memory")
     selected = rows.equal("pool", pool)
     on_device = selected & rows.equal("device", device or main_device(trace, rank))
@@ -35,41 +37,53 @@ def main_device(trace: Trace, rank: int) -> str | None:
 
 
 def capacity_bytes(trace: Trace, rank: int) -> int | None:
-    """Return the memory of the rank's first device: the card's, or the host's where the
-    job runs on the CPU."""
+    """Return the memory of the rank's first device.
+
+    It is the card's, or the host's where the job runs on the CPU.
+    """
     return first_device(trace, rank).capacity_bytes
 
 
 def ran_on_cpu(trace: Trace) -> bool:
-    """Return whether the first device of every rank is the CPU: the capacity is that of
-    host memory then."""
+    """Return whether the first device of every rank is the CPU.
+
+    The capacity is the capacity of host memory then.
+    """
     return bool(trace.ranks) and all(
         first_device(trace, rank).kind == "cpu" for rank in trace.ranks
     )
 
 
 def capacity_name(trace: Trace) -> str:
-    """Return the name of the capacity: `capacity`, of a GPU, or `host memory`, of a job
-    without one."""
+    """Return the name of the capacity.
+
+    It is `capacity` for a GPU, or `host memory` for a job without one.
+    """
     return "host memory" if ran_on_cpu(trace) else "capacity"
 
 
 def free_memory_text(trace: Trace) -> str:
-    """Return the definition of free memory in a trace, as in `capacity minus
-    reserved`."""
+    """Return the definition of free memory in a trace.
+
+    An example is `capacity minus reserved`.
+    """
     of_job = "this job's " if ran_on_cpu(trace) else ""
     return f"{capacity_name(trace)} minus {of_job}{free_pool(trace)}"
 
 
 def link_peak(trace: Trace, rank: int) -> float | None:
-    """Return the peak bytes/s of the first device's link in one direction; None where
-    it was not recorded."""
+    """Return the peak bytes/s of the first device's link in one direction.
+
+    Return None where it was not recorded.
+    """
     return first_device(trace, rank).link.peak_bytes_per_s
 
 
 def first_device(trace: Trace, rank: int) -> DeviceInfo:
-    """Return the device that a rank's figures describe; an empty entry where the trace
-    has none."""
+    """Return the device that a rank's figures describe.
+
+    It is an empty entry where the trace has none.
+    """
     return trace.rank(rank).main_device
 
 
@@ -92,16 +106,21 @@ _PEAK_POOLS = ("device", "allocated", "requested", "tensors", "cuda", "heap")
 
 
 def free_pool(trace: Trace) -> str | None:
-    """Return the pool that free memory is computed from, the first recorded of
-    _FREE_POOLS; None without memory of a device. Memory that torch has reserved is not
-    free for others, even if no tensor uses it."""
+    """Return the pool that free memory is computed from.
+
+    It is the first recorded of _FREE_POOLS; None without memory of a device. Memory
+    that torch has reserved is not free for others, even if no tensor uses it.
+    """
     return _first_recorded(trace, _FREE_POOLS)
 
 
 def peak_pool(trace: Trace) -> str | None:
-    """Return the pool whose peaks are reported, the first recorded of _PEAK_POOLS; None
-    without memory of a device. `reserved` is not one of them: it includes blocks that
-    no tensor uses, so its peak says little about the job."""
+    """Return the pool whose peaks are reported.
+
+    It is the first recorded of _PEAK_POOLS; None without memory of a device. `reserved`
+    is not one of them: it includes blocks that no tensor uses, so its peak says little
+    about the job.
+    """
     return _first_recorded(trace, _PEAK_POOLS)
 
 

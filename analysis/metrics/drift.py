@@ -1,5 +1,7 @@
-"""Compares a run with its own beginning: iteration times, links, clocks and free memory
-that drift."""
+"""Compares a run with its own beginning.
+
+It finds iteration times, links, clocks and free memory that drift.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,8 @@ class Drift:
     # `sm_clock` (MHz, in samples with a utilization of 50 % or more) or `free_memory`
     # (least bytes of an iteration).
     quantity: str
-    # The rank where it changes most; None for the iteration time, which is that of the
-    # slowest rank.
+    # The rank where it changes most; None for the iteration time, which is the slowest
+    # rank's.
     rank: int | None
     # The first iteration after the change, or the first sample's ms from the beginning
     # of the trace.
@@ -73,10 +75,12 @@ class Drift:
 
 
 def find_drifts(trace: Trace) -> list[Drift]:
-    """Find the quantities that become worse during a run, by `find_change` among their
-    medians of the steady iterations (for links and clocks, of samples under load).
-    Without iterations only the speed of the link is compared, over samples: memory that
-    grows while a job starts is no drift."""
+    """Find the quantities that become worse during a run.
+
+    `find_change` finds changes among their medians of the steady iterations (for links
+    and clocks, of samples under load). Without iterations only the speed of the link is
+    compared, over samples: memory that grows while a job starts is no drift.
+    """
     drifts: dict[str, Drift] = {}
     for drift in (
         drift
@@ -90,7 +94,7 @@ def find_drifts(trace: Trace) -> list[Drift]:
 
 
 class RankDrifts(NamedTuple):
-    """The drifts of a rank, and the quantities of which it has enough values."""
+    """The drifts of a rank, and the quantities with enough values to compare."""
 
     drifts: list[Drift]
     compared: list[str]
@@ -98,8 +102,10 @@ class RankDrifts(NamedTuple):
 
 @once_per_trace
 def rank_drifts(trace: Trace, rank: int | None) -> RankDrifts:
-    """Compare a rank, or (None) the iteration time of the slowest one, with its
-    beginning."""
+    """Compare a rank, or the slowest one, with its beginning.
+
+    With None, it is the iteration time of the slowest rank.
+    """
     drifts: list[Drift] = []
     compared: list[str] = []
     numbers = steady_iterations(trace).numbers
@@ -132,7 +138,7 @@ def rank_drifts(trace: Trace, rank: int | None) -> RankDrifts:
 
 
 def compared_quantities(trace: Trace) -> list[str]:
-    """Return the quantities of which a trace has enough values to compare."""
+    """Return the quantities with enough values in a trace to compare."""
     ranks = (None, *trace.ranks)
     return list(
         dict.fromkeys(
@@ -142,9 +148,12 @@ def compared_quantities(trace: Trace) -> list[str]:
 
 
 def _keeps_falling(trace: Trace, rank: int | None, numbers: Ints, free: Floats) -> bool:
-    """Return whether free memory falls because tensors take more, or falls to the end
-    of the run. What torch has reserved never shrinks by itself: in a healthy job it
-    rises whenever a batch is the largest so far, ever more rarely."""
+    """Return whether free memory falls for a lasting reason.
+
+    Tensors take more, or it falls to the end of the run. What torch has reserved never
+    shrinks by itself: in a healthy job it rises whenever a batch is the largest so far,
+    ever more rarely.
+    """
     pool, capacity = peak_pool(trace), capacity_bytes(trace, rank or 0)
     tensors = "allocated" if pool == "device" else pool
     used = (
@@ -167,8 +176,10 @@ def _share(drift: Drift) -> float:
 
 
 def _series(trace: Trace, rank: int | None) -> Iterator[tuple[str, Floats, Floats]]:
-    """Yield each quantity with the iterations, or ms from the beginning of a trace
-    without any, and its values."""
+    """Yield each quantity with the iterations and its values.
+
+    In a trace without iterations, yield ms from its beginning instead.
+    """
     numbers = steady_iterations(trace).numbers
     if rank is None:
         if numbers:
@@ -208,8 +219,10 @@ def _copy_rates(trace: Trace, rank: int) -> Iterator[tuple[Ints, Floats]]:
 
 
 def _link_speeds(trace: Trace, rank: int) -> tuple[Ints, Floats]:
-    """Return the times, ns, and the bytes/s that a link can carry, of samples with
-    traffic."""
+    """Return the times, ns, and bytes/s that a link can carry.
+
+    They are from samples with traffic.
+    """
     rows = trace.columns(rank, "link")
     states = np.stack([rows.floats("generation"), rows.floats("width")], axis=1)
     own = rows.equal("device", main_device(trace, rank)) & ~np.isnan(states).any(axis=1)
@@ -230,8 +243,10 @@ def _link_speeds(trace: Trace, rank: int) -> tuple[Ints, Floats]:
 def _per_iteration(
     trace: Trace, rank: int, times: Ints, values: Floats
 ) -> tuple[Floats, Floats]:
-    """Return the median of the samples of each steady iteration; of a trace without
-    iterations, each sample."""
+    """Return the median of the samples of each steady iteration.
+
+    For a trace without iterations, return each sample.
+    """
     spans = intervals(trace, rank)
     steady = np.isin(spans.numbers, steady_iterations(trace).numbers)
     if not steady.any():

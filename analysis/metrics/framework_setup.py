@@ -1,5 +1,7 @@
-"""The setup of the framework that offloads the optimizer of a job, which its feature
-reads from meta.json."""
+"""The setup of the framework that offloads the optimizer of a job.
+
+The framework's feature reads it from meta.json.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,10 @@ class FrameworkSetup(Protocol):
 
     @property
     def policy(self) -> str | None:
-        """The policy under which ebbtide's engine ran the updates; None where the
-        framework ran them."""
+        """The policy under which ebbtide's engine ran the updates.
+
+        It is None where the framework ran them.
+        """
 
     @property
     def recorded_policy(self) -> str | None:
@@ -55,18 +59,24 @@ class FrameworkSetup(Protocol):
 
     @property
     def offloads(self) -> bool | None:
-        """Whether optimizer state is in host memory or on storage; None where the
-        configuration does not say."""
+        """Whether optimizer state is in host memory or on storage.
+
+        It is None where the configuration does not say.
+        """
 
     @property
     def ratio(self) -> float | None:
-        """The configured share of the parameters that the CPU updates; None where
-        nothing is offloaded."""
+        """The configured share of the parameters that the CPU updates.
+
+        It is None where nothing is offloaded.
+        """
 
     @property
     def cpu_share(self) -> float:
-        """The share of the parameters whose state is in host memory; 1 where it is not
-        known."""
+        """The share of the parameters whose state is in host memory.
+
+        It is 1 where it is not known.
+        """
 
     @property
     def subgroups(self) -> tuple[int, ...]:
@@ -78,27 +88,34 @@ class FrameworkSetup(Protocol):
 
     @property
     def framework(self) -> Framework | None:
-        """The framework, if it chose the resident subgroups; None if ebbtide's engine
-        did."""
+        """The framework, if it chose the resident subgroups.
+
+        It is None if ebbtide's engine did.
+        """
 
     @property
     def host_buffer_bytes(self) -> int | None:
-        """The bytes of host memory for buffers and gradients of state on storage; None
-        if its state is not there."""
+        """The bytes of host memory for buffers and gradients of state on storage.
+
+        It is None if its state is not there.
+        """
 
     def state_on_device(self, params: int, state_bytes: float) -> int | None:
-        """Return the bytes of optimizer state on the device, with gradients that are
-        kept beside it; None where the configuration does not say. `state_bytes`: of a
-        parameter."""
+        """Return the bytes of optimizer state on the device.
+
+        Gradients that are kept beside it count, too; None where the configuration does
+        not say. `state_bytes`: of a parameter.
+        """
 
     def describe(self) -> str:
-        """Return a line for people on the offload; empty where nothing of it was
-        recorded."""
+        """Return a line for people on the offload, empty if nothing was recorded."""
 
 
 def framework_setup(trace: Trace) -> FrameworkSetup | None:
-    """Return the setup of the framework that offloads the optimizer; None of other
-    jobs."""
+    """Return the setup of the framework that offloads the optimizer.
+
+    Return None for other jobs.
+    """
     for key, plug in seams.plugs("setups").items():
         if isinstance(section := trace.raw_meta.get(key), dict):
             setup: FrameworkSetup = plug.load()(section)

@@ -72,22 +72,28 @@ class GpuFigure:
 
 @dataclass(frozen=True, repr=False)
 class GpuState(TabularResult, table="figures"):
-    """Figures of every recorded quantity and phase, over all ranks; empty where nothing
-    was recorded."""
+    """Figures of every recorded quantity and phase, over all ranks.
+
+    It is empty where nothing was recorded.
+    """
 
     figures: list[GpuFigure]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object with the key `gpu`, which `ebbtide summary --json` prints
-        as well."""
+        """Return the object with the key `gpu`.
+
+        `ebbtide summary --json` prints it as well.
+        """
         return {"gpu": [asdict(figure) for figure in self.figures]}
 
 
 def gpu_state(trace: Trace, ranks: Sequence[int] | None = None) -> GpuState:
-    """Measure the state of the first device of all ranks (None) or some. Each sample
-    holds until the next one, for a second at most. Phases are those of the device's
-    clock where it was recorded; one that is shorter than the window of NVML's values
-    (up to 1 s) shows its neighbours as well."""
+    """Measure the state of the first device of some ranks, or of all if None.
+
+    Each sample holds until the next one, for a second at most. Phases are on the
+    device's clock where it was recorded; a phase that is shorter than the window of
+    NVML's values (up to 1 s) shows its neighbours as well.
+    """
     recorded = [
         rank
         for rank in (trace.ranks if ranks is None else ranks)
@@ -125,8 +131,10 @@ def gpu_state(trace: Trace, ranks: Sequence[int] | None = None) -> GpuState:
 
 
 class GpuTotals(NamedTuple):
-    """Values of a quantity in one phase of a rank: smallest, largest, their sum
-    weighted by ns, and the ns."""
+    """Values of a quantity in one phase of a rank.
+
+    They are the smallest, the largest, their sum weighted by ns, and the ns.
+    """
 
     low: float
     high: float
@@ -136,9 +144,11 @@ class GpuTotals(NamedTuple):
 
 @once_per_trace
 def rank_gpu_totals(trace: Trace, rank: int) -> dict[tuple[str, str], GpuTotals]:
-    """Return the totals of a rank's GPU over the steady iterations by quantity and
-    phase, as far as recorded; of a trace without iterations those of its whole time,
-    with an empty text for the phase."""
+    """Return the totals of a rank's GPU by quantity and phase, as far as recorded.
+
+    They are over the steady iterations; of a trace without iterations, they are of its
+    whole time, with an empty text for the phase.
+    """
     rows, phases = trace.columns(rank, "gpu"), intervals(trace, rank).times_with_other
     on_device = rows.equal("device", main_device(trace, rank))
     phases = phases.only(np.isin(phases.iterations, steady_iterations(trace).numbers))
@@ -175,8 +185,10 @@ def rank_gpu_totals(trace: Trace, rank: int) -> dict[tuple[str, str], GpuTotals]
 
 
 def _samples(rows: Columns, on_device: Bools, quantity: str) -> tuple[Ints, Floats]:
-    """Return (times in ns, values) of a quantity in rows of the table `gpu`: those of
-    one device."""
+    """Return (times in ns, values) of a quantity in rows of the table `gpu`.
+
+    The rows are of one device.
+    """
     values = rows.floats(QUANTITIES[quantity][0])
     recorded = on_device & (np.abs(values) < _MAX_VALUE)
     times, values = rows.ints("t_ns")[recorded], values[recorded]

@@ -22,8 +22,10 @@ _MIN_SHARE = 0.02
 
 @dataclass(frozen=True)
 class GradientWait:
-    """Time for which the backward waits for gradient copies, and the data that it was
-    computed from."""
+    """Time for which the backward waits for gradient copies, and its data.
+
+    The data is what the time was computed from.
+    """
 
     wait_ms: float  # Milliseconds per iteration, on the slowest rank.
     # DeepSpeed's sub-step `gradient down`, if that gives the time.
@@ -37,9 +39,12 @@ class GradientWait:
 
 
 def gradient_wait(metrics: JobMetrics) -> GradientWait | None:
-    """Measure the wait for gradient copies: by DeepSpeed's sub-step, else by pageable
-    copies, else by a backward that is far longer than its forward explains while the
-    link is mostly idle. None without a wait, offloaded state or phases."""
+    """Measure the wait for gradient copies.
+
+    It is measured by DeepSpeed's sub-step, else by pageable copies, else by a backward
+    that is far longer than its forward explains while the link is mostly idle. Return
+    None without a wait, offloaded state or phases.
+    """
     forward, backward = metrics.phase_ms(FORWARD), metrics.phase_ms(BACKWARD)
     if not forward or not backward or metrics.offloaded is False:
         return None

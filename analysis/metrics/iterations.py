@@ -1,5 +1,7 @@
-"""Splits a trace into iterations and phases, and measures their times; puts a trace on
-the clock of its GPUs."""
+"""Splits a trace into iterations and phases, and measures their times.
+
+It also puts a trace on the clock of its GPUs.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,10 @@ class IterationTable:
         )
 
     def at(self, numbers: Sequence[int] | Ints) -> IterationTable:
-        """Return the rows of some iterations, ascending; NaN for those that the table
-        does not have."""
+        """Return the rows of some iterations, ascending.
+
+        Rows are NaN for iterations that the table does not have.
+        """
         wanted = np.asarray(numbers, np.int64)
         position, present = positions(self.numbers, wanted)
         columns = {name: np.full(len(wanted), np.nan) for name in self.columns}
@@ -51,8 +55,10 @@ class IterationTable:
         return IterationTable(wanted, columns)
 
     def only(self, numbers: Sequence[int]) -> IterationTable:
-        """Return the rows of those of some iterations, ascending, that the table
-        has."""
+        """Return the rows of some iterations, ascending.
+
+        Iterations that the table does not have are left out.
+        """
         _, kept = positions(np.asarray(numbers, np.int64), self.numbers)
         return IterationTable(
             self.numbers[kept],
@@ -60,14 +66,18 @@ class IterationTable:
         )
 
     def largest(self, names: Sequence[str]) -> Floats:
-        """Return the largest value of some columns in each iteration; NaN where none is
-        known."""
+        """Return the largest value of some columns in each iteration.
+
+        It is NaN where none is known.
+        """
         largest: Floats = np.fmax.reduce([self.columns[name] for name in names])
         return largest
 
     def total(self, names: Sequence[str]) -> Floats:
-        """Return the sum of the known values of some columns in each iteration; 0 where
-        none is."""
+        """Return the sum of the known values of some columns in each iteration.
+
+        It is 0 where none is.
+        """
         total: Floats = np.sum(
             [np.nan_to_num(self.columns[name]) for name in names], axis=0
         )
@@ -75,8 +85,10 @@ class IterationTable:
 
 
 def positions(numbers: Ints, wanted: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """Return the position of each wanted number among ascending ones, and whether it is
-    one of them."""
+    """Return the position of each wanted number among ascending ones.
+
+    Return also whether it is one of them.
+    """
     position = np.minimum(np.searchsorted(numbers, wanted), max(len(numbers) - 1, 0))
     present = (
         numbers[position] == wanted if len(numbers) else np.zeros(len(wanted), bool)
@@ -97,7 +109,7 @@ def exact_sums(count: int, rows: Ints, values: Floats) -> Floats:
 
 
 # Where a trace does not state its warm-up: the first iterations, of traces with at
-# least so many.
+# least this many.
 _WARMUP_ITERATIONS = 2
 _MIN_ITERATIONS_FOR_WARMUP = 5
 
@@ -121,8 +133,10 @@ class PhaseArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class Intervals:
-    """Times of a rank's iterations and phases: the device's where every phase has them,
-    else the host's."""
+    """Times of a rank's iterations and phases.
+
+    They are the device's where every phase has them, else the host's.
+    """
 
     numbers: Ints  # The iterations, ascending.
     starts: Ints  # Their starts, ns. An iteration begins where the one before ended.
@@ -143,16 +157,20 @@ class Intervals:
 
     @cached_property
     def phases(self) -> pd.DataFrame:
-        """Table of iteration, micro_step, phase, start_ns, end_ns, in order of time and
-        without `other`."""
+        """Table of phases, in order of time and without `other`.
+
+        Its columns are iteration, micro_step, phase, start_ns and end_ns.
+        """
         frame = _frame(self.times)
         frame.insert(1, "micro_step", self.micro_steps)
         return frame
 
     @cached_property
     def with_other(self) -> pd.DataFrame:
-        """Table of iteration, phase, start_ns, end_ns: the phases, and `other` for the
-        time without a phase."""
+        """Table of iteration, phase, start_ns, end_ns, with `other`.
+
+        Time without a phase is `other`.
+        """
         return _frame(self.times_with_other)
 
     @cached_property
@@ -238,9 +256,11 @@ def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
 def _iteration_ends(
     times: PhaseArrays, marks: Columns, column: str
 ) -> tuple[Ints, Ints]:
-    """Return the iterations and the end of each: of its last phase, or the later end of
-    its mark, before the next one. `column` is that of `marks` on the clock of the
-    phases."""
+    """Return the iterations and the end of each.
+
+    It is the end of its last phase, or the later end of its mark, before the next
+    iteration. `column` is the column of `marks` on the clock of the phases.
+    """
     numbers, first, position = np.unique(
         times.iterations, return_index=True, return_inverse=True
     )
@@ -261,8 +281,10 @@ def _iteration_ends(
 
 @once_per_trace
 def part_counts(trace: Trace, rank: int) -> dict[str, int]:
-    """Return how often each part of ITERATION_PARTS ran in the finished iterations of a
-    rank, each micro-step once."""
+    """Return how often each part of ITERATION_PARTS ran in a rank's iterations.
+
+    Only finished ones count, and each micro-step once.
+    """
     times = intervals(trace, rank)
     ran = {
         *zip(times.times.phases, times.times.iterations, times.micro_steps, strict=True)
@@ -280,8 +302,10 @@ class SteadyIterations(NamedTuple):
 
 @once_per_trace
 def steady_iterations(trace: Trace) -> SteadyIterations:
-    """Return the iterations without the warm-up: as the metadata states it, else the
-    first two of five or more."""
+    """Return the iterations without the warm-up.
+
+    The warm-up is as the metadata states it, else the first two of five or more.
+    """
     numbers = sorted(
         {number for rank in trace.ranks for number in _finished(trace, rank)}
     )
@@ -302,8 +326,10 @@ def _finished(trace: Trace, rank: int) -> list[int]:
 
 
 def durations_ms(times: Intervals) -> IterationTable:
-    """Return milliseconds per iteration and part (also `iteration`); NaN for a phase
-    that no iteration has."""
+    """Return milliseconds per iteration and part (also `iteration`).
+
+    They are NaN for a phase that no iteration has.
+    """
     position = np.searchsorted(times.numbers, times.times.iterations)
     lengths = (times.times.ends - times.times.starts) / 1e6
     columns, absent = {}, np.full(len(times.numbers), np.nan)
@@ -330,8 +356,10 @@ def rank_durations(trace: Trace, rank: int) -> IterationTable:
 
 @once_per_trace
 def slowest_times(trace: Trace) -> IterationTable:
-    """Return milliseconds of the slowest rank per steady iteration, with the columns of
-    `durations_ms`."""
+    """Return milliseconds of the slowest rank per steady iteration.
+
+    They have the columns of `durations_ms`.
+    """
     tables = [rank_durations(trace, rank) for rank in trace.ranks]
     ran = np.unique(
         np.concatenate([np.empty(0, np.int64), *(table.numbers for table in tables)])
@@ -351,8 +379,10 @@ def slowest_times(trace: Trace) -> IterationTable:
 
 @once_per_trace
 def median_ms(trace: Trace, phase: str) -> float | None:
-    """Return the median of `slowest_times` of a phase, `other` or `iteration`; None
-    where it was not recorded."""
+    """Return the median of `slowest_times` of a phase, `other` or `iteration`.
+
+    Return None where it was not recorded.
+    """
     return median_or_none(slowest_times(trace).columns[phase])
 
 
@@ -366,9 +396,11 @@ _CLOCK_TIMES = {
 
 
 def on_device_clock(trace: Trace) -> Trace:
-    """Return the trace with phases and memory at the times of the GPU: a time of the
-    host within a phase becomes the same position in that phase on the GPU. Ranks whose
-    phases have no times of the GPU stay as they are."""
+    """Return the trace with phases and memory at the times of the GPU.
+
+    A time of the host within a phase becomes the same position in that phase on the
+    GPU. Ranks whose phases have no times of the GPU stay as they are.
+    """
     clocks = {
         rank: clock
         for rank in trace.ranks
@@ -389,8 +421,10 @@ def on_device_clock(trace: Trace) -> Trace:
 
 
 def _clock(trace: Trace, rank: int) -> Callable[[Ints], Ints] | None:
-    """Return the function from times of the host to those of the GPU; None where they
-    are not known."""
+    """Return the function from times of the host to times of the GPU.
+
+    Return None where they are not known.
+    """
     host, device = (
         intervals(trace, rank, device_times).times for device_times in (False, True)
     )

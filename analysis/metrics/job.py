@@ -1,5 +1,7 @@
-"""The figures of a job and of its ranks, each computed when it is first asked for, and
-once."""
+"""The figures of a job and of its ranks.
+
+Each is computed when it is first asked for, and once.
+"""
 
 from __future__ import annotations
 
@@ -105,10 +107,11 @@ class JobMetrics:
     def windows(
         self, min_bytes: ByteCount = 2**30, ranks: Sequence[int] | int | None = None
     ) -> Windows:
-        """Windows of free memory of the device; `missing` says why there are none where
-        memory was not recorded.
+        """Windows of free memory of the device.
 
-        Times are those of the GPU where it has any, as in `summary`.
+        `missing` says why there are none where memory was not recorded.
+
+        Times are the GPU's where it has any, as in `summary`.
 
         Args:
             min_bytes: Least free memory of a window, bytes, or text such as `4GiB`.
@@ -151,12 +154,13 @@ class JobMetrics:
         at_ns: int | None = None,
         device: str | None = None,
     ) -> Holders | None:
-        """Holders of the memory of a device at a time: by category, module and call
-        site; None if it was not recorded.
+        """Holders of the memory of a device at a time.
+
+        They are by category, module and call site; None if it was not recorded.
 
         Args:
             rank: The rank; None: the first one.
-            at_ns: The time, ns; None: that of the largest use.
+            at_ns: The time, ns; None: the time of the largest use.
             device: The device; None: the rank's first one.
 
         Raises:
@@ -169,13 +173,14 @@ class JobMetrics:
         )
 
     def iterations(self, ranks: Sequence[int] | int | None = None) -> Iterations:
-        """Milliseconds of every iteration and phase, and how they spread over
-        iterations and ranks."""
+        """Milliseconds of every iteration and phase.
+
+        Also how they spread over iterations and ranks.
+        """
         return compare_iterations(self.trace, _several(ranks))
 
     def ranks(self) -> RankTable:
-        """Medians of each rank, and the ranks that differ from the others with their
-        causes."""
+        """Medians of each rank, and the ranks that differ with their causes."""
         from ebbtide.analysis.metrics.ranks.by_rank import rank_table
 
         return rank_table(self.trace)
@@ -183,16 +188,20 @@ class JobMetrics:
     def substeps(
         self, ranks: Sequence[int] | int | None = None, by_subgroup: bool = True
     ) -> SubSteps:
-        """Sub-steps of the update of a DeepSpeed job or of a simulated schedule; none
-        where they were not recorded."""
+        """Sub-steps of the update of a DeepSpeed job or of a simulated schedule.
+
+        There are none where they were not recorded.
+        """
         from ebbtide.analysis.metrics.substeps.breakdown import sub_steps
 
         return sub_steps(self.trace, _several(ranks), by_subgroup)
 
     @property
     def without_gradients_ms(self) -> float | None:
-        """Time of `other` in which forwards without gradients run; None where none were
-        recorded."""
+        """Time of `other` in which forwards without gradients run.
+
+        It is None where none were recorded.
+        """
         from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
 
         return without_gradients_ms(self.trace)
@@ -213,15 +222,19 @@ class JobMetrics:
 
     @cached_property
     def collective_skew(self) -> CollectiveSkew | None:
-        """Waiting of the ranks for each other; None unless several recorded the same
-        collectives."""
+        """Waiting of the ranks for each other.
+
+        It is None unless several recorded the same collectives.
+        """
         from ebbtide.analysis.metrics.activity.collectives import collective_skew
 
         return collective_skew(self.trace)
 
     def iteration_activity(self, phase: str | None = None) -> pd.DataFrame:
-        """Return GPU time of the median iteration, or of one of its phases: a row per
-        rank with recorded kernels."""
+        """Return GPU time of the median iteration, or of one of its phases.
+
+        It has a row per rank with recorded kernels.
+        """
         from ebbtide.analysis.metrics.activity.phase_activity import iteration_activity
 
         return iteration_activity(self.trace, phase)
@@ -241,8 +254,10 @@ class JobMetrics:
         return median_ms(self.trace, "iteration")
 
     def phase_ms(self, phase: str) -> float | None:
-        """Return the median milliseconds of a phase, `other` or `iteration` on the
-        slowest rank. Raises UserError for another name."""
+        """Return the median ms of a phase, `other` or `iteration` on the slowest rank.
+
+        Raises UserError for another name.
+        """
         if phase not in (*ITERATION_PARTS, "iteration"):
             raise UserError(
                 f"there is no phase {phase!r}: choose from "
@@ -275,8 +290,10 @@ class JobMetrics:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the job, including ranks that were not recorded where
-        their number is known."""
+        """Number of ranks of the job.
+
+        It includes ranks that were not recorded where their number is known.
+        """
         return max(len(self.trace.ranks), self.entry.world_size or 1)
 
     @cached_property
@@ -303,8 +320,10 @@ class JobMetrics:
 
     @cached_property
     def micro_steps(self) -> int | None:
-        """Micro-steps of an iteration on the first rank; None where no iteration was
-        recorded."""
+        """Micro-steps of an iteration on the first rank.
+
+        It is None where no iteration was recorded.
+        """
         phases = self.trace.phases(self.trace.ranks[0])
         numbers = phases.loc[phases["iteration"].notna(), "micro_step"]
         return int(numbers.max()) + 1 if len(numbers) else None
@@ -321,8 +340,10 @@ class JobMetrics:
     def sub_step(
         self, name: str, resources: tuple[str, ...] = ("host", "cpu")
     ) -> SubStep | None:
-        """Return a sub-step that DeepSpeed ran on the host, of the rank on which it
-        took longest."""
+        """Return a sub-step that DeepSpeed ran on the host.
+
+        It is of the rank on which it took longest.
+        """
         # Comparing names is fast; computing the figures of all sub-steps is not.
         if not any(rank.has_operation(name) for rank in self.by_rank):
             return None
@@ -356,8 +377,10 @@ class JobMetrics:
 
     @cached_property
     def offloaded_params(self) -> float | None:
-        """Parameters whose state the first rank keeps in host memory; None if state is
-        not offloaded."""
+        """Parameters whose state the first rank keeps in host memory.
+
+        It is None if state is not offloaded.
+        """
         share = self.setup.cpu_share if self.setup is not None else 1.0
         return (
             self.params * share if self.params is not None and self.offloaded else None
@@ -404,14 +427,18 @@ class JobMetrics:
     def copy_stats(
         self, direction: str, host_memory: str, phase: str | None = None
     ) -> CopyStats | None:
-        """Return the copies of one kind in a phase, or (None) in all, of the rank on
-        which they took longest."""
+        """Return the copies of one kind of the rank on which they took longest.
+
+        They are in a phase, or in all if it is None.
+        """
         return copy_stats(self.trace, self.steady_copies, direction, host_memory, phase)
 
     @cached_property
     def peak_bytes_per_s(self) -> float | None:
-        """Peak rate of the link in one direction, of the first rank for which it is
-        known."""
+        """Peak rate of the link in one direction.
+
+        It is of the first rank for which it is known.
+        """
         return next(
             (
                 entry.peak_bytes_per_s
@@ -422,8 +449,10 @@ class JobMetrics:
         )
 
     def min_gap_bytes(self, gap: str, phase: str | None = None) -> list[int]:
-        """Return the smallest value of a memory gap (`Gap.gap`) in a phase, or (None)
-        in all, of each rank with it."""
+        """Return the smallest value of a memory gap (`Gap.gap`) of each rank with it.
+
+        It is in a phase, or in all if it is None.
+        """
         rows = [
             g for g in self.memory().gaps if g.gap == gap and phase in (None, g.phase)
         ]
@@ -439,8 +468,10 @@ class JobMetrics:
 
     @cached_property
     def always_free_bytes(self) -> int | None:
-        """Device memory that is free at every moment of every steady iteration, on
-        every rank; without iterations, at every moment of the trace."""
+        """Device memory that is free at every moment, on every rank.
+
+        Moments are of every steady iteration; without iterations, of the trace.
+        """
         free = [np.empty(0)]
         for rank in self.by_rank:
             if self.free_pool is None or rank.capacity_bytes is None:

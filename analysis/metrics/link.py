@@ -1,5 +1,7 @@
-"""Measures how the link between host and device was used, per direction and phase, and
-the copies of each kind."""
+"""Measures how the link between host and device was used.
+
+It is per direction and phase, with the copies of each kind.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,10 @@ from ebbtide.profiler.trace.columns import Bools
 
 @dataclass(frozen=True)
 class PhaseLink:
-    """One direction of the link in one phase: medians over the steady iterations, None
-    if not recorded."""
+    """One direction of the link in one phase.
+
+    Figures are medians over the steady iterations, None if not recorded.
+    """
 
     rank: int
     # The phase, or `other`; None for the whole of a trace without iterations, from its
@@ -50,8 +54,9 @@ class PhaseLink:
 
 @dataclass(frozen=True)
 class CopyKind:
-    """All copies of a rank in one direction from or to one kind of host memory, over
-    the whole trace.
+    """All copies of a rank between the device and one kind of host memory.
+
+    They are in one direction, over the whole trace.
 
     The driver stages a pageable copy through a buffer: it is slower, and the host waits
     for it."""
@@ -106,7 +111,7 @@ class LinkUse(TabularResult, table="phases"):
 
 
 def link_use(trace: Trace, ranks: Sequence[int] | None = None) -> LinkUse:
-    """Measure the link use of all ranks (None) or some."""
+    """Measure the link use of some ranks, or of all if None."""
     uses = [
         rank_link_use(trace, rank) for rank in (trace.ranks if ranks is None else ranks)
     ]
@@ -211,8 +216,10 @@ class CopyStats:
 
 
 class SteadyCopies(NamedTuple):
-    """Copies of each rank in its `copied_iterations`, an entry each, by rank and
-    time."""
+    """Copies of each rank in its `copied_iterations`, in order of rank and time.
+
+    They have an entry each.
+    """
 
     ranks: Ints
     phases: npt.NDArray[np.object_]
@@ -275,8 +282,10 @@ def copy_stats(
     host_memory: str,
     phase: str | None = None,
 ) -> CopyStats | None:
-    """Return the copies of a kind, in a phase or (None) in all, of the rank on which
-    they took longest."""
+    """Return the copies of a kind of the rank on which they took longest.
+
+    They are in a phase, or in all if it is None.
+    """
     selected = (rows.copies.directions == direction) & (
         rows.copies.host_memory == host_memory
     )

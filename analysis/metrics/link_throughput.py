@@ -1,5 +1,7 @@
-"""Computes the bytes that a rank's link moves over time: exact from recorded copies,
-else from sampled counters."""
+"""Computes the bytes that a rank's link moves over time.
+
+They are exact from recorded copies, else from sampled counters.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +52,16 @@ class Traffic:
     # Number of samples left out because no link has such rates: above its peak,
     # negative, infinite.
     rejected_samples: int = 0
-    # Spacing of the samples, 0 for copies. Figures of a shorter interval are those of
+    # Spacing of the samples, 0 for copies. The figures of a shorter interval describe
     # its surroundings.
     resolution_ns: float = 0.0
 
     def bytes(self, starts: Ints, ends: Ints) -> Floats:
-        """Return the bytes moved in each interval (ns): where samples cover a part of
-        it, at the same rate in the remainder; NaN where they cover less than half."""
+        """Return the bytes moved in each interval (ns).
+
+        Where samples cover a part of it, the remainder has the same rate; NaN where
+        they cover less than half.
+        """
         moved = self.total(ends) - self.total(starts)
         if self.covered is None:
             return moved
@@ -70,9 +75,11 @@ class Traffic:
         return enough
 
     def idle_share(self, starts: Ints, ends: Ints, peak: float | None) -> Floats:
-        """Return the share of each interval (ns) in which nothing moved: 1 - the busy
-        share of copies, else 1 - rate / peak (bytes/s); NaN where neither can be
-        computed."""
+        """Return the share of each interval (ns) in which nothing moved.
+
+        It is 1 - the busy share of copies, else 1 - rate / peak (bytes/s); NaN where
+        neither can be computed.
+        """
         length = np.maximum(ends - starts, 1).astype(np.float64)
         if self.busy is not None:
             share = self.busy(starts, ends) / length
@@ -86,8 +93,10 @@ class Traffic:
 
 @recent_per_trace
 def traffic(trace: Trace, rank: int, direction: str) -> Traffic | None:
-    """Return the traffic of a rank in one direction; None where neither copies nor
-    counters were recorded."""
+    """Return the traffic of a rank in one direction.
+
+    Return None where neither copies nor counters were recorded.
+    """
     if trace.rank(rank).transfers_recorded:
         return of_copies(
             copies(trace, rank, direction), trace.rank(rank).transfers_spans_ns
@@ -116,8 +125,10 @@ class Copies(NamedTuple):
 
 
 def copies(trace: Trace, rank: int, direction: str | None) -> Copies:
-    """Return copies, of one direction or (None) both: of the rank's first device, or
-    all where none is of it."""
+    """Return copies of one direction, or of both if it is None.
+
+    They are of the rank's first device, or all where none is of this device.
+    """
     rows = _all_copies(trace, rank)
     return rows if direction is None else rows.only(rows.directions == direction)
 
@@ -153,8 +164,10 @@ def of_copies(rows: Copies, spans: Spans = ()) -> Traffic:
 
 
 def moved_bytes(trace: Trace, rank: int, direction: str) -> int | None:
-    """Return the bytes moved from the first to the last record of a rank; None where
-    they are not known."""
+    """Return the bytes moved from the first to the last record of a rank.
+
+    Return None where they are not known.
+    """
     moved, span = traffic(trace, rank, direction), trace.span_ns(rank)
     if moved is None or span is None:
         return None
@@ -186,8 +199,10 @@ def copied_iterations(trace: Trace, rank: int) -> list[int]:
 
 @recent_per_trace
 def both_busy(trace: Trace, rank: int) -> Between | None:
-    """Return a function from starts and ends to the ns of copies in both directions at
-    once; None if not recorded."""
+    """Return a function to the ns of copies in both directions at once.
+
+    It takes starts and ends; None if not recorded.
+    """
     if not trace.rank(rank).transfers_recorded:
         return None
     spans = trace.rank(rank).transfers_spans_ns
@@ -201,8 +216,11 @@ def both_busy(trace: Trace, rank: int) -> Between | None:
 
 
 def busy_between(rows: Copies, spans: Spans) -> Between:
-    """Return a function from starts and ends of intervals to the ns of each in which at
-    least one of the copies ran; NaN for intervals that are not within the spans."""
+    """Return a function to the ns of intervals in which at least one copy ran.
+
+    It takes starts and ends of intervals; NaN for intervals that are not within the
+    spans.
+    """
     total = covering(*union(rows.starts, rows.ends))
     recorded = covering(*np.array(spans, np.int64).T) if spans else None
 
@@ -235,8 +253,10 @@ class RateSamples(NamedTuple):
 
 @recent_per_trace
 def rate_samples(trace: Trace, rank: int, direction: str) -> RateSamples | None:
-    """Return the samples of the counters of a rank's first device; None where there are
-    none."""
+    """Return the samples of the counters of a rank's first device.
+
+    Return None where there are none.
+    """
     column = f"{direction}_bytes_per_s"
     rows = trace.columns(rank, "link")
     selected = rows.equal("device", main_device(trace, rank)) & ~np.isnan(

@@ -1,5 +1,7 @@
-"""Measures each memory pool per phase, and the gaps between pools that count the same
-memory."""
+"""Measures each memory pool per phase, and the gaps between pools.
+
+A gap is between pools that count the same memory.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,10 @@ class PoolUse:
 
 @dataclass(frozen=True)
 class Gap:
-    """Difference of two memory counts in one phase of a rank, computed at each moment;
-    low and peak as in `PoolUse`."""
+    """Difference of two memory counts in one phase of a rank.
+
+    It is computed at each moment; low and peak are as in `PoolUse`.
+    """
 
     rank: int
     phase: str | None  # The phase, or `other`; None as in `PoolUse`.
@@ -89,7 +93,7 @@ class MemoryUse(TabularResult, table="pools"):
 
 
 def memory_use(trace: Trace, ranks: Sequence[int] | None = None) -> MemoryUse:
-    """Measure the pools and gaps of all ranks (None) or some."""
+    """Measure the pools and gaps of some ranks, or of all if None."""
     uses = [
         rank_memory_use(trace, rank)
         for rank in (trace.ranks if ranks is None else ranks)
@@ -127,7 +131,7 @@ def rank_memory_use(trace: Trace, rank: int) -> MemoryUse:
         times, used = timelines[pool_of_free]
         differences["free"] = times, np.maximum(capacity - used, 0)
     for gap, timeline in differences.items():
-        # The job itself reads the lower pool, of which less may be known.
+        # The job itself reads the lower pool, which may be known less often.
         pool = GAPS[gap][1] if gap in GAPS else str(pool_of_free)
         use = _per_phase(trace, rank, pool, phases, timeline)
         gaps += [Gap(rank, phase, gap, low, peak) for phase, low, peak in use]
@@ -137,9 +141,11 @@ def rank_memory_use(trace: Trace, rank: int) -> MemoryUse:
 
 
 def difference(upper: tuple[Ints, Ints], lower: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
-    """Subtract one step function, (times ns, values), from another, from where both
-    have a value. Both count the same memory: the difference is 0 where samples of
-    different moments make the lower one larger."""
+    """Subtract one step function, (times ns, values), from another.
+
+    The result begins where both have a value. Both count the same memory: the
+    difference is 0 where samples of different moments make the lower one larger.
+    """
     times = merge_times(upper[0], lower[0])
     times = times[times >= max(upper[0][0], lower[0][0])]
     values = [
@@ -152,8 +158,11 @@ def difference(upper: tuple[Ints, Ints], lower: tuple[Ints, Ints]) -> tuple[Ints
 def _per_phase(
     trace: Trace, rank: int, pool: str, phases: PhaseArrays, timeline: tuple[Ints, Ints]
 ) -> list[tuple[str | None, int, int]]:
-    """Return (phase, low, peak) of a timeline, medians over the iterations in which
-    `pool` was read; without iterations, of the whole trace."""
+    """Return (phase, low, peak) of a timeline.
+
+    They are medians over the iterations in which `pool` was read; without iterations,
+    of the whole trace.
+    """
     times, values = timeline
     if not steady_iterations(trace).numbers:
         return [(None, int(values.min()), int(values.max()))]

@@ -23,8 +23,10 @@ Spans = tuple[Ints, Ints]
 
 @once_per_trace
 def memory_spans(trace: Trace, rank: int, pool: str) -> Spans | None:
-    """Return the spans in which a pool is known, ns: (starts, ends), ascending and
-    disjoint; None: at all times."""
+    """Return the spans in which a pool is known, ns.
+
+    They are (starts, ends), ascending and disjoint; None: at all times.
+    """
     if not trace.meta.options.on_demand or pool in _SAMPLED:
         return None
     if pool in ALLOCATION_POOLS:
@@ -40,8 +42,10 @@ def memory_spans(trace: Trace, rank: int, pool: str) -> Spans | None:
 def within_spans(
     spans: Spans | None, starts: Ints, ends: Ints
 ) -> npt.NDArray[np.bool_]:
-    """Return which intervals lie in one of the spans as a whole; all where `spans` is
-    None."""
+    """Return which intervals lie in one of the spans as a whole.
+
+    Return all where `spans` is None.
+    """
     if spans is None or not len(starts):
         return np.ones(len(starts), bool)
     position = np.searchsorted(spans[0], starts, side="right") - 1
@@ -52,10 +56,13 @@ def within_spans(
 def in_read_iteration(
     trace: Trace, rank: int, pool: str, phases: PhaseArrays, times: Ints
 ) -> npt.NDArray[np.bool_]:
-    """Return which phases (of the host's clock) are of iterations in which a pool was
-    read, at `times`, ns, at the end of every phase; all if there are none. Of a job
-    with very short steps only some are read, each as a whole; of a recording on demand,
-    only phases in the spans of the pool are."""
+    """Return which phases are of iterations in which a pool was read.
+
+    Phases are on the host's clock; the pool was read at `times`, ns, at the end of
+    every phase. Return all if there are none. Of a job with very short steps only some
+    iterations are read, each as a whole; of a recording on demand, only phases in the
+    spans of the pool are.
+    """
     if trace.meta.source != "recorded":
         return np.ones(len(phases.starts), bool)
     inside = within_spans(memory_spans(trace, rank, pool), phases.starts, phases.ends)
@@ -71,8 +78,10 @@ def in_read_iteration(
 def memory_with_gaps(
     trace: Trace, rank: int, pool: str
 ) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
-    """Return (times ns, bytes, whether they are known) of a pool; where a gap begins,
-    the last is False."""
+    """Return (times ns, bytes, whether they are known) of a pool.
+
+    Where a gap begins, the last is False.
+    """
     times, sizes = memory_timeline(trace, rank, pool)
     spans = memory_spans(trace, rank, pool)
     if spans is None:
@@ -86,8 +95,10 @@ def memory_with_gaps(
 
 
 def detailed_iterations(trace: Trace, rank: int) -> list[int]:
-    """Return the steady iterations in which a rank recorded details: all but those
-    between the slices on demand."""
+    """Return the steady iterations in which a rank recorded details.
+
+    They are all but those between the slices on demand.
+    """
     numbers = steady_iterations(trace).numbers
     if not trace.meta.options.on_demand:
         return numbers

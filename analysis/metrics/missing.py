@@ -33,8 +33,10 @@ NO_SUB_STEPS = (
 
 
 def on_demand_remarks(trace: Trace) -> list[str]:
-    """Return lines on the iterations with details of a recording on demand; none of
-    other traces."""
+    """Return lines on the detailed iterations of a recording on demand.
+
+    There are none for other traces.
+    """
     if not trace.meta.options.on_demand:
         return []
     ranks_of: dict[tuple[int, ...], list[str]] = {}
@@ -90,8 +92,10 @@ def no_iterations(trace: Trace) -> str:
 
 
 def no_link_use(trace: Trace, ranks: Sequence[int], has_samples: bool) -> str:
-    """Return the line on ranks without figures of the link per phase; `has_samples`:
-    whether it was recorded."""
+    """Return the line on ranks without figures of the link per phase.
+
+    `has_samples`: whether the link was recorded.
+    """
     if not has_samples:
         return no_link(trace, ranks)
     if not steady_iterations(trace).numbers:
@@ -103,7 +107,10 @@ def no_link_use(trace: Trace, ranks: Sequence[int], has_samples: bool) -> str:
 
 
 def no_link(trace: Trace, ranks: Sequence[int] | None = None) -> str:
-    """Return the line on all ranks (None) or some without data on the link."""
+    """Return the line on ranks without data on the link.
+
+    It is about all ranks if None, or some.
+    """
     if ran_on_cpu(trace):
         return "no GPU link was recorded (this job ran on the CPU)"
     reasons = "; ".join(link_reasons(trace, ranks))
@@ -119,8 +126,10 @@ def no_link(trace: Trace, ranks: Sequence[int] | None = None) -> str:
 
 
 def link_reasons(trace: Trace, ranks: Sequence[int] | None = None) -> list[str]:
-    """Return why the link of all ranks (None) or some was not sampled, each reason
-    once."""
+    """Return why the link of some ranks was not sampled, each reason once.
+
+    The ranks are all if None.
+    """
     devices = (
         first_device(trace, rank) for rank in (trace.ranks if ranks is None else ranks)
     )
@@ -130,8 +139,10 @@ def link_reasons(trace: Trace, ranks: Sequence[int] | None = None) -> list[str]:
 
 
 def partly_no_link(trace: Trace) -> list[str]:
-    """Return a line for each reason why the link of some ranks was not sampled, with
-    the ranks."""
+    """Return a line for each reason why links were not sampled, with the ranks.
+
+    It is about the link of some ranks.
+    """
     ranks_of: dict[str, list[str]] = {}
     for rank in trace.ranks:
         if (reason := first_device(trace, rank).link_missing) and not trace.rank(

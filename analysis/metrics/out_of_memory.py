@@ -1,5 +1,7 @@
-"""Explains an out-of-memory error of a recorded job: its figures, the holders, and what
-would have freed memory."""
+"""Explains an out-of-memory error of a recorded job.
+
+It has its figures, the holders, and what would have freed memory.
+"""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -33,7 +35,7 @@ class Remedy:
 
     name: str  # The change.
     bytes: int  # Bytes that it frees at most.
-    # Whether so many bytes cover what was missing; None: not known.
+    # Whether this many bytes cover what was missing; None: not known.
     enough: bool | None
     text: str  # The same as a sentence, with the reason.
 
@@ -49,7 +51,7 @@ class OutOfMemory(TabularResult):
     # allocations), `allocated`, or `heap` of a job on the CPU. What nobody is known to
     # hold is a holder with None.
     memory: Holders
-    # The time of which the holders are known, where that is not the time of the error.
+    # The time at which the holders are known, where it is not the time of the error.
     holders_t_ms: float | None
     remedies: list[Remedy]  # What would have freed memory, by bytes.
 
@@ -77,9 +79,11 @@ class OutOfMemory(TabularResult):
 
 
 def out_of_memory(trace: Trace, rank: int) -> OutOfMemory | None:
-    """Explain the last out-of-memory error of a rank; None where there is none. The
-    holders are those of the recorded allocations if they include its time, else of the
-    inventory taken at it, else of the last one before."""
+    """Explain the last out-of-memory error of a rank; None where there is none.
+
+    The holders come from the recorded allocations if these include the time of the
+    error, else from the inventory taken at the error, else from the last one before.
+    """
     records = trace.rank(rank).out_of_memory
     if not records:
         return None
@@ -119,8 +123,10 @@ def out_of_memory(trace: Trace, rank: int) -> OutOfMemory | None:
 def _holders(
     trace: Trace, rank: int, device: str | None, record: OutOfMemoryRecord
 ) -> tuple[list[Holder], int | None, str]:
-    """Return the holders, the time of which they are known, and the pool that they
-    divide."""
+    """Return the holders, the time at which they are known, and their pool.
+
+    They divide this pool.
+    """
     if _has_allocations_at(trace, rank, device, record.t_ns):
         at_error = holders_at(trace, rank, record.t_ns, device)
         if at_error is not None:
@@ -140,8 +146,10 @@ def _holders(
 
 
 def _has_allocations_at(trace: Trace, rank: int, device: str | None, t_ns: int) -> bool:
-    """Return whether each allocation was recorded at a time: the record has events in
-    the phase of that time."""
+    """Return whether each allocation was recorded at a time.
+
+    The record has events in the phase of that time.
+    """
     rows = trace.allocations(rank)
     rows = rows[rows["device"] == device]
     if rows.empty or int(rows["start_ns"].min()) > t_ns:
@@ -153,8 +161,10 @@ def _has_allocations_at(trace: Trace, rank: int, device: str | None, t_ns: int) 
 
 
 def shortfall_bytes(record: OutOfMemoryRecord) -> int | None:
-    """Return the bytes that were missing: those requested minus those free on the
-    device; None: not known."""
+    """Return the bytes that were missing; None: not known.
+
+    They are the requested bytes minus the bytes free on the device.
+    """
     if record.requested_bytes is None or record.free_bytes is None:
         return None
     return max(record.requested_bytes - record.free_bytes, 0)

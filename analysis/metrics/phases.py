@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 
 @once_per_trace
 def phase_peaks(trace: Trace, rank: int, pool: str) -> IterationTable:
-    """Return the peak of a pool per iteration and phase, bytes; NaN where nothing was
-    recorded."""
+    """Return the peak of a pool per iteration and phase, bytes.
+
+    It is NaN where nothing was recorded.
+    """
     times, sizes = memory_timeline(trace, rank, pool)
     phases = intervals(trace, rank, device_times=False).times_with_other
     read = in_read_iteration(trace, rank, pool, phases, times)
@@ -44,8 +46,10 @@ def phase_peaks(trace: Trace, rank: int, pool: str) -> IterationTable:
 
 
 def largest_by_part(phases: PhaseArrays, values: Floats) -> IterationTable:
-    """Return the largest of the values of phases, per iteration and phase; NaN where
-    there is none."""
+    """Return the largest value of phases, per iteration and phase.
+
+    It is NaN where there is none.
+    """
     numbers, position = np.unique(phases.iterations, return_inverse=True)
     columns = {part: np.full(len(numbers), np.nan) for part in ITERATION_PARTS}
     for part, largest in columns.items():
@@ -56,9 +60,12 @@ def largest_by_part(phases: PhaseArrays, values: Floats) -> IterationTable:
 
 @dataclass(frozen=True)
 class LinkTable:
-    """Link use, an entry per iteration, phase and direction; NaN for figures that were
-    not recorded, or too little of them. Columns length_ms, bytes, busy_ms (copies ran),
-    both_ms (copies ran in both directions at once)."""
+    """Link use, an entry per iteration, phase and direction.
+
+    NaN stands for figures that were recorded too little or not at all. Columns
+    length_ms, bytes, busy_ms (copies ran), both_ms (copies ran in both directions at
+    once).
+    """
 
     iterations: Ints
     phases: npt.NDArray[np.object_]  # Empty text for the whole trace.
@@ -93,7 +100,7 @@ class LinkTable:
 def link_table(
     trace: Trace, rank: int, iterations: Sequence[int] | None = None
 ) -> LinkTable:
-    """Return the link use of a rank in its iterations: all (None) or some."""
+    """Return the link use of a rank in some iterations, or in all if None."""
     phases = intervals(trace, rank).times_with_other
     return _link_use(
         trace,
@@ -150,9 +157,11 @@ def _link_use(trace: Trace, rank: int, phases: PhaseArrays) -> LinkTable:
 
 @once_per_trace
 def phase_bytes(trace: Trace, rank: int, direction: str) -> IterationTable | None:
-    """Return the bytes moved per iteration and phase: 0 for a phase that an iteration
-    does not have, NaN where too little was sampled; None where neither copies nor
-    counters were recorded."""
+    """Return the bytes moved per iteration and phase.
+
+    They are 0 for a phase that an iteration does not have, NaN where too little was
+    sampled; None where neither copies nor counters were recorded.
+    """
     moved = traffic(trace, rank, direction)
     if moved is None:
         return None
@@ -168,8 +177,10 @@ def phase_bytes(trace: Trace, rank: int, direction: str) -> IterationTable | Non
 
 
 def iteration_bytes(trace: Trace, direction: str) -> float | None:
-    """Return the median of the bytes moved in a steady iteration, over iterations and
-    ranks; None if not recorded."""
+    """Return the median of the bytes moved in a steady iteration.
+
+    It is over iterations and ranks; None if not recorded.
+    """
     numbers = steady_iterations(trace).numbers
     tables = [
         table

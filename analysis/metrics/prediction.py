@@ -25,8 +25,7 @@ def is_predicted(trace: Trace) -> bool:
 
 
 def prediction_line(trace: Trace) -> str | None:
-    """Return the line that every output has for a trace of a dry run; None for
-    others."""
+    """Return the line that every output has for a dry run's trace; None for others."""
     if not is_predicted(trace):
         return None
     machine = (
@@ -37,9 +36,11 @@ def prediction_line(trace: Trace) -> str | None:
 
 @once_per_trace
 def predicted_range(trace: Trace, part: str) -> TimeRange | None:
-    """Return the range of the time of a phase, `other` or `iteration`, each end as the
-    median of measured times is: of the slowest rank. None for measured traces, and
-    without a steady iteration."""
+    """Return the range of the time of a phase, `other` or `iteration`.
+
+    Each end is taken as the median of measured times is: of the slowest rank. None for
+    measured traces, and without a steady iteration.
+    """
     if trace.meta.prediction is None:
         return None
     numbers, slowest = (

@@ -1,5 +1,7 @@
-"""The device memory that a recorded job leaves free over an iteration, and the bytes of
-a parameter and its state."""
+"""The device memory that a recorded job leaves free over an iteration.
+
+Also the bytes of a parameter and its state.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -37,12 +39,14 @@ class FreeStep(NamedTuple):
 def free_steps(
     trace: Trace, rank: int, pool: str | None = None
 ) -> list[FreeStep] | None:
-    """Return the capacity of a rank's device less a pool (None: `free_pool`), at each
-    position the least over all steady iterations, in the order other, forward,
-    backward, update; None if it is not known. Of a phase with several parts
-    (micro-steps) the least of the whole counts: the parts before the last are over long
-    before the optimizer has anything to move. Phases of which nothing was recorded are
-    left out."""
+    """Return the free memory of a rank's device at each position of an iteration.
+
+    It is the capacity less a pool (None: `free_pool`), the least over all steady
+    iterations, in the order other, forward, backward, update; None if it is not known.
+    Of a phase with several parts (micro-steps) the least of the whole counts: the parts
+    before the last are over long before the optimizer has anything to move. Phases
+    without any record are left out.
+    """
     pool, capacity = pool or free_pool(trace), capacity_bytes(trace, rank)
     times, used = memory_timeline(trace, rank, pool or "")
     if capacity is None or not len(times):
@@ -77,15 +81,20 @@ def param_bytes(entry: RankInfo) -> float:
 
 
 def has_own_masters(metrics: JobMetrics) -> bool:
-    """Return whether the parameters are fp32, and their own masters; frameworks that
-    offload have others."""
+    """Return whether the parameters are fp32, and their own masters.
+
+    Frameworks that offload have others.
+    """
     return metrics.setup is None and param_bytes(metrics.entry) == _FP32_BYTES
 
 
 def state_bytes(entry: RankInfo, own_masters: bool = False) -> float:
-    """Return the bytes of state per parameter: an fp32 master weight, unless parameters
-    are their own masters, and as many fp32 moments as were recorded, or two. That of
-    ebbtide's optimizers is recorded with their masters."""
+    """Return the bytes of state per parameter.
+
+    They are an fp32 master weight, unless parameters are their own masters, and as many
+    fp32 moments as were recorded, or two. The state of ebbtide's optimizers is recorded
+    with their masters.
+    """
     sizes = [
         (optimizer.params, _state_bytes(optimizer, own_masters))
         for optimizer in entry.optimizers
@@ -120,8 +129,7 @@ def _state_bytes(optimizer: OptimizerInfo, own_masters: bool) -> float:
 
 
 def is_ebbtides(optimizer: OptimizerInfo) -> bool:
-    """Return whether optimizers are ebbtide's; older traces show it by their
-    masters."""
+    """Return whether optimizers are ebbtide's; old traces show it by their masters."""
     return optimizer.ebbtide or _MASTER in optimizer.state_names
 
 
@@ -131,8 +139,10 @@ def moment_elements(optimizer: OptimizerInfo) -> int:
 
 
 def torch_state_on_device(optimizers: Iterable[OptimizerInfo]) -> int:
-    """Return the bytes of state of optimizers that keep it on the device; ebbtide's may
-    keep a part there."""
+    """Return the bytes of state of optimizers that keep it on the device.
+
+    Ebbtide's optimizers may keep a part there.
+    """
     own = [optimizer for optimizer in optimizers if not is_ebbtides(optimizer)]
     on_device = any(
         device.startswith("cuda")
@@ -149,12 +159,14 @@ _MAX_STEPS = 32
 def recorded_free_memory(
     metrics: JobMetrics, phase_s: Mapping[str, float], pool: str | None = None
 ) -> tuple[tuple[float, float], ...] | None:
-    """Return (time, bytes): the free memory of the devices, at each point the least of
-    all ranks and steady iterations; None if it is not known. Optimizer state that the
-    job kept on the device counts as free: the replayed policy decides where it is kept.
-    It is negative where the rest of a predicted job needs more than the device has.
-    `phase_s`: lengths of other, forward and backward, seconds, in this order; `pool`:
-    see `free_steps`."""
+    """Return (time, bytes): the free memory of the devices.
+
+    At each point it is the least of all ranks and steady iterations; None if it is not
+    known. Optimizer state that the job kept on the device counts as free: the replayed
+    policy decides where it is kept. It is negative where the rest of a predicted job
+    needs more than the device has. `phase_s`: lengths of other, forward and backward,
+    seconds, in this order; `pool`: see `free_steps`.
+    """
     if not metrics.has_gpu:
         return None
     recorded = _least_of_ranks(metrics.trace, pool)
@@ -181,8 +193,10 @@ def recorded_free_memory(
 
 @once_per_trace
 def _least_of_ranks(trace: Trace, pool: str | None) -> list[FreeStep]:
-    """Return the least free memory of all ranks by phase and position; empty where it
-    is not known."""
+    """Return the least free memory of all ranks by phase and position.
+
+    It is empty where it is not known.
+    """
     by_rank = [
         steps for rank in trace.ranks if (steps := free_steps(trace, rank, pool))
     ]
@@ -209,8 +223,10 @@ def _least_of_ranks(trace: Trace, pool: str | None) -> list[FreeStep]:
 
 
 def with_few_steps(steps: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Reduce a step function on [0, 1) to a number of steps; of merged neighbours the
-    least counts."""
+    """Reduce a step function on [0, 1) to a number of steps.
+
+    Of merged neighbours, the least counts.
+    """
     if len(steps) <= _MAX_STEPS:
         return steps
     positions, values = np.array(steps).T
@@ -226,8 +242,11 @@ def with_few_steps(steps: list[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _state_on_device(metrics: JobMetrics) -> int:
-    """Return the bytes of optimizer state that the recorded job kept on the device of
-    the first rank, with gradients that its framework keeps beside it."""
+    """Return the bytes of optimizer state that the job kept on the device.
+
+    The device is the first rank's. Gradients that the job's framework keeps beside the
+    state count, too.
+    """
     if metrics.setup is not None:
         kept = metrics.setup.state_on_device(
             metrics.params or 0, state_bytes(metrics.entry)

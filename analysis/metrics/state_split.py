@@ -1,5 +1,7 @@
-"""The split of the optimizer state between device and host, as a policy or the
-framework of a job makes it."""
+"""The split of the optimizer state between device and host.
+
+A policy or the framework of a job makes it.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,16 +11,20 @@ from ebbtide.state_bytes import MASTER_BYTES
 
 
 class Framework(NamedTuple):
-    """A framework that splits the optimizer state by itself: its key in meta.json; a
-    version that is not known is empty."""
+    """A framework that splits the optimizer state by itself.
+
+    It has the framework's key in meta.json; a version that is not known is empty.
+    """
 
     key: str
     version: str
 
 
 class StateSplit:
-    """The split between whole subgroups of the policy `twin-flow`, and the base of
-    frameworks' splits."""
+    """The split of the policy `twin-flow`, and the base of frameworks' splits.
+
+    It is between whole subgroups.
+    """
 
     def resident(self, ratio: float, subgroups: int) -> range:
         """Return the numbers of the subgroups whose state stays on the device. `ratio`:
@@ -30,16 +36,20 @@ class StateSplit:
     def gradient_bytes(
         self, resident: Sequence[int], grad_bytes: float, offloads: bool
     ) -> float:
-        """Return the bytes of gradients that the device has beside resident state, all
-        the time. `resident`: parameters of each resident subgroup, `grad_bytes`: of a
-        parameter; `offloads`: whether other state is in host memory. Then gradients are
-        in fp32."""
+        """Return the bytes of gradients that the device always has.
+
+        They are beside resident state. `resident`: parameters of each resident
+        subgroup, `grad_bytes`: of a parameter; `offloads`: whether other state is in
+        host memory. Then gradients are in fp32.
+        """
         return (MASTER_BYTES if offloads else grad_bytes) * float(sum(resident))
 
 
 def split_of(framework: Framework | None) -> StateSplit:
-    """Return the split of a framework; without one, or without its feature, the split
-    of the policies."""
+    """Return the split of a framework.
+
+    Without one, or without its feature, return the split of the policies.
+    """
     if framework is None or (plug := seams.plugs("splits").get(framework.key)) is None:
         return StateSplit()
     split: StateSplit = plug.load()(framework.version)

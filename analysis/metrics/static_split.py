@@ -1,5 +1,7 @@
-"""The static split of the optimizer state between device and host: the largest part
-that fits on the device."""
+"""The static split of the optimizer state between device and host.
+
+It is the largest part that fits on the device.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,16 +25,20 @@ _MAX_PADDING = 0.1
 
 
 class StaticSplit(NamedTuple):
-    """A share on the CPU, in hundredths, and the parameters whose state moves from the
-    host to the device with it."""
+    """A share on the CPU, in hundredths, and the parameters that it moves.
+
+    Their state moves from the host to the device with it.
+    """
 
     ratio: float
     moved_params: float
 
 
 def largest_split(metrics: JobMetrics) -> StaticSplit | None:
-    """Return the split with the most state on the device of those that fit; None where
-    none moves any there."""
+    """Return the fitting split with the most state on the device.
+
+    Return None where no split moves any there.
+    """
     if not metrics.params or not metrics.offloaded_params:
         return None
     sizes = recorded_sizes(metrics) or equal_sizes(
@@ -56,9 +62,11 @@ def largest_split(metrics: JobMetrics) -> StaticSplit | None:
 def split_fits(
     metrics: JobMetrics, sizes: Sequence[int], resident: range
 ) -> bool | None:
-    """Return whether the state of some subgroups fits on the devices of a job for good,
-    with the gradients beside it, by the rules of `twin-flow` and `gpu-only`; None: not
-    known."""
+    """Return whether the state of some subgroups fits on the devices for good.
+
+    Devices are the job's. Gradients beside the state count by the rules of `twin-flow`
+    and `gpu-only`; None: not known.
+    """
     phase_s = {
         phase: (metrics.phase_ms(phase) or 0.0) / 1e3
         for phase in (OTHER, FORWARD, BACKWARD)
@@ -80,8 +88,11 @@ def split_fits(
 
 
 def recorded_sizes(metrics: JobMetrics) -> tuple[int, ...] | None:
-    """Return the recorded sizes of the subgroups, which consist of whole tensors; None
-    for those of another rank or model, which do not add up to these parameters."""
+    """Return the recorded sizes of the subgroups, which consist of whole tensors.
+
+    Return None for the sizes of another rank or model, which do not add up to these
+    parameters.
+    """
     setup, params = metrics.setup, metrics.params or 0
     if (
         setup is None
@@ -98,8 +109,10 @@ def subgroup_params(metrics: JobMetrics) -> int:
 
 
 def job_framework(metrics: JobMetrics) -> Framework | None:
-    """Return the framework that chose the resident subgroups; None if none did, or
-    ebbtide's engine ran the updates."""
+    """Return the framework that chose the resident subgroups.
+
+    Return None if none did, or ebbtide's engine ran the updates.
+    """
     return metrics.setup.framework if metrics.setup is not None else None
 
 

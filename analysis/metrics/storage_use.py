@@ -1,5 +1,4 @@
-"""Measures what a job reads from storage and writes to it, and how long it waits for
-that."""
+"""Measures what a job reads from and writes to storage, and how long it waits."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ class StorageUse:
     # Rows of the table `ops` per iteration: one per subgroup and submission.
     requests: float
     bytes: float  # Bytes per iteration.
-    gradient_bytes: float  # Those of them that are gradients.
+    gradient_bytes: float  # Of these, the bytes of gradients.
     # Time per iteration in which at least one request was in flight, from submission to
     # the end of the wait for it. The transfer itself may have been shorter.
     in_flight_ms: float
@@ -40,8 +39,10 @@ class StorageUse:
 
 
 def storage_use(trace: Trace, ranks: Sequence[int] | None = None) -> list[StorageUse]:
-    """Return the storage use of all ranks (None) or some, both directions of each that
-    used storage."""
+    """Return the storage use of some ranks, or of all if None.
+
+    It has both directions of each rank that used storage.
+    """
     return [
         use
         for rank in (trace.ranks if ranks is None else ranks)
@@ -51,8 +52,7 @@ def storage_use(trace: Trace, ranks: Sequence[int] | None = None) -> list[Storag
 
 @once_per_trace
 def rank_storage_use(trace: Trace, rank: int) -> list[StorageUse]:
-    """Return the storage use of one rank in both directions; none where it used no
-    storage."""
+    """Return the storage use of one rank in both directions, none if it used none."""
     if (
         not trace.columns(rank, "ops")
         .matches("resource", lambda name: name.startswith("storage"))
@@ -82,8 +82,10 @@ def rank_storage_use(trace: Trace, rank: int) -> list[StorageUse]:
 def _waits_for(
     waits: pd.DataFrame, requests: pd.DataFrame, direction: str
 ) -> pd.DataFrame:
-    """Return the waits in which requests of a direction ended: a wait lasts until all
-    requests of its kind have."""
+    """Return the waits in which requests of a direction ended.
+
+    A wait lasts until all requests of its kind have.
+    """
     ends = np.sort(
         requests.loc[requests["direction"] == direction, "end_ns"].to_numpy(np.int64)
     )
@@ -136,7 +138,9 @@ def _use(
 
 
 def _per_iteration(rows: pd.DataFrame, numbers: Sequence[int]) -> float:
-    """Return the median over iterations of the sum of the column `value`; 0 in
-    iterations without a row."""
+    """Return the median over iterations of the sum of the column `value`.
+
+    The sum is 0 in iterations without a row.
+    """
     sums = rows.groupby("iteration")["value"].sum().reindex(numbers, fill_value=0.0)
     return float(sums.median()) if len(sums) else 0.0

@@ -55,8 +55,10 @@ from ebbtide.units import ms_text
 
 @dataclass(frozen=True)
 class Totals:
-    """Figures of a whole trace, its warm-up included; None for figures that were not
-    recorded."""
+    """Figures of a whole trace, its warm-up included.
+
+    They are None if not recorded.
+    """
 
     span_ms: float | None  # From its first to its last record.
     # Bytes moved to the device, summed over ranks, from copies or else from sampled
@@ -135,8 +137,10 @@ class PhaseSummary:
     high_ms: float | None = None
 
     def as_json(self, is_predicted: bool) -> dict[str, Any]:
-        """Return the entry of the phase in JSON; only a predicted trace has `low_ms`
-        and `high_ms`."""
+        """Return the entry of the phase in JSON.
+
+        Only a predicted trace has `low_ms` and `high_ms`.
+        """
         values = asdict(self)
         return (
             values
@@ -149,8 +153,10 @@ class PhaseSummary:
 
 @dataclass(frozen=True)
 class TransferSummary:
-    """All copies of one direction in the trace, on all ranks; None where copies were
-    not recorded."""
+    """All copies of one direction in the trace, on all ranks.
+
+    It is None where copies were not recorded.
+    """
 
     count: int | None  # Number of copies.
     bytes: int | None  # Bytes of all copies; None if no copy has a size.
@@ -222,8 +228,10 @@ class Summary(TabularResult, table="phases"):
 
     @property
     def longest_phase(self) -> PhaseSummary | None:
-        """The phase with the largest share of an iteration; None where shares are not
-        known."""
+        """The phase with the largest share of an iteration.
+
+        It is None where shares are not known.
+        """
         shared = [phase for phase in self.phases if phase.share is not None]
         return max(shared, key=lambda phase: phase.share or 0.0, default=None)
 
@@ -323,8 +331,7 @@ def _summarize(trace: Trace) -> Summary:
                 else None,
                 peak_bytes=_median_bytes(peaks[phase]),
                 min_free_bytes=_median_bytes(free[phase]),
-                # Copies of a phase that the trace does not show are those of another
-                # part.
+                # Copies of a phase that the trace does not show belong to another part.
                 h2d_bytes=_median_bytes(moved["h2d"][phase])
                 if median is not None
                 else None,
@@ -505,8 +512,7 @@ def _remarks(trace: Trace) -> list[str]:
 
 
 def _shares(trace: Trace) -> dict[str, float]:
-    """Return the shares of the known parts of iterations in the sum of their
-    medians."""
+    """Return the shares of iterations' known parts in the sum of their medians."""
     medians = {
         part: ms
         for part in ITERATION_PARTS

@@ -1,5 +1,7 @@
-"""Finds windows of free memory of the device, or of the host for a job without a GPU,
-and how idle the link is then."""
+"""Finds windows of free memory, and how idle the link is then.
+
+Memory is the device's, or the host's for a job without a GPU.
+"""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -52,13 +54,17 @@ class PhaseSegment:
     def windows(
         self, timeline: FreeTimeline, min_bytes: int
     ) -> Iterator[tuple[float, float, int]]:
-        """Yield (start, end, least free bytes) of parts that always have `min_bytes`
-        free; 0 to 1 of the segment."""
+        """Yield (start, end, least free bytes) of parts with `min_bytes` always free.
+
+        Start and end are 0 to 1 of the segment.
+        """
         yield from intervals_at_least(*self.least_free(timeline), 1.0, min_bytes)
 
     def least_free(self, timeline: FreeTimeline) -> Envelope:
-        """Return (starts, 0 to 1 of the segment; values): the least free bytes over all
-        iterations."""
+        """Return the least free bytes over all iterations.
+
+        They are (starts, 0 to 1 of the segment; values).
+        """
         envelopes = [
             _relative(timeline, int(s), int(e))
             for s, e in zip(self.starts, self.ends, strict=True)
@@ -69,10 +75,12 @@ class PhaseSegment:
 def recurring_segments(
     phases: pd.DataFrame, steady: Collection[int] = ()
 ) -> list[PhaseSegment]:
-    """Return the segments that every iteration has, from a table of `phase_table`, in a
-    typical iteration: one after the other, each as long as its median over the `steady`
-    iterations, or over all where none of these is in it. With medians of starts,
-    neighbours would overlap."""
+    """Return the segments that every iteration has, in a typical iteration.
+
+    They are from a table of `phase_table`, one after the other, each as long as its
+    median over the `steady` iterations, or over all where none of these is in the
+    table. With medians of starts, neighbours would overlap.
+    """
     phases = phases[phases["iteration"].notna()]
     every = set(phases["iteration"])
     groups = []
@@ -136,11 +144,13 @@ def _lower(a: Envelope, b: Envelope) -> Envelope:
 
 @recent_per_trace
 def phase_table(trace: Trace, rank: int) -> pd.DataFrame:
-    """Return iteration, phase, position, origin_ns (the iteration's start), start_ns,
-    end_ns of the phases in which free memory is known, with `other`. position: which
-    one of its phase it is within the iteration, from 0; of `other` the number of phases
-    before it. A trace without phases has one row, of its samples, without iteration and
-    phase."""
+    """Return the phases in which free memory is known, with `other`.
+
+    Columns: iteration, phase, position, origin_ns (the iteration's start), start_ns,
+    end_ns. position: which one of its phase it is within the iteration, from 0; of
+    `other` the number of phases before it. A trace without phases has one row, of its
+    samples, without iteration and phase.
+    """
     times = intervals(trace, rank, device_times=False)
     if times.spans.empty:
         samples = memory_timeline(trace, rank, free_pool(trace) or "")[0]
@@ -227,10 +237,9 @@ class Windows(TabularResult, table="windows"):
             windows refer to; None where none is known.
         windows: Windows of each iteration.
         guaranteed: Recurring windows.
-        unrecorded_ranks: Ranks without a sample of `pool`, of which no window can be
+        unrecorded_ranks: Ranks without a sample of `pool`, whose windows cannot be
             known.
-        remarks: Lines on the iterations of which windows are known, where these are not
-            all.
+        remarks: Lines on the iterations with known windows, where these are not all.
     """
 
     min_bytes: int
@@ -245,8 +254,7 @@ class Windows(TabularResult, table="windows"):
 
     @property
     def known_ranks(self) -> list[int]:
-        """Ranks whose windows are known: their memory and its capacity were
-        recorded."""
+        """Ranks whose windows are known: memory and its capacity were recorded."""
         with_capacity = [
             device["rank"]
             for device in self.devices
@@ -256,8 +264,10 @@ class Windows(TabularResult, table="windows"):
 
     @property
     def missing(self) -> list[str]:
-        """Lines on the ranks whose windows are not known: what was not recorded, and
-        how to record it."""
+        """Lines on the ranks whose windows are not known.
+
+        They say what was not recorded, and how to record it.
+        """
         if self.pool is None:
             return [NO_MEMORY]
         unrecorded = [
@@ -279,9 +289,12 @@ class Windows(TabularResult, table="windows"):
 def find_windows(
     trace: Trace, min_bytes: int, ranks: Sequence[int] | None = None
 ) -> Windows:
-    """Find the windows in which at least `min_bytes` are free on all ranks (None) or
-    some, cut where a phase begins or ends: from the first sample on, of ranks whose
-    memory and capacity are known (see `Windows.missing`)."""
+    """Find the windows in which at least `min_bytes` are free.
+
+    They are on some ranks, or on all if None, and cut where a phase begins or ends.
+    They begin with the first sample, of ranks whose memory and capacity are known (see
+    `Windows.missing`).
+    """
     pool = free_pool(trace)
     devices: list[dict[str, Any]] = []
     windows: list[Window] = []
@@ -344,8 +357,10 @@ class _WindowFinder:
 
     @property
     def iteration_ms(self) -> float | None:
-        """The length of an iteration of recurring phases, each as long as its median;
-        None without iterations."""
+        """The length of an iteration of recurring phases; None without iterations.
+
+        Each phase is as long as its median.
+        """
         return (
             sum(segment.length_ns for segment in self._segments) / 1e6
             if self._segments
@@ -375,10 +390,12 @@ class _WindowFinder:
         ]
 
     def guaranteed(self) -> list[Window]:
-        """Return the windows that recur at the same relative position in every
-        iteration, at times of the typical one (`recurring_segments`). At each point of
-        a phase the iteration with the least free memory counts, and the one with the
-        least idle link. A phase that some iteration lacks has no recurring window."""
+        """Return the windows that recur at one relative position in every iteration.
+
+        Their times are in the typical iteration (`recurring_segments`). At each point
+        of a phase the iteration with the least free memory counts, and the one with the
+        least idle link. A phase that some iteration lacks has no recurring window.
+        """
         windows = []
         for segment in self._segments:
             lengths = segment.ends - segment.starts
@@ -405,8 +422,10 @@ class _WindowFinder:
         return windows
 
     def _idle(self, direction: str, starts: Ints, ends: Ints) -> list[Any]:
-        """Return the share of each interval, ns, in which a direction of the link is
-        idle; None where not known."""
+        """Return the share of each interval, ns, in which a link direction is idle.
+
+        It is None where not known.
+        """
         moved = self._traffic[direction]
         if moved is None:
             return [None] * len(starts)

@@ -1,5 +1,7 @@
-"""Draws traces as pictures with Matplotlib: memory, link and windows of free memory
-over time."""
+"""Draws traces as pictures with Matplotlib.
+
+They show memory, link and windows of free memory over time.
+"""
 
 from typing import TYPE_CHECKING, Any
 

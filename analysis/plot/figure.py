@@ -41,8 +41,10 @@ _LEGEND_ROWS = 14
 
 @contextmanager
 def _ignore_missing_glyphs() -> Iterator[None]:
-    """Draw letters that the font lacks as boxes, without a warning: names of traces may
-    have any letters."""
+    """Draw letters that the font lacks as boxes, without a warning.
+
+    Names of traces may have any letters.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")
         yield
@@ -56,11 +58,13 @@ def draw(
     kind: str = "both",
     min_bytes: int = 2**30,
 ) -> Figure:
-    """Draw a stack of panels per trace over time, from the first of the iterations
-    [first, end) of `span`, all on the same scales. `rank` None: the first one of each
-    trace; `kind`: one of `kinds`; `min_bytes`: least free memory of a window. Raises
-    TraceError where a trace has no such rank or iterations, or no data of that kind,
-    and UserError for another kind."""
+    """Draw a stack of panels per trace over time, all on the same scales.
+
+    They begin with the first of the iterations [first, end) of `span`. `rank` None: the
+    first one of each trace; `kind`: one of `kinds`; `min_bytes`: least free memory of a
+    window. Raises TraceError where a trace has no such rank or iterations, or no data
+    of that kind, and UserError for another kind.
+    """
     drawer = find_kind(kind)
     layout = Layout(*((3.6, 1.7) if len(traces) == 1 else (2.4, 1.4)), min_bytes)
     traces = [
@@ -187,14 +191,15 @@ def _are_on_gpu(view: View, stack: Sequence[PanelDrawing]) -> bool:
 
 
 def _set_title(axes: Axes, name: str) -> None:
-    """Set the name of a trace, with room below it for the notes and the numbers of
-    iterations."""
+    """Set the name of a trace, with room below it.
+
+    The room is for the notes and the numbers of iterations.
+    """
     axes.set_title(name, loc="left", fontsize=_TITLE_SIZE, pad=29, parse_math=False)
 
 
 def _write_head(axes: Axes, drawing: PanelDrawing, name: str, notes: str) -> None:
-    """Fit name, notes and numbers of iterations into the room above the panels of a
-    trace."""
+    """Fit name, notes and numbers of iterations above the panels of a trace."""
     figure = cast(Figure, axes.get_figure())
     room = (1 - axes.get_position().x0) * _WIDTH * 72 - 6
     _set_title(axes, shorten_text(figure, name, _TITLE_SIZE, room))

@@ -1,5 +1,8 @@
-"""The panels of a figure, the interval of a trace that they show, and the scale that
-panels of one name share."""
+"""The panels of a figure.
+
+Also the interval of a trace that they show, and the scale that panels of one name
+share.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -87,18 +90,22 @@ class View:
     trace: Trace
     rank: int
     iterations: IterationRange  # Iterations to show.
-    # The interval. Its origin is its start; its length that of the longest view of the
+    # The interval. Its origin is its start; it is as long as the longest view of the
     # figure.
     axis: TimeAxis
 
     def iteration_spans(self, on_gpu: bool) -> pd.DataFrame:
-        """Return iteration, start_ns, end_ns of the finished iterations to show, by
-        times of the GPU or the host."""
+        """Return iteration, start_ns, end_ns of the finished iterations to show.
+
+        Times are the GPU's or the host's.
+        """
         return _select(intervals(self.trace, self.rank, on_gpu).spans, self.iterations)
 
     def phases(self, on_gpu: bool) -> pd.DataFrame:
-        """Return the boxes of phases in the view, also of an unfinished iteration; of
-        the GPU if all have its times."""
+        """Return the boxes of phases in the view, also of an unfinished iteration.
+
+        They are on the clock of the GPU if all phases have its times.
+        """
         return clip_boxes(
             phase_boxes(self.trace, self.rank, on_gpu and self.has_gpu_times), self.axis
         )
@@ -152,8 +159,11 @@ def _rank(trace: Trace, rank: int | None) -> int:
 
 
 def _bounds(trace: Trace, rank: int, iterations: IterationRange) -> tuple[int, int]:
-    """Return (start ns, end ns) of iterations; of all, with a little of what followed;
-    without any, of everything."""
+    """Return (start ns, end ns) of iterations.
+
+    Of all iterations, it has a little of what followed; without any, it is the time of
+    everything.
+    """
     if iterations != _ALL:
         return _iteration_bounds(trace, rank, iterations)
     recorded = recorded_interval(trace, rank)
@@ -219,7 +229,7 @@ class PanelDrawing(ABC):
     panel: TimelinePanel
     # Whether the level must be on the scale.
     level_required: bool = field(kw_only=True, default=False)
-    # Remarks for the line above, before those of the panel.
+    # Remarks for the line above, before the remarks of the panel.
     remarks: Sequence[str] = field(kw_only=True, default=())
     shows_phases: ClassVar[bool] = True  # Whether phases are drawn behind it.
 
@@ -240,8 +250,10 @@ class PanelDrawing(ABC):
 def draw_level(
     axes: Axes, view: View, level: float, scale: Scale, label: str
 ) -> list[Artist]:
-    """Draw a line across at a level, as long as the view; off the scale only its legend
-    entry."""
+    """Draw a line across at a level, as long as the view.
+
+    Off the scale, draw only its legend entry.
+    """
     style = line_properties(LEVEL)
     if abs(level) > scale.top:
         return list(axes.plot([], [], label=f"{label}, off scale", **style))
@@ -303,8 +315,10 @@ def draw_stack(
 
 
 def draw_phases(axes: Axes, view: View, on_gpu: bool) -> list[Artist]:
-    """Draw a band per phase, also of an unfinished iteration, if there is room; return
-    what the legend lists."""
+    """Draw a band per phase, if there is room, and return what the legend lists.
+
+    An unfinished iteration has bands, too.
+    """
     if not view.has_room_for_phases:
         return []
     drawn: list[Artist] = []

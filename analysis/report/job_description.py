@@ -1,5 +1,7 @@
-"""The description of a job for a report: the command, the hardware, the model, the
-software."""
+"""The description of a job for a report.
+
+It has the command, the hardware, the model, and the software.
+"""
 
 import shlex
 from collections import Counter
@@ -70,8 +72,7 @@ def describe_job(trace: Trace) -> JobDescription:
 
 
 def _devices(meta: metadata.TraceMeta) -> Iterator[JobDetail]:
-    """Yield a line per kind of device: devices with the same description are
-    counted."""
+    """Yield a line per kind of device, and count devices with the same description."""
     for text, count in Counter(
         _device(device) for entry in meta.ranks for device in entry.devices
     ).items():

@@ -1,5 +1,7 @@
-"""Collects the content of the page, and renders it as one HTML file with all in it:
-styles, scripts, data, Bokeh."""
+"""Collects the content of the page, and renders it as one HTML file.
+
+It has everything in it: styles, scripts, data, and Bokeh.
+"""
 
 import base64
 import hashlib
@@ -46,8 +48,10 @@ class KeyFigure:
 
 
 def key_figures(metrics: JobMetrics, findings: Findings) -> list[KeyFigure]:
-    """Return the key figures that were recorded; those of a trace without iterations
-    are of the whole trace."""
+    """Return the key figures that were recorded.
+
+    Those of a trace without iterations are figures of the whole trace.
+    """
     summary = metrics.summary()
     recorded = (*_times(summary), *_memory(metrics, summary), *_link(metrics, summary))
     return [*recorded, *_potential(findings, summary.iteration_ms)]
@@ -139,8 +143,8 @@ def _potential(findings: Findings, iteration_ms: float | None) -> Iterator[KeyFi
     )
 
 
-# Limits that keep a page smaller than 5 MB. Points and boxes of each kind are those of
-# all ranks together.
+# Limits that keep a page smaller than 5 MB. Points and boxes of each kind are counted
+# over all ranks together.
 _MAX_POINTS = 80_000
 _MAX_BOXES = 4_500
 _MIN_ROWS = 50
@@ -158,8 +162,10 @@ _SCRIPTS = ("tables.js", "readout.js", "controls.js", "timeline.js")
 
 
 class ContentsEntry(NamedTuple):
-    """A line of the table of contents: anchor and title of a section, and whether each
-    rank has its own."""
+    """A line of the table of contents.
+
+    It has anchor and title of a section, and whether each rank has its own.
+    """
 
     anchor: str  # Of a section of ranks without its end, `-RANK`.
     title: str
@@ -190,8 +196,10 @@ class Page:
 
     @property
     def contents(self) -> list[ContentsEntry]:
-        """The sections of the page in their order; those of ranks are the sections that
-        any of them has."""
+        """The sections of the page in their order.
+
+        The sections of ranks are those that any rank has.
+        """
         entries = [ContentsEntry("findings", "Findings")]
         entries += (
             [ContentsEntry("fleet", "Ranks")] if self.heat or self.differences else []
@@ -222,8 +230,10 @@ class Page:
 def build_page(
     trace: Trace, findings: Findings, min_bytes: int, ranks: Sequence[int] = ()
 ) -> Page:
-    """Collect the content of a trace's page; for `ranks` see `shown_ranks`, also for
-    what it raises."""
+    """Collect the content of a trace's page.
+
+    For `ranks` see `shown_ranks`, also for what it raises.
+    """
     metrics = JobMetrics(trace)
     shown = shown_ranks(trace, ranks)
     summary = metrics.summary()
@@ -260,7 +270,7 @@ def build_page(
 def _heat_maps(trace: Trace) -> str | None:
     if len(trace.ranks) < _MIN_HEAT_RANKS or "ranks" not in seams.plugs("plots"):
         return None
-    # Few traces have so many ranks: the pages of others do not wait for Matplotlib.
+    # Few traces have this many ranks: the pages of others do not wait for Matplotlib.
     from ebbtide.analysis.plot import draw, save
 
     file = io.BytesIO()
@@ -367,8 +377,10 @@ def _code(text: str) -> Markup:
 
 
 def _sentence(text: str) -> Markup:
-    """Return text with a capital if it begins with a word; a command, a file or h2d is
-    not changed."""
+    """Return text with a capital if it begins with a word.
+
+    A command, a file or h2d is not changed.
+    """
     word = text.split(" ")[0].rstrip(",:;")
     return _code(
         text[:1].upper() + text[1:] if word.isalpha() and word != "ebbtide" else text

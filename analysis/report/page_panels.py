@@ -1,5 +1,7 @@
-"""The panels and lanes of a rank's timeline on the page, and remarks on how they are
-drawn."""
+"""The panels and lanes of a rank's timeline on the page.
+
+Also remarks on how they are drawn.
+"""
 
 from collections.abc import Mapping
 
@@ -23,8 +25,11 @@ Lanes = Mapping[str, TimelineStack]
 def page_lanes(
     trace: Trace, rank: int, axis: TimeAxis, max_points: int
 ) -> tuple[Lanes, list[str]]:
-    """Return the lanes of a rank's GPU, none where kernels were not recorded, and
-    remarks on how they are drawn. All areas have at most `max_points` together."""
+    """Return the lanes of a rank's GPU, and remarks on how they are drawn.
+
+    There are none where kernels were not recorded. All areas have at most `max_points`
+    together.
+    """
     slots = max(1, min(max_points // 8, _MAX_SLOTS))
     lanes = activity_lanes(trace, rank, axis, Resolution(slots, steps_per_slot=1))
     slots_ns = {stack.slot_ns for stack in lanes.values() if stack.slot_ns is not None}
@@ -37,14 +42,18 @@ def page_lanes(
 def page_panels(
     trace: Trace, rank: int, axis: TimeAxis, max_points: int
 ) -> list[TimelinePanel]:
-    """Return the panels that data was recorded for: memory of the device and of the
-    host, the link. All lines have at most `max_points` together."""
+    """Return the panels that data was recorded for.
+
+    They are memory of the device and of the host, and the link. All lines have at most
+    `max_points` together.
+    """
     kinds = min(
         trace.transfers(rank)["host_memory"].nunique(dropna=False),
         len(HOST_MEMORY_DASHES),
     )
     line_count = trace.memory(rank)["pool"].nunique() + len(DIRECTIONS) * max(1, kinds)
-    # An area takes half the bytes of a line: its times are those of the whole stack.
+    # An area takes half the bytes of a line: its times are the times of the whole
+    # stack.
     resolution = Resolution(
         slots=max(1, min(max_points // line_count, SCREEN_STEPS)), steps_per_slot=1
     )

@@ -69,8 +69,8 @@ def rank_view(
     """Collect the content of the page on one rank."""
     trace, rank = metrics.trace, shown.rank
     windows = metrics.windows(min_bytes, [rank])
-    # The timeline of a recording is on the clock of the host, the tables on that of the
-    # GPU.
+    # The timeline of a recording is on the clock of the host, the tables on the clock
+    # of the GPU.
     timeline = on_device_clock(trace) if is_predicted(trace) else trace
     drawn = find_windows(timeline, min_bytes, [rank])
     content = timeline_content(timeline, rank, drawn if drawn.windows else None, limits)
@@ -133,9 +133,9 @@ def _with_rows(*tables: Table) -> list[Table]:
     return [table for table in tables if table]
 
 
-# All ranks of a job with at most so many are shown.
+# All ranks are shown of a job with at most this many.
 MAX_RANKS = 8
-# Of a larger job: so many ranks that differ, each with another cause, beside the
+# Of a larger job: this many ranks that differ, each with another cause, beside the
 # slowest, median and fastest one.
 _MAX_DIFFERING = 3
 

@@ -53,8 +53,11 @@ _OUTLINED = {style.fill: style for style in (WINDOW, RECURRING)}
 
 
 def color_styles() -> str:
-    """Return the style sheet: a variable per colour, for light and dark pages, and
-    fills of phases and categories."""
+    """Return the style sheet.
+
+    It has a variable per colour, for light and dark pages, and fills of phases and
+    categories.
+    """
     light = " ".join(f"--{name}: {color.light};" for name, color in COLORS.items())
     dark = " ".join(f"--{name}: {color.dark};" for name, color in COLORS.items())
     fills = "\n".join(
@@ -72,9 +75,11 @@ def color_styles() -> str:
 def draw_line(
     plot: Any, panel: TimelinePanel, line: TimelineLine, axis: TimeAxis
 ) -> None:
-    """Draw a step function, the area of a band or below a rate, and marks for
-    impossible rates. The renderer of a line has its key as name, that of the area
-    `KEY/area`."""
+    """Draw a step function, the area of a band or below a rate, and marks.
+
+    Marks are for impossible rates. The renderer of a line has its key as name; the
+    renderer of the area is named `KEY/area`.
+    """
     key, size = panel.key(line), panel.scale.size
     y = _until_end(line.sign * line.values / size)
     columns = {"x": axis.x(line.edges), "y": y}
@@ -111,8 +116,7 @@ def draw_line(
 
 
 def _until_end(values: Any) -> Any:
-    """Return the values of steps, and the last value again for the end of the last
-    step."""
+    """Return the values of steps, and again the last one for the end of its step."""
     return np.append(values, values[-1]).astype(np.float32)
 
 
@@ -124,8 +128,10 @@ def draw_stack(
     size: float,
     y_range: str = "default",
 ) -> None:
-    """Draw areas named `NAME/category LAYER`; `size` is the value of one unit of the
-    plot."""
+    """Draw areas named `NAME/category LAYER`.
+
+    `size` is the value of one unit of the plot.
+    """
     borders = [np.append(border, border[-1]) / size for border in stack.borders]
     columns = {
         f"border {number}": border.astype(np.float32)
@@ -299,8 +305,10 @@ def _figure(
 def _rows_plot(
     name: str, height: int, x_range: models.Range1d, rows: dict[float, str]
 ) -> Any:
-    """Return a plot with rows of a height instead of values; `rows` has the name of
-    each at its place."""
+    """Return a plot with rows of a height instead of values.
+
+    `rows` has the name of each at its place.
+    """
     plot = _figure(
         name, height * len(rows) + 16, x_range, models.Range1d(start=0, end=len(rows))
     )
@@ -312,8 +320,7 @@ def _rows_plot(
 
 
 def _strips_plot(content: TimelineContent, x_range: models.Range1d) -> Any:
-    """Draw a row for each strip, and above them the numbers of iterations that have
-    room."""
+    """Draw a row for each strip, and above the numbers of iterations that have room."""
     rows = len(content.strips)
     strides = (first * 10**power for power in itertools.count() for first in (1, 2, 5))
     stride = next(
@@ -348,8 +355,10 @@ def _strips_plot(content: TimelineContent, x_range: models.Range1d) -> Any:
 
 
 def _lanes_plot(lanes: Lanes, axis: TimeAxis, x_range: models.Range1d) -> Any:
-    """Draw a lane for each kind of activity; the values of each are percent, on a range
-    of its own."""
+    """Draw a lane for each kind of activity.
+
+    The values of each are percent, on a range of its own.
+    """
     rows, full = len(lanes), 100 / _LANE_FILL
     names = {rows - row - 1 + _LANE_FILL / 2: name for row, name in enumerate(lanes)}
     plot = _rows_plot("activity", _LANE_HEIGHT, x_range, names)

@@ -1,5 +1,7 @@
-"""Collects the content of a rank's timeline: strips of boxes, panels of lines, windows,
-and notes."""
+"""Collects the content of a rank's timeline.
+
+It has strips of boxes, panels of lines, windows, and notes.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -43,8 +45,10 @@ class ChartBoxes:
 
 
 def phase_chart_boxes(rows: pd.DataFrame, axis: TimeAxis) -> dict[str, ChartBoxes]:
-    """Return boxes of phases (`phase_boxes`) by the name of the phase, which is that of
-    the colour too."""
+    """Return boxes of phases (`phase_boxes`) by the name of the phase.
+
+    The name is the name of the colour, too.
+    """
     by_phase = {}
     for phase in PHASES:
         boxes = rows[rows["phase"] == phase]
@@ -61,8 +65,10 @@ def phase_chart_boxes(rows: pd.DataFrame, axis: TimeAxis) -> dict[str, ChartBoxe
 
 
 def substep_chart_boxes(rows: pd.DataFrame, axis: TimeAxis) -> dict[str, ChartBoxes]:
-    """Return boxes of sub-steps (`substep_lanes`) by colour; a nested one is drawn
-    after the one around it."""
+    """Return boxes of sub-steps (`substep_lanes`) by colour.
+
+    A nested one is drawn after the one around it.
+    """
     color = rows["name"].map(SUBSTEP_COLORS).fillna(OTHER_SUBSTEP)
     by_color = {}
     for name in (OTHER_SUBSTEP, *dict.fromkeys(SUBSTEP_COLORS.values())):
@@ -88,8 +94,11 @@ def substep_chart_boxes(rows: pd.DataFrame, axis: TimeAxis) -> dict[str, ChartBo
 def window_chart_boxes(
     rows: pd.DataFrame, axis: TimeAxis, level_bytes: float, size: float
 ) -> ChartBoxes:
-    """Return boxes of windows (`window_boxes`), each from the peak of its memory
-    (column `bottom`) up to the level, in the unit of the panel, of `size` bytes."""
+    """Return boxes of windows (`window_boxes`) in the unit of a panel.
+
+    Each goes from the peak of its memory (column `bottom`) up to the level. The unit is
+    `size` bytes.
+    """
     columns = {
         "bottom": ((level_bytes - rows["free_bytes"].to_numpy()) / size).astype(
             np.float32
@@ -171,8 +180,10 @@ WINDOW_TOOLTIP = _tooltip(
 
 
 class IterationLabel(NamedTuple):
-    """The number of an iteration, with its start and end in the unit of the time
-    axis."""
+    """The number of an iteration, with its start and end on the time axis.
+
+    They are in the unit of the axis.
+    """
 
     number: int
     start: float
@@ -209,8 +220,10 @@ class TimelineContent:
 
 
 class DetailLimits(NamedTuple):
-    """Limits on what the page shows of a rank: points of all lines, boxes of each kind,
-    rows of each table."""
+    """Limits on what the page shows of a rank.
+
+    They are points of all lines, boxes of each kind, and rows of each table.
+    """
 
     points: int
     boxes: int

@@ -1,2 +1,4 @@
-"""The tables of results: each is stated once, and printed as text, HTML, JSON and in
-notebooks."""
+"""The tables of results.
+
+Each is stated once, and printed as text, HTML, JSON and in notebooks.
+"""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _QUALIFIER = re.compile(r"(?:\b\w+|\(anonymous namespace\))::")
 _MAX_KERNELS = 20
-# Without being asked for all of them: so many kernels, and none of these tables.
+# Unless all are asked for: this many kernels, and none of these tables.
 _FIRST_KERNELS, _VERBOSE = 5, {"streams", "operators"}
 _SOURCE = "ebbtide summary --by activity --json"
 _WHOLE_TRACE = "Over the whole trace."
@@ -45,9 +45,11 @@ _STREAMS = (
 
 
 def activity_tables(activity: GpuActivity) -> list[Table]:
-    """Return the tables of phases, of the whole trace, of the causes of time without
-    compute, of streams, kernels and operators, and of waiting in collectives; none
-    where kernels were not recorded."""
+    """Return the tables of activity; none where kernels were not recorded.
+
+    They are of phases, of the whole trace, of the causes of time without compute, of
+    streams, kernels and operators, and of waiting in collectives.
+    """
     total = activity.total
     if total.span_ms is None:
         return []
@@ -130,8 +132,11 @@ def activity_tables(activity: GpuActivity) -> list[Table]:
 
 
 def activity_view(trace: Trace, activity: GpuActivity, verbose: bool = False) -> View:
-    """Return the activity per phase and in total, the causes of time without compute,
-    kernels and collectives; `verbose`: also streams and operators, and more kernels."""
+    """Return the activity per phase and in total.
+
+    It has the causes of time without compute, kernels and collectives; `verbose`: also
+    streams and operators, and more kernels.
+    """
     for line in activity.missing:
         yield f"{trace.path}: {line}"
     tables = activity_tables(activity)
@@ -169,8 +174,10 @@ def _shares(
 
 
 def short_name(kernel: str) -> str:
-    """Return the name of a kernel without return type, namespaces and arguments; its
-    template arguments stay."""
+    """Return the name of a kernel without return type, namespaces and arguments.
+
+    Its template arguments stay.
+    """
     depth, end = 0, len(kernel)
     if kernel.endswith(")"):
         for position in range(len(kernel) - 1, -1, -1):

@@ -13,8 +13,11 @@ _FIRST = 5
 def findings_view(
     trace: Trace, findings: Findings, iteration_ms: float | None, verbose: bool = True
 ) -> View:
-    """Return findings with advice and estimated gain; `verbose`: also evidence, and the
-    rules that found nothing. `iteration_ms`: median iteration, None if not known."""
+    """Return findings with advice and estimated gain.
+
+    With `verbose`, it has also evidence, and the rules that found nothing.
+    `iteration_ms`: median iteration, None if not known.
+    """
     iteration = f"{ms_text(iteration_ms)} an iteration, " if iteration_ms else ""
     overlap = (
         " (gains overlap)"
@@ -58,8 +61,10 @@ def _left_out(findings: Findings) -> View:
 
 
 def _other_rules(findings: Findings) -> View:
-    """Yield the questions without an answer, and the rules that found nothing or do not
-    apply."""
+    """Yield the questions without an answer, and the rules without a finding.
+
+    These rules found nothing or do not apply.
+    """
     if findings.unknown:
         yield "This trace cannot answer:"
         for unknown in findings.unknown:

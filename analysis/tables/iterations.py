@@ -67,8 +67,10 @@ def iteration_table(iterations: Iterations, rank: int) -> Table:
 
 
 def iterations_view(trace: Trace, iterations: Iterations) -> View:
-    """Return the variation of each phase over the iterations, outliers, and the slowest
-    rank."""
+    """Return the variation of phases, outliers, and the slowest rank.
+
+    Phases vary over the iterations.
+    """
     if not iterations.counted:
         yield f"{trace.path}: {no_iterations(trace)}"
         return

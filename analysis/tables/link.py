@@ -19,8 +19,10 @@ _SOURCE = "ebbtide summary --by link --json"
 
 
 def link_table(link: LinkUse, rank: int | None = None) -> Table:
-    """Return the table of the link by phase and direction, of all ranks (None) or
-    one."""
+    """Return the table of the link by phase and direction.
+
+    It is of one rank, or of all if None.
+    """
     rows = [
         use
         for use in link.phases
@@ -45,8 +47,10 @@ def link_table(link: LinkUse, rank: int | None = None) -> Table:
 
 
 def copies_table(link: LinkUse, rank: int | None = None) -> Table:
-    """Return the table of all copies by direction and kind of host memory, of all ranks
-    (None) or one."""
+    """Return the table of all copies by direction and kind of host memory.
+
+    It is of one rank, or of all if None.
+    """
     columns = (
         text("direction", "direction"),
         text("host memory", "host_memory"),
@@ -67,8 +71,10 @@ def copies_table(link: LinkUse, rank: int | None = None) -> Table:
 
 
 def link_view(trace: Trace, link: LinkUse) -> View:
-    """Return the use of the link per phase and direction, and all copies by kind of
-    host memory."""
+    """Return the use of the link per phase and direction, and all copies.
+
+    Copies are by kind of host memory.
+    """
     for entry in link.ranks:
         if entry.source is None:
             continue

@@ -32,8 +32,10 @@ _BASES = {
 
 
 def catalog_view(machines: Sequence[Machine], with_sources: bool) -> View:
-    """Return machines with their rates and how far to trust these, and where the rates
-    come from."""
+    """Return machines with their rates.
+
+    It says how far to trust these, and where the rates come from.
+    """
     columns: list[Column] = [
         text("machine", "name"),
         size("memory", "gpu_memory_bytes"),
@@ -108,8 +110,10 @@ def _sources(figures: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
 
 
 def _differences_of_twins(machines: Sequence[Machine]) -> Iterator[str]:
-    """Yield a line for every two machines of one card: by which factors their rates
-    differ, and why."""
+    """Yield a line for every two machines of one card.
+
+    It says by which factors their rates differ, and why.
+    """
     for one, other in combinations(machines, 2):
         if one.gpu is None or other.gpu is None or one.gpu.name != other.gpu.name:
             continue
@@ -143,8 +147,7 @@ def _differences_of_twins(machines: Sequence[Machine]) -> Iterator[str]:
 
 
 def _basis(machine: Machine) -> str:
-    """Return where the rates of a machine come from, and how many ranks share its
-    host."""
+    """Return where a machine's rates come from, and how many ranks share its host."""
     ranks = f" ({machine.box.ranks} ranks on a host)" if machine.box is not None else ""
     basis = accuracy_of(machine).basis
     return f"{_BASES.get(basis, 'of unknown origin')}{ranks}"

@@ -1,5 +1,7 @@
-"""The tables of memory: pools per phase, what holds it at a time, and an out-of-memory
-error."""
+"""The tables of memory.
+
+They are pools per phase, what holds it at a time, and an out-of-memory error.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,8 +34,8 @@ from ebbtide.units import bytes_text, ms_text
 _SOURCE = "ebbtide memory --json"
 _UNNAMED = "not known"
 _MAX_SITE_CHARS = 60
-# Rows of each table of holders, and on a screen those of categories, modules and call
-# sites.
+# Rows of each table of holders, and on a screen the rows of categories, modules and
+# call sites.
 _MAX_HOLDERS, _ON_SCREEN = 15, (5, 3, 3)
 _NOT_NAMED = (
     "what holds it was not recorded; `ebbtide profile --allocator-iterations 3` "
@@ -45,8 +47,10 @@ _LEAST_FREE = "least free"
 
 
 def memory_view(trace: Trace, memory: MemoryUse, verbose: bool = True) -> View:
-    """Return the highest use of each pool per phase, and the differences between pools;
-    `verbose`: also the lowest."""
+    """Return the highest use of each pool per phase, and the differences between pools.
+
+    With `verbose`, it has also the lowest use.
+    """
     if not memory.pools:
         yield f"{trace.path}: {NO_MEMORY}"
         return
@@ -103,8 +107,10 @@ def _peak_line(trace: Trace, memory: MemoryUse) -> Iterator[str]:
 
 
 def _highest_table(trace: Trace, memory: MemoryUse) -> Table:
-    """Return a row per pool and difference, with a column per phase: the highest use,
-    of free memory the lowest."""
+    """Return a row per pool and difference, with a column per phase.
+
+    It is the highest use; of free memory the lowest.
+    """
     rows: dict[tuple[int, str], dict[str | None, int]] = {}
     for use in memory.pools:
         rows.setdefault((use.rank, use.pool), {})[use.phase] = use.peak_bytes
@@ -154,8 +160,10 @@ def _range_columns(label: str, name: str) -> tuple[Column, ...]:
 
 
 def allocator_table(rank: int, state: AllocatorState) -> Table:
-    """Return the table of the segments of torch's allocator at the end of a memory
-    snapshot."""
+    """Return the table of the allocator's segments at the end of a memory snapshot.
+
+    The allocator is torch's.
+    """
     rows = [
         ("reserved", state.reserved_bytes, f"{state.segments:,} segments"),
         (
@@ -184,9 +192,11 @@ def allocator_table(rank: int, state: AllocatorState) -> Table:
 def holders_view(
     trace: Trace, holders: Holders | None, at: str, verbose: bool = True
 ) -> View:
-    """Return the holders of memory by category, by module and by call site, without
-    `verbose` the largest ones; `holders` is None where no memory was recorded, `at` the
-    option `--at`."""
+    """Return the holders of memory by category, by module and by call site.
+
+    Without `verbose`, they are the largest ones; `holders` is None where no memory was
+    recorded, `at` is the option `--at`.
+    """
     if holders is None:
         yield f"{trace.path}: {'; '.join(on_demand_remarks(trace)) or NO_MEMORY}"
         return
@@ -208,8 +218,10 @@ def holders_text(holders: Holders, is_peak: bool = True) -> str:
 
 
 def holder_tables(holders: Holders) -> list[Table]:
-    """Return the bytes by category, by module and by call site; tables of what is not
-    known have no rows."""
+    """Return the bytes by category, by module and by call site.
+
+    Tables of what is not known have no rows.
+    """
     return [
         _holder_table("holders", "category", holders, _category),
         _holder_table("modules", "module", holders, _module),
@@ -275,9 +287,11 @@ def _holder_table(
 def out_of_memory_view(
     trace: Trace, error: OutOfMemory | None, verbose: bool = True
 ) -> View:
-    """Return when memory ran out, the figures at that time, what would have freed
-    memory, and the holders, without `verbose` the largest ones; `error` is None where
-    none was recorded."""
+    """Return when memory ran out, the figures at that time, and the holders.
+
+    It also has what would have freed memory. Without `verbose`, holders are the largest
+    ones; `error` is None where none was recorded.
+    """
     if error is None:
         yield f"{trace.path}: no out-of-memory error was recorded"
         return
@@ -319,8 +333,10 @@ def _category(holder: Holder) -> str:
 
 
 def _module(holder: Holder) -> str | None:
-    """Return category and module, the layers of a list as one: `parameter of
-    blocks.*.up`."""
+    """Return category and module, with the layers of a list as one.
+
+    An example is `parameter of blocks.*.up`.
+    """
     if holder.module is None:
         return None
     module = ".".join(

@@ -1,5 +1,7 @@
-"""The end of a dry run as text: does the job fit, what holds the memory, and how long
-does an iteration take?"""
+"""The end of a dry run as text.
+
+Does the job fit, what holds the memory, and how long does an iteration take?
+"""
 
 from collections.abc import Iterator
 
@@ -18,8 +20,10 @@ _BARELY_SHARE = 0.95
 
 
 def prediction_view(trace: Trace) -> View:
-    """Return the peak of memory beside the capacity, its largest holders, and the time
-    of an iteration."""
+    """Return the peak of memory, its largest holders, and the time of an iteration.
+
+    The capacity is beside the peak.
+    """
     metrics = JobMetrics(trace)
     yield f"{trace.path}: {prediction_line(trace)}"
     memory = _memory_line(metrics)
@@ -42,8 +46,10 @@ def prediction_view(trace: Trace) -> View:
 
 
 def _memory_line(metrics: JobMetrics) -> str:
-    """Return the peak of reserved memory, and whether it fits where the capacity is
-    known."""
+    """Return the peak of reserved memory.
+
+    It says whether the peak fits where the capacity is known.
+    """
     reserved, capacity = metrics.pool_peak("reserved") or 0, metrics.capacity_bytes
     status = metrics.trace.meta.exit.code
     scale, unit = bytes_unit(capacity or reserved)
@@ -71,8 +77,10 @@ def _memory_line(metrics: JobMetrics) -> str:
 
 
 def verdict(metrics: JobMetrics) -> str | None:
-    """Return whether the job fits the memory of its device, after torch has given back
-    what it can; None: not known."""
+    """Return whether the job fits the memory of its device; None: not known.
+
+    This is after torch has given back what it can.
+    """
     spare, capacity = _spare_bytes(metrics), metrics.capacity_bytes
     if spare is None or capacity is None:
         return None
@@ -86,8 +94,10 @@ def verdict(metrics: JobMetrics) -> str | None:
 
 
 def _spare_bytes(metrics: JobMetrics) -> int | None:
-    """Return the capacity beside the CUDA context that the job does not reserve; None:
-    the capacity is not known."""
+    """Return the capacity that the job does not reserve; None: it is not known.
+
+    The CUDA context is subtracted, too.
+    """
     if metrics.capacity_bytes is None:
         return None
     prediction = metrics.trace.meta.prediction
@@ -96,8 +106,10 @@ def _spare_bytes(metrics: JobMetrics) -> int | None:
 
 
 def _reserved_range_line(metrics: JobMetrics) -> str | None:
-    """Return the least and the largest peak that the job may have; None where they are
-    the same."""
+    """Return the least and the largest peak that the job may have.
+
+    Return None where they are the same.
+    """
     prediction = metrics.trace.meta.prediction
     low, high = (prediction and prediction.reserved_bytes) or (0, 0)
     if low == high:
@@ -116,8 +128,10 @@ def _reserved_range_line(metrics: JobMetrics) -> str | None:
 
 
 def _host_lines(metrics: JobMetrics) -> Iterator[str]:
-    """Yield a line for each limit of host memory that a rank passes, while it loads,
-    shards or trains."""
+    """Yield a line for each limit of host memory that a rank passes.
+
+    It may pass it while it loads, shards or trains.
+    """
     prediction = metrics.trace.meta.prediction
     for kind, (used, limit) in (
         prediction.host_bytes.items() if prediction is not None else ()

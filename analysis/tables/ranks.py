@@ -84,8 +84,7 @@ def rank_table(trace: Trace, table: RankTable) -> Table:
 
 
 def ranks_view(trace: Trace, table: RankTable) -> View:
-    """Return the medians of each rank, those that differ first, and how those
-    differ."""
+    """Return the medians of each rank, first those that differ, and how they differ."""
     if not table.counted:
         yield f"{trace.path}: {no_iterations(trace)}"
         return

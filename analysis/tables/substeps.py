@@ -58,8 +58,7 @@ def subgroup_table(steps: SubSteps) -> Table:
 
 
 def steps_view(trace: Trace, steps: SubSteps) -> View:
-    """Return the sub-steps of the update, and those of each subgroup if there are
-    any."""
+    """Return the sub-steps of the update, and each subgroup's if there are any."""
     if not steps.steps:
         yield f"{trace.path}: {NO_SUB_STEPS}"
         return

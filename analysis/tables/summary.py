@@ -1,5 +1,8 @@
-"""The tables of a summary: phases, memory, copies, storage, state of the GPUs, figures
-of a whole trace."""
+"""The tables of a summary.
+
+They are phases, memory, copies, storage, state of the GPUs, and figures of a whole
+trace.
+"""
 
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
@@ -130,8 +133,10 @@ def totals_table(trace: Trace, totals: Totals | None, ranks: int) -> Table:
 
 
 def summary_view(trace: Trace, summary: Summary, verbose: bool = True) -> View:
-    """Return time, memory and link use per phase; `verbose`: also the state of the
-    GPUs, pools, copies, and notes."""
+    """Return time, memory and link use per phase.
+
+    With `verbose`, it has also the state of the GPUs, pools, copies, and notes.
+    """
     left_out = (
         f", the first {summary.warmup_iterations} left out as warm-up"
         if summary.warmup_iterations

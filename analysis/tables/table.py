@@ -78,7 +78,7 @@ class Table:
         return bool(self.all_rows)
 
     def first(self, max_rows: int) -> Table:
-        """Return the table with at most so many rows."""
+        """Return the table with at most `max_rows` rows."""
         return replace(self, max_rows=max_rows)
 
     @property
@@ -147,8 +147,10 @@ def free_note(trace: Trace) -> str:
 
 
 def always_free(trace: Trace) -> str:
-    """Return a sentence on the memory that is free at every moment of every steady
-    iteration, on every rank."""
+    """Return a sentence on the memory that is always free.
+
+    It is free at every moment of every steady iteration, on every rank.
+    """
     from ebbtide.analysis.metrics.job import JobMetrics
 
     free = JobMetrics(trace).always_free_bytes
@@ -185,8 +187,10 @@ def _format_rates(values: Sequence[float | None]) -> tuple[Callable[[float], str
 
 
 def _kind(formatter: Formatter | None) -> Callable[..., Column]:
-    """Return a function that makes columns of a label and a value: an attribute of the
-    rows, or a function of a row."""
+    """Return a function that makes columns of a label and a value.
+
+    The value is an attribute of the rows, or a function of a row.
+    """
 
     def column(label: str, value: str | Callable[[Any], Any], **options: Any) -> Column:
         return Column(

@@ -1,5 +1,7 @@
-"""Prints tables and lines of results as plain text of a given width, and as Markdown
-for comments of pull requests."""
+"""Prints tables and lines of results as plain text of a given width.
+
+Also as Markdown for comments of pull requests.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -12,8 +14,10 @@ _GAP = "  "
 
 
 def table_lines(table: Table, width: int) -> Iterator[str]:
-    """Yield the heading and the rows of a table, and a line on columns without space:
-    the last ones. Numbers and names stay whole, other texts are wrapped."""
+    """Yield the heading and rows of a table, and a line on columns without space.
+
+    These are the last ones. Numbers and names stay whole, other texts are wrapped.
+    """
     columns = table.columns
     if not columns:
         return
@@ -51,7 +55,7 @@ def table_lines(table: Table, width: int) -> Iterator[str]:
 def _lines(
     columns: Sequence[PrintedColumn], cells: Sequence[list[str]], widths: Sequence[int]
 ) -> Iterator[str]:
-    """Yield the lines of a row of cells, each of which has one or more."""
+    """Yield the lines of a row of cells, which have one or more lines each."""
     for parts in zip_longest(*cells, fillvalue=""):
         padded = (
             part.rjust(size) if column.is_number else part.ljust(size)
@@ -86,8 +90,10 @@ def _widths(columns: Sequence[PrintedColumn], width: int) -> list[int] | None:
 
 
 def _heading_width(heading: str, lines: int) -> int:
-    """Return the width in which a heading has so many lines, or as many as it has
-    words."""
+    """Return the width in which a heading has `lines` lines.
+
+    If it has fewer words, it has as many lines as words.
+    """
     longest_word = max(map(len, heading.split()), default=0)
     return next(
         (
@@ -111,8 +117,10 @@ _HTML = {"<": "&lt;", ">": "&gt;", "@": "&#64;"}
 
 
 def markdown_lines(view: View) -> Iterator[str]:
-    """Yield a result as Markdown: its first line in bold, a table below it open, and
-    all others folded."""
+    """Yield a result as Markdown.
+
+    Its first line is bold, a table below it open, and all others are folded.
+    """
     for number, part in enumerate(view):
         if isinstance(part, str):
             mark = "" if number else "**"
@@ -132,8 +140,10 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return a text without Markdown or HTML of its own: names and commands are those
-    of the job."""
+    """Return a text without Markdown or HTML of its own.
+
+    Names and commands come from the job.
+    """
     line = " ".join(text.split())
     return re.sub(
         r"[\\`*_{}\[\]<>|#@]", lambda mark: _HTML.get(mark[0], f"\\{mark[0]}"), line

@@ -52,8 +52,10 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def recurring_table(windows: Windows, ranks: Sequence[int] | None = None) -> Table:
-    """Return the table of the windows that every iteration has, of all ranks (None) or
-    some, the longest first."""
+    """Return the table of the windows that every iteration has, the longest first.
+
+    They are of some ranks, or of all if None.
+    """
     rows = [
         window for window in windows.guaranteed if ranks is None or window.rank in ranks
     ]
@@ -94,8 +96,10 @@ def reason_for_none(windows: Windows) -> str:
 
 
 def windows_view(trace: Trace, windows: Windows, verbose: bool = True) -> View:
-    """Return the windows that recur in every iteration; `verbose`, or where none does:
-    also the longest of all."""
+    """Return the windows that recur in every iteration.
+
+    With `verbose`, or where none does, return also the longest of all.
+    """
     min_text, capacity = (
         bytes_text(windows.min_bytes),
         bytes_text(windows.capacity_bytes),
@@ -178,7 +182,7 @@ def windows_note(trace: Trace, windows: Windows) -> str:
 
 
 def no_recurring(windows: Windows) -> str:
-    """Return the line on windows of which none recurs."""
+    """Return the line on windows if none recurs."""
     return (
         f"no part of the iteration has {bytes_text(windows.min_bytes)} free in every "
         "iteration"

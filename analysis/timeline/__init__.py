@@ -1,2 +1,4 @@
-"""Contents and geometry of a timeline, which plots and the report draw: axis, panels,
-lines, boxes, limits, colours."""
+"""Contents and geometry of a timeline.
+
+Plots and the report draw them: axis, panels, lines, boxes, limits, colours.
+"""

@@ -1,5 +1,8 @@
-"""Lanes of a GPU's activity: in each step, the share of the time that it computes,
-communicates, copies and is idle."""
+"""Lanes of a GPU's activity.
+
+In each step they have the share of the time that it computes, communicates, copies and
+is idle.
+"""
 
 import numpy as np
 
@@ -30,10 +33,13 @@ PAUSE = "not recorded"
 def activity_lanes(
     trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution
 ) -> dict[str, TimelineStack]:
-    """Return the lanes of a rank's first device by name, from the bottom: idle (by its
-    cause, and the pauses of a recording), copy, communication, compute; none where
-    kernels were not recorded. Values are shares of the time: 0 or 1, or that of a slot
-    of the axis where there are more changes than the resolution allows."""
+    """Return the lanes of a rank's first device by name, from the bottom.
+
+    They are idle (by its cause, and the pauses of a recording), copy, communication,
+    compute; none where kernels were not recorded. Values are shares of the time: 0 or
+    1, or the share of a slot of the axis where there are more changes than the
+    resolution allows.
+    """
     busy = busy_time(trace, rank)
     if busy is None:
         return {}
@@ -75,8 +81,10 @@ def activity_lanes(
 def _edges(
     times: list[Union], axis: TimeAxis, resolution: Resolution
 ) -> tuple[Ints, float | None]:
-    """Return the edges of steps within the axis, and the length of a slot if they are
-    slots."""
+    """Return the edges of steps within the axis, and the length of their slots.
+
+    There is a length only if they are slots.
+    """
     changes = np.unique(np.concatenate([side for union in times for side in union]))
     changes = changes[(changes > axis.start_ns) & (changes < axis.end_ns)]
     slots = resolution.slots_within(axis.end_ns - axis.start_ns, axis.length_ns)

@@ -1,5 +1,7 @@
-"""Boxes of a timeline: phases, sub-steps and windows of free memory, each a table with
-a row per box."""
+"""Boxes of a timeline: phases, sub-steps and windows of free memory.
+
+Each kind is a table with a row per box.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
@@ -23,9 +25,12 @@ _RESOURCES = ("host", "cpu", "gpu", "h2d", "d2h")
 
 
 def phase_boxes(trace: Trace, rank: int, on_gpu: bool = False) -> pd.DataFrame:
-    """Return phase, iteration (missing for an unfinished one), micro_step, start_ns,
-    end_ns of each phase: times of the host, or `on_gpu` those of the GPU, without
-    phases that have none."""
+    """Return a box for each phase.
+
+    Columns: phase, iteration (missing for an unfinished one), micro_step, start_ns,
+    end_ns. Times are the host's, or with `on_gpu` the GPU's, without phases that have
+    none.
+    """
     times = ["gpu_start_ns", "gpu_end_ns"] if on_gpu else ["start_ns", "end_ns"]
     rows = trace.phases(rank)
     rows = rows[rows[times].notna().all(axis=1)]
@@ -43,9 +48,11 @@ def has_gpu_times(trace: Trace, rank: int) -> bool:
 
 
 def substep_lanes(trace: Trace, rank: int) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield (name, rows of `named_ops`) of each lane of sub-steps: one for those of
-    DeepSpeed, one for another process, for reads and for writes; of a schedule one per
-    resource."""
+    """Yield (name, rows of `named_ops`) of each lane of sub-steps.
+
+    There is one lane for DeepSpeed's sub-steps, one for another process, for reads and
+    for writes; of a schedule one per resource.
+    """
     rows = named_ops(trace, rank)
     if run_in_sequence(rows):
         beside = rows["resource"].eq("worker") | rows["resource"].str.startswith(
@@ -69,8 +76,10 @@ def substep_lanes(trace: Trace, rank: int) -> Iterator[tuple[str, pd.DataFrame]]
 
 
 def window_boxes(trace: Trace, rank: int, windows: Sequence[Window]) -> pd.DataFrame:
-    """Return start_ns, end_ns (times of the trace) and the fields of `Window` of some
-    windows of a rank."""
+    """Return times and the fields of `Window` of some windows of a rank.
+
+    The times are start_ns and end_ns, on the clock of the trace.
+    """
     origins = (
         intervals(trace, rank, device_times=False)
         .spans.set_index("iteration")["start_ns"]
@@ -103,8 +112,10 @@ def window_boxes(trace: Trace, rank: int, windows: Sequence[Window]) -> pd.DataF
 
 
 def recurring_boxes(trace: Trace, rank: int, min_bytes: int) -> pd.DataFrame:
-    """Return start_ns, end_ns, phase, free_bytes of windows that every iteration has,
-    in each iteration."""
+    """Return the windows that every iteration has, in each iteration.
+
+    Columns: start_ns, end_ns, phase, free_bytes.
+    """
     times, used = memory_timeline(trace, rank, free_pool(trace) or "")
     timeline = FreeTimeline(times, (capacity_bytes(trace, rank) or 0) - used)
     columns = {

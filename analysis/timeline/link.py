@@ -1,5 +1,7 @@
-"""The link panel of a timeline: rates of copies, or of sampled counters, as step
-functions."""
+"""The link panel of a timeline.
+
+It has rates of copies, or of sampled counters, as step functions.
+"""
 
 import numpy as np
 
@@ -29,8 +31,10 @@ from ebbtide.units import rate_text
 def link_panel(
     trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution
 ) -> TimelinePanel | None:
-    """Return the panel of a rank's link; None where neither copies nor counters were
-    recorded."""
+    """Return the panel of a rank's link.
+
+    Return None where neither copies nor counters were recorded.
+    """
     builder = _LineBuilder(trace, rank, axis, resolution)
     lines = [line for direction in DIRECTIONS for line in builder.lines(direction)]
     peak = link_peak(trace, rank)
@@ -98,7 +102,8 @@ class _LineBuilder:
                 self._axis.start_ns, self._axis.end_ns
             )
         )
-        # The rate of a copy that takes no time is unknown, but that of a slot is known.
+        # The rate of a copy that takes no time is unknown, but the rate of a slot is
+        # known.
         is_reduced = len(edges) > self._max_steps or bool(
             (starts[shown] == ends[shown]).any()
         )
@@ -121,8 +126,10 @@ class _LineBuilder:
         )
 
     def _lines_of_counters(self, direction: str) -> list[TimelineLine]:
-        """Build the line of samples, each of which covers the time that link_throughput
-        gives it; gaps between."""
+        """Build the line of samples, with gaps between them.
+
+        Each covers the time that link_throughput gives it.
+        """
         moved = traffic(self._trace, self._rank, direction)
         if moved is None or moved.covered is None:
             return []
@@ -156,8 +163,10 @@ class _LineBuilder:
     def _sample_steps(
         self, times: Ints, covered_ns: Ints, rates: Floats
     ) -> tuple[Ints, Floats]:
-        """Return (edges ns, rates) of samples that cover `covered_ns` before their
-        times, with NaN between them."""
+        """Return (edges ns, rates) of samples, with NaN between them.
+
+        They cover `covered_ns` before their times.
+        """
         start, end = self._axis.start_ns, self._axis.end_ns
         edges = np.stack([times - covered_ns, times], axis=1).ravel().clip(start, end)
         values = np.stack([rates, np.full(len(rates), np.nan)], axis=1).ravel()[:-1]
@@ -168,8 +177,10 @@ class _LineBuilder:
 
 
 def _mean_rates(moved: Traffic, edges: Ints) -> Floats:
-    """Return mean bytes/s between edges over the time with a known rate; NaN where
-    there is none."""
+    """Return mean bytes/s between edges over the time with a known rate.
+
+    It is NaN where there is none.
+    """
     sizes = np.diff(moved.total(edges))
     lengths = (
         np.diff(edges).astype(np.float64)

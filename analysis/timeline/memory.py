@@ -30,9 +30,11 @@ _UNKNOWN_SIZE = -(2**62)
 def device_memory_panel(
     trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution
 ) -> TimelinePanel:
-    """Return the panel of a rank's device, with memory by category behind the lines,
-    and with pools of the host where the device is the CPU; empty where no memory was
-    recorded in the interval."""
+    """Return the panel of a rank's device; empty where no memory was recorded.
+
+    Memory by category is behind the lines, and pools of the host are included where the
+    device is the CPU. It is empty if nothing was recorded in the interval.
+    """
     capacity = devices.capacity_bytes(trace, rank)
     stack = _category_stack(trace, rank, axis, resolution)
     excluded = _host_pools(trace, rank)
@@ -62,8 +64,10 @@ def device_memory_panel(
 def free_memory_panel(
     trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution
 ) -> TimelinePanel:
-    """Return the panel of a rank's device with only the line that free memory is
-    computed from."""
+    """Return the panel of a rank's device with one line.
+
+    It is the line that free memory is computed from.
+    """
     panel = device_memory_panel(trace, rank, axis, resolution)
     lines = tuple(line for line in panel.lines if line.name == panel.free_pool)
     return TimelinePanel(
@@ -74,9 +78,11 @@ def free_memory_panel(
 def host_memory_panel(
     trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution
 ) -> TimelinePanel | None:
-    """Return the panel of host memory, which has a scale of its own: on it the lines of
-    the device would be flat. None where no pool of the host was recorded, or the device
-    is the CPU."""
+    """Return the panel of host memory, which has a scale of its own.
+
+    On this scale the lines of the device would be flat. None where no pool of the host
+    was recorded, or the device is the CPU.
+    """
     host_pools = _host_pools(trace, rank)
     pools = [pool for pool in _pools(trace, rank) if pool in host_pools]
     lines = _lines(trace, rank, pools, axis, resolution)
@@ -179,8 +185,10 @@ def pool_line(
 
 
 def _with_nan(sizes: Floats | Ints, recorded: npt.NDArray[np.bool_]) -> Floats | Ints:
-    """Return sizes as integers; where some of them are not known, as floats with NaN
-    there."""
+    """Return sizes as integers.
+
+    Where some of them are not known, return floats with NaN there.
+    """
     return (
         sizes.astype(np.int64) if recorded.all() else np.where(recorded, sizes, np.nan)
     )

@@ -1,5 +1,7 @@
-"""Panels of a timeline: lines and stacks of areas of one quantity, and the scale of
-their values."""
+"""Panels of a timeline.
+
+They have lines and stacks of areas of one quantity, and the scale of their values.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +53,12 @@ class TimelineStack:
 def stack_categories(
     functions: Mapping[str, StepFunction], axis: TimeAxis, resolution: Resolution
 ) -> TimelineStack | None:
-    """Return the stack of the categories that have a value above 0 within the axis;
-    None without one. One with too many steps is reduced to one per slot: the categories
-    at the moment of their largest sum, so that no peak is lost and they still add up to
-    it. Categories for which there is no style are one layer, REST."""
+    """Return the stack of the categories with a value above 0 within the axis.
+
+    Return None without one. One with too many steps is reduced to one per slot: the
+    categories at the moment of their largest sum, so that no peak is lost and they
+    still add up to it. Categories for which there is no style are one layer, REST.
+    """
     times, total = _sum(functions)
     first = max(int(np.searchsorted(times, axis.start_ns, side="right")) - 1, 0)
     times, total = times[first:], total[first:]
@@ -163,8 +167,10 @@ class TimelineLine:
 
 @dataclass(frozen=True)
 class TimelinePanel:
-    """Lines of one quantity over time, or what else a picture shows over time under a
-    name."""
+    """Lines of one quantity over time, or what else a picture shows over time.
+
+    It is shown under a name.
+    """
 
     name: str  # `memory`, `host memory` or `link`; panels of one name share a scale.
     # In drawing order; the lines of a link are of both directions.
@@ -177,7 +183,7 @@ class TimelinePanel:
     free_pool: str | None = None
     # Areas behind the lines; None in panels without.
     stack: TimelineStack | None = None
-    on_gpu: bool = False  # Whether its times are those of the GPU.
+    on_gpu: bool = False  # Whether its times are the GPU's.
 
     @property
     def is_empty(self) -> bool:
@@ -194,14 +200,18 @@ class TimelinePanel:
 
     @property
     def is_link(self) -> bool:
-        """Whether values are rates: h2d is drawn upwards, d2h downwards, so that
-        neither hides the other."""
+        """Whether values are rates.
+
+        Then h2d is drawn upwards, d2h downwards, so that neither hides the other.
+        """
         return self.name == "link"
 
     @property
     def largest(self) -> float:
-        """Largest value that sets the scale; impossible rates above the link's peak do
-        not."""
+        """Largest value that sets the scale.
+
+        Impossible rates above the link's peak do not.
+        """
         tops = [] if self.stack is None else [self.stack.borders[-1]]
         values = np.concatenate([[0.0], *(line.values for line in self.lines), *tops])
         values = values[~np.isnan(values)]
@@ -210,8 +220,7 @@ class TimelinePanel:
 
     @property
     def above_peak_ns(self) -> dict[str, Ints]:
-        """Times of rates above the link's peak, by the names of the lines that have
-        some."""
+        """Times of rates above the link's peak, by the names of the lines with some."""
         times: dict[str, list[Ints]] = {}
         for line in self.lines:
             times.setdefault(line.name, []).append(line.above_peak_ns)
@@ -262,8 +271,10 @@ def value_scale(
     required: Sequence[float] = (),
     rates: bool = False,
 ) -> Scale:
-    """Choose the scale of one panel, or of several that share it; values are bytes, or
-    `rates`, bytes/s."""
+    """Choose the scale of one panel, or of several that share it.
+
+    Values are bytes, or `rates`, bytes/s.
+    """
     top = largest * _LINE_HEADROOM
     limit = _MAX_LEVEL_RATIO * top if top else float("inf")
     shown = [*(level for level in levels if level < limit), *required]

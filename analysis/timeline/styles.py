@@ -39,8 +39,10 @@ class LineStyle(NamedTuple):
 
     @property
     def on_screen(self) -> tuple[float, list[int]]:
-        """Width, and lengths of dashes and gaps, in pixels; no lengths for a solid
-        line."""
+        """Width, and lengths of dashes and gaps, in pixels.
+
+        There are no lengths for a solid line.
+        """
         width = max(self.width, _MIN_PIXELS)
         return width, [max(1, round(length * width)) for length in self.dash]
 
@@ -214,8 +216,10 @@ OTHER_SUBSTEP = "other"
 
 
 def pool_styles(pools: Iterable[str]) -> dict[str, LineStyle]:
-    """Return a style for each pool, in drawing order; pools without a style of their
-    own get one by their rank."""
+    """Return a style for each pool, in drawing order.
+
+    Pools without a style of their own get one by their rank.
+    """
     order = list(POOL_STYLES)
     names = sorted(
         pools,
@@ -235,9 +239,11 @@ def pool_styles(pools: Iterable[str]) -> dict[str, LineStyle]:
 
 
 def category_styles(categories: Iterable[str]) -> dict[str, AreaStyle]:
-    """Return a style for each category, from the bottom of a stack; no two are the
-    same. The most important categories come first; those for which no style is left are
-    not in the result."""
+    """Return a style for each category, from the bottom of a stack.
+
+    No two are the same. The most important categories come first; categories without a
+    style left are not in the result.
+    """
     names = list(dict.fromkeys(categories))
     styles = {name: CATEGORY_STYLES[name] for name in names if name in CATEGORY_STYLES}
     free = [
@@ -250,6 +256,8 @@ def category_styles(categories: Iterable[str]) -> dict[str, AreaStyle]:
 
 
 def link_style(direction: str, dash: Dash) -> LineStyle:
-    """Return the style of a link line; its dash names the kind of host memory
-    (HOST_MEMORY_DASHES)."""
+    """Return the style of a link line.
+
+    The dash names the kind of host memory (HOST_MEMORY_DASHES).
+    """
     return LineStyle(direction, 0.8, dash, f"{direction}-fill")

@@ -15,8 +15,8 @@ MIN_VALUES = 20
 # test does not expect.
 _MAX_BLOCKS = 60
 _MAX_P_VALUE = 1e-3
-# The medians of the two parts must differ by so many of their common standard errors:
-# those of `beyond_spread`.
+# The medians of the two parts must differ by this many of their common standard errors,
+# as in `beyond_spread`.
 _STANDARD_ERRORS = 4.0
 # The values at the very beginning, which a gradual change is said to leave.
 _FIRST_VALUES = 5
@@ -40,14 +40,16 @@ class LevelChange(NamedTuple):
 def find_change(
     values: Floats, sign: int, min_share: float, scale: float | None = None
 ) -> LevelChange | None:
-    """Return the change of a series in one direction (`sign`: 1 a rise, -1 a fall);
-    None without one, or with fewer than MIN_VALUES values. The rank test of Pettitt ("A
-    non-parametric approach to the change-point problem", Applied Statistics 28, 1979)
-    finds it, and how likely noise alone has one as large: p = exp(-6 K^2 / (n^3 +
-    n^2)), which must be below 0.001. Besides, the last third must differ from the part
-    before the change by four standard errors of their medians (McGill, Tukey and
-    Larsen, 1978), and by `min_share` of `scale` (None: of the median before the
-    change)."""
+    """Return the change of a series in one direction (`sign`: 1 a rise, -1 a fall).
+
+    Return None without one, or with fewer than MIN_VALUES values. The rank test of
+    Pettitt ("A non-parametric approach to the change-point problem", Applied Statistics
+    28, 1979) finds it, and how likely noise alone has one as large: p = exp(-6 K^2 /
+    (n^3 + n^2)), which must be below 0.001. Besides, the last third must differ from
+    the part before the change by four standard errors of their medians (McGill, Tukey
+    and Larsen, 1978), and by `min_share` of `scale` (None: of the median before the
+    change).
+    """
     if len(values) < MIN_VALUES:
         return None
     block = -(-len(values) // _MAX_BLOCKS)
@@ -78,7 +80,7 @@ def find_change(
     change = after - before
     if change < min_share * (abs(before) if scale is None else scale):
         return None
-    # Around a line the spread is that of its remainders.
+    # Around a line the spread is the spread of its remainders.
     trend = slope * np.arange(count) if is_gradual else np.zeros(count)
     noise = series - (
         trend
@@ -116,8 +118,10 @@ def find_change(
 
 
 def _prefers_line(series: Floats, first: int) -> tuple[bool, float]:
-    """Return whether a line (Theil and Sen: the median slope) is nearer the values than
-    a step, and its slope."""
+    """Return whether a line is nearer the values than a step, and its slope.
+
+    It is the line of Theil and Sen: the median slope.
+    """
     positions = np.arange(len(series))
     left, right = np.triu_indices(len(series), 1)
     slope = float(np.median((series[right] - series[left]) / (right - left)))
@@ -129,8 +133,11 @@ def _prefers_line(series: Floats, first: int) -> tuple[bool, float]:
 
 
 def _correlation(noise: Floats) -> float:
-    """Return how much each value resembles the one before: the correlation of their
-    ranks, up to 0.95; 0 where it is smaller than independent values often have."""
+    """Return how much each value resembles the one before.
+
+    It is the correlation of their ranks, up to 0.95; 0 where it is smaller than
+    independent values often have.
+    """
     ranks = pd.Series(noise).rank().to_numpy()
     ranks = ranks - ranks.mean()
     squares = float(np.sum(ranks**2))

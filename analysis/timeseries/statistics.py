@@ -1,5 +1,7 @@
-"""The median and spread that all figures use, and values that stand out beyond noise
-and the usual scatter."""
+"""The median and spread that all figures use.
+
+Also values that stand out beyond noise and the usual scatter.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,7 @@ DEVIATIONS_PER_MAD = 1.482602218505602
 
 
 def median_or_none(values: Floats | pd.Series[float]) -> float | None:
-    """Return the median of the values that are not missing; None where all are
-    missing."""
+    """Return the median of the values that are not missing, None if all are missing."""
     recorded = (
         values
         if isinstance(values, np.ndarray)
@@ -39,17 +40,22 @@ def sum_or_none(values: Iterable[Number | None]) -> Number | None:
 
 
 def scaled_mad(values: Floats) -> float:
-    """Return the scaled median absolute deviation, for normal noise the standard
-    deviation: `median_abs_deviation(values, scale="normal")` of scipy.stats, whose
-    import takes as long as the commands that need it."""
+    """Return the scaled median absolute deviation.
+
+    For normal noise it is the standard deviation: `median_abs_deviation(values,
+    scale="normal")` of scipy.stats, whose import takes as long as the commands that
+    need it.
+    """
     return DEVIATIONS_PER_MAD * float(np.median(np.abs(values - np.median(values))))
 
 
 def median_error(values: Floats | pd.Series[float]) -> float:
-    """Return the standard error of the median of two values or more: 1.25 IQR / (1.35
-    sqrt(n)), with quartiles at p (n + 1) (McGill, Tukey and Larsen, "Variations of Box
-    Plots", The American Statistician 32, 1978). It holds for normal values and nearly
-    so for others, and a single outlier hardly changes it."""
+    """Return the standard error of the median of two values or more.
+
+    It is 1.25 IQR / (1.35 sqrt(n)), with quartiles at p (n + 1) (McGill, Tukey and
+    Larsen, "Variations of Box Plots", The American Statistician 32, 1978). It holds for
+    normal values and nearly so for others, and a single outlier hardly changes it.
+    """
     return float(median_errors(np.asarray(values, np.float64)[None])[0])
 
 
@@ -60,8 +66,10 @@ DEVIATIONS = 5.0
 
 
 def median_errors(rows: Floats) -> Floats:
-    """Return the standard error of the median of each row without its NaNs; NaN with
-    fewer than two values."""
+    """Return the standard error of the median of each row without its NaNs.
+
+    It is NaN with fewer than two values.
+    """
     counts = (~np.isnan(rows)).sum(axis=1)
     errors = np.full(len(rows), np.nan)
     ordered = np.sort(rows, axis=1)
@@ -78,11 +86,13 @@ def median_errors(rows: Floats) -> Floats:
 def stands_out(
     values: Floats, errors: Floats, min_difference: float
 ) -> npt.NDArray[np.bool_]:
-    """Return which values (NaN: missing) exceed the median by `min_difference`, by 5 of
-    its standard errors, and by 5 scaled median absolute deviations of all values, so
-    that neither noise nor the usual scatter explains it. Of two values the larger one
-    is compared with the smaller one, without the scatter, which two values do not
-    show."""
+    """Return which values (NaN: missing) stand out above the median.
+
+    They exceed it by `min_difference`, by 5 of its standard errors, and by 5 scaled
+    median absolute deviations of all values, so that neither noise nor the usual
+    scatter explains it. Of two values the larger one is compared with the smaller one,
+    without the scatter, which two values do not show.
+    """
     recorded = ~np.isnan(values) & ~np.isnan(errors)
     count = int(recorded.sum())
     if count < 2:

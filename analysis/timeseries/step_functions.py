@@ -1,5 +1,7 @@
-"""Exact step functions over time, in which a sample holds until the next one, and
-operations on unions of intervals."""
+"""Exact step functions over time, and operations on unions of intervals.
+
+In a step function, a sample holds until the next one.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,9 +16,11 @@ Number = TypeVar("Number", np.int64, np.float64)
 
 
 def peak_between(times: Ints, values: Ints, starts: Ints, ends: Ints) -> Floats:
-    """Return the largest value of a step function in each interval [start, end], both
-    ends included; NaN where it has none: it has no value before its first sample.
-    `times` are sorted."""
+    """Return the largest value of a step function in each interval [start, end].
+
+    Both ends are included. It is NaN where the function has no value: it has none
+    before its first sample. `times` are sorted.
+    """
     peaks = np.full(len(starts), np.nan)
     if not len(times):
         return peaks
@@ -31,9 +35,11 @@ def peak_between(times: Ints, values: Ints, starts: Ints, ends: Ints) -> Floats:
 
 
 def cumulative(starts: Ints, ends: Ints, amounts: Floats) -> Callable[[Ints], Floats]:
-    """Return a function from times (ns) to the total of amounts that has passed by each
-    time; its differences are exact. Each amount passes evenly between its start and
-    end; amounts may overlap."""
+    """Return a function from times (ns) to the total passed by each time.
+
+    It is the total of amounts; its differences are exact. Each amount passes evenly
+    between its start and end; amounts may overlap.
+    """
     if not len(starts):
         return lambda times: np.zeros(len(times))
     # An amount that takes no time passes in the nanosecond before its end.
@@ -53,8 +59,10 @@ def cumulative(starts: Ints, ends: Ints, amounts: Floats) -> Callable[[Ints], Fl
 def merge_times(
     first: npt.NDArray[Number], second: npt.NDArray[Number]
 ) -> npt.NDArray[Number]:
-    """Return the sorted different values of two sorted arrays, as `np.union1d` does up
-    to 90 times as slowly."""
+    """Return the sorted different values of two sorted arrays.
+
+    `np.union1d` does so up to 90 times as slowly.
+    """
     merged = np.concatenate([first, second])
     merged.sort(kind="stable")
     return merged[np.append(True, merged[1:] != merged[:-1])] if len(merged) else merged
@@ -95,8 +103,11 @@ def merged(*intervals: Union) -> Union:
 
 
 def overlapping(starts: Ints, ends: Ints, other: Union) -> tuple[Ints, Ints]:
-    """Return (position of the interval, position in the union) of each pair of an
-    interval and one of a union that share time, in the order of the intervals."""
+    """Return the pairs of an interval and one of a union that share time.
+
+    A pair is (position of the interval, position in the union); pairs are in the order
+    of the intervals.
+    """
     first = np.searchsorted(other[1], starts, side="right")
     counts = np.maximum(np.searchsorted(other[0], ends, side="left") - first, 0)
     own = np.repeat(np.arange(len(starts)), counts)
@@ -174,9 +185,11 @@ class FreeTimeline:
     free: Ints  # Free bytes from each time until the next one.
 
     def between(self, start: int, end: int) -> tuple[Ints, Ints]:
-        """Return (times at which each value begins, values) of the timeline in [start,
-        end). The first time is `start`, or the first sample where that is later. Of
-        several samples at one time the last one counts."""
+        """Return (times, values) of the timeline in [start, end).
+
+        Each value begins at its time. The first time is `start`, or the first sample
+        where that is later. Of several samples at one time the last one counts.
+        """
         first = max(int(np.searchsorted(self.times, start, side="right")) - 1, 0)
         after = int(np.searchsorted(self.times, end, side="left"))
         times = np.maximum(self.times[first:after], start)
@@ -187,9 +200,11 @@ class FreeTimeline:
 def intervals_at_least(
     times: Ints | Floats, values: Ints, end: float, threshold: int
 ) -> Iterator[tuple[float, float, int]]:
-    """Yield (start, end, smallest value) of each maximal interval in which a step
-    function reaches the threshold. Each value begins at one of the increasing `times`;
-    the last one holds until `end`."""
+    """Yield each maximal interval in which a step function reaches the threshold.
+
+    It is (start, end, smallest value). Each value begins at one of the increasing
+    `times`; the last one holds until `end`.
+    """
     edges = np.diff(np.concatenate([[0], (values >= threshold).astype(np.int8), [0]]))
     bounds = np.append(times, end)
     for first, after in zip(

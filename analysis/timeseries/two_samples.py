@@ -32,14 +32,16 @@ class DifferenceInterval:
 def difference_interval(
     a: pd.Series[float], b: pd.Series[float], confidence: float = 0.99
 ) -> DifferenceInterval | None:
-    """Return the interval of the difference b - a of two samples in order of time; None
-    with fewer than three values in one. Iterations resemble the ones before them, so
-    medians of six blocks of each, or fewer values, are compared. It is the exact
-    interval of the Wilcoxon-Mann-Whitney test: the sorted differences of all pairs
-    without as many at both ends as chance explains (Hollander and Wolfe, "Nonparametric
-    Statistical Methods", section 4.3), for samples of the same shape. Of three values
-    against three it is from the smallest to the largest difference, which holds in 90 %
-    of cases."""
+    """Return the interval of the difference b - a of two samples in order of time.
+
+    Return None with fewer than three values in one. Iterations resemble the ones before
+    them, so medians of six blocks of each, or fewer values, are compared. It is the
+    exact interval of the Wilcoxon-Mann-Whitney test: the sorted differences of all
+    pairs without as many at both ends as chance explains (Hollander and Wolfe,
+    "Nonparametric Statistical Methods", section 4.3), for samples of the same shape. Of
+    three values against three it is from the smallest to the largest difference, which
+    holds in 90 % of cases.
+    """
     if min(len(a), len(b)) < _MIN_VALUES:
         return None
     first, second = (
@@ -64,8 +66,10 @@ def _block_medians(values: Floats) -> Floats:
 
 @lru_cache(maxsize=64)
 def _left_out(first: int, second: int, confidence: float) -> tuple[int, float]:
-    """Return how many differences are left out at each end, and the confidence of the
-    interval."""
+    """Return how many differences are left out at each end, and the confidence.
+
+    It is the confidence of the interval.
+    """
     # The number of arrangements of both samples with each rank statistic, by the
     # recurrence of Mann and Whitney.
     counts = np.zeros((second + 1, first * second + 1))
@@ -87,10 +91,13 @@ def _left_out(first: int, second: int, confidence: float) -> tuple[int, float]:
 
 
 def beyond_spread(a: pd.Series[float], b: pd.Series[float]) -> bool | None:
-    """Return whether the medians of two samples differ by more than three standard
-    errors (`median_error`) of their difference; None with fewer than three values in
-    one. Of samples of 3 to 200 values from one distribution less than 1 % differ so; of
-    iterations that resemble the ones before them (correlation 0.5), 5 %."""
+    """Return whether the medians of two samples differ beyond their spread.
+
+    They differ by more than three standard errors (`median_error`) of their difference;
+    None with fewer than three values in one. Of samples of 3 to 200 values from one
+    distribution less than 1 % differ so; of iterations that resemble the ones before
+    them (correlation 0.5), 5 %.
+    """
     if min(len(a), len(b)) < _MIN_VALUES:
         return None
     return bool(

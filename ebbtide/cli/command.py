@@ -1,5 +1,7 @@
-"""Registers commands: files in the folder `commands`, and commands that features plug
-in."""
+"""Registers commands.
+
+They are files in the folder `commands`, and commands that features plug in.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ class Command(NamedTuple):
     # Whether standard output is a job's, or the terminal of a view.
     shares_stdout: bool
     examples: tuple[str, ...]  # Command lines for its help, without `ebbtide`.
-    # The extra that has all of its packages; None: the base install, or that of the
-    # package.
+    # The extra that has all of its packages; None: the base install, or the extra of
+    # the package.
     extra: str | None
 
 
@@ -48,8 +50,10 @@ def command(
     examples: tuple[str, ...] = (),
     extra: str | None = None,
 ) -> Callable[[Function], Function]:
-    """Decorate the function of a command, in a file of the same name in `commands`: see
-    `Command`."""
+    """Decorate the function of a command: see `Command`.
+
+    The function is in a file of the same name in `commands`.
+    """
     assert heading in HEADINGS, heading
 
     def register(function: Function) -> Function:
@@ -87,8 +91,10 @@ def extra_of(name: str | None) -> str | None:
 
 
 def find_commands(name: str | None) -> list[Command]:
-    """Return the command of a name, or all commands in the order of the help where
-    there is none of that name."""
+    """Return the command of a name, or all commands.
+
+    All are in the order of the help, and returned where there is none of that name.
+    """
     if name in _COMMANDS:
         return [_COMMANDS[name]]
     files = sorted((Path(__file__).parent / "commands").glob("[a-z]*.py"))

@@ -1,5 +1,7 @@
-"""The help of the command line: of all commands, and of one, whose rarer options
-`--help-all` shows."""
+"""The help of the command line.
+
+It is of all commands, and of one, whose rarer options `--help-all` shows.
+"""
 
 import re
 from collections.abc import Callable
@@ -14,8 +16,10 @@ from ebbtide.cli.printing import echo
 
 
 class AllCommands(typer.core.TyperGroup):
-    """The help of all commands: those to begin with a line each, the others by
-    heading."""
+    """The help of all commands: first those to begin with, the others by heading.
+
+    Each of the former has a line.
+    """
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         first, *others = HEADINGS
@@ -49,8 +53,10 @@ def first_sentence(entry: Command) -> str:
 
 
 class OneCommand(typer.core.TyperCommand):
-    """A command whose help has options with a heading of their own only where all
-    options are asked for."""
+    """A command whose help leaves out options with a heading of their own.
+
+    It has them only where all options are asked for.
+    """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -81,8 +87,7 @@ class OneCommand(typer.core.TyperCommand):
 
 
 def is_listed(parameter: Any) -> bool:
-    """Return whether a help has the parameter of a command, at least with all
-    options."""
+    """Return whether a help has a command's parameter, at least with all options."""
     return _is_rare(parameter) or not parameter.hidden
 
 
@@ -97,8 +102,10 @@ def _heading(parameter: Any) -> str:
 
 
 def _help_all(rare: int, print_all: Callable[..., None]) -> Any:
-    """Return the option that shows all options, as typer makes it of a function's
-    parameter."""
+    """Return the option that shows all options.
+
+    It is as typer makes it of a function's parameter.
+    """
     option = typer.Option(
         "--help-all",
         help=f"Show {rare} more options, too.",

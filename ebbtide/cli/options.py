@@ -95,8 +95,10 @@ def metrics_server(text: str) -> Any:
 def refuse_options(
     context: typer.Context, allowed: Collection[str], reason: str
 ) -> None:
-    """Raise BadParameter if an option was given whose name is not among the allowed
-    ones: `--option REASON`."""
+    """Raise BadParameter if an option was given that is not allowed.
+
+    Its name is not among the allowed ones: `--option REASON`.
+    """
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if (
@@ -108,14 +110,18 @@ def refuse_options(
 
 
 def valued(metavar: str, text: str, default: str | bool = True, **settings: Any) -> Any:
-    """Return an option with a value: its name in the help, the help, and the default
-    where it is said in words."""
+    """Return an option with a value.
+
+    It has its name in the help, the help, and the default where it is said in words.
+    """
     return typer.Option(metavar=metavar, help=text, show_default=default, **settings)
 
 
 def output_option(metavar: str, default: str | bool = True) -> Any:
-    """Return the option for the file or folder that a command is to write, with
-    `metavar` for its kind."""
+    """Return the option for the file or folder that a command is to write.
+
+    `metavar` is for its kind.
+    """
     return typer.Option(
         "-o",
         "--output",

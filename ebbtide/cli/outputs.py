@@ -1,5 +1,7 @@
-"""Output files that commands write in addition to what they print: a picture, a folder
-of traces."""
+"""Output files that commands write in addition to what they print.
+
+They are a picture, and a folder of traces.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,10 @@ def check_outputs(pictures: Sequence[Path | None], other: Path | None = None) ->
 def new_outputs(
     plot: Path | None, save: Path | None, force: bool
 ) -> Iterator[tuple[Path | None, Path | None]]:
-    """Yield temporary paths for the picture and the folder of traces, which appear
-    complete or not at all."""
+    """Yield temporary paths for the picture and the folder of traces.
+
+    These appear complete or not at all.
+    """
     from ebbtide.output_files import new_output
 
     with ExitStack() as outputs:
@@ -65,8 +69,10 @@ def new_outputs(
 
 
 def save_picture(figure: Figure, file: Path, path: Path | None) -> None:
-    """Write a picture into the temporary file of a path, whose ending selects the
-    format."""
+    """Write a picture into the temporary file of a path.
+
+    The ending of the path selects the format.
+    """
     from ebbtide.analysis.plot import save
 
     assert path is not None

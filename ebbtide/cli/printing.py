@@ -1,5 +1,7 @@
-"""The standard output of commands: what `echo`, `print_view` and the like print, and
-nothing of any library."""
+"""The standard output of commands.
+
+It has what `echo`, `print_view` and the like print, and nothing of any library.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ ProgressUpdate = Callable[[str, float, float], None]
 
 
 def echo(text: str = "", **style: Any) -> None:
-    """Print a text and a line break, without characters that could control the
-    terminal; `style`: for terminals only."""
+    """Print a text and a line break, without terminal control characters.
+
+    `style` is for terminals only.
+    """
     text = printable(text)
     typer.echo(
         typer.style(text, **style)
@@ -37,8 +41,11 @@ def echo(text: str = "", **style: Any) -> None:
 
 
 def echo_line(line: str, **style: Any) -> None:
-    """Print a line, continued on further ones where it is wider than the terminal;
-    `style`: as of `echo`."""
+    """Print a line.
+
+    It is continued on further ones where it is wider than the terminal; `style`: as of
+    `echo`.
+    """
     line = printable_line(line)
     if prints_to_terminal():
         line = "\n".join(wrapped(line, output_width()))
@@ -96,9 +103,12 @@ def on_stderr() -> Iterator[None]:
 
 @contextmanager
 def own_stdout() -> Iterator[None]:
-    """Keep standard output for `echo`: what libraries in C (some at exit) and child
-    processes print goes to stderr. In a process of its own a command leaves descriptor
-    1 to stderr for good, and prints to a copy of it."""
+    """Keep standard output for `echo`.
+
+    What libraries in C (some at exit) and child processes print goes to stderr. In a
+    process of its own a command leaves descriptor 1 to stderr for good, and prints to a
+    copy of it.
+    """
     global _output
     if sys.stdout is None:
         # The caller has closed it.
@@ -130,8 +140,10 @@ def _kept_stdout() -> TextIO:
 
 
 def _duplicate(descriptor: int) -> int:
-    """Duplicate a descriptor to a number above the standard streams: one of them may be
-    closed."""
+    """Duplicate a descriptor to a number above the standard streams.
+
+    One of these may be closed.
+    """
     try:
         import fcntl
     except ImportError:
@@ -141,8 +153,10 @@ def _duplicate(descriptor: int) -> int:
 
 @contextmanager
 def progress_bar() -> Iterator[ProgressUpdate]:
-    """Show a progress bar on stderr for the block; nothing if stderr is not a
-    terminal."""
+    """Show a progress bar on stderr for the block.
+
+    Show nothing if stderr is not a terminal.
+    """
     from rich.console import Console
     from rich.progress import (
         BarColumn,

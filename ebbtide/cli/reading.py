@@ -1,5 +1,7 @@
-"""Runs the commands that read a trace: opens it, computes a result, and prints it as
-text or as JSON."""
+"""Runs the commands that read a trace.
+
+It opens the trace, computes a result, and prints it as text or as JSON.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,11 @@ def show_result(
     follow_up: str,
     of_rank: int | None = None,
 ) -> None:
-    """Print a result of a trace; below figures the command to go on with, `follow_up`,
-    with {} for the trace. `of_rank`: the one rank that it is of, where the user asked
-    for none."""
+    """Print a result of a trace, and below figures the next command to run.
+
+    The command is `follow_up`, with {} for the trace. `of_rank`: the one rank that it
+    is of, where the user asked for none.
+    """
     from ebbtide.analysis.tables.table import Gain, Table
 
     if as_json:
@@ -58,8 +62,10 @@ def show_result(
 
 
 def print_rank(trace: Trace, rank: int | None) -> None:
-    """Print which rank figures are of, if they are of one that the user did not ask
-    for, among others."""
+    """Print which rank figures are of, if the user did not ask for it.
+
+    There are other ranks then.
+    """
     if rank is not None and len(trace.ranks) > 1:
         echo(
             f"rank {rank} of {len(trace.ranks)} ranks (--rank N for another one, "
@@ -83,8 +89,10 @@ def print_prediction(trace: Trace) -> None:
 
 
 def print_json(trace: Trace, printed: dict[str, Any]) -> None:
-    """Print a JSON object about a trace, with `predicted`: true if a dry run made
-    it."""
+    """Print a JSON object about a trace.
+
+    It has `predicted`: true if a dry run made the trace.
+    """
     from ebbtide.analysis.metrics.prediction import is_predicted
 
     echo(
@@ -93,8 +101,10 @@ def print_json(trace: Trace, printed: dict[str, Any]) -> None:
 
 
 def choose_ranks(trace: Trace, rank: int | None, as_json: bool) -> list[int]:
-    """Return the ranks to print: `rank` (TraceError without such a one), else the first
-    one, or all as JSON."""
+    """Return the ranks to print.
+
+    They are `rank` (TraceError without such a one), else the first one, or all as JSON.
+    """
     if rank is not None:
         trace.rank(rank)
         return [rank]
@@ -107,9 +117,11 @@ def read_ranks(
     jobs: int | None,
     scheduler: str | None = None,
 ) -> None:
-    """Compute a result part by part where processes or a cluster are asked for, or the
-    trace is large; `jobs` None: as many processes as cores for a large trace. Raises
-    UserError where no cluster answers, or a worker died."""
+    """Compute a result part by part where processes or a cluster are asked for.
+
+    Do so for a large trace, too; `jobs` None: as many processes as cores for a large
+    trace. Raises UserError where no cluster answers, or a worker died.
+    """
     check_options(jobs, scheduler)
     from ebbtide.host_limits import cores
 

@@ -1,2 +1,1 @@
-"""Machines: the rates of a machine, its file, and the presets that come with
-ebbtide."""
+"""Machines: the rates of a machine, its file, and the presets of ebbtide."""

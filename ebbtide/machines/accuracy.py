@@ -1,5 +1,7 @@
-"""The known accuracy of predictions that use a machine: what its rates come from, and
-how well they explained runs."""
+"""The known accuracy of predictions that use a machine.
+
+It says what the rates come from, and how well they explained runs.
+"""
 
 import json
 import math
@@ -13,9 +15,10 @@ from ebbtide.json_files import section
 from ebbtide.machines.machine import Box, Machine
 from ebbtide.units import counted
 
-# Value of `source.kind` in machine files whose rates are those of data sheets.
+# Value of `source.kind` in machine files whose rates come from data sheets.
 DATA_SHEETS = "data sheets"
-# The rates of a machine, which a fit states in `rates`: its accuracy is that of these.
+# The rates of a machine, which a fit states in `rates`: its accuracy is the accuracy of
+# these.
 RATES = {
     item.name
     for item in fields(Machine)
@@ -68,8 +71,7 @@ class Accuracy:
         return line
 
     def short_text(self) -> str:
-        """Return in two words how far to trust updates that are predicted, for a
-        table."""
+        """Return in two words how far to trust predicted updates, for a table."""
         if self.largest_error is not None:
             return f"fit {100 * self.largest_error:.1f} %"
         factor = self.uncertainty.get("cpu_update_params_per_s")
@@ -102,8 +104,10 @@ _NOT_VALIDATED: dict[Basis, str] = {
 
 
 def accuracy_of(machine: Machine) -> Accuracy:
-    """Return the accuracy that the further keys of a machine file state (`fit`,
-    `measured`, `source`)."""
+    """Return the accuracy that the further keys of a machine file state.
+
+    These keys are `fit`, `measured` and `source`.
+    """
     ranks = machine.box.ranks if machine.box is not None else None
     fit, source = section(machine.extra, "fit"), section(machine.extra, "source")
     errors = [
@@ -143,9 +147,12 @@ def accuracy_of(machine: Machine) -> Accuracy:
 
 
 def uncertainty_of(machine: Machine) -> dict[str, float]:
-    """Return the factors (one standard error, normal in the logarithm, at least 1)
-    within which rates are known, by key: of the fit, of the data sheets, or of a
-    measured rate as its runs agree, no better than 5 %. Others are missing."""
+    """Return the factors within which rates are known, by key.
+
+    A factor is one standard error, normal in the logarithm, at least 1: of the fit, of
+    the data sheets, or of a measured rate as its runs agree, no better than 5 %. Others
+    are missing.
+    """
     factors = {
         key: _measured_factor(entry)
         for key, entry in section(machine.extra, "measured").items()
@@ -183,8 +190,10 @@ def _measured_factor(entry: Any) -> float:
 
 @cache
 def track_record() -> dict[str, Any]:
-    """Return `iterations` by GPU (a part of its name, or `all`): `runs`, the share
-    `held`; and errors of `updates`."""
+    """Return `iterations` by GPU, and errors of `updates`.
+
+    A GPU is a part of its name, or `all`; `iterations` has `runs` and the share `held`.
+    """
     file = Path(__file__).with_name("track_record.json")
     record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return record
@@ -202,8 +211,10 @@ def ranges_text(gpu_name: str = "all") -> str:
 
 
 def updates_text() -> str:
-    """Return in few words how well updates of published runs were predicted by fits to
-    the others."""
+    """Return in few words how well updates of published runs were predicted.
+
+    They were predicted by fits to the other runs.
+    """
     record = track_record()["updates"]
     return (
         f"held-out runs: {100 * record['mean_error']:.1f} % mean, "

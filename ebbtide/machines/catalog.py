@@ -14,15 +14,17 @@ from ebbtide.machines.sheets import GPU_SHEETS
 
 # A machine as callers give it: a name of a preset, a file, or the machine itself.
 MachineArgument = Machine | str | Path
-# Likeness of names of which one may be meant by the other.
+# Likeness of names, one of which may be meant by the other.
 _NEAR = 0.7
 _MAX_NEAR = 4
 _ANY_PRESET = "the name of one that `ebbtide machines` lists"
 
 
 def presets() -> list[str]:
-    """Return the names of the machines that come with ebbtide: fitted ones, and data
-    sheets of GPUs in a host."""
+    """Return the names of the machines that come with ebbtide.
+
+    They are fitted ones, and data sheets of GPUs in a host.
+    """
     files = resources.files("ebbtide.machines").joinpath("presets").iterdir()
     return sorted(
         [
@@ -37,8 +39,10 @@ def presets() -> list[str]:
 
 
 def preset(name: str) -> Machine:
-    """Load a machine that comes with ebbtide, by its name in `presets()` or by letters
-    with which only that begins.
+    """Load a machine that comes with ebbtide.
+
+    It is given by its name in `presets()` or by letters with which only that name
+    begins.
 
     Raises MachineError, which names those that are meant perhaps, where there is no
     such machine."""
@@ -55,8 +59,9 @@ def preset(name: str) -> Machine:
 
 
 def named(names: Iterable[str]) -> list[str]:
-    """Return the presets that begin with one of some names, all where there are no
-    names.
+    """Return the presets that begin with one of some names.
+
+    Return all where there are no names.
 
     Raises MachineError where none begins with a name."""
     chosen: dict[str, None] = {}
@@ -77,7 +82,7 @@ def _beginning_with(name: str) -> list[str]:
 
 
 def _meant(name: str, matches: Sequence[str]) -> str:
-    """Return what to write instead of a name that is not that of one preset."""
+    """Return what to write instead of a name that does not mean one preset."""
     likeness = {
         other: difflib.SequenceMatcher(None, name.lower(), other[: len(name)]).ratio()
         for other in presets()
@@ -102,8 +107,9 @@ def find_machine(
     recorded: dict[str, Any] | None = None,
     recorded_in: str = "the trace",
 ) -> Machine:
-    """Return a machine by file or by the name of a preset, or the one recorded in a
-    trace; a machine itself.
+    """Return a machine by file or by the name of a preset.
+
+    It may be the one recorded in a trace, and is returned if it is a machine itself.
 
     Args:
         machine: A machine, its file, or a name as for `preset`; None for the recorded

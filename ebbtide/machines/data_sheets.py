@@ -1,5 +1,7 @@
-"""Machines from data sheets: a GPU, a host, and the shares of their peaks that jobs
-reach."""
+"""Machines from data sheets.
+
+They have a GPU, a host, and the shares of their peaks that jobs reach.
+"""
 
 import math
 from dataclasses import replace
@@ -85,10 +87,13 @@ def data_sheet_machine(name: str) -> Machine:
 
 
 def with_host(machine: Machine, spec: str) -> Machine:
-    """Return a machine with its GPU, and the GPU's rates, in another host, such as
-    `ddr5-2ch,16-cores,pcie4x16,256GB`, with the rates of data sheets. Parts not stated
-    are those of its own host. Raises MachineError where the host cannot be parsed, the
-    GPU does not have its link, or a part is not stated anywhere."""
+    """Return a machine with its GPU, and the GPU's rates, in another host.
+
+    Its host is such as `ddr5-2ch,16-cores,pcie4x16,256GB`, with the rates of data
+    sheets. Parts not stated are those of its own host. Raises MachineError where the
+    host cannot be parsed, the GPU does not have its link, or a part is not stated
+    anywhere.
+    """
     own_spec = section(machine.extra, "host").get("spec")
     base = parse_host(own_spec) if isinstance(own_spec, str) else Host()
     if base.ranks is None:
@@ -254,11 +259,12 @@ def _in_host(machine: Machine, name: str, sheet: HostSheet, gpu_source: str) -> 
 def _link_rates(
     machine: Machine, link: str, memory_peak: float, host: FigureSource
 ) -> tuple[Share, Share]:
-    """Return the rates of pinned copies to the device and to the host: measured ones of
-    the GPU, or a share of a peak.
+    """Return the rates of pinned copies to the device and to the host.
 
-    `memory_peak` is that of a rank, bytes/s: where GPU and CPU share the memory, a copy
-    reads and writes it."""
+    They are measured ones of the GPU, or a share of a peak.
+
+    `memory_peak` is the peak of a rank, bytes/s: where GPU and CPU share the memory, a
+    copy reads and writes it."""
     name = machine.gpu.name if machine.gpu is not None else None
     measured = next(
         (sheet.c2c for sheet in GPU_SHEETS.values() if sheet.compute.name == name), None
@@ -290,8 +296,10 @@ def _as_json(sources: dict[str, FigureSource]) -> dict[str, dict[str, str]]:
 
 
 def _cpu_update(memory_bytes_per_s: float, cores: float) -> float:
-    """Return the parameters that some cores update per second: what memory or what the
-    cores allow."""
+    """Return the parameters that some cores update per second.
+
+    It is what memory or what the cores allow.
+    """
     by_memory = SHARES["cpu_pass"].value * memory_bytes_per_s / _CPU_UPDATE_BYTES
     return min(by_memory, _of_cores("core_update", cores))
 

@@ -1,5 +1,7 @@
-"""Hosts: CPU, memory and link of the box that holds GPUs, and their description in one
-line."""
+"""Hosts: CPU, memory and link of the box that holds GPUs.
+
+Also their description in one line.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,10 @@ class Host:
     ranks: int | None = None  # Ranks, each with a GPU, that share the box.
 
     def over(self, other: Host) -> Host:
-        """Return this host with what it does not state taken from another one; CPUs
-        only together with their cores."""
+        """Return this host with what it does not state taken from another one.
+
+        CPUs are taken only together with their cores.
+        """
         stated = {key: value for key, value in vars(self).items() if value is not None}
         sockets = other.sockets if self.memory is None and self.cores is None else None
         return replace(other, **{"sockets": sockets, **stated})
@@ -99,8 +103,9 @@ def link_bytes_per_s(link: str) -> float:
 
 
 def slower_link(gpu: str, host: str) -> str:
-    """Return the link that a GPU and a host agree on: the smaller of each, generation
-    and width.
+    """Return the link that a GPU and a host agree on.
+
+    It is the smaller of each, generation and width.
 
     Raises MachineError where only one of them has NVLink-C2C or unified memory."""
     if UNIFIED in (gpu, host):
@@ -127,8 +132,10 @@ def _count_text(number: int, unit: str) -> str:
 
 
 def _size_text(size: int) -> str:
-    """Return the size in the largest unit in which it is a whole number, so that it
-    reads back as it is."""
+    """Return the size in the largest unit in which it is a whole number.
+
+    It then reads back as it is.
+    """
     units = ((2**30, "GiB"), (10**9, "GB"), (2**20, "MiB"), (10**6, "MB"))
     return next(
         (f"{size // scale}{unit}" for scale, unit in units if not size % scale),

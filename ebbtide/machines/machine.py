@@ -1,5 +1,7 @@
-"""The rates of a machine, of the box that its ranks share, of its GPU and storage; and
-their file."""
+"""The rates of a machine, of its box, GPU and storage; and their file.
+
+Ranks share the box.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,10 @@ FP32_UPDATE_BYTES, _REMAINDER_UPDATE_BYTES = 28.0, 26.0
 
 @dataclass(frozen=True)
 class GpuCompute:
-    """Peak rates of a GPU by its data sheet, for the times of a dry run; None is not
-    known."""
+    """Peak rates of a GPU by its data sheet, for the times of a dry run.
+
+    None is not known.
+    """
 
     name: Text | None = None  # Its name, as torch reports it.
     # As in "9.0"; None for GPUs without one.
@@ -83,14 +87,16 @@ class Box:
 
 @dataclass(frozen=True)
 class StoragePath:
-    """Rates of one path (a drive, an array, a parallel file system) for one rank while
-    all ranks of its box use it."""
+    """Rates of one path for one rank while all ranks of its box use it.
+
+    A path is a drive, an array, or a parallel file system.
+    """
 
     read_bytes_per_s: Rate  # Sequential reads, with no writes at the same time.
     write_bytes_per_s: Rate  # Sequential writes, with no reads at the same time.
     # Free space for the rank; None: not known, taken as enough.
     bytes: StorageBytes | None = None
-    # Reads and writes together; None: no limit beyond that of each.
+    # Reads and writes together; None: no limit beyond the rate of each.
     duplex_bytes_per_s: DuplexRate | None = None
     # Bytes that may be written in the drive's rated life (its TBW); None: not known.
     rated_write_bytes: StorageBytes | None = None
@@ -98,8 +104,10 @@ class StoragePath:
 
     @property
     def s_per_byte(self) -> float:
-        """Seconds to read and write a byte of state, if reads and writes run at the
-        same time."""
+        """Seconds to read and write a byte of state, both at the same time.
+
+        Reads and writes run at once.
+        """
         return max(
             1 / self.read_bytes_per_s,
             1 / self.write_bytes_per_s,
@@ -107,8 +115,10 @@ class StoragePath:
         )
 
     def for_ranks(self, measured_ranks: int, ranks: int) -> StoragePath:
-        """Return the path of one of `ranks` ranks that share it, from that with
-        `measured_ranks`."""
+        """Return the path of one of `ranks` ranks that share it.
+
+        It follows from the path with `measured_ranks`.
+        """
         figures = {
             name: value
             for name, value in vars(self).items()
@@ -122,8 +132,9 @@ class StoragePath:
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of one rank while all ranks of its box update and no copies run; None is
-    not known.
+    """Rates of one rank while all ranks of its box update and no copies run.
+
+    None is not known.
 
     The box is the host that the ranks share. With one rank on a box these are the rates
     of that rank with nothing else running. Copies slow updates, and updates copies, by
@@ -138,8 +149,8 @@ class Machine:
             direction.
         d2h_bytes_per_s: Pinned copies to the host, with no copies in the other
             direction.
-        duplex_bytes_per_s: Both directions together; None: no limit beyond that of each
-            direction.
+        duplex_bytes_per_s: Both directions together; None: no limit beyond the rate of
+            each direction.
         h2d_pageable_bytes_per_s: Copies to the device from pageable memory.
         d2h_pageable_bytes_per_s: Copies to pageable memory.
         host_memory_bytes_per_s: All traffic of a rank with host memory.
@@ -197,8 +208,7 @@ class Machine:
 
     @property
     def out_of_place_share(self) -> float:
-        """The measured `cpu_out_of_place_share`, or the one assumed where it is not
-        known."""
+        """The measured `cpu_out_of_place_share`, or an assumed one if not known."""
         return (
             DEFAULT_OUT_OF_PLACE_SHARE
             if self.cpu_out_of_place_share is None
@@ -207,8 +217,10 @@ class Machine:
 
     @property
     def remainder_ratio(self) -> float:
-        """The measured `cpu_remainder_ratio`, or where it is not known that of the
-        bytes: as if memory alone limited updates."""
+        """The measured `cpu_remainder_ratio`, or the ratio of the bytes.
+
+        The latter is used where it is not known: as if memory alone limited updates.
+        """
         by_bytes = FP32_UPDATE_BYTES / _REMAINDER_UPDATE_BYTES
         return (
             by_bytes if self.cpu_remainder_ratio is None else self.cpu_remainder_ratio
@@ -278,8 +290,10 @@ class Machine:
         )
 
     def limits(self, rank: Machine) -> list[str]:
-        """Return in words which of these rates the box limits for `rank`, this machine
-        `for_ranks` of no more ranks."""
+        """Return in words which of these rates the box limits for `rank`.
+
+        `rank` is this machine `for_ranks` of no more ranks.
+        """
         if self.box is None or rank.box is None or rank.box.ranks > self.box.ranks:
             return []
         shared = {key: (getattr(self, key), getattr(rank, key)) for key in SHARED_RATES}
@@ -291,8 +305,10 @@ class Machine:
         ]
 
     def need(self, keys: Iterable[str], why: str) -> None:
-        """Raise MachineError where one of the rates is not known. why: what needs it,
-        for the message."""
+        """Raise MachineError where one of the rates is not known.
+
+        `why` says what needs it, for the message.
+        """
         for key in keys:
             if getattr(self, key) is None:
                 raise MachineError(
@@ -332,14 +348,18 @@ def _largest(first: float | None, second: float | None) -> float | None:
 
 
 def _rate_of_rank(rate: float | None, total: float | None, ranks: int) -> float | None:
-    """Return the rate of one of several ranks: its own, or its part of the total where
-    that is known and smaller."""
+    """Return the rate of one of several ranks.
+
+    It is its own, or its part of the total where that is known and smaller.
+    """
     return rate if rate is None or total is None else min(rate, total / ranks)
 
 
 def _divided(part: float | None, ranks_before: int, ranks: int) -> float | None:
-    """Return a rank's part of what `ranks` divide, from that with another number of
-    ranks."""
+    """Return a rank's part of what `ranks` divide.
+
+    It follows from the part with another number of ranks.
+    """
     return None if part is None else part * ranks_before / ranks
 
 
@@ -347,8 +367,9 @@ _KEYS = tuple(item.name for item in fields(Machine) if item.name != "extra")
 
 
 def machine_from(values: dict[str, Any], where: str) -> Machine:
-    """Convert the object of a machine file (null: not known); `where` names it in
-    messages, and where it has no name.
+    """Convert the object of a machine file (null: not known).
+
+    `where` names it in messages, and where it has no name.
 
     Raises MachineError where a value has the wrong type or is out of range."""
     extra = {key: value for key, value in values.items() if key not in _KEYS}
@@ -388,8 +409,10 @@ def load_machine(path: str | Path) -> Machine:
 
 
 def unified_memory_text(machine: Machine) -> str | None:
-    """Return why a machine with unified memory should not offload; None for any other
-    machine."""
+    """Return why a machine with unified memory should not offload.
+
+    Return None for any other machine.
+    """
     if not machine.unified_memory:
         return None
     return (

@@ -1,5 +1,7 @@
-"""Figures of GPUs and hosts, the shares of their peaks that jobs reach, and the source
-of each: `sheets.toml`."""
+"""Figures of GPUs and hosts, and the source of each: `sheets.toml`.
+
+It has the shares of their peaks that jobs reach, too.
+"""
 
 import tomllib
 from dataclasses import dataclass

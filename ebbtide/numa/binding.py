@@ -25,14 +25,15 @@ _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def cpus_within(node: int) -> frozenset[int]:
-    """Return the logical cores of a node that the calling thread may use; may be
-    empty."""
+    """Return the logical cores of a node that the calling thread may use, if any."""
     return node_cpus(node) & os.sched_getaffinity(0)
 
 
 def bind_thread(node: int | None) -> None:
-    """Let the calling thread run only on its logical cores of a node, if it has any;
-    None: leave it as it is."""
+    """Let the calling thread run only on its logical cores of a node.
+
+    If it has none, or the node is None, leave it as it is.
+    """
     if node is None:
         return
     cpus = cpus_within(node)
@@ -53,8 +54,9 @@ def bind_thread(node: int | None) -> None:
 
 
 def place_memory(address: int, nbytes: int, node: int | None) -> bool:
-    """Place memory that was mapped and not yet touched on a node, as far as there is
-    room; return whether it is.
+    """Place memory that was mapped and not yet touched on a node.
+
+    It is placed as far as there is room; return whether it is.
 
     Containers often forbid `mbind`. Then a thread on the node touches the memory first,
     which has the same effect."""
@@ -75,8 +77,10 @@ def place_memory(address: int, nbytes: int, node: int | None) -> bool:
 
 
 def _prefer_node(address: int, nbytes: int, node: int) -> str | None:
-    """Let the kernel take pages of a range from a node; return why it does not, None if
-    it does."""
+    """Let the kernel take pages of a range from a node.
+
+    Return why it does not, None if it does.
+    """
     number = _MBIND.get(platform.machine())
     if number is None:
         return f"not known on {platform.machine()}"
@@ -106,8 +110,10 @@ def _prefer_node(address: int, nbytes: int, node: int) -> str | None:
 
 
 def _touch_on(cpus: frozenset[int], address: int, nbytes: int) -> bool:
-    """Write a range by a thread on some cores; return whether the thread could run
-    there."""
+    """Write a range by a thread on some cores.
+
+    Return whether the thread could run there.
+    """
 
     def touch() -> bool:
         try:
@@ -123,6 +129,8 @@ def _touch_on(cpus: frozenset[int], address: int, nbytes: int) -> bool:
 
 @functools.cache
 def _log_once(log_line: str) -> None:
-    """Log a line, the first time in this process: many buffers and threads are bound
-    alike."""
+    """Log a line, the first time in this process.
+
+    Many buffers and threads are bound alike.
+    """
     log.info("%s", log_line)

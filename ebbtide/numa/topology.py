@@ -1,5 +1,7 @@
-"""Reads from /sys and /proc the NUMA nodes of the host, of a PCI device, and of a
-process and its memory."""
+"""Reads the NUMA nodes of the host from /sys and /proc.
+
+Also the nodes of a PCI device, and of a process and its memory.
+"""
 
 import re
 from collections.abc import Collection, Iterable
@@ -40,9 +42,11 @@ def read_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
 
 
 def pci_node(pci_bus_id: str | None, root: Path = Path("/")) -> int | None:
-    """Return the NUMA node of a PCI device by its address as in NVML
-    (`00000000:18:00.0`) or Linux (`0000:18:00.0`), or the one node of a host; None if
-    neither firmware nor the device's list of local cores gives it."""
+    """Return the NUMA node of a PCI device, or the one node of a host.
+
+    The address is as in NVML (`00000000:18:00.0`) or Linux (`0000:18:00.0`). Return
+    None if neither firmware nor the device's list of local cores gives the node.
+    """
     nodes = [node for node in read_nodes(root) if node.cpus]
     if len(nodes) == 1:
         return nodes[0].number
@@ -59,15 +63,19 @@ def pci_node(pci_bus_id: str | None, root: Path = Path("/")) -> int | None:
 
 
 def binding_node(pci_bus_id: str | None, root: Path = Path("/")) -> int | None:
-    """Return the node to bind memory and threads of a GPU to; None if it is not known
-    or there is only one node."""
+    """Return the node to bind memory and threads of a GPU to.
+
+    Return None if it is not known or there is only one node.
+    """
     several = sum(bool(node.cpus) for node in read_nodes(root)) > 1
     return pci_node(pci_bus_id, root) if several else None
 
 
 def pci_address(domain: int, bus: int, device: int) -> str:
-    """Return the address of a PCI device as Linux writes it, from the numbers that CUDA
-    gives."""
+    """Return the address of a PCI device as Linux writes it.
+
+    It is made from the numbers that CUDA gives.
+    """
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
@@ -84,8 +92,10 @@ def nodes_of(cpus: Collection[int], nodes: Iterable[NumaNode]) -> tuple[int, ...
 
 
 def parse_cpus(text: str) -> frozenset[int]:
-    """Return the logical cores of a list as Linux writes it, for example
-    `0-15,64-79`."""
+    """Return the logical cores of a list as Linux writes it.
+
+    An example is `0-15,64-79`.
+    """
     cpus: set[int] = set()
     for part in text.replace("\n", "").split(","):
         first, _, last = part.strip().partition("-")
@@ -100,15 +110,17 @@ def cpus_text(cpus: Iterable[int]) -> str:
 
 
 def read_text(path: Path) -> str | None:
-    """Return the content of a file of /sys or /proc without surrounding space; None if
-    it cannot be read."""
+    """Return the content of a file of /sys or /proc without surrounding space.
+
+    Return None if it cannot be read.
+    """
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return None
 
 
-# Files whose pages are memory of the process; those of other files (libraries, data)
+# Files whose pages are memory of the process; pages of other files (libraries, data)
 # are the page cache.
 _MEMORY_FILES = ("/dev/shm/", "/dev/zero", "/memfd:", "/anon_hugepage", "/SYSV")
 _PAGES = re.compile(r"\bN(\d+)=(\d+)")
@@ -117,18 +129,23 @@ _FILE = re.compile(r"\bfile=(\S+)")
 
 
 def read_allowed_cpus(pid: int | str, root: Path = Path("/")) -> frozenset[int] | None:
-    """Return the logical cores that the main thread of a process (or `self`) may use;
-    None if it has ended."""
+    """Return the logical cores that the main thread of a process (or `self`) may use.
+
+    Return None if it has ended.
+    """
     status = read_text(root / f"proc/{pid}/status") or ""
     match = re.search(r"^Cpus_allowed_list:\s*(\S+)$", status, re.MULTILINE)
     return parse_cpus(match[1]) if match else None
 
 
 def read_memory_by_node(pid: int, root: Path = Path("/")) -> dict[int, int] | None:
-    """Return the resident bytes of a process by NUMA node; None if it has ended or is
-    another user's, or without NUMA. Pages of files that are only read do not count, and
-    memory of `cudaHostAlloc` may be missing. Read it rarely: the process cannot map
-    memory meanwhile, about a second per TB in pages of 4 KiB."""
+    """Return the resident bytes of a process by NUMA node.
+
+    Return None if it has ended or is another user's, or without NUMA. Pages of files
+    that are only read do not count, and memory of `cudaHostAlloc` may be missing. Read
+    it rarely: the process cannot map memory meanwhile, about a second per TB in pages
+    of 4 KiB.
+    """
     sizes: dict[int, int] = {}
     try:
         with open(
@@ -148,7 +165,9 @@ def read_memory_by_node(pid: int, root: Path = Path("/")) -> dict[int, int] | No
 
 
 def _is_memory(mapping: str) -> bool:
-    """Return whether a line of `numa_maps` is memory of the process: anonymous, shared,
-    or a written copy of a file."""
+    """Return whether a line of `numa_maps` is memory of the process.
+
+    It is anonymous, shared, or a written copy of a file.
+    """
     file = _FILE.search(mapping)
     return file is None or file[1].startswith(_MEMORY_FILES) or " anon=" in mapping

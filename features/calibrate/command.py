@@ -136,8 +136,10 @@ def _measure(
     force: bool,
     storage: list[Path],
 ) -> Machine | None:
-    """Measure together with all other ranks; return the machine, or None on all ranks
-    but the first."""
+    """Measure together with all other ranks.
+
+    Return the machine, or None on all ranks but the first.
+    """
     from ebbtide.cli.printing import progress_bar
     from ebbtide.features.calibrate.ranks import join_ranks
     from ebbtide.features.calibrate.run import calibrate as run

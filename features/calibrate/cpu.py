@@ -1,5 +1,8 @@
-"""Measures the bandwidth of host memory, updates, casts and norms on the CPU, and
-traffic of updates beside copies."""
+"""Measures rates of the CPU.
+
+They are the bandwidth of host memory, updates, casts and norms on the CPU, and the
+traffic of updates beside copies.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +67,10 @@ class TorchAdamW:
 
     @property
     def state(self) -> list[torch.Tensor]:
-        """The fp32 master and moments; valid after the first call, which creates the
-        moments."""
+        """The fp32 master and moments.
+
+        They are valid after the first call, which creates the moments.
+        """
         moments = self._optimizer.state[self.master]
         return [self.master.detach(), moments["exp_avg"], moments["exp_avg_sq"]]
 
@@ -92,8 +97,10 @@ class OnePassAdamW:
         self._kernel.update(self.gradient, tuple(self.state), self.half, scalars)
 
     def update_beside(self) -> None:
-        """Write the state after the next step to other memory (allocated at first), so
-        that the step stays the same."""
+        """Write the state after the next step to other memory.
+
+        It is allocated at first. The step stays the same.
+        """
         if self.new_state is None:
             self.new_state = torch.empty((3, row_stride(len(self.half))))[
                 :, : len(self.half)
@@ -104,8 +111,10 @@ class OnePassAdamW:
         )
 
     def update_remainders(self) -> None:
-        """Make a step whose masters are remainders, in memory that the first call
-        allocates: another step each time."""
+        """Make a step whose masters are remainders.
+
+        They are in memory that the first call allocates: another step each time.
+        """
         self._steps += 1
         if self._remainders is None:
             self._remainders = torch.zeros(len(self.half), dtype=torch.int16)
@@ -137,9 +146,11 @@ _DEFAULT_WORKING_SET = 1 << 30
 
 
 def working_set(memory: int | None, cache: int | None) -> int:
-    """Return the number of bytes to measure over: four times the last-level caches, so
-    that they hold little of it, and at most an eighth of the `memory` of a rank; None:
-    not known."""
+    """Return the number of bytes to measure over.
+
+    It is four times the last-level caches, so that they hold little of the memory, and
+    at most an eighth of the `memory` of a rank; None: not known.
+    """
     size = (
         max(_MIN_WORKING_SET, 4 * cache) if cache is not None else _DEFAULT_WORKING_SET
     )
@@ -147,9 +158,11 @@ def working_set(memory: int | None, cache: int | None) -> int:
 
 
 def measure_bandwidth(setup: Setup, record: Record) -> None:
-    """Measure `host_memory_bytes_per_s`: bytes read plus bytes written per second with
-    all threads of the rank, by the better one of two loops, without write-allocate
-    traffic (a line read only because it is about to be written)."""
+    """Measure `host_memory_bytes_per_s` with all threads of the rank.
+
+    It is bytes read plus bytes written per second, by the better one of two loops,
+    without write-allocate traffic (a line read only because it is about to be written).
+    """
     torch.set_num_threads(setup.threads)
     count = setup.working_set // 8
     target, source = torch.ones(count), torch.ones(count)
@@ -165,8 +178,10 @@ def measure_bandwidth(setup: Setup, record: Record) -> None:
 
 
 def measure_update(setup: Setup, record: Record) -> None:
-    """Measure `cpu_update_params_per_s`: the fastest kernel, with its state in memory
-    and not in caches."""
+    """Measure `cpu_update_params_per_s`: the fastest kernel.
+
+    Its state is in memory and not in caches.
+    """
     params = setup.working_set // KERNEL_BYTES
     size = f"threads: {setup.threads}, {params / 1e6:.1f} M parameters"
     rates = {}
@@ -192,8 +207,10 @@ def measure_update(setup: Setup, record: Record) -> None:
 
 
 def measure_out_of_place(setup: Setup, record: Record) -> None:
-    """Measure `cpu_out_of_place_share`: the engine's own kernel beside the old state
-    and in place, in turns."""
+    """Measure `cpu_out_of_place_share`.
+
+    It is for the engine's own kernel beside the old state and in place, in turns.
+    """
     names = ("in_place", "out_of_place")
     ratio, size, timing = _measure_variant(
         setup, record, "cpu_out_of_place", names, OnePassAdamW.update_beside
@@ -203,8 +220,10 @@ def measure_out_of_place(setup: Setup, record: Record) -> None:
 
 
 def measure_remainder(setup: Setup, record: Record) -> None:
-    """Measure `cpu_remainder_ratio`: the engine's own kernel with masters as remainders
-    and in fp32, in turns."""
+    """Measure `cpu_remainder_ratio`.
+
+    It is for the engine's own kernel with masters as remainders and in fp32, in turns.
+    """
     names = ("fp32", "remainder")
     ratio, size, timing = _measure_variant(
         setup, record, "cpu_remainder", names, OnePassAdamW.update_remainders
@@ -224,8 +243,9 @@ def _measure_variant(
     names: tuple[str, str],
     variant: Callable[[OnePassAdamW], None],
 ) -> tuple[float, str, Timing]:
-    """Measure the engine's kernel and a variant of it, in turns; record both rates
-    under `key` and their names.
+    """Measure the engine's kernel and a variant, in turns.
+
+    Record both rates under `key` and their names.
 
     Return (rate of the variant / rate of the kernel, threads and parameters in words,
     times of the variant)."""
@@ -259,8 +279,10 @@ def measure_cast(setup: Setup, record: Record) -> None:
 
 
 def measure_norm(setup: Setup, record: Record) -> None:
-    """Measure `cpu_norm_params_per_s`: the engine's own sum of squares of bf16
-    gradients."""
+    """Measure `cpu_norm_params_per_s` for bf16 gradients.
+
+    It is the engine's own sum of squares.
+    """
     gradient = torch.full(
         (setup.working_set // GRAD_BYTES,), 1e-3, dtype=torch.bfloat16
     )
@@ -275,8 +297,10 @@ def measure_norm(setup: Setup, record: Record) -> None:
 
 
 def measure_traffic(setup: Setup, record: Record) -> None:
-    """Measure the traffic of host memory while the CPU updates and a thread, on a core
-    of its own, copies within it."""
+    """Measure the traffic of host memory while the CPU updates and a thread copies.
+
+    The thread copies within host memory, on a core of its own.
+    """
     threads = min(setup.threads, setup.cores - 1)
     source, target = np.ones(_COPY_BYTES, np.uint8), np.ones(_COPY_BYTES, np.uint8)
 
@@ -293,8 +317,11 @@ def measure_traffic(setup: Setup, record: Record) -> None:
 def record_traffic(
     setup: Setup, record: Record, copy: Callable[[], int], copies: str, threads: int
 ) -> None:
-    """Record the traffic of host memory by updates beside `copy`, which returns the
-    bytes that it has read and written there; `copies`: what it copies, in words."""
+    """Record the traffic of host memory by updates beside `copy`.
+
+    `copy` returns the bytes that it has read and written there; `copies` says in words
+    what it copies.
+    """
     params = setup.working_set // KERNEL_BYTES
     update = cpu_kernels(params, threads)[record.extra["cpu_update"]["kernel"]]()
     update_s: list[float] = []
@@ -309,8 +336,9 @@ def record_traffic(
 
 
 def copy_rate_during(copy: Callable[[], int], action: Callable[[], object]) -> float:
-    """Return the bytes that a thread copies per second during an action, by calls that
-    return the bytes copied.
+    """Return the bytes that a thread copies per second during an action.
+
+    It copies by calls that return the bytes copied.
 
     The first copy is not measured; at least one is. Raises the error of a copy."""
     copy()

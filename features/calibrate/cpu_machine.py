@@ -14,8 +14,10 @@ _WINDOW_S = 0.25
 
 
 def measure_cpu(params: int, threads: int) -> Machine:
-    """Measure the rates of the CPU over as much memory as the state of the job takes,
-    so that caches hold as much."""
+    """Measure the rates of the CPU over as much memory as the job's state takes.
+
+    Caches then hold as much as in the job.
+    """
     cores = host_limits.cores()
     record = Record()
     setup = Setup(Ranks(), cores, cores, KERNEL_BYTES * params, _WINDOW_S, None)

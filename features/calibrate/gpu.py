@@ -37,8 +37,10 @@ def record_memory(setup: Setup, record: Record) -> None:
 
 
 def measure_update(setup: Setup, record: Record) -> None:
-    """Measure `gpu_update_params_per_s`: torch's fused AdamW with its casts, several
-    steps in a row."""
+    """Measure `gpu_update_params_per_s`.
+
+    It is torch's fused AdamW with its casts, several steps in a row.
+    """
     free, _ = torch.cuda.mem_get_info(setup.device)
     sizes = _sizes(min(_PARAMS, free // (2 * KERNEL_BYTES)))
     device = torch.device("cuda", setup.device)
@@ -70,8 +72,10 @@ def measure_cast(setup: Setup, record: Record) -> None:
 
 
 def measure_overhead(setup: Setup, record: Record) -> None:
-    """Measure `step_overhead_s`: gradient and state of a tiny subgroup copied up,
-    updated, and copied back."""
+    """Measure `step_overhead_s`.
+
+    Gradient and state of a tiny subgroup are copied up, updated, and copied back.
+    """
     step = TorchAdamW(_SMALL_PARAMS, torch.device("cuda", setup.device))
     step()
     on_device = [step.gradient, *step.state]
@@ -114,8 +118,11 @@ _COPY_BYTES = 1 << 30
 
 
 def measure_compute(setup: Setup, record: Record) -> None:
-    """Measure `gpu`: name, compute capability, products of matrices by type, and
-    traffic with device memory."""
+    """Measure `gpu`.
+
+    It has name, compute capability, products of matrices by type, and traffic with
+    device memory.
+    """
     device = torch.device("cuda", setup.device)
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
@@ -152,8 +159,9 @@ def measure_compute(setup: Setup, record: Record) -> None:
 def measure_product(
     device: torch.device, precision: str, largest: int, setup: Setup
 ) -> tuple[float, int, Timing]:
-    """Return the FLOP/s of products of square matrices, their size (a product has 2
-    size**3 operations) and timing.
+    """Return the FLOP/s of products of square matrices, their size and timing.
+
+    A product has 2 size**3 operations.
 
     Args:
         precision: A key of `flops_per_s`.
@@ -179,8 +187,11 @@ def measure_product(
 def measure_device_memory(
     device: torch.device, largest: int, setup: Setup
 ) -> tuple[float, int, Timing]:
-    """Return the bytes/s read and written by copies within the memory of a device, the
-    bytes of one, and their timing; `largest`: bytes of a copy if the device is fast."""
+    """Return the bytes/s read and written by copies within a device's memory.
+
+    Return also the bytes of one copy, and their timing; `largest`: bytes of a copy if
+    the device is fast.
+    """
 
     def prepare(nbytes: int) -> Launch:
         source = torch.ones(nbytes, dtype=torch.uint8, device=device)
@@ -213,8 +224,9 @@ def _time_launches(
     device: torch.device,
     setup: Setup,
 ) -> tuple[int, Timing]:
-    """Measure calls that launch kernels, several in a row, of the largest size whose
-    runs fit the window.
+    """Measure calls that launch kernels, several in a row.
+
+    They have the largest size whose runs fit the window.
 
     Args:
         prepare: Returns the call of a size.

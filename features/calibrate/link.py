@@ -24,8 +24,10 @@ CopyTimes = Sequence[float]
 
 
 class LinkProbe:
-    """Pinned and device buffers, and a stream per direction, to copy over the link of
-    one CUDA device."""
+    """Buffers and streams to copy over the link of one CUDA device.
+
+    Buffers are pinned and on the device, and there is a stream per direction.
+    """
 
     def __init__(self, device: int) -> None:
         with torch.cuda.device(device):
@@ -42,8 +44,10 @@ class LinkProbe:
             torch.cuda.synchronize()
 
     def copy(self, directions: Sequence[str], count: int) -> list[CopyTimes]:
-        """Make `count` copies in each direction, all directions at once; return their
-        times when all have ended."""
+        """Make `count` copies in each direction, all directions at once.
+
+        Return their times when all have ended.
+        """
         with torch.cuda.device(self._device):
             begin = torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -80,8 +84,10 @@ def copy_durations(times: CopyTimes) -> list[float]:
 
 
 def combined_bytes_per_s(times: Sequence[CopyTimes], nbytes: int) -> float:
-    """Return the throughput of all directions together while all were busy; each copy
-    has a constant rate."""
+    """Return the throughput of all directions together while all were busy.
+
+    Each copy has a constant rate.
+    """
     begin, end = (
         max(direction[0] for direction in times),
         min(direction[-1] for direction in times),
@@ -98,8 +104,10 @@ def combined_bytes_per_s(times: Sequence[CopyTimes], nbytes: int) -> float:
 
 
 def measure_pinned_copies(setup: Setup, record: Record) -> None:
-    """Measure `h2d_bytes_per_s`, `d2h_bytes_per_s` and `duplex_bytes_per_s`: pinned
-    memory, by CUDA events."""
+    """Measure copies of pinned memory, by CUDA events.
+
+    The rates are `h2d_bytes_per_s`, `d2h_bytes_per_s` and `duplex_bytes_per_s`.
+    """
     assert setup.device is not None
     link = LinkProbe(setup.device)
     how = f"pinned copies of {COPY_BYTES >> 20} MiB by CUDA events"
@@ -122,8 +130,10 @@ def _copies(
 
 
 def measure_pageable_copies(setup: Setup, record: Record) -> None:
-    """Measure `h2d_pageable_bytes_per_s` and `d2h_pageable_bytes_per_s` by the host
-    clock: they block the host."""
+    """Measure copies of pageable memory by the host clock: they block the host.
+
+    The rates are `h2d_pageable_bytes_per_s` and `d2h_pageable_bytes_per_s`.
+    """
     # Written before, and not pinned.
     host = torch.ones(COPY_BYTES, dtype=torch.uint8)
     on_device = torch.ones(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{setup.device}")
@@ -147,8 +157,10 @@ def measure_pageable_copies(setup: Setup, record: Record) -> None:
 
 
 def measure_traffic(setup: Setup, record: Record) -> None:
-    """Measure the traffic of host memory while the CPU updates and pinned memory is
-    copied in both directions."""
+    """Measure the traffic of host memory during updates and copies.
+
+    The CPU updates while pinned memory is copied in both directions.
+    """
     assert setup.device is not None
     link = LinkProbe(setup.device)
 

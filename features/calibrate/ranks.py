@@ -1,5 +1,7 @@
-"""Connects the ranks that measure at the same time: those of a launcher, or processes
-that are started here."""
+"""Connects the ranks that measure at the same time.
+
+They are a launcher's ranks, or processes that are started here.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[Ranks]:
-        """Connect to the other ranks by gloo for the block; report an error of the
-        block to them.
+        """Connect to the other ranks by gloo for the block.
+
+        Report an error of the block to them.
 
         Like `wait` and `gather` it raises MachineError where another rank failed, was
         killed, or does not answer."""
@@ -94,8 +97,10 @@ class Ranks:
             distributed.destroy_process_group()
 
     def _wait_for_start(self) -> None:
-        """Wait until all ranks have started. gloo would not notice a rank that was
-        killed before it connects."""
+        """Wait until all ranks have started.
+
+        Gloo would not notice a rank that was killed before it connects.
+        """
         self.store.set(f"started-{self.rank}", "")
         keys = [f"started-{rank}" for rank in range(self.count)]
         deadline = time.monotonic() + _TIMEOUT_S
@@ -140,8 +145,10 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 
 @contextlib.contextmanager
 def join_ranks(count: int | None, work: Callable[[Ranks], object]) -> Iterator[Ranks]:
-    """Join the ranks of a launcher, or start `count - 1` further processes here that
-    call `work` (picklable)."""
+    """Join the ranks of a launcher, or start further processes here.
+
+    These are `count - 1` processes that call `work` (picklable).
+    """
     launched = (
         all(name in os.environ for name in _LAUNCHER_VARIABLES)
         and os.environ["WORLD_SIZE"] != "1"

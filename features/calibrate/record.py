@@ -32,16 +32,21 @@ class Timing:
 
 
 def measure_time(run: Callable[[], object], window_s: float, ranks: Ranks) -> Timing:
-    """Call `run`, which returns when its work has ended, once unmeasured, wait for the
-    other ranks, then call it for `window_s` seconds, at least three times."""
+    """Call `run` for `window_s` seconds, at least three times, and measure it.
+
+    `run` returns when its work has ended. It is called once unmeasured before, and the
+    other ranks are waited for.
+    """
     return measure_times([run], window_s, ranks)[0]
 
 
 def measure_times(
     runs: Sequence[Callable[[], object]], window_s: float, ranks: Ranks
 ) -> list[Timing]:
-    """Measure several calls as `measure_time` does one, taking turns, so that what
-    slows one down slows down all."""
+    """Measure several calls as `measure_time` does one, taking turns.
+
+    What slows one down then slows down all.
+    """
     for run in runs:
         run()
     ranks.wait()

@@ -40,8 +40,11 @@ _ONE_SECOND_EACH = Machine(
 
 
 def measure_operation(setup: Setup, record: Record) -> None:
-    """Measure `operation_s`, with which the simulator predicts InterleavedAdamW's time
-    for a plan of tiny subgroups."""
+    """Measure `operation_s`.
+
+    The simulator uses it to predict InterleavedAdamW's time for a plan of tiny
+    subgroups.
+    """
     device = (
         torch.device("cpu")
         if setup.device is None
@@ -90,15 +93,16 @@ def measure_operation(setup: Setup, record: Record) -> None:
 
 
 def operation_s(schedule: Schedule) -> float:
-    """Return the seconds per operation of a measured schedule of tiny operations, by
-    the simulator's time for it."""
+    """Return the seconds per operation of a measured schedule of tiny operations.
+
+    They follow from the simulator's time for the schedule.
+    """
     unit = simulate(schedule.plan, schedule.workload, _ONE_SECOND_EACH)
     return _span_s(schedule) / _span_s(unit)
 
 
 def _span_s(schedule: Schedule) -> float:
-    """Return the time from the start of the first operation to the end of the last
-    one."""
+    """Return the time from the start of the first operation to the last one's end."""
     return max(schedule.ends) - min(schedule.starts)
 
 
@@ -158,8 +162,9 @@ def calibrate(
     progress: PartProgress = lambda *_: None,
     storage: Sequence[Path] = (),
 ) -> Machine:
-    """Measure the rates of this machine while all ranks measure; every rank must call
-    this.
+    """Measure the rates of this machine while all ranks measure.
+
+    Every rank must call this.
 
     The rate of the slowest rank counts. `storage` are folders for state that host
     memory does not hold."""
@@ -186,8 +191,10 @@ def calibrate(
 
 
 def measure_quickly(seconds: float) -> dict[str, float]:
-    """Measure host memory, updates on the CPU and copies of this process alone; return
-    rates as machines name them."""
+    """Measure host memory, updates on the CPU and copies of this process alone.
+
+    Return rates as machines name them.
+    """
     record = Record()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     parts = _ALONE_PARTS if device is None else (*_ALONE_PARTS, *_COPIES)
@@ -202,8 +209,10 @@ def measure_quickly(seconds: float) -> dict[str, float]:
 def _box(
     ranks: Ranks, rates_by_rank: list[dict[str, float]], alone: dict[str, float]
 ) -> Box:
-    """Return the totals of the ranks on a host; with several hosts those of an average
-    one."""
+    """Return the totals of the ranks on a host.
+
+    With several hosts, these are the totals of an average one.
+    """
     totals = {
         key: sum(rates[key] for rates in rates_by_rank)
         * ranks.local_count
@@ -215,8 +224,10 @@ def _box(
 
 
 def _measure_alone(setup: Setup, record: Record) -> None:
-    """Measure host memory and updates on the CPU of the first rank of a host while the
-    others wait."""
+    """Measure the first rank of a host while the others wait.
+
+    Host memory and updates on the CPU are measured.
+    """
     setup.ranks.wait()
     if setup.ranks.local_rank == 0:
         alone = Record()

@@ -1,5 +1,7 @@
-"""Measures how fast a folder's file system reads and writes the state of a subgroup,
-without the page cache."""
+"""Measures how fast a folder's file system reads and writes subgroup state.
+
+The page cache is not used.
+"""
 
 from contextlib import closing
 from pathlib import Path
@@ -17,15 +19,17 @@ from ebbtide.machines.machine import StoragePath
 
 # The state of a subgroup of 1e8 parameters, 12 B each.
 _FILE_BYTES = 1_200_000_000
-# A slow device is measured with smaller files: filling them takes at most so many
+# A slow device is measured with smaller files: filling them takes at most this many
 # windows.
 _FILL_WINDOWS = 2
 WINDOWS = 3 + _FILL_WINDOWS
 
 
 def measure_storage(folder: Path, setup: Setup, record: Record) -> None:
-    """Measure sequential reads and writes of a folder, alone and both at once, and add
-    the path to the record."""
+    """Measure sequential reads and writes of a folder.
+
+    They run alone and both at once; the path is added to the record.
+    """
     try:
         with closing(
             StorageFiles(folder, _FILE_BYTES, setup.ranks.local_count)

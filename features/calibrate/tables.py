@@ -38,8 +38,11 @@ _RATES = {
 
 
 def machine_view(machine: Machine, verbose: bool = True) -> View:
-    """Return the known rates; `verbose`: also how each was measured, the box, the GPU,
-    and the errors of a fit."""
+    """Return the known rates.
+
+    With `verbose`, return also how each was measured, the box, the GPU, and the errors
+    of a fit.
+    """
     ranks = (
         f" while {machine.box.ranks} update on its host"
         if machine.box is not None

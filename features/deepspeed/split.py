@@ -1,5 +1,7 @@
-"""The split of DeepSpeed's partial offload (Twin-Flow), which differs between
-versions."""
+"""The split of DeepSpeed's partial offload (Twin-Flow).
+
+It differs between versions.
+"""
 
 import re
 from collections.abc import Sequence
@@ -20,8 +22,10 @@ class DeepSpeedSplit(StateSplit):
     version: str = ""
 
     def resident(self, ratio: float, subgroups: int) -> range:
-        """Return the numbers of the subgroups that Twin-Flow keeps on the GPU, state
-        and update."""
+        """Return the subgroups whose state and update Twin-Flow keeps on the GPU.
+
+        They are given by their numbers.
+        """
         if residents_are_last(self.version):
             return range(int(ratio * subgroups), subgroups)
         return super().resident(ratio, subgroups)
@@ -29,14 +33,15 @@ class DeepSpeedSplit(StateSplit):
     def gradient_bytes(
         self, resident: Sequence[int], grad_bytes: float, offloads: bool
     ) -> float:
-        """Return the bytes of gradients that ZeRO-3 keeps on the device for resident
-        subgroups, all the time.
+        """Return the bytes of gradients that ZeRO-3 always keeps on the device.
 
-        With `offload_optimizer` each has one in fp32. Without, all have a buffer of
-        `grad_bytes` a parameter, and at the step that of one subgroup is made flat and
-        fp32 (runtime/zero/stage3.py, `initialize_optimizer_states` and
-        `_prepare_fp32_grad_for_sub_group`; the same in all versions with Twin-Flow that
-        were read, 0.12.4 to 0.19.8).
+        They belong to resident subgroups.
+
+        With `offload_optimizer` each subgroup has a gradient in fp32. Without, all have
+        a buffer of `grad_bytes` a parameter, and at the step the gradient of one
+        subgroup is made flat and fp32 (runtime/zero/stage3.py,
+        `initialize_optimizer_states` and `_prepare_fp32_grad_for_sub_group`; the same
+        in all versions with Twin-Flow that were read, 0.12.4 to 0.19.8).
         """
         if offloads:
             return super().gradient_bytes(resident, grad_bytes, offloads)
@@ -46,14 +51,18 @@ class DeepSpeedSplit(StateSplit):
 
 
 def version_numbers(version: str | None) -> tuple[int, ...]:
-    """Return the numbers of a version to compare: (0, 13, 3) for `0.13.3+c7da512a`;
-    empty where it is not known."""
+    """Return the numbers of a version to compare.
+
+    It is (0, 13, 3) for `0.13.3+c7da512a`; empty where it is not known.
+    """
     numbers = re.match(r"\d+(\.\d+)*", version or "")
     return tuple(int(number) for number in numbers[0].split(".")) if numbers else ()
 
 
 def residents_are_last(version: str | None) -> bool:
-    """Return whether the version rounds down the subgroups on the CPU instead of those
-    on the GPU. Its resident subgroups are then the last ones instead of the first."""
+    """Return whether a version rounds down the subgroups on the CPU, not on the GPU.
+
+    Its resident subgroups are then the last ones instead of the first.
+    """
     numbers = version_numbers(version)
     return bool(numbers) and numbers < (0, 18)

@@ -69,7 +69,7 @@ def diff(
     """Compare time, memory, link use and setup of two runs, and fail if the second one
     is above limits.
 
-    Traces, those of dry runs and stored files of `summary --json` can be compared."""
+    Traces, also of dry runs, and stored files of `summary --json` can be compared."""
     from ebbtide.features.diff.comparison import compare
     from ebbtide.features.diff.gate import Limit, results
     from ebbtide.features.diff.runs import open_run

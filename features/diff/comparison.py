@@ -68,8 +68,11 @@ class TimeChange(Change):
 
     @property
     def is_distinguishable(self) -> bool | None:
-        """Whether the difference can be told apart from noise: the interval does not
-        contain 0. None with fewer than three iterations in one of the runs."""
+        """Whether the difference can be told apart from noise.
+
+        The interval does not contain 0 then. None with fewer than three iterations in
+        one of the runs.
+        """
         return (
             None
             if self.interval is None
@@ -78,8 +81,10 @@ class TimeChange(Change):
 
     @property
     def is_uncertain(self) -> bool:
-        """Whether there is a difference whose size is uncertain: it is within the
-        spread of the medians."""
+        """Whether there is a difference whose size is uncertain.
+
+        It is within the spread of the medians then.
+        """
         return bool(self.is_distinguishable) and not self.beyond_spread
 
     def as_json(self) -> dict[str, Any]:
@@ -155,9 +160,12 @@ class Diff:
 
 
 def compare(a: Trace | ComparedRun, b: Trace | ComparedRun) -> Diff:
-    """Compare two runs by the figures of their summaries: medians over the steady
-    iterations, times of the slowest rank, peaks of the rank with the largest. Settings
-    that only one of the runs states are not compared."""
+    """Compare two runs by the figures of their summaries.
+
+    They are medians over the steady iterations, times of the slowest rank, and peaks of
+    the rank with the largest. Settings that only one of the runs states are not
+    compared.
+    """
     first, second = (
         run_of_trace(run) if isinstance(run, Trace) else run for run in (a, b)
     )

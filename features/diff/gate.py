@@ -84,8 +84,10 @@ class LimitResult:
         return self.low_share > self.limit.share
 
     def as_json(self) -> dict[str, Any]:
-        """Return the entry of `failures` in `ebbtide diff --json`; shares are null
-        where a is 0."""
+        """Return the entry of `failures` in `ebbtide diff --json`.
+
+        Shares are null where a is 0.
+        """
         shares = {"share": self.share, "low_share": self.low_share}
         finite = {
             key: value if math.isfinite(value) else None

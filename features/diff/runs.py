@@ -1,5 +1,7 @@
-"""The figures and settings of a run that are compared, from its trace or from a stored
-summary."""
+"""The figures and settings of a run that are compared.
+
+They are from its trace or from a stored summary.
+"""
 
 from __future__ import annotations
 
@@ -131,8 +133,10 @@ def open_run(path: Path) -> ComparedRun:
 
 
 def job_settings(trace: Trace) -> dict[str, Any]:
-    """Return the settings of the job, the host and the first rank, by their path in the
-    metadata."""
+    """Return the settings of the job, the host and the first rank.
+
+    They are by their path in the metadata.
+    """
     meta = trace.meta
     entry = meta.ranks[0] if meta.ranks else RankInfo(rank=0)
     settings: dict[str, Any] = {
@@ -185,8 +189,7 @@ def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
 def _with_prefix(
     name: str, section: Any, keys: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Return `name.key` for some keys of a section of the metadata, or (None) for
-    all."""
+    """Return `name.key` for keys of a section of the metadata, for all if None."""
     section = msgspec.to_builtins(section)
     return {
         f"{name}.{key}": section.get(key) for key in (section if keys is None else keys)

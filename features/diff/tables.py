@@ -54,9 +54,11 @@ def diff_view(
     results: Sequence[LimitResult] = (),
     by: str | None = None,
 ) -> View:
-    """Return how limits are kept and the largest change, then the changes of times,
-    sizes and setup; without `verbose` the largest ones. `by`: `kernel` or `operator`,
-    whose times are the only table then."""
+    """Return how limits are kept, the largest change, and the changes.
+
+    Changes are of times, sizes and setup; without `verbose` the largest ones. `by`:
+    `kernel` or `operator`, whose times are the only table then.
+    """
     if results:
         failed = [result.limit.quantity for result in results if result.fails]
         yield (
@@ -184,9 +186,12 @@ _LIMIT_COLUMNS = (
 
 
 def headline(diff: Diff) -> str:
-    """Return the largest change in one sentence: the iteration, else the largest of the
-    times, that can be told apart from noise; else the largest of the sizes, as a share
-    of the peak or of all bytes copied in that direction."""
+    """Return the largest change in one sentence.
+
+    It is the iteration, else the largest of the times, that can be told apart from
+    noise; else the largest of the sizes, as a share of the peak or of all bytes copied
+    in that direction.
+    """
     iteration, *phases = diff.median_ms
     if iteration.is_distinguishable:
         return _sentence("an iteration takes", iteration, ms_text).replace(
@@ -251,8 +256,10 @@ def _columns(
 
 
 def _share(change: Change, parts: list[Change]) -> float:
-    """Return a change as a share of the sum of all parts, in the run where that is
-    larger."""
+    """Return a change as a share of the sum of all parts.
+
+    The sum is of the run where it is larger.
+    """
     total = max(sum(part.a or 0 for part in parts), sum(part.b or 0 for part in parts))
     return abs(change.difference or 0) / (total or 1)
 

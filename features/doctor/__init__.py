@@ -1,5 +1,7 @@
-"""Checks a host before a job runs, and makes the launch line that binds ranks to its
-cores."""
+"""Checks a host before a job runs, and makes the launch line of the job.
+
+The line binds ranks to its cores.
+"""
 
 from ebbtide.seams import Feature
 

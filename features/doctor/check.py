@@ -1,5 +1,7 @@
-"""Checks: functions of a host that say whether something would slow a job down; and
-their results as text."""
+"""Checks, and their results as text.
+
+They are functions of a host that say whether something would slow a job down.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,8 +37,10 @@ _CHECKS: dict[str, Finder] = {}
 
 
 def check(name: str) -> Callable[[Finder], Finder]:
-    """Decorate a function of `JobHost`, in a file of the folder `checks`, so that
-    `ebbtide doctor` calls it."""
+    """Decorate a function of `JobHost` so that `ebbtide doctor` calls it.
+
+    It is in a file of the folder `checks`.
+    """
 
     def register(finder: Finder) -> Finder:
         assert name not in _CHECKS, f"two checks are named {name}"
@@ -47,8 +51,10 @@ def check(name: str) -> Callable[[Finder], Finder]:
 
 @cache
 def all_checks() -> dict[str, Finder]:
-    """Return the checks of all modules in the folder `checks`, by name, in the order of
-    modules and lines."""
+    """Return the checks of all modules in the folder `checks`, by name.
+
+    They are in the order of modules and lines.
+    """
     for path in sorted((Path(__file__).parent / "checks").glob("[a-z]*.py")):
         import_module(f"ebbtide.features.doctor.checks.{path.stem}")
     return dict(_CHECKS)
@@ -69,8 +75,10 @@ def checks_of(checks: Iterable[CheckResult], state: State) -> list[CheckResult]:
 
 
 def diagnosis_view(results: Sequence[CheckResult], verbose: bool) -> View:
-    """Yield what slows a job down on this host, with remedies; `verbose`: all checks
-    with their figures."""
+    """Yield what slows a job down on this host, with remedies.
+
+    With `verbose`, yield all checks with their figures.
+    """
     fine, warnings, unknown = (checks_of(results, state) for state in get_args(State))
     counts = f"{len(fine)} checks are fine"
     if warnings:
@@ -106,8 +114,10 @@ _MIN_LINK_SHARE = 0.6
 
 
 def measured_checks(host: JobHost) -> Iterator[CheckResult]:
-    """Measure for a few seconds, on the first GPU if there is one; other processes that
-    use the host slow it down."""
+    """Measure for a few seconds, on the first GPU if there is one.
+
+    Other processes that use the host slow it down.
+    """
     from ebbtide.features.calibrate.run import measure_quickly  # imports torch
 
     rates = measure_quickly(_SECONDS)

@@ -54,7 +54,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Package:
-    """An installed package of the job's Python; `file`: that of its module."""
+    """An installed package of the job's Python; `file` is its module's."""
 
     version: str
     file: Path | None
@@ -76,8 +76,10 @@ class JobHost:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the job on this host: those of its launcher, else one for each
-        card."""
+        """Ranks of the job on this host.
+
+        They are its launcher's ranks, else one for each card.
+        """
         return self.job.ranks or max(1, len(self.cards))
 
     @cached_property
@@ -102,8 +104,10 @@ class JobHost:
 
     @cached_property
     def packages(self) -> dict[str, Package | None]:
-        """Packages of the job's Python: torch, deepspeed, ninja; none where it cannot
-        be asked."""
+        """Packages of the job's Python: torch, deepspeed, ninja.
+
+        There are none where it cannot be asked.
+        """
         command = [self.job.python or sys.executable, "-c", _PROBE]
         try:
             run = subprocess.run(
@@ -169,8 +173,10 @@ def _card(gpu: Gpu, root: Path) -> Card:
 def _visible(
     cards: tuple[Card, ...], environment: Mapping[str, str]
 ) -> tuple[Card, ...]:
-    """Return the cards that CUDA_VISIBLE_DEVICES names by number or UUID, in its order;
-    all where it is not set."""
+    """Return the cards that CUDA_VISIBLE_DEVICES names by number or UUID, in its order.
+
+    Return all where it is not set.
+    """
     names = environment.get("CUDA_VISIBLE_DEVICES")
     if names is None:
         return cards

@@ -1,5 +1,7 @@
-"""Reads the command of a job: its environment, launcher, ranks and program; and the
-options of launchers."""
+"""Reads the command of a job: its environment, launcher, ranks and program.
+
+Also the options of launchers.
+"""
 
 import re
 import shutil
@@ -15,12 +17,14 @@ _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher that gives each rank LOCAL_RANK; options are written with `-` or
-    `_`."""
+    """A launcher that gives each rank LOCAL_RANK.
+
+    Options are written with `-` or `_`.
+    """
 
     rank_option: str  # The option for the ranks on a host.
     own_words: int  # Number of words before its options.
-    flags: str  # Options without a value, beside those of all launchers.
+    flags: str  # Options without a value, beside the options of all launchers.
     # Options with which it starts any program, with the words that follow alone.
     added: tuple[str, ...]
     # Further argument of the program, as a shell writes it: one that these options
@@ -28,8 +32,10 @@ class Launcher:
     last_argument: str = ""
 
     def ranks(self, words: Sequence[str]) -> int | None:
-        """Return the ranks on this host that a command states as a number; None where
-        it does not."""
+        """Return the ranks on this host that a command states.
+
+        It states a number; None where it does not.
+        """
         for word, following in zip(words, [*words[1:], ""], strict=True):
             name, equals, value = word.partition("=")
             if _plain(name) == self.rank_option:
@@ -38,8 +44,9 @@ class Launcher:
         return None
 
     def split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return the launcher with its options, and the program with its arguments, as
-        words that start each.
+        """Return the launcher with its options, and the program with its arguments.
+
+        They are words that start each.
 
         Raises UserError where the command has no program."""
         # python -m torch.distributed.run
@@ -143,8 +150,10 @@ class JobCommand:
 
     @property
     def threads(self) -> int | None:
-        """Threads of OpenMP in each rank: OMP_NUM_THREADS, or the 1 of a launcher;
-        None: as many as there are cores."""
+        """Threads of OpenMP in each rank; None: as many as there are cores.
+
+        They are OMP_NUM_THREADS, or the 1 of a launcher.
+        """
         text = self.environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
         if text.isdigit() and int(text):
             return int(text)
@@ -156,8 +165,9 @@ class JobCommand:
 
 
 def read_job(command: Sequence[str], environment: Mapping[str, str]) -> JobCommand:
-    """Read the command of a job, which may begin with assignments of variables, as in a
-    shell.
+    """Read the command of a job.
+
+    It may begin with assignments of variables, as in a shell.
 
     Raises UserError where nothing follows the assignments."""
     words = list(command)
@@ -190,8 +200,10 @@ def read_job(command: Sequence[str], environment: Mapping[str, str]) -> JobComma
 
 
 def _python(words: Sequence[str]) -> str | None:
-    """Return the interpreter of a command: the program, or that of the first line of a
-    script."""
+    """Return the interpreter of a command.
+
+    It is the program, or the interpreter in the first line of a script.
+    """
     path = shutil.which(words[0]) if words else None
     if path is None or Path(path).name.startswith("python"):
         return path

@@ -1,10 +1,11 @@
-"""The line that starts a job with each rank on cores of its GPU's NUMA node, and as
-many threads as it has cores.
+"""The line that starts a job with each rank on its own cores.
+
+They are cores of its GPU's NUMA node, and the rank has as many threads as cores.
 
 Launchers bind ranks in ways of their own, or not at all, and not without a GPU. So the
 launcher starts, in place of Python, a shell that looks up the rank's cores and binds
-itself by `numactl`, or by `taskset` where that is missing; its memory is then that of
-the node that it runs on.
+itself by `numactl`, or by `taskset` where that is missing; its memory is then on the
+node that it runs on.
 """
 
 import shlex
@@ -21,8 +22,11 @@ from ebbtide.numa.topology import cpus_text, node_cpus, parse_cpus, read_text
 
 @dataclass(frozen=True)
 class RankBinding:
-    """The place of a rank: logical cores, threads of OpenMP, and the NUMA node of its
-    memory (None: any)."""
+    """The place of a rank.
+
+    It has logical cores, threads of OpenMP, and the NUMA node of its memory (None:
+    any).
+    """
 
     cpus: frozenset[int]
     threads: int
@@ -30,8 +34,11 @@ class RankBinding:
 
 
 def rank_bindings(host: JobHost) -> list[RankBinding]:
-    """Return the binding of each rank: an even share of whole cores of its GPU's node,
-    or of all nodes if not known."""
+    """Return the binding of each rank.
+
+    It is an even share of whole cores of its GPU's node, or of all nodes if the GPU's
+    is not known.
+    """
     ranks = host.ranks
     nodes = [node.number for node in host.nodes if node.cpus & host.cpus]
     homes: list[int | None] = []

@@ -51,10 +51,12 @@ def checked(trace: Trace, rows: pd.DataFrame, kind: str) -> pd.DataFrame:
 def device_events(
     process: Process, trace: Trace, rank: int, flows: Iterator[int]
 ) -> Iterator[str]:
-    """Yield kernels and copies of a rank on a track per device and stream, and their
-    launches. Without kernels, copies are on a track per direction, or per stream where
-    those of a direction overlap. A flow leads from each launch to what it launched;
-    `flows` are their numbers, which all ranks share."""
+    """Yield kernels and copies of a rank on a track per device and stream.
+
+    Launches are yielded, too. Without kernels, copies are on a track per direction, or
+    per stream where copies of one direction overlap. A flow leads from each launch to
+    what it launched; `flows` are their numbers, which all ranks share.
+    """
     kernels = _correlated(checked(trace, trace.kernels(rank), "a kernel"), flows)
     copies = _correlated(checked(trace, trace.transfers(rank), "a copy"), flows)
     if kernels.empty:
@@ -65,8 +67,10 @@ def device_events(
 
 
 def annotation_events(process: Process, trace: Trace, rank: int) -> Iterator[str]:
-    """Yield named ranges on a track per thread of the job, nested where they are within
-    each other."""
+    """Yield named ranges on a track per thread of the job.
+
+    They are nested where they are within each other.
+    """
     rows = checked(trace, trace.annotations(rank), "an annotation")
     for thread, group in rows.groupby("thread", dropna=False, sort=True):
         track = "annotations" if pd.isna(thread) else f"annotations thread {thread}"
@@ -79,8 +83,10 @@ def annotation_events(process: Process, trace: Trace, rank: int) -> Iterator[str
 
 
 def _correlated(rows: pd.DataFrame, flows: Iterator[int]) -> pd.DataFrame:
-    """Return the rows with the number of a flow for each that has a launch before it: a
-    flow does not go back."""
+    """Return the rows with the number of a flow for each that has a launch before it.
+
+    A flow does not go back.
+    """
     has_launch = (rows["launch_ns"] <= rows["start_ns"]).fillna(False)
     return rows.assign(
         correlation=pd.array(
@@ -169,8 +175,10 @@ def _launches(process: Process, rows: pd.DataFrame) -> Iterator[str]:
 
 
 def _enclosing(starts: Ints, ends: Ints) -> list[int | None]:
-    """Return for each interval the innermost one that it is within; None where there is
-    none."""
+    """Return for each interval the innermost one around it.
+
+    Return None where there is none.
+    """
     parents: list[int | None] = [None] * len(starts)
     around: list[int] = []
     for index in np.lexsort((-ends, starts)).tolist():
@@ -190,11 +198,13 @@ _LINK_NOTE = (
 
 
 def write_chrome_trace(trace: Trace, path: Path, force: bool = False) -> None:
-    """Write a trace in the Trace Event Format (JSON), event by event, complete or not
-    at all; gzip-compressed if the name ends in .gz. A rank is a process. Times are
-    microseconds, exact to the nanosecond, after the first time of the trace, which is
-    in `otherData` and, as Unix time if that is known, in `baseTimeNanoseconds`. Raises
-    UserError and TraceError."""
+    """Write a trace in the Trace Event Format (JSON), event by event.
+
+    The file is complete or not written at all; it is gzip-compressed if the name ends
+    in .gz. A rank is a process. Times are microseconds, exact to the nanosecond, after
+    the first time of the trace, which is in `otherData` and, as Unix time if that is
+    known, in `baseTimeNanoseconds`. Raises UserError and TraceError.
+    """
     with (
         new_output(path, force, Path.is_file, "a file") as temporary,
         ExitStack() as stack,
@@ -298,8 +308,10 @@ def _first_ns(trace: Trace) -> int:
 
 
 def _phases(process: Process, trace: Trace, rank: int) -> Iterator[str]:
-    """Yield iterations and phases by host times, and phases with times of the device by
-    those."""
+    """Yield iterations and phases by host times, and phases also by device times.
+
+    The latter are phases with times of the device.
+    """
     spans = intervals(trace, rank, device_times=False).spans
     spans = spans.assign(name="iteration " + spans["iteration"].astype(str))
     yield from process.slices(
@@ -322,8 +334,10 @@ def _phases(process: Process, trace: Trace, rank: int) -> Iterator[str]:
 
 
 def _ops(process: Process, trace: Trace, rank: int) -> Iterator[str]:
-    """Yield ops on a track per resource; an op is nested in its parent if both use the
-    same resource."""
+    """Yield ops on a track per resource.
+
+    An op is nested in its parent if both use the same resource.
+    """
     rows = checked(trace, trace.ops(rank), "an op")
     rows = rows.assign(row=np.arange(len(rows)))
     for resource, group in rows.groupby("resource", sort=True):
@@ -379,8 +393,10 @@ def _gpu(process: Process, trace: Trace, rank: int) -> Iterator[str]:
 
 
 def _rate_line(ends: Ints, windows: Ints, rates: Any) -> tuple[Ints, Any, pd.DataFrame]:
-    """Return (times, rates, gaps between windows) of samples, each of which is a mean
-    over the window before it."""
+    """Return (times, rates, gaps between windows) of samples.
+
+    Each is a mean over the window before it.
+    """
     if not len(ends):
         return ends, rates, pd.DataFrame({"name": [], "start_ns": ends, "end_ns": ends})
     # Of overlapping windows the earlier one counts up to its end.

@@ -1,5 +1,7 @@
-"""`ebbtide export`: write a trace for ui.perfetto.dev, or as tables for pandas, R and
-spreadsheets."""
+"""`ebbtide export`: write a trace for ui.perfetto.dev, or as tables.
+
+The tables are for pandas, R and spreadsheets.
+"""
 
 from pathlib import Path
 from typing import Annotated, Literal

@@ -25,8 +25,10 @@ _FORMAT = "ebbtide-tables"
 
 
 def raw_table(trace: Trace, name: str) -> pd.DataFrame:
-    """Return a table of the trace for all ranks: `rank`, then its columns as in
-    docs/trace-format.md."""
+    """Return a table of the trace for all ranks.
+
+    Its columns are `rank`, then those in docs/trace-format.md.
+    """
     parts = [trace.table(rank, name).assign(rank=rank) for rank in trace.ranks] or [
         frame(name).assign(rank=0)
     ]
@@ -37,10 +39,13 @@ def raw_table(trace: Trace, name: str) -> pd.DataFrame:
 
 
 def iterations_table(trace: Trace) -> pd.DataFrame:
-    """Return a row per rank and iteration, warm-up included: rank, iteration, start_ns,
-    end_ns; iteration_ms and PHASE_ms; pool, and PHASE_peak_bytes of it; PHASE_h2d_bytes
-    and PHASE_d2h_bytes; missing where not recorded, or not run. Times are the device's
-    if every phase has them; peaks are between host times."""
+    """Return a row per rank and iteration, warm-up included.
+
+    Columns: rank, iteration, start_ns, end_ns; iteration_ms and PHASE_ms; pool, and
+    PHASE_peak_bytes of the pool; PHASE_h2d_bytes and PHASE_d2h_bytes; missing where not
+    recorded, or not run. Times are the device's if every phase has them; peaks are
+    between host times.
+    """
     pool = peak_pool(trace)
     parts = [_iterations(trace, rank, pool) for rank in trace.ranks]
     columns = {
@@ -80,10 +85,13 @@ def _iterations(trace: Trace, rank: int, pool: str | None) -> pd.DataFrame:
 def write_tables(
     trace: Trace, folder: Path, format: str, min_bytes: int, force: bool = False
 ) -> list[str]:
-    """Write the tables of a trace with a column `rank`, `iterations` and `windows` as
-    files into a new folder, complete or not at all. `tables.json` lists them, and names
-    the pool that free memory is computed from. Returns a line on the table of windows
-    for each thing that it lacks. Raises UserError."""
+    """Write the tables of a trace as files into a new folder.
+
+    They have a column `rank`; `iterations` and `windows` are added. All are written or
+    none. `tables.json` lists them, and names the pool that free memory is computed
+    from. Returns a line on the table of windows for each thing that it lacks. Raises
+    UserError.
+    """
     notes = []
     with new_output(
         folder, force, _is_table_folder, "a folder of tables, or contains other files"

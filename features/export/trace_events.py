@@ -1,5 +1,6 @@
-"""Writes events of the Trace Event Format (Duca and Sinclair, Google, 2016), for
-ui.perfetto.dev and chrome://tracing.
+"""Writes events of the Trace Event Format.
+
+It is for ui.perfetto.dev and chrome://tracing (Duca and Sinclair, Google, 2016).
 """
 
 from __future__ import annotations
@@ -98,8 +99,7 @@ def microseconds(ns: Ints) -> list[str]:
 
 
 def arguments(rows: pd.DataFrame) -> list[str]:
-    """Return the columns of each row as a JSON object, null where a row has no
-    value."""
+    """Return the columns of each row as a JSON object, null where one has no value."""
     texts = [
         [f"{dumps(str(name))}:{value}" for value in _json_values(rows[name])]
         for name in rows.columns
@@ -124,8 +124,10 @@ def _json_values(column: pd.Series[Any]) -> Iterator[str]:
 
 
 def _contents(tables: Mapping[str, pd.DataFrame], indices: Ints) -> list[str]:
-    """Return category, name and arguments of some rows of all tables, as members of a
-    JSON object."""
+    """Return category, name and arguments of some rows of all tables.
+
+    They are members of a JSON object.
+    """
     contents = [""] * len(indices)
     begin = 0
     for category, rows in tables.items():
@@ -220,8 +222,10 @@ class Process:
     def counter(
         self, name: str, series: str, times: Sequence[int], values: Sequence[float]
     ) -> Iterator[str]:
-        """Yield a step function: each value holds from its time to the next; times in
-        order, values finite."""
+        """Yield a step function: each value holds from its time to the next.
+
+        Times are in order, values finite.
+        """
         head = f'{{"ph":"C","pid":{self.pid},"name":{dumps(name)},"ts":'
         key = dumps(series)
         for ts, value in zip(self._ts(np.array(times, np.int64)), values, strict=True):

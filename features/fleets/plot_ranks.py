@@ -147,9 +147,12 @@ def panels(view: View, layout: Layout) -> Sequence[PanelDrawing]:
 
 
 def heat_maps(trace: Trace) -> dict[str, Floats]:
-    """Return the heat map of the late start (of a rank's first phase, on its host) and
-    of each recorded phase; none of a single rank. A row per rank, a column per steady
-    iteration: ms above the median rank, 0 where faster, NaN where not recorded."""
+    """Return the heat maps of the late start and of each recorded phase.
+
+    The late start is the start of a rank's first phase, on its host. There are none for
+    a single rank. A row per rank, a column per steady iteration: ms above the median
+    rank, 0 where faster, NaN where not recorded.
+    """
     if len(trace.ranks) < 2 or not steady_iterations(trace).numbers:
         return {}
     tables = [phase_series(trace, rank).columns for rank in trace.ranks]
@@ -171,9 +174,12 @@ def heat_maps(trace: Trace) -> dict[str, Floats]:
 
 
 def heat_levels(values: list[Floats]) -> Floats:
-    """Return the levels of heat maps that share them, one fewer than LEVEL_COLORS, in
-    ms: each is twice the one before, the first is 1, 2 or 5 times a power of ten, and
-    the largest values (NaN: not recorded) exceed the last."""
+    """Return the levels of heat maps that share them.
+
+    They are one fewer than LEVEL_COLORS, in ms: each is twice the one before, the first
+    is 1, 2 or 5 times a power of ten, and the largest values (NaN: not recorded) exceed
+    the last.
+    """
     recorded = np.concatenate([rows[~np.isnan(rows)] for rows in values])
     top = float(np.percentile(recorded, _TOP_PERCENTILE)) if len(recorded) else 0.0
     count = len(LEVEL_COLORS) - 1

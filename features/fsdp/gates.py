@@ -1,5 +1,7 @@
-"""Gates before the gathers of `fully_shard`, so that they wait for shards that a step
-still writes."""
+"""Gates before the gathers of `fully_shard`.
+
+Gathers then wait for shards that a step still writes.
+"""
 
 import inspect
 import sys
@@ -12,10 +14,13 @@ from ebbtide.interleave.engine.errors import EngineError
 
 
 class ShardedGates:
-    """Gates on the `unshard` of the groups of `fully_shard`, whose own hook gathers and
-    prefetches before any other. Gathers on CUDA copy the shards on a stream of their
-    own; the wait ends when the host has seen the event behind the upload. Raises
-    EngineError if torch has other groups than those known here."""
+    """Gates on the `unshard` of the groups of `fully_shard`.
+
+    The hook of these groups gathers and prefetches before any other. Gathers on CUDA
+    copy the shards on a stream of their own; the wait ends when the host has seen the
+    event behind the upload. Raises EngineError if torch has other groups than those
+    known here.
+    """
 
     title = "of fully_shard"
 

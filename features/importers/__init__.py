@@ -1,5 +1,7 @@
-"""Imports files of other tools into traces: a package per source, behind one `Importer`
-protocol."""
+"""Imports files of other tools into traces.
+
+There is a package per source, behind one `Importer` protocol.
+"""
 
 from ebbtide.seams import Feature
 

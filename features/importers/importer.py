@@ -1,5 +1,7 @@
-"""The protocol of all importers, which each sub-package of `importers` lists in
-`IMPORTERS`."""
+"""The protocol of all importers.
+
+Each sub-package of `importers` lists its importers in `IMPORTERS`.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +25,10 @@ class Recognition(IntEnum):
 
 
 class Stage(IntEnum):
-    """Position of an importer among the importers of one trace, by what it needs from
-    the others."""
+    """Position of an importer among the importers of one trace.
+
+    It follows from what the importer needs from the others.
+    """
 
     JOB = 0  # Creates all ranks of the job, with their phases
     # Adds what one rank recorded: phases (unless the rank has some), devices, memory
@@ -49,7 +53,8 @@ class Hardware:
 class ImportOptions:
     """Inputs of an importer other than the files of its own format."""
 
-    # Figures that the user states. They replace those of the files after all imports
+    # Figures that the user states. They replace the figures of the files after all
+    # imports
     hardware: Hardware = Hardware()
     # All files of the run by format. The ranks that monitor files cover get the phases
     # of a log, for example.
@@ -73,8 +78,9 @@ class Importer(Protocol):
     def import_into(
         self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions
     ) -> list[Source]:
-        """Add the contents of files of this format, at least one, to a trace; return
-        those whose times have no date.
+        """Add the contents of files of this format, at least one, to a trace.
+
+        Return the files whose times have no date.
 
         Files without dates cannot be combined with others. `options`: other files of
         the run, and figures that the user states. Raises SourceError if a file is

@@ -35,9 +35,11 @@ def expand_folders(
     format: str | None,
     notes: list[str],
 ) -> list[Path]:
-    """Replace folders by their files of one format (`format`, else that of most of
-    them), in the order of the numbers in their names, hidden ones left out. `notes`
-    receives a line for each folder with other files."""
+    """Replace folders by their files of one format, hidden ones left out.
+
+    The format is `format`, else the format of most files; they are in the order of the
+    numbers in their names. `notes` receives a line for each folder with other files.
+    """
     files: list[Path] = []
     for path in paths:
         files += _files_of(path, recognize, format, notes) if path.is_dir() else [path]
@@ -143,12 +145,15 @@ def import_trace(
     phases: Mapping[str, str] | None = None,
     jobs: int = 1,
 ) -> Trace:
-    """Write one trace from the files of one run, or folders of files of one format, on
-    one clock. `format` None: each file is recognized by its contents; `hardware`
-    replaces figures of the files. `align` moves the files so that they begin at the
-    same time: with the first one (`start`), or with the file of this path; None: their
-    times must overlap. `phases`, `jobs`: see `ImportOptions`. Raises SourceError if a
-    file cannot be read, TraceError if the output cannot be written."""
+    """Write one trace from the files of one run, on one clock.
+
+    Folders of files of one format may be given, too. `format` None: each file is
+    recognized by its contents; `hardware` replaces figures of the files. `align` moves
+    the files so that they begin at the same time: with the first one (`start`), or with
+    the file of this path; None: their times must overlap. `phases`, `jobs`: see
+    `ImportOptions`. Raises SourceError if a file cannot be read, TraceError if the
+    output cannot be written.
+    """
     importers = find_importers()
     if format is not None and format not in importers:
         raise SourceError(
@@ -256,8 +261,10 @@ def _apply_hardware(builder: TraceBuilder, hardware: Hardware) -> None:
 def _check_capacity(
     builder: TraceBuilder, rank: RankBuilder, device: dict[str, Any], capacity: int
 ) -> None:
-    """Raise SourceError if a device had more in use than the user states; note if the
-    files state another size."""
+    """Raise SourceError if a device had more in use than the user states.
+
+    Note if the files state another size.
+    """
     stated, name, memory = (
         device.get("capacity_bytes"),
         device["device"],
@@ -300,8 +307,10 @@ def _note_missing_hardware(builder: TraceBuilder) -> None:
 
 @cache
 def find_importers() -> dict[str, Importer]:
-    """Return all importers by the name of their format, in the order in which they are
-    asked to recognize a file."""
+    """Return all importers by the name of their format.
+
+    They are in the order in which they are asked to recognize a file.
+    """
     listed = chain.from_iterable(seams.load_all("importers"))
     return {
         importer.format: importer
@@ -311,8 +320,7 @@ def find_importers() -> dict[str, Importer]:
 
 @dataclass(frozen=True)
 class _Addition:
-    """The rows that one file added to one rank; `parts`: the rows, and columns of
-    rows."""
+    """The rows that one file added to a rank; `parts`: rows, and columns of rows."""
 
     path: Path
     entry: RankBuilder
@@ -390,8 +398,10 @@ class FileTimes:
         refuse_gaps(spans, SourceError)
 
     def align(self, reference: str) -> None:
-        """Move all files so that they begin with a reference: START, or the path of a
-        file."""
+        """Move all files so that they begin with a reference.
+
+        It is START, or the path of a file.
+        """
         begins: dict[Path, int] = {}
         for addition in self._additions:
             span = addition.span_ns()
@@ -406,8 +416,10 @@ class FileTimes:
 
 
 def _source_of(entry: RankBuilder, format: str, sources: Sequence[Source]) -> Path:
-    """Return the file of a format that a rank was imported from: the first one where
-    several were."""
+    """Return the file of a format that a rank was imported from.
+
+    It is the first one where several were.
+    """
     names = {
         entry.meta.get("imported_from"),
         entry.meta.get("imported", {}).get(format),

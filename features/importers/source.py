@@ -1,5 +1,7 @@
-"""Opens and unpacks the files to import, with limits against files that unpack without
-end."""
+"""Opens and unpacks the files to import.
+
+Limits guard against files that unpack without end.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ class SourceError(UserError):
 
 
 class Source:
-    """A readable file (else SourceError) to import, maybe packed with gzip; `head`: its
-    first 64 KiB, unpacked."""
+    """A readable file to import, maybe packed with gzip.
+
+    `head` is its first 64 KiB, unpacked. Raises SourceError if it is not readable.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,8 +74,10 @@ class Source:
         return io.TextIOWrapper(self.open(), encoding="utf-8-sig", errors="replace")
 
     def parsed(self, parse: Callable[[Source], _Parsed]) -> _Parsed:
-        """Return `parse(self)`, called only once per file: two importers may need the
-        result."""
+        """Return `parse(self)`, called only once per file.
+
+        Two importers may need the result.
+        """
         if parse not in self._parsed:
             self._parsed[parse] = parse(self)
         result: _Parsed = self._parsed[parse]

@@ -1,5 +1,4 @@
-"""Weights and activations of a model's layers that are not on the device all the
-time."""
+"""Layers whose weights and activations are not on the device all the time."""
 
 from ebbtide.seams import Feature
 

@@ -1,5 +1,7 @@
-"""Trains a small GPT under each choice for weights and activations of its layers,
-measured beside predicted."""
+"""Trains a small GPT under each choice for its layers.
+
+Choices are for weights and activations; figures are measured beside predicted.
+"""
 
 import time
 from collections import Counter
@@ -50,8 +52,10 @@ _BATCH, _GPU_BATCH = 2, 64
 
 
 class LoggingDevice(EmulatedDevice):
-    """An emulated device that logs its copies, with times, and the memory of layers
-    over time."""
+    """An emulated device that logs its copies and the memory of layers over time.
+
+    Copies have times.
+    """
 
     def __init__(self, link_bytes_per_s: float) -> None:
         super().__init__(None, link_bytes_per_s, link_bytes_per_s)
@@ -104,8 +108,11 @@ class LoggingDevice(EmulatedDevice):
 
 @dataclass(frozen=True)
 class LayerRun:
-    """The figures of one choice; `kinds`: number of layers of each; `measured`: the
-    iteration of median length, on a GPU without operations and memory."""
+    """The figures of one choice.
+
+    `kinds`: number of layers of each; `measured`: the iteration of median length, on a
+    GPU without operations and memory.
+    """
 
     activations: str
     weights: str
@@ -326,9 +333,11 @@ def compare_layers(
     progress: ProgressCallback = lambda *_: None,
     choices: Sequence[tuple[str, str]] = CHOICES,
 ) -> LayerComparison:
-    """Train under each choice, one after the other, of which the first keeps all, on a
-    GPU, or an emulated device without one or with the rate of a link. Raises UserError
-    where a setting is invalid, or no plan fits the budget."""
+    """Train under each choice, one after the other; the first keeps all.
+
+    It is on a GPU, or an emulated device without a GPU or with the rate of a link.
+    Raises UserError where a setting is invalid, or no plan fits the budget.
+    """
     iterations, link_bytes_per_s = config.iterations, config.link_bytes_per_s
     memory_budget = (
         byte_count(config.memory_budget, "memory_budget")

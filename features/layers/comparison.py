@@ -1,5 +1,7 @@
-"""The comparison of choices for layers, its picture and its tables: `compare
---layers`."""
+"""The comparison of choices for layers, with picture and tables.
+
+The command is `compare --layers`.
+"""
 
 from matplotlib.figure import Figure
 
@@ -24,8 +26,10 @@ compare = compare_layers
 
 
 def draw_comparison(comparison: LayerComparison) -> Figure:
-    """Draw memory of layers and the link over an iteration of each choice: left
-    measured, right predicted."""
+    """Draw memory of layers and the link over an iteration of each choice.
+
+    Left is measured, right predicted.
+    """
     runs = comparison.runs
     figure = Figure(
         figsize=(18.0, schedules_height([run.predicted for run in runs])),
@@ -54,8 +58,10 @@ def draw_comparison(comparison: LayerComparison) -> Figure:
 
 
 def comparison_view(comparison: LayerComparison, verbose: bool) -> View:
-    """Return how many iterations are as predicted, and the figures of each choice;
-    `verbose`: also bytes of copies."""
+    """Return how many iterations are as predicted, and figures of each choice.
+
+    With `verbose`, return also bytes of copies.
+    """
     runs = comparison.runs
     yield (
         f"{comparison.close} of {len(runs)} iterations are within 10 % of the "

@@ -1,5 +1,7 @@
-"""Checks of the operations of a plan on layers: weights and activations are on the
-device when compute uses them."""
+"""Checks of the operations of a plan on layers.
+
+Weights and activations must be on the device when compute uses them.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,8 +14,9 @@ from ebbtide.interleave.model.workload import Workload
 
 
 def check_layers(plan: Plan, workload: Workload) -> None:
-    """Check that no compute uses weights or activations that are not on the device, or
-    more slots than there are.
+    """Check that compute uses only weights and activations on the device.
+
+    It must not use more slots than there are, either.
 
     The workload is a placed one. Raises PlanError."""
     policy, ops, layers = plan.policy, plan.ops, plan.layers
@@ -54,8 +57,9 @@ def _walk(
     at_start: Iterable[int],
     slots: int,
 ) -> frozenset[int]:
-    """Walk through uses of weights that pass through slots, and return the layers whose
-    weights are there at the end.
+    """Walk through uses of weights that pass through slots.
+
+    Return the layers whose weights are there at the end.
 
     An arrival takes the slot of what is used last of all. Each starts when that slot is
     free."""
@@ -94,8 +98,10 @@ def _walk(
 def _check_activations(
     policy: str, ops: Sequence[Op], plan: LayerPlan, stretches: Sequence[Stretch]
 ) -> None:
-    """Check that each copied activation goes down when it is computed and is back when
-    its backward begins."""
+    """Check each copied activation.
+
+    It goes down when it is computed and is back when its backward begins.
+    """
     copied = frozenset(plan.copied)
     # By kind and activation: what is left of its rounds, the last one first.
     uses: dict[tuple[str, int], list[Stretch]] = {}

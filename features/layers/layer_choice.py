@@ -1,6 +1,8 @@
-"""The options `weights` and `activations`: which layers are streamed, and which
-activations are kept, recomputed or offloaded, together with the policy of the
-optimizer's state."""
+"""The options `weights` and `activations`.
+
+They say which layers are streamed, and which activations are kept, recomputed or
+offloaded, together with the policy of the optimizer's state.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,12 @@ WEIGHTS = ("resident", "streamed", "streamed:K", "auto")
 ACTIVATIONS = (*ACTIVATION_KINDS, "auto")
 LAYER_OPTIONS = {"weights": WEIGHTS, "activations": ACTIVATIONS}
 _MOST_SLOTS = 4
-# So many operations the search simulates, twice as many with few layers, and at least
-# so many for each plan.
+# The search simulates this many operations, twice as many with few layers, and at least
+# this many for each plan.
 _SEARCHED_OPS, _LEAST_OPS = 100_000, 50
-# Up to so many choices all are compared; of up to so many blocks of layers, two are
-# changed at a time; so many of the choices that the search starts from are changed.
+# Up to this many choices, all are compared; with up to this many blocks of layers, two
+# are changed at a time; this many of the choices that the search starts from are
+# changed.
 _EXACT_CHOICES, _PAIRED_BLOCKS, _CLIMBS = 1100, 6, 12
 
 
@@ -50,15 +53,20 @@ def streamed_count(weights: str) -> int | None:
 
 
 def spread(count: int, layers: int) -> tuple[bool, ...]:
-    """Return which layers are streamed where some are, evenly spread: compute of the
-    others hides their copies."""
+    """Return which layers are streamed where some are, evenly spread.
+
+    Compute of the others hides their copies.
+    """
     until = [layer * count // layers for layer in range(layers + 1)]
     return tuple(after > before for before, after in pairwise(until))
 
 
 class LayerChoice(NamedTuple):
-    """The choice for each layer: whether its weights are streamed, and the form in
-    which its activations are kept, or `~form` where they are offloaded."""
+    """The choice for each layer.
+
+    It says whether its weights are streamed, and the form in which its activations are
+    kept, or `~form` where they are offloaded.
+    """
 
     streamed: tuple[bool, ...]
     forms: tuple[int, ...]
@@ -117,9 +125,11 @@ def plan_of_choice(
     make: Maker,
     leaves_link: bool = False,
 ) -> Evaluated:
-    """Return the plan of a choice with the state's plan that `make` makes for the
-    memory that the layers leave, or also for the time and the rest of the link that
-    their copies leave."""
+    """Return the plan of a choice.
+
+    `make` makes the state's plan for the memory that the layers leave, or also for the
+    time and the rest of the link that their copies leave.
+    """
     layers = choice.plan(workload)
     placed = place(workload, layers)
     limit = available_host_bytes(workload, machine)
@@ -143,7 +153,7 @@ def plan_of_choice(
         and not placed.missing_bytes
         and placed.min_free_bytes is not None
     ):
-        # Copies of layers delay those of state: without windows it is on the device as
+        # Copies of layers delay copies of state: without windows it is on the device as
         # long as there is memory.
         always_free = replace(state_workload, gpu_free=((0.0, placed.min_free_bytes),))
         result = min(result, evaluate(always_free), key=lambda one: one.cost)
@@ -174,9 +184,11 @@ def plan_with_layers(
     make: Maker,
     quick: Maker,
 ) -> Plan:
-    """Return the plan of a policy, which `make` makes for the state, for a workload
-    with layers. With `auto` it is the best one found, by plans of `quick`: never worse
-    than the same with one choice for all layers."""
+    """Return the plan of a policy for a workload with layers.
+
+    `make` makes it for the state. With `auto` it is the best one found, by plans of
+    `quick`: never worse than the same with one choice for all layers.
+    """
     search = LayerSearch(workload, machine, options)
     ranked = search.run(quick) if len(search.singles) > 1 else search.singles
     chosen, best = ranked[0], plan_of_choice(ranked[0], workload, machine, quick)
@@ -197,8 +209,10 @@ def plan_with_layers(
 
 
 class LayerSearch:
-    """The search for the best choice by simulation: from one for all layers, blocks are
-    changed while that helps."""
+    """The search for the best choice by simulation.
+
+    It starts from one for all layers, and changes blocks while that helps.
+    """
 
     def __init__(
         self, workload: Workload, machine: Machine, options: Mapping[str, str]
@@ -229,7 +243,7 @@ class LayerSearch:
         fixed = streamed_count(weights)
         if fixed is not None and fixed > count:
             raise PolicyError(f"weights={weights}: {workload.name} has {count} layers")
-        # The choices of a layer, and those of all: `streamed:K` leaves none.
+        # The choices of a layer, and of all layers: `streamed:K` leaves none.
         self._weights = (
             ()
             if fixed is not None
@@ -276,13 +290,17 @@ class LayerSearch:
         return sorted(self._costs, key=self._rank)
 
     def _rank(self, choice: LayerChoice) -> tuple[Cost, int]:
-        """Return the cost of a choice; of equally good ones that with fewer slots has
-        more memory for other plans."""
+        """Return the cost of a choice.
+
+        Of equally good choices, one with fewer slots has more memory for other plans.
+        """
         return self._costs[choice], choice.weight_slots + choice.activation_slots
 
     def may_be_better(self, choice: LayerChoice, best: Cost) -> bool:
-        """Return whether a choice may have a lower cost, whatever the plan of the
-        optimizer's state."""
+        """Return whether a choice may have a lower cost.
+
+        The plan of the optimizer's state may be any.
+        """
         layers = choice.plan(self._workload)
         placed = place(self._workload, layers)
         limit, on_host = (
@@ -297,9 +315,11 @@ class LayerSearch:
         return (placed.missing_bytes, excess, self._least_s(placed, layers)) < best[:3]
 
     def _least_s(self, placed: Workload, layers: LayerPlan) -> float:
-        """Return a lower bound of the iteration with a plan for layers, s: that of the
-        state beside their copies, with parameters of streamed layers that need not
-        return to the device."""
+        """Return a lower bound of the iteration with a plan for layers, s.
+
+        It is the bound of the state beside the layers' copies, with parameters of
+        streamed layers that need not return to the device.
+        """
         busy = with_layer_copies(
             placed, layers, link_rates(placed, self._machine).values()
         )
@@ -320,9 +340,11 @@ class LayerSearch:
                 )
 
     def _starts(self) -> Iterator[LayerChoice]:
-        """Yield choices that are alike for all layers, and some with every second,
-        third or fourth layer resident, so that its compute hides the copy for the next
-        one."""
+        """Yield choices that are alike for all layers, and some others.
+
+        These have every second, third or fourth layer resident, so that its compute
+        hides the copy for the next one.
+        """
         count = len(self._workload.layers)
         for single in self.singles:
             for slots in (
@@ -337,8 +359,10 @@ class LayerSearch:
                         )
 
     def _climb(self, choice: LayerChoice, make: Maker) -> None:
-        """Change blocks of layers, and then smaller ones, as long as that lowers the
-        cost."""
+        """Change blocks of layers, and then smaller ones.
+
+        Go on as long as that lowers the cost.
+        """
         count = len(self._workload.layers)
         size = count
         while size and self._ops_left > 0:
@@ -352,8 +376,8 @@ class LayerSearch:
             ]
             choice = self._improved(choice, [self._change_slots, *changes], make)
             if choice == before and 1 < len(blocks) <= _PAIRED_BLOCKS:
-                # With other slots, or in two blocks, one of which gives memory that the
-                # other may take.
+                # With other slots, or in two blocks: one gives memory that the other
+                # may take.
                 pairs = [
                     *product(changes, [self._change_slots]),
                     *combinations(changes, 2),
@@ -406,8 +430,10 @@ class LayerSearch:
     def _cost(
         self, choice: LayerChoice, make: Maker, limit: Cost | None = None
     ) -> Cost:
-        """Return the cost of a choice, or the missing memory alone where that is above
-        the limit's."""
+        """Return the cost of a choice.
+
+        Return the missing memory alone where it is above the limit's.
+        """
         if (cost := self._costs.get(choice)) is not None:
             return cost
         if (missing := self._missing.get(choice)) is None:

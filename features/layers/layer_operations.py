@@ -1,5 +1,7 @@
-"""The operations of a plan on layers: their weights and activations, beside those of
-the optimizer's state."""
+"""The operations of a plan on layers, beside the operations of the optimizer's state.
+
+They are on the layers' weights and activations.
+"""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -19,15 +21,20 @@ from ebbtide.interleave.model.workload import Workload
 
 
 class LayerOperations:
-    """Collects the operations of a plan on layers of a placed workload, in the order in
-    which each resource runs them. `stretches`: the compute of all rounds; `is_last`:
-    whether each is the last of its layer before another one."""
+    """Collects the operations of a plan on layers of a placed workload.
+
+    They are in the order in which each resource runs them. `stretches`: the compute of
+    all rounds; `is_last`: whether each is the last of its layer before another one.
+    """
 
     def __init__(
         self, workload: Workload, plan: LayerPlan, in_order: bool = False
     ) -> None:
-        """Initialize; `in_order`: each resource waits for the first of its operations,
-        even if others are ready."""
+        """Initialize.
+
+        `in_order`: each resource waits for the first of its operations, even if others
+        are ready.
+        """
         self._workload = workload
         self._plan = plan
         self._weight_bytes = [
@@ -72,8 +79,10 @@ class LayerOperations:
         activation: int | None = None,
         params: int = 0,
     ) -> int:
-        """Append an operation and return its index; `needed`: the point at which
-        compute waits for it."""
+        """Append an operation and return its index.
+
+        `needed` is the point at which compute waits for it.
+        """
         holds = None if needed is None else Hold(needed)
         inputs = {*after, *self._first} if resource == "h2d" else set(after)
         if self._last is not None:
@@ -103,8 +112,10 @@ class LayerOperations:
         return self.ops
 
     def move_activation(self, stretch: Stretch) -> None:
-        """Copy what a forward has computed to the host, or into the slot that a
-        backward frees what is needed next."""
+        """Copy the activations that a forward has computed to the host.
+
+        Or copy what is needed next into the slot that a backward frees.
+        """
         position, slots = (
             self._position.get(stretch.activation),
             self._plan.activation_slots,
@@ -145,8 +156,10 @@ class LayerOperations:
             )
 
     def fetch_weights(self, stretch: Stretch) -> None:
-        """Copy the weights that are needed next into the slot of a streamed layer that
-        is done."""
+        """Copy the weights that are needed next into the slot of a finished layer.
+
+        The layer is a streamed one.
+        """
         if stretch.layer not in self._plan.streamed:
             return
         slots = self._plan.weight_slots
@@ -162,9 +175,11 @@ class LayerOperations:
 
 
 class HostWeightOperations(LayerOperations):
-    """Weights of all layers come from the host before each forward, and gradients go
-    there while compute waits, as with `stream_weights`. Resident layers then have their
-    weights until the backward."""
+    """Operations for weights that come from the host before each forward.
+
+    All layers' weights come, and gradients go there while compute waits, as with
+    `stream_weights`. Resident layers then have their weights until the backward.
+    """
 
     def run(self) -> list[Op]:
         for before in range(self._plan.weight_slots):
@@ -198,8 +213,7 @@ class HostWeightOperations(LayerOperations):
             )
 
     def _fetch_for_forward(self, before: int, point: float) -> None:
-        """Copy the weights of the layers that have so many streamed layers before
-        them."""
+        """Copy the weights of the layers with `before` streamed layers before them."""
         for layer, nbytes in enumerate(self._weight_bytes):
             if bisect_left(self._streamed, layer) == before:
                 self.add(
@@ -218,9 +232,11 @@ def with_layer_operations(
     layers: LayerPlan,
     operations: LayerOperations | None = None,
 ) -> Plan:
-    """Return a plan with the operations of a plan for layers before its own, not
-    validated. Parameters of streamed layers stay on, or are copied to, the host unless
-    they stay on the device for the next forward."""
+    """Return a plan with the operations of a plan for layers first, not validated.
+
+    Parameters of streamed layers stay on, or are copied to, the host unless they stay
+    on the device for the next forward.
+    """
     from_host = placed.host_gradient_bytes is not None
     ops = (
         operations

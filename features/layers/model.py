@@ -1,5 +1,7 @@
-"""Layers of a job whose weights and activations a plan may move: what a plan does with
-them, when, and their memory."""
+"""Layers of a job whose weights and activations a plan may move.
+
+It has what a plan does with them, when, and their memory.
+"""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -41,8 +43,7 @@ class SavedActivation(NamedTuple):
 
 
 class LayerPlan(NamedTuple):
-    """The part of a plan that is on layers: what happens to their weights and
-    activations.
+    """The part of a plan on layers: what happens to weights and activations.
 
     All chunks pass a layer before the first one passes the next layer."""
 
@@ -66,14 +67,18 @@ class LayerPlan(NamedTuple):
 
     @property
     def copied(self) -> list[int]:
-        """The activations that are copied to the host: the last offloaded ones stay in
-        their slots."""
+        """The activations that are copied to the host.
+
+        The last offloaded ones stay in their slots.
+        """
         offloaded = self.offloaded
         return offloaded[: max(0, len(offloaded) - self.activation_slots)]
 
     def place(self, workload: Workload) -> Workload:
-        """Return a workload with the times and the free memory that the plan leaves,
-        see `place`."""
+        """Return a workload with the times and free memory that the plan leaves.
+
+        See `place`.
+        """
         return place(workload, self)
 
     def host_bytes(self, workload: Workload) -> float:
@@ -84,8 +89,10 @@ class LayerPlan(NamedTuple):
         return weights + sum(self.activations[index].nbytes for index in self.copied)
 
     def counts(self, chunks: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the number of layers of each kind: by their weights, and by what most
-        of their activations are."""
+        """Return the number of layers of each kind.
+
+        Kinds are by their weights, and by what most of their activations are.
+        """
         layers = len(self.activations) // chunks
         activations = dict.fromkeys(ACTIVATION_KINDS, 0)
         for layer in range(layers):
@@ -99,8 +106,10 @@ class LayerPlan(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """The compute of one chunk in one layer, with the points of the iteration where it
-    starts and ends."""
+    """The compute of one chunk in one layer.
+
+    It has the points of the iteration where it starts and ends.
+    """
 
     is_backward: bool
     round: int
@@ -111,8 +120,10 @@ class Stretch(NamedTuple):
 
 
 def stretches_of(workload: Workload, plan: LayerPlan) -> list[Stretch]:
-    """Return the compute of all chunks in all layers in the order of time, in a placed
-    workload (see `place`)."""
+    """Return the compute of all chunks in all layers in the order of time.
+
+    The workload is placed (see `place`).
+    """
     return _stretches(
         workload.layers,
         workload.chunk_shares,
@@ -175,8 +186,10 @@ def _point(seconds: float, forward_s: float, backward_s: float) -> float:
 def saved_activations(
     workload: Workload, forms: Sequence[int], offloaded: Iterable[int] = ()
 ) -> tuple[SavedActivation, ...]:
-    """Return the activations of layers that are kept in a form each, those of some
-    layers on the host."""
+    """Return the activations of layers that are kept in a form each.
+
+    Some layers have theirs on the host.
+    """
     on_host = frozenset(offloaded)
     return tuple(
         SavedActivation(form.nbytes * share, form.recompute_s * share, layer in on_host)
@@ -188,9 +201,11 @@ def saved_activations(
 
 
 def place(workload: Workload, plan: LayerPlan | None) -> Workload:
-    """Return a workload with the times and the free memory that a plan for its layers
-    leaves; without layers, or placed, itself. Layers and chunks are those of a round;
-    with several, alike, the forward has all but the last backward."""
+    """Return a workload with the times and the free memory that a layer plan leaves.
+
+    Without layers, or placed, return the workload itself. Layers and chunks are counted
+    for one round; with several, alike, the forward has all but the last backward.
+    """
     if plan is None or not workload.layers or workload.layer_memory:
         return workload
     return _placed(workload, plan)
@@ -251,9 +266,12 @@ def _placed(workload: Workload, plan: LayerPlan) -> Workload:
 def with_layer_copies(
     placed: Workload, plan: LayerPlan, rates: Collection[float]
 ) -> Workload:
-    """Return a placed workload of one round whose forward and backward are as long as
-    the copies of layers that must end in them, by the rates of the link to and from the
-    device; these copies count as collectives."""
+    """Return a placed workload as long as the copies of its layers.
+
+    It has one round. Its forward and backward are as long as the copies that must end
+    in them, by the rates of the link to and from the device; these copies count as
+    collectives.
+    """
     sizes = [
         placed.param_bytes * placed.layers[layer].params
         for layer in sorted(plan.streamed)
@@ -304,8 +322,10 @@ def with_layer_copies(
 
 
 def seconds_at(workload: Workload, point: float) -> float:
-    """Return the seconds from the start of an iteration to a point of it, without any
-    waiting."""
+    """Return the seconds from the start of an iteration to a point of it.
+
+    There is no waiting.
+    """
     if point < FORWARD:
         return workload.other_s * point
     if point < BACKWARD:
@@ -318,8 +338,9 @@ def seconds_at(workload: Workload, point: float) -> float:
 
 
 def _memory(workload: Workload, plan: LayerPlan) -> Iterator[LayerMemory]:
-    """Yield the device memory of the layers as a step function, from the start of the
-    iteration.
+    """Yield the device memory of the layers as a step function.
+
+    It is from the start of the iteration.
 
     Activations of all chunks count from the start of a layer's forward to the end of
     its backward."""

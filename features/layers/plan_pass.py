@@ -16,8 +16,7 @@ _WITHOUT_LATE = {"forward": "none", "both": "backward", "auto": "backward"}
 
 
 class LayerPass:
-    """Plans the layers of a workload that has some, and the state with what they
-    leave."""
+    """Plans the layers of a workload with some, and the state with what they leave."""
 
     name: ClassVar[str] = "layers"
     position: ClassVar[int] = 10
@@ -28,8 +27,10 @@ class LayerPass:
     def plan(
         self, make: Maker, policy: Policy, workload: Workload, machine: Machine
     ) -> Plan:
-        """Return the plan of a policy for the state, with the layers that its options
-        move."""
+        """Return the plan of a policy for the state, and for layers.
+
+        Layers move as the policy's options say.
+        """
         if workload.layers and not workload.layer_memory:
             plan = plan_with_layers(
                 workload,
@@ -60,9 +61,11 @@ LAYER_PASS = LayerPass()
 
 
 def _quick(policy: Policy, placed: Workload, machine: Machine) -> Policy:
-    """Return a policy whose plans are made quickly: this one, but for adaptive one that
-    keeps as much state on the device as there is memory for, and interleaves the
-    rest."""
+    """Return a policy whose plans are made quickly.
+
+    It is this one, but for `adaptive` one that keeps as much state on the device as
+    there is memory for, and interleaves the rest.
+    """
     if not policy.is_adaptive:
         return _without_late(policy)
     if machine.gpu_update_params_per_s is None:

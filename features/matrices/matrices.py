@@ -1,5 +1,6 @@
-"""The update of a whole matrix: its products have one order, so that nothing but the
-matrix decides about the bits.
+"""The update of a whole matrix.
+
+Its products have one order, so that nothing but the matrix decides about the bits.
 
 The formula of the rule gives a matrix U and the new moments, element by element. With
 three coefficients a, b and c,
@@ -9,7 +10,7 @@ three coefficients a, b and c,
 
 Then the rule's `finish` updates the master with X in place of a gradient. An element of
 a product is the sum of its fp32 products from the first to the last, beginning with 0,
-each operation rounded. Norms are those of norm.py.
+each operation rounded. Norms are computed by norm.py.
 """
 
 import math

@@ -1,5 +1,7 @@
-"""Muon: orthogonalized momentum of whole matrices (Jordan et al., 2024), with the
-formulas of torch.optim.Muon."""
+"""Muon: orthogonalized momentum of whole matrices.
+
+The source is Jordan et al., 2024; the formulas are those in torch.optim.Muon.
+"""
 
 import math
 

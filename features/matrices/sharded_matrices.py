@@ -1,5 +1,7 @@
-"""Matrices that are sharded over ranks and updated as a whole: each by one rank, its
-owner."""
+"""Matrices that are sharded over ranks and updated as a whole.
+
+One rank, the owner of a matrix, updates it.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,8 +16,9 @@ from ebbtide.interleave.engine.params.local_shards import local_shard
 
 
 class ShardedMatrices(Exchange):
-    """Matrices whose parts the ranks of a process group have: their shapes and the
-    divided dimension, by index.
+    """Matrices whose parts the ranks of a process group have.
+
+    They have their shapes and the divided dimension, by index.
 
     Parts are as torch.chunk makes them. The owners: the largest matrices first, each
     goes to the rank with the fewest elements so far. Messages are on a device."""
@@ -30,8 +33,8 @@ class ShardedMatrices(Exchange):
         self._divided, self._group, self._device = divided, group, device
         self._ranks: int = dist.get_world_size(group) if divided else 1
         loads = [0] * self._ranks
-        # In the order of messages, as are the shapes of those of which this rank is the
-        # owner.
+        # In the order of messages, as are the shapes of the matrices that this rank
+        # owns.
         for index in sorted(divided, key=lambda index: -math.prod(divided[index][0])):
             owner = self.owners[index] = loads.index(min(loads))
             loads[owner] += math.prod(divided[index][0])

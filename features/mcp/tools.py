@@ -1,5 +1,7 @@
-"""The commands that an assistant may call through the Model Context Protocol, as tools
-with bounded answers."""
+"""The commands that an assistant may call, as tools with bounded answers.
+
+They are called through the Model Context Protocol.
+"""
 
 import os
 import shlex

@@ -1,5 +1,7 @@
-"""Holders of device memory: at a time, at an error, and what keeps growing; and a limit
-of it."""
+"""Holders of device memory, and a limit of it.
+
+Holders are known at a time, at an error, and what keeps growing.
+"""
 
 from ebbtide.seams import Feature
 

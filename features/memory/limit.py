@@ -1,5 +1,7 @@
-"""The limit of memory for a block of code: a context manager, which is a decorator,
-too."""
+"""The limit of memory for a block of code.
+
+It is a context manager, which is a decorator, too.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,10 @@ class MemoryEvent:
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest memory in use, and its `holders`: (call site, bytes), the largest
-    first; empty if not asked for."""
+    """The largest memory in use, and its `holders`.
+
+    They are (call site, bytes), the largest first; empty if not asked for.
+    """
 
     bytes: int
     holders: tuple[tuple[str, int], ...] = ()
@@ -65,8 +69,10 @@ def replay(events: Iterable[MemoryEvent]) -> Peak:
 
 
 class CpuPeak:
-    """Records the tensors that are alive at the start, until each is released, and all
-    allocations until the end."""
+    """Records the tensors that are alive at the start, and all allocations.
+
+    Tensors are recorded until each is released, allocations until the end.
+    """
 
     device = "cpu"
 
@@ -154,8 +160,10 @@ def _living_tensors() -> Iterator[torch.Tensor]:
 
 
 def _recorded_call_site(event: Any, calls: tuple[Any, ...]) -> str:
-    """Return the innermost place in Python code outside of torch; `calls` are the kinds
-    of event that are calls."""
+    """Return the innermost place in Python code outside of torch.
+
+    `calls` are the kinds of event that are calls.
+    """
     while (event := event.parent) is not None:
         kind, fields = event.typed
         if kind in calls and not fields.caller.file_name.startswith(("torch/", "<")):
@@ -170,8 +178,10 @@ _MAX_ENTRIES = 1_000_000
 
 
 class CudaPeak:
-    """Records the peak of torch's allocator on a device, and its history, unless the
-    code records one itself."""
+    """Records the peak of torch's allocator on a device, and its history.
+
+    The history is not recorded if the code records one itself.
+    """
 
     def __init__(self, index: int) -> None:
         self.device = f"cuda:{index}"
@@ -203,8 +213,10 @@ class CudaPeak:
 
 
 def snapshot_blocks(snapshot: Any, index: int) -> Iterator[MemoryEvent]:
-    """Yield the allocations and releases on a device in a memory snapshot: first those
-    before its history."""
+    """Yield the allocations and releases on a device in a memory snapshot.
+
+    First come those before its history.
+    """
     trace = [
         event
         for event in snapshot["device_traces"][index]
@@ -236,8 +248,10 @@ def snapshot_blocks(snapshot: Any, index: int) -> Iterator[MemoryEvent]:
 
 
 def _call_site(frames: list[Any]) -> str:
-    """Return the innermost frame outside of torch; the frames begin with the innermost
-    one."""
+    """Return the innermost frame outside of torch.
+
+    The frames begin with the innermost one.
+    """
     for frame in frames:
         if "/torch/" not in frame["filename"] and not frame["filename"].startswith("<"):
             return f"{frame['name']} ({frame['filename']}:{frame['line']})"
@@ -281,10 +295,11 @@ class MemoryLimitExceeded(AssertionError):
 
 @contextmanager
 def memory_limit(limit: ByteCount, device: str | None = None) -> Iterator[None]:
-    """Fail if a block of code uses more memory than a limit: a context manager, and a
-    decorator, too.
+    """Fail if a block of code uses more memory than a limit.
 
-    On CUDA the peak is that of torch's allocator (`max_memory_allocated`, which is
+    This is a context manager, and a decorator, too.
+
+    On CUDA the peak is measured by torch's allocator (`max_memory_allocated`, which is
     reset), and includes what was allocated before the block. On the CPU it is the bytes
     of tensors, from torch's profiler: those that were alive before the block, as long
     as they live, and those that the block allocates. Memory that is not a tensor's does

@@ -1,5 +1,7 @@
-"""Updates beside the next forward and the backward: late updates, and those before
-clipping is known."""
+"""Updates beside the next forward and the backward.
+
+They are late updates, and updates before clipping is known.
+"""
 
 from ebbtide.seams import Feature
 

@@ -1,5 +1,7 @@
-"""Hooks before everything in a model that uses parameters, so that it waits for updates
-which have not ended yet."""
+"""Hooks before everything in a model that uses parameters.
+
+It then waits for updates which have not ended yet.
+"""
 
 import logging
 import sys
@@ -31,8 +33,11 @@ _READERS: list[tuple[Any, str]] = [
 
 
 class MethodGate:
-    """Replaces a method of one object by one that first calls a function with the same
-    arguments, which may raise, and then runs in a context."""
+    """Replaces a method of one object by one that first calls a function.
+
+    The function has the same arguments, and may raise; the method then runs in a
+    context.
+    """
 
     def __init__(
         self,
@@ -70,19 +75,23 @@ class MethodGate:
 
 
 class HooklessCopies:
-    """Leaves hooks of these ids out of what `copy` and `pickle` (`torch.save`) read of
-    a module: its `__getstate__`."""
+    """Leaves hooks of these ids out of a module's copies and pickles.
+
+    It replaces the `__getstate__` that `copy` and `pickle` (`torch.save`) read.
+    """
 
     def __init__(self, module: torch.nn.Module, hook_ids: Collection[int]) -> None:
         self._module = weakref.ref(module)
         self._hook_ids = hook_ids
-        # That of another optimizer.
+        # The replacement by another optimizer.
         self._next: HooklessCopies | None = module.__dict__.get(_GETSTATE)
         object.__setattr__(module, _GETSTATE, self)
 
     def remove(self) -> None:
-        """Leave the module as it was, unless another optimizer has replaced its method,
-        too."""
+        """Leave the module as it was.
+
+        If another optimizer has replaced its method, too, the module is not restored.
+        """
         module = self._module()
         if (
             module is not None
@@ -117,8 +126,10 @@ class HooklessCopies:
 def _without_hooks(
     modules: Iterable[torch.nn.Module], hook_ids: Collection[int]
 ) -> Iterator[None]:
-    """Return a context in which modules do not have hooks of these ids before their
-    forward."""
+    """Return a context in which modules lack hooks of these ids.
+
+    These are hooks before their forward.
+    """
     all_hooks = [
         (module._forward_pre_hooks, dict(module._forward_pre_hooks))
         for module in modules
@@ -165,12 +176,14 @@ class _ModuleGate:
 
 
 class ForwardGates:
-    """Hooks before everything in a model that uses parameters: forwards and gathers of
-    shards. No parameter may be late before the first iteration has shown which modules
-    are called; the nearest called module around another one waits for its parameters.
-    The model keeps `wait` and `finish` alive: pass weak references. Raises EngineError
-    if the model is not a module, or shards or converts its parameters in a way that is
-    not supported."""
+    """Hooks before everything in a model that uses parameters.
+
+    They are on forwards and gathers of shards. No parameter may be late before the
+    first iteration has shown which modules are called; the nearest called module around
+    another one waits for its parameters. The model keeps `wait` and `finish` alive:
+    pass weak references. Raises EngineError if the model is not a module, or shards or
+    converts its parameters in a way that is not supported.
+    """
 
     def __init__(
         self, model: torch.nn.Module, wait: Wait, finish: Callable[[], None]
@@ -203,13 +216,14 @@ class ForwardGates:
             removable.remove()
 
     def is_gated(self, param: torch.Tensor) -> bool:
-        """Return whether something waits for a parameter before the forward reads
-        it."""
+        """Return whether something waits for a parameter before the forward's read."""
         return param in self._gated or param in self.sharded
 
     def learn_calls(self) -> None:
-        """Let called modules wait for the parameters of those that are not called,
-        after the first iteration."""
+        """Let called modules wait for the parameters of modules that are not called.
+
+        This is after the first iteration.
+        """
         model = self._model()
         if (
             self._gated

@@ -1,5 +1,7 @@
-"""Finds parameters that something holds besides their Python object: it may read their
-memory unseen."""
+"""Finds parameters that something holds besides their Python object.
+
+It may read their memory unseen.
+"""
 
 import gc
 import weakref
@@ -24,9 +26,11 @@ class ReferenceCounts:
         self._wrappers: list[weakref.ref[DistributedDataParallel]] = []
 
     def find_held(self, params: Sequence[torch.Tensor], views: int) -> list[bool]:
-        """Return whether something holds each parameter, or its memory, besides its
-        Python object, the graph that has computed its gradient,
-        DistributedDataParallel, and so many own views of it."""
+        """Return whether something else holds each parameter, or its memory.
+
+        Its Python object, the graph that has computed its gradient,
+        DistributedDataParallel, and a given number of own views do not count.
+        """
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
             # As long as this lives, each has one node that accumulates its gradient.
             edges = _GradientEdges.apply(*params)
@@ -65,8 +69,7 @@ class ReferenceCounts:
 
 
 class _GradientEdges(torch.autograd.Function):  # type: ignore[misc]
-    """Has the nodes that accumulate the gradients of its arguments as those before
-    it."""
+    """Has the nodes that accumulate its arguments' gradients as those before it."""
 
     @staticmethod
     def forward(ctx: Any, *params: torch.Tensor) -> torch.Tensor:
@@ -74,8 +77,11 @@ class _GradientEdges(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _shares_memory(param: torch.Tensor, views: int) -> bool:
-    """Return whether something else has the memory of a parameter, too: a view of it,
-    the array or the file that the memory belongs to, another process."""
+    """Return whether something else has the memory of a parameter, too.
+
+    It may be a view of the parameter, the array or the file that the memory belongs to,
+    or another process.
+    """
     storage = param.untyped_storage()
     is_own = storage.resizable() and (
         storage.device.type != "cpu" or not storage.is_shared()

@@ -1,5 +1,7 @@
-"""Checks of updates beside other phases, besides their data flow: when late operations
-end, and which may speculate."""
+"""Checks of updates beside other phases, besides their data flow.
+
+They check when late operations end, and which may speculate.
+"""
 
 from ebbtide.interleave.model.kinds import Kind, find_kind
 from ebbtide.interleave.model.operations import (
@@ -14,9 +16,12 @@ from ebbtide.interleave.model.workload import Workload
 
 
 def check_overlap(plan: Plan, workload: Workload) -> None:
-    """Check that what follows a late operation is late, that parameters are new before
-    the next forward uses them, and that the next iteration begins when all late
-    operations have ended, as the engine does. Raises PlanError."""
+    """Check the late operations of a plan.
+
+    What follows one must be late, parameters must be new before the next forward uses
+    them, and the next iteration must begin when all late operations have ended, as the
+    engine does. Raises PlanError.
+    """
     is_late = plan.has_late_operations
     for op in plan.ops:
         if op.is_speculative and (

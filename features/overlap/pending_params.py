@@ -1,5 +1,7 @@
-"""Parameters that a step may still write after it has returned: waits for them, and
-finds gradients of old values."""
+"""Parameters that a step may still write after it has returned.
+
+It waits for them, and finds gradients of old values.
+"""
 
 import itertools
 import types
@@ -16,7 +18,7 @@ from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.params.local_shards import local_shard
 from ebbtide.interleave.engine.params.step_calls import StepCalls, StepHooks, weak_call
 
-# Attributes and methods of a tensor that use no element of it.
+# Attributes and methods of a tensor that use none of its elements.
 _METADATA = (
     *(
         "shape",
@@ -77,20 +79,23 @@ _MEMORY = (
 
 
 class PendingParams(StepHooks):
-    """The parameters that the last step has updated, each unread until something has
-    waited for it: gates of its model and LateParams do, and a gradient of an unread one
-    is an error, since it would be one of old values."""
+    """The parameters that the last step has updated.
+
+    Each is unread until something has waited for it: gates of its model and LateParams
+    do, and a gradient of an unread parameter is an error, since it would be a gradient
+    of old values.
+    """
 
     def __init__(self, calls: StepCalls, model: torch.nn.Module) -> None:
         self._calls = calls
         self._runner = calls.runner
         self._params: Sequence[torch.Tensor] = ()
-        # Those that a step waits for.
+        # The parameters that a step waits for.
         self._never_late: Container[int] = ()
         # The index of each parameter, which the forward of every module looks up.
         self._index: dict[torch.Tensor, int] = {}
         self._unread: set[int] = set()
-        # Those of the last step that uses in Python wait for.
+        # Parameters of the last step that uses in Python wait for.
         self._late: set[int] = set()
         self._holders = ReferenceCounts()
         # Models, and the classes of late parameters, must not keep this object alive.
@@ -121,8 +126,8 @@ class PendingParams(StepHooks):
     def gradients_in(self) -> None:
         for index in self._unread:
             gradient = self._params[index].grad
-            # Others are left from before, or are those of parameters that this
-            # iteration has not used.
+            # Others are left from before, or belong to parameters that this iteration
+            # has not used.
             if gradient is not None and (
                 gradient.layout != torch.strided or bool(local_shard(gradient).any())
             ):
@@ -157,8 +162,10 @@ class PendingParams(StepHooks):
             self._release(indices)
 
     def _make_late(self, updated: Iterable[int]) -> set[int]:
-        """Let uses of parameters wait from now on, and return those of which all uses
-        do."""
+        """Let uses of parameters wait from now on.
+
+        Return the parameters whose uses all do.
+        """
         if not self._runner.plan.has_late_operations:
             return set()
         late = {index for index in updated if self._may_be_late(index)}
@@ -197,14 +204,18 @@ class PendingParams(StepHooks):
 def pending_params(
     calls: StepCalls, model: torch.nn.Module | None
 ) -> PendingParams | None:
-    """Return the hooks of steps with late updates, which need the model whose forward
-    waits for them."""
+    """Return the hooks of steps with late updates.
+
+    They need the model whose forward waits for them.
+    """
     return None if model is None else PendingParams(calls, model)
 
 
 def _functions(names: Iterable[str], assigned: Iterable[str]) -> frozenset[Any]:
-    """Return the functions that torch passes to `__torch_function__` for attributes and
-    methods of tensors."""
+    """Return the functions that torch passes to `__torch_function__`.
+
+    They are passed for attributes and methods of tensors.
+    """
     attributes = [
         getattr(torch.Tensor, name)
         for name in names
@@ -220,9 +231,12 @@ def _functions(names: Iterable[str], assigned: Iterable[str]) -> frozenset[Any]:
 
 
 class LateParams:
-    """Gives late parameters a class whose every use in Python waits (`wait`, `finish`
-    for all), and makes them ordinary again by `clear`. Only C++ code that is not
-    torch's own, and compiled and scripted code, do not show their arguments so."""
+    """Gives late parameters a class whose every use in Python waits.
+
+    Uses call `wait`, or `finish` for all; `clear` makes the parameters ordinary again.
+    Only C++ code that is not torch's own, and compiled and scripted code, do not show
+    their arguments so.
+    """
 
     def __init__(
         self, wait: Callable[[Sequence[torch.Tensor]], None], finish: Callable[[], None]
@@ -234,8 +248,10 @@ class LateParams:
         self._own_classes: dict[type, type] = {}
 
     def supports(self, param: torch.Tensor) -> bool:
-        """Return whether uses of a parameter can be noticed: not if its class handles
-        functions of torch itself."""
+        """Return whether uses of a parameter can be noticed.
+
+        They cannot if its class handles functions of torch itself.
+        """
         own_class = type(param)
         return own_class is torch.Tensor or (
             own_class.__torch_function__ is torch._C._disabled_torch_function_impl
@@ -285,8 +301,10 @@ class LateParams:
             return function(*args, **keywords)
 
         def local_method(name: str) -> Callable[..., Any]:
-            """Return a method of a DTensor that uses its local part, and is no function
-            of torch."""
+            """Return a method of a DTensor that uses its local part.
+
+            It is no function of torch.
+            """
 
             def use_local(param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
                 self._wait([param])

@@ -1,5 +1,7 @@
-"""The pass over plans that lets updates run beside other phases of the iteration, and
-the same for a search."""
+"""The pass over plans that lets updates run beside other phases.
+
+It has the same for a search.
+"""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -15,8 +17,10 @@ from ebbtide.machines.machine import Machine
 
 
 class OverlapPass:
-    """Applies the option `overlap` of policies that take it, and do not search for
-    plans with it themselves."""
+    """Applies the option `overlap` of policies that take it.
+
+    Policies that search for plans with it themselves are left out.
+    """
 
     name: ClassVar[str] = "overlap"
     position: ClassVar[int] = 30
@@ -45,8 +49,10 @@ OVERLAP_PASS = OverlapPass()
 def beside_step(
     plan: Plan, workload: Workload, assignment: Assignment, overlap: Overlap
 ) -> Plan:
-    """Return the plan of an assignment, not validated, with its updates beside the
-    step."""
+    """Return the plan of an assignment, with its updates beside the step.
+
+    It is not validated.
+    """
     if overlap.backward:
         uploads_first = assignment.uploads_first and not overlap.forward
         plan = speculate(plan, workload, assignment.speculated, uploads_first)

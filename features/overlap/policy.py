@@ -1,5 +1,7 @@
-"""The option `overlap`: phases that updates may run in, beside the step; and the best
-count of subgroups for that."""
+"""The option `overlap`: phases that updates may run in, beside the step.
+
+It also has the best count of subgroups for that.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,16 +17,18 @@ from ebbtide.interleave.simulation.simulator import simulate_steps
 from ebbtide.machines.machine import Machine
 
 Cost = tuple[bool, bool, float]
-# Into so many steps the counts are divided at first.
+# The counts are divided into this many steps at first.
 _FIRST_COUNTS = 8
 _START, _HOLDS = Op._fields.index("start"), Op._fields.index("holds")
 
 
 def best_count(most: int, cost: Callable[[int], Cost]) -> int:
-    """Return the best count from 0 to a number: of some evenly spread ones, and then
-    near the best.
+    """Return the best count from 0 to a number.
 
-    `cost` is that of a count (see `Steps.cost`); it is called once for each."""
+    It tries some evenly spread ones, and then counts near the best.
+
+    `cost` returns the cost of a count (see `Steps.cost`); it is called once for each.
+    """
     cost_of = cache(cost)
     step = max(1, most // _FIRST_COUNTS)
     best = min(range(0, most + 1, step), key=cost_of)
@@ -35,10 +39,12 @@ def best_count(most: int, cost: Callable[[int], Cost]) -> int:
 
 
 def with_overlap(plan: Plan, workload: Workload, machine: Machine, option: str) -> Plan:
-    """Return a plan whose updates may run in other phases than the step (`none`:
-    itself; `auto`: the best), with as many speculated subgroups as give the shortest
-    mean iteration, within the memory of the host. The plan must update subgroups in the
-    order in which the forward needs them."""
+    """Return a plan whose updates may run in other phases than the step.
+
+    `none` is the plan itself, `auto` the best. It has as many speculated subgroups as
+    give the shortest mean iteration, within the memory of the host. The plan must
+    update subgroups in the order in which the forward needs them.
+    """
     overlaps = overlaps_of(option)
     if not overlaps:
         return plan
@@ -63,8 +69,10 @@ def with_overlap(plan: Plan, workload: Workload, machine: Machine, option: str) 
 def _speculating(
     plan: Plan, workload: Workload, overlap: Overlap, cost: Callable[[Plan], Cost]
 ) -> Plan:
-    """Return the best plan found by the number of subgroups that it speculates: of
-    some, and then near the best."""
+    """Return the best plan found by the number of subgroups that it speculates.
+
+    It tries some numbers, and then numbers near the best.
+    """
 
     def with_count(count: int) -> Plan:
         speculating = speculate(
@@ -77,11 +85,13 @@ def _speculating(
 
 
 def late(plan: Plan, workload: Workload, on_time: frozenset[int] = frozenset()) -> Plan:
-    """Return a plan, not validated, whose updates may end in the next iteration but for
-    those of `on_time`. Parameters are due when the next forward first uses them,
+    """Return a plan whose updates may end in the next iteration, except `on_time`.
+
+    It is not validated. Parameters are due when the next forward first uses them,
     flushed state before the next backward, which fetches again. Updates of resident
     state are short and stay with the step, as do parked state and what uses the job's
-    own gradients."""
+    own gradients.
+    """
     needed = forward_points(workload)
     used_in_place = (
         plan.kept_gradients if workload.gradients_held_until_step else frozenset()

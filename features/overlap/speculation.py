@@ -1,5 +1,7 @@
-"""Speculative updates: computed beside the old state before it is known whether
-clipping changes them."""
+"""Speculative updates.
+
+They are computed beside the old state before it is known whether clipping changes them.
+"""
 
 from dataclasses import replace
 
@@ -13,10 +15,13 @@ _AFTER = Op._fields.index("after")
 def speculate(
     plan: Plan, workload: Workload, count: int, uploads_first: bool = False
 ) -> Plan:
-    """Return a plan, not validated, that updates the last subgroups, whose gradients
-    come first, on the CPU as soon as these are there. Uploads follow when clipping has
-    said that they are valid, before all else of the step (`uploads_first`) or in their
-    places. None are without clipping, or if gradients are held until the step."""
+    """Return a plan that updates the last subgroups on the CPU early.
+
+    It is not validated. The gradients of these subgroups come first, and updates begin
+    as soon as they are there. Uploads follow when clipping has said that they are
+    valid, before all else of the step (`uploads_first`) or in their places. There are
+    no such updates without clipping, or if gradients are held until the step.
+    """
     if not workload.clipping or workload.gradients_held_until_step or count <= 0:
         return plan
     on_cpu = sorted(
@@ -70,9 +75,11 @@ def speculate(
 
 
 def redone(plan: Plan) -> Plan:
-    """Return the plan of a step that clipping changes, to be simulated: speculative
-    updates are computed again from the old state, and state in storage is read
-    again."""
+    """Return the plan of a step that clipping changes, to be simulated.
+
+    Speculative updates are computed again from the old state, and state in storage is
+    read again.
+    """
     if plan.rolls_back:
         return _rolled_back(plan)
     ops: list[Op] = []
@@ -111,8 +118,10 @@ def redone(plan: Plan) -> Plan:
 
 
 def _rolled_back(plan: Plan) -> Plan:
-    """Return the plan of a step in which updates are undone, which takes as long as an
-    update, and run once more."""
+    """Return the plan of a step in which updates are undone and run once more.
+
+    To undo one takes as long as an update.
+    """
     clip = next(index for index, op in enumerate(plan.ops) if op.kind == "clip")
     ops = list(plan.ops)
     for number, update in enumerate(plan.ops):

@@ -1,5 +1,7 @@
-"""Adam with weight decay in the gradient (Kingma and Ba, arXiv:1412.6980), in the order
-of torch.optim.Adam."""
+"""Adam with weight decay in the gradient, in the order of torch.optim.Adam.
+
+The source is Kingma and Ba, arXiv:1412.6980.
+"""
 
 from dataclasses import replace
 

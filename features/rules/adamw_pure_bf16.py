@@ -1,5 +1,7 @@
-"""AdamW without masters, as torch runs it on bfloat16 parameters: state in bfloat16, 4
-B for each parameter."""
+"""AdamW without masters, as torch runs it on bfloat16 parameters.
+
+State is in bfloat16, 4 B for each parameter.
+"""
 
 from dataclasses import replace
 

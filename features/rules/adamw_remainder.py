@@ -1,5 +1,7 @@
-"""AdamW whose masters are a bfloat16 parameter and the remainder of its rounding: 10 B
-of state (see remainder.py)."""
+"""AdamW whose masters are a bfloat16 parameter and its rounding's remainder.
+
+It has 10 B of state (see remainder.py).
+"""
 
 from dataclasses import replace
 

@@ -1,8 +1,9 @@
-"""The update with moments in 8 bits (blocks.py), compiled like the loops in
-compiled.py.
+"""The update with moments in 8 bits (blocks.py), compiled.
+
+It is compiled like the loops in compiled.py.
 
 The results of a block wait on the stack, in fp32, until its scales are known. A code is
-that of a table for the upper 16 bits of the quotient, or the next one: at most one
+the table's entry for the upper 16 bits of the quotient, or the next one: at most one
 middle between two numbers has the same upper bits. The addition of the lower bits
 compares with it, by its carry. What LLVM computes side by side in registers and what it
 looks up one by one are loops of their own, over whole blocks of constant length.
@@ -40,7 +41,7 @@ from ebbtide.interleave.engine.rules.rule import BLOCK
 _SIGNED = np.int32
 _MAGNITUDE, _INFINITE = U(0x7FFFFFFF), U(0x7F800000)
 _SHIFT, _LOW, _MOMENTS = U(16), U(0xFFFF), 2 * BLOCK
-# Upper bits of quotients: up to those of -1.
+# Upper bits of quotients: up to the upper bits of -1.
 _COUNT = 0xBF81
 
 

@@ -21,6 +21,6 @@ def join(param, remainder):
 def split(master):
     """Return the parameter and the remainder of a master."""
     # The bits of the one NaN are rounded to its parameter, with the remainder 0, like
-    # those of a number.
+    # the bits of a number.
     bits = F(master).view(U)
     return np.uint16(U(bits + U(0x8000)) >> U(16)), np.uint16(bits & U(0xFFFF))

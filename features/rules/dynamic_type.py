@@ -1,11 +1,11 @@
 """The data type of 8-bit moments: `dynamic` of Dettmers et al. (arXiv:2110.02861), with
 the bits of bitsandbytes.
 
-A code stands for one of 256 sorted numbers. Those of the first moment are 0, 1 and both
-signs of the middles of 1, 2, 4, ... 64 equal parts of a decade, from 1e-6 to 1: the
-largest decade has the most. Those of the second moment have no sign and twice as many
-parts. A block of elements has a scale, its largest magnitude, with which they are
-multiplied.
+A code stands for one of 256 sorted numbers. The numbers of the first moment are 0, 1
+and both signs of the middles of 1, 2, 4, ... 64 equal parts of a decade, from 1e-6 to
+1: the largest decade has the most. The numbers of the second moment have no sign and
+twice as many parts. A block of elements has a scale, its largest magnitude, with which
+they are multiplied.
 """
 
 import numpy as np

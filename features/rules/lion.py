@@ -1,5 +1,7 @@
-"""Lion: the sign of the momentum with decoupled weight decay (Chen et al.,
-arXiv:2302.06675, algorithm 2)."""
+"""Lion: the sign of the momentum with decoupled weight decay.
+
+The source is Chen et al., arXiv:2302.06675, algorithm 2.
+"""
 
 from ebbtide.interleave.engine.rules.arithmetic import sign
 from ebbtide.interleave.engine.rules.rule import Group, UpdateRule, register

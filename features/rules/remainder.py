@@ -1,5 +1,6 @@
-"""The definition of an update whose master is a bfloat16 parameter and the remainder of
-its rounding.
+"""The definition of an update whose master has a remainder.
+
+The master is a bfloat16 parameter and the remainder of its rounding.
 
 An fp32 master has the bits of its parameter above, and 16 further bits, the remainder,
 below. So the optimizer state takes 10 B per parameter instead of 12: the parameter is
@@ -10,8 +11,8 @@ on the device already. With `bits` of the master:
     bits      = (parameter - (remainder >> 15)) << 16 | remainder
 
 This rounding can be undone, to nearest even cannot: a parameter does not tell to which
-side a tie went. Parameters differ from those of reference.py where a master is exactly
-between two of them; the update itself is the same.
+side a tie went. Parameters differ from the results of reference.py where a master is
+exactly between two of them; the update itself is the same.
 
 - A finite master that rounds to infinity has an infinite parameter and a remainder of
   0x8000 or more, so it comes back. An infinite master has the remainder 0.
@@ -32,8 +33,10 @@ _NAN = np.uint16(0x7FC0)
 
 
 def split(masters: Floats) -> tuple[Halves, Halves]:
-    """Return the parameters and the remainders of masters, as the bits of bfloat16 and
-    as uint16."""
+    """Return the parameters and the remainders of masters.
+
+    They are the bits of bfloat16 and uint16.
+    """
     bits = masters.view(np.uint32)
     is_nan = np.isnan(masters)
     # Without NaN the addition carries up to infinity at most.
@@ -45,23 +48,29 @@ def split(masters: Floats) -> tuple[Halves, Halves]:
 
 
 def join(parameters: Halves, remainders: Halves) -> Floats:
-    """Return the masters of parameters (the bits of bfloat16) and remainders, as
-    `split` has returned them."""
+    """Return the masters of parameters (the bits of bfloat16) and remainders.
+
+    These are as `split` has returned them.
+    """
     upper = (parameters - (remainders >> np.uint16(15))).astype(np.uint32)
     masters: Floats = (upper << np.uint32(16) | remainders).view(np.float32)
     return masters
 
 
 def split_tensor(masters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the parameters (bfloat16) and the remainders (int16) of masters, fp32 on
-    the CPU, as `split`."""
+    """Return the parameters (bfloat16) and the remainders (int16) of masters.
+
+    The masters are fp32 on the CPU; see `split`.
+    """
     parameters, remainders = map(torch.from_numpy, split(masters.numpy()))
     return parameters.view(torch.bfloat16), remainders.view(torch.int16)
 
 
 def join_tensors(parameters: torch.Tensor, remainders: torch.Tensor) -> torch.Tensor:
-    """Return the masters (fp32) of parameters (bfloat16) and remainders (int16), on the
-    CPU, as `join`."""
+    """Return the masters (fp32) of parameters (bfloat16) and remainders (int16).
+
+    They are on the CPU; see `join`.
+    """
     halves = (
         tensor.detach().view(torch.uint16).numpy()
         for tensor in (parameters, remainders)

@@ -6,7 +6,8 @@ from ebbtide.interleave.engine.rules.rule import Group, UpdateRule, register
 
 def _formula(g, p, m, decay, momentum, share, ahead, lr):  # type: ignore[no-untyped-def]
     g = g + decay * p
-    # As in torch, a step without momentum neither reads nor writes that of others.
+    # As in torch, a step without momentum neither reads nor writes the momentum of
+    # other steps.
     moved = momentum * m + share * g if momentum > 0 else g
     # Nesterov's step looks ahead by one more momentum.
     return p - lr * (

@@ -19,6 +19,6 @@ def join(param, remainder):
 def split(master):
     """Return the parameters and the remainders of masters."""
     # The bits of the one NaN are rounded to its parameter, with the remainder 0, like
-    # those of a number.
+    # the bits of a number.
     bits = master.to(tl.uint32, bitcast=True)
     return ((bits + 0x8000) >> 16).to(tl.uint16), (bits & 0xFFFF).to(tl.uint16)

@@ -1,5 +1,7 @@
-"""Details of some iterations of a job: allocations, copies and kernels, from its start
-on or while it runs."""
+"""Details of some iterations of a job.
+
+They are allocations, copies and kernels, from its start on or while it runs.
+"""
 
 from ebbtide.seams import Feature
 

@@ -1,5 +1,7 @@
-"""Writes the request for a detailed slice, after checking that the recording can serve
-it."""
+"""Writes the request for a detailed slice.
+
+It first checks that the recording can serve the request.
+"""
 
 import contextlib
 import fcntl
@@ -65,8 +67,10 @@ class ProcessProgress:
 
     @property
     def iteration_ns(self) -> int:
-        """Mean length of the last iterations, ns; of a first one since the recording
-        began."""
+        """Mean length of the last iterations, ns.
+
+        For a first one, it is the length since the recording began.
+        """
         ends = list(self._ends.values())
         if len(ends) < 2:
             return max(self.ended_ns - self.opened_ns, 1)
@@ -89,8 +93,7 @@ class ProcessProgress:
         self.stopped = self.stopped or bool((records["kind"] == kinds.STOPPED).any())
 
     def mark(self, number: int, kind: str) -> int | None:
-        """Return the iteration of a mark of a request; None where there is no such
-        mark."""
+        """Return the iteration of a mark of a request; None without such a mark."""
         return self._marks.get((number, kind))
 
 
@@ -120,12 +123,14 @@ class AttachedSlice:
     processes: list[ProcessProgress]
 
     def update(self) -> bool:
-        """Read what the processes have recorded since the last time; return whether all
-        have ended with the slice."""
+        """Read what the processes have recorded since the last time.
+
+        Return whether all have ended with the slice.
+        """
         running = False
         for process in self.processes:
-            # Before its spool is read: a process that ends meanwhile has written all of
-            # it.
+            # Before its spool is read: a process that ends meanwhile has written its
+            # whole spool.
             runs = process.runs
             # The spools are removed once the recording is finished.
             with contextlib.suppress(OSError):
@@ -134,8 +139,10 @@ class AttachedSlice:
         return not running
 
     def recorded(self, process: ProcessProgress) -> tuple[int, int] | None:
-        """Return the iterations of a process with details so far: the first, and the
-        end, which is excluded."""
+        """Return the iterations of a process with details so far.
+
+        They are the first, and the end, which is excluded.
+        """
         begin = process.mark(self.request.number, "begin")
         end = process.mark(self.request.number, "end")
         if end is None and process.iteration is not None:
@@ -151,9 +158,11 @@ def attach(
     allocator_iterations: int = 0,
     transfers: bool = False,
 ) -> AttachedSlice:
-    """Ask the job that is recorded into a trace for details of `count` iterations, from
-    `first` on; None: soon, the same on all ranks. `poll_ms`: interval of memory
-    readings between phase boundaries, in ms; 0: none."""
+    """Ask a job that is recorded for details of `count` iterations.
+
+    They begin with `first`; None: soon, the same on all ranks. `poll_ms`: interval of
+    memory readings between phase boundaries, in ms; 0: none.
+    """
     require_linux()
     if not 1 <= count <= MAX_ITERATIONS:
         raise TraceError(
@@ -232,8 +241,10 @@ def _refuse_second(link: Path, processes: list[ProcessProgress]) -> None:
 
 
 def _is_over(process: ProcessProgress, request: SliceRequest) -> bool:
-    """Return whether a process has recorded a slice, has missed it, or never had to
-    look for it."""
+    """Return whether a process is done with a slice.
+
+    It has recorded it, has missed it, or never had to look for it.
+    """
     if (
         process.opened_ns >= request.number
         or process.mark(request.number, "missed") is not None
@@ -260,8 +271,10 @@ def _possible_first(first: int | None, earliest: int) -> int:
 
 
 def _first_iteration(process: ProcessProgress, now_ns: int) -> int:
-    """Return the first iteration that begins `_LEAD_NS` from now or later, if
-    iterations stay as long as they are."""
+    """Return the first iteration that begins `_LEAD_NS` from now or later.
+
+    It is assumed that iterations stay as long as they are.
+    """
     length_ns = process.iteration_ns
     # An evaluation or a checkpoint may have stopped the iterations for a while.
     elapsed_ns = min(max(now_ns - process.ended_ns, 0), length_ns)

@@ -19,8 +19,10 @@ STATE_ONLY: Final = "storage has state only"
 
 
 def path_of(op: Op) -> int:
-    """Return the number of the path of the storage (see `Machine.storage`) that a read
-    or write is on."""
+    """Return the number of the storage path that a read or write is on.
+
+    See `Machine.storage`.
+    """
     return split_lane(op.resource)[1]
 
 
@@ -41,8 +43,10 @@ def _check_paths(ops: Iterable[Op], machine: Machine, policy: str) -> None:
 
 
 def _read_flow(op: Op, plan: Plan) -> Flow:
-    """Return what a read does: it takes a buffer, which its subgroup has until the
-    write."""
+    """Return what a read does.
+
+    It takes a buffer, which its subgroup has until the write.
+    """
     gradient = () if plan.follows(STATE_ONLY) else (f"grad@file {path_of(op)}",)
     moves = (f"state@file {path_of(op)}", f"buffer {op.tag}")
     return Flow(gradient, ("state@host", f"own@buffer {op.tag}"), moves)

@@ -11,8 +11,10 @@ from ebbtide.machines.machine import Machine
 
 
 class StoragePass:
-    """Keeps state in storage as far as the machine has storage, and host memory does
-    not hold all state."""
+    """Keeps state in storage as far as the machine has storage.
+
+    It does so where host memory does not hold all state.
+    """
 
     name: ClassVar[str] = "storage"
     position: ClassVar[int] = 20
@@ -27,8 +29,10 @@ class StoragePass:
         return with_storage(make(policy, workload, machine), workload, machine)
 
     def complete(self, plan: Plan, workload: Workload, machine: Machine) -> Plan:
-        """Return a plan with the default layout of its state in storage, or the
-        smallest if that does not fit."""
+        """Return a plan with the default layout of its state in storage.
+
+        If that does not fit, it has the smallest one.
+        """
         return with_fitting_storage(plan, workload, machine)
 
 

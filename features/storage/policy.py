@@ -1,5 +1,7 @@
-"""Storage for what host memory does not hold: when it is used, which state is there,
-and its reads and writes."""
+"""Storage for what host memory does not hold.
+
+It says when it is used, which state is there, and its reads and writes.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +29,10 @@ STORED_VERSIONS = 2
 
 @dataclass(frozen=True)
 class StorageLayout:
-    """A choice of which state is in storage, and of the buffers that it passes
-    through."""
+    """A choice of which state is in storage, and of the buffers for it.
+
+    State passes through these.
+    """
 
     # Which subgroups, in the order of their updates: evenly `spread`, the `first` or
     # the `last` ones.
@@ -41,8 +45,9 @@ class StorageLayout:
 def stored_in(
     plan: Plan, workload: Workload, machine: Machine, layout: StorageLayout
 ) -> Plan:
-    """Return a plan whose state is in storage as far as host memory does not hold it,
-    not validated.
+    """Return a plan whose state is in storage where host memory does not hold it.
+
+    It is not validated.
 
     Reads may begin with the backward; the last write of each buffer is due when the
     next backward begins."""
@@ -55,8 +60,10 @@ def stored_in(
 
 
 class _Chains:
-    """Inserts the read and the write of each subgroup in storage into the operations of
-    a plan."""
+    """Inserts the storage read and write of each subgroup into a plan's operations.
+
+    Only subgroups in storage have them.
+    """
 
     def __init__(
         self, plan: Plan, workload: Workload, machine: Machine, layout: StorageLayout
@@ -132,8 +139,10 @@ class _Chains:
         return tuple(sizes)
 
     def ops(self) -> list[Op]:
-        """Return the operations with reads and writes, in an order that respects what
-        they wait for."""
+        """Return the operations with reads and writes.
+
+        Their order respects what they wait for.
+        """
         plan = self._plan
         self._last_of_buffer = {
             self._buffer_of[subgroup]: subgroup for subgroup in self.path_of
@@ -164,8 +173,10 @@ class _Chains:
         return list(map(from_backward, self._new))
 
     def _emit(self, index: int) -> None:
-        """Append an operation, with its read or write if it is the first or last to use
-        state that is in storage."""
+        """Append an operation, with its read or write.
+
+        It has one if it is the first or last to use state that is in storage.
+        """
         op = self._plan.ops[index]
         use = self._uses.get(op.subgroup) if op.subgroup in self.path_of else None
         after = tuple(self._index[before] for before in op.after)
@@ -248,14 +259,18 @@ class _Use:
 
     @property
     def last_place(self) -> int:
-        """The same of the last operation, which comes after clipping unless it is the
-        first one."""
+        """Sort key of the last operation, in the same order.
+
+        The last operation comes after clipping unless it is the first one.
+        """
         return self.place if self.last == self.first else self.last
 
 
 def _uses_in_order(plan: Plan) -> dict[int, _Use]:
-    """Return the subgroups whose state may be in storage, in the order of their first
-    use."""
+    """Return the subgroups whose state may be in storage.
+
+    They are in the order of their first use.
+    """
     elsewhere = plan.resident | plan.parked
     uses: dict[int, _Use] = {}
     for index, op in enumerate(plan.ops):
@@ -290,8 +305,11 @@ def _paths(
     storage: Sequence[StoragePath],
     count: int | None,
 ) -> dict[int, int]:
-    """Return the path of each subgroup, so that the fastest `count` paths are busy
-    equally long. What none of them has space for is left out."""
+    """Return the path of each subgroup.
+
+    The fastest `count` paths are busy equally long. Subgroups that none of them has
+    space for are left out.
+    """
     busy_s = [0.0] * len(storage)
     free = [float("inf") if path.bytes is None else path.bytes for path in storage]
     s_per_byte = [path.s_per_byte for path in storage]
@@ -320,8 +338,10 @@ DEFAULT_LAYOUT, SMALLEST_LAYOUT = (
 
 
 def layouts(paths: int) -> list[StorageLayout]:
-    """Return the layouts that are compared, for a machine with so many paths of
-    storage."""
+    """Return the layouts that are compared.
+
+    The machine has `paths` paths of storage.
+    """
     return [
         StorageLayout(placement, buffers, number)
         for number in dict.fromkeys((paths, -(-paths // 2), 1))
@@ -331,10 +351,12 @@ def layouts(paths: int) -> list[StorageLayout]:
 
 
 def with_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
-    """Return a plan with as much of its state in storage as host memory does not hold;
-    itself where it fits or has state in storage, or storage or host memory are not
-    known. Of layouts that fit the one with the shortest mean iteration is taken, else
-    the one that needs the least host memory."""
+    """Return a plan with its state in storage as far as host memory does not hold it.
+
+    Return the plan itself where it fits or has state in storage, or storage or host
+    memory are not known. Of layouts that fit the one with the shortest mean iteration
+    is taken, else the one that needs the least host memory.
+    """
     if not _needs_storage(plan, workload, machine):
         return plan
     plans = dict.fromkeys(
@@ -361,8 +383,9 @@ def with_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
 
 
 def with_fitting_storage(plan: Plan, workload: Workload, machine: Machine) -> Plan:
-    """Return the plan of `with_storage` with the default layout, or, where that does
-    not fit, the layout that needs the least host memory.
+    """Return the plan of `with_storage` with the default layout.
+
+    Where that does not fit, return the layout that needs the least host memory.
 
     It is not validated, for searches that make many plans."""
     if not _needs_storage(plan, workload, machine):

@@ -1,5 +1,6 @@
-"""Rates of storage that schedules show: of each path that of reads, that of writes, and
-the limit of both at once.
+"""Rates of storage that schedules show.
+
+Each path has a rate of reads, a rate of writes, and the limit of both at once.
 
 Reads that run while nothing is written show the rate of reads, and writes alike. What
 is moved while a path works in both directions shows their limit.
@@ -50,8 +51,10 @@ class _Transfers:
         self.shared_s = np.maximum(first_end - last_start, 0.0).sum(axis=1)
 
     def rate(self, needs_alone: bool) -> float | None:
-        """Return the bytes per second of those that are alone; of all if there are none
-        and it does not need them."""
+        """Return the bytes per second of operations that are alone.
+
+        If there are none and it does not need them, return the rate of all.
+        """
         chosen = self.shared_s <= _ALONE * self.seconds
         if not chosen.any() and not needs_alone:
             chosen[:] = True
@@ -59,8 +62,10 @@ class _Transfers:
         return float(self.nbytes[chosen].sum() / seconds) if seconds > 0 else None
 
     def bytes_in_both(self, rate: float) -> float:
-        """Return what is moved while the path works in both directions, by the rate of
-        the rest."""
+        """Return what is moved while the path works in both directions.
+
+        It is by the rate of the rest.
+        """
         return float(self.nbytes.sum() - rate * (self.seconds - self.shared_s).sum())
 
 

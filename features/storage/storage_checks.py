@@ -1,5 +1,7 @@
-"""Checks of operations that move state between storage and host memory, besides their
-data flow: sizes and places."""
+"""Checks of operations that move state between storage and host memory.
+
+They check sizes and places, besides their data flow.
+"""
 
 from ebbtide.errors import PlanError
 from ebbtide.features.storage.kinds import STATE_ONLY
@@ -10,8 +12,9 @@ from ebbtide.state_bytes import MASTER_BYTES
 
 
 def check_storage(plan: Plan, workload: Workload) -> None:
-    """Check that reads and writes move all of the state, and of gradients in storage,
-    through buffers that hold it.
+    """Check that reads and writes move all of the state through fitting buffers.
+
+    Gradients in storage are checked, too; buffers must hold what passes.
 
     Raises PlanError."""
     ops = [op for op in plan.ops if op.kind in ("read", "write")]

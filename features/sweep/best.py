@@ -42,10 +42,10 @@ _ARROW_TYPES = {
 }
 # Null means not known. scale_params, free_bytes, subgroup_params and host_free_bytes
 # are the scenario (1 and null: the workload as it is); params, subgroups,
-# largest_subgroup_params and least_free_bytes are those of the changed workload.
-# compute_ms is the iteration without its optimizer; the other figures are those of
-# `ebbtide replay`, busy shares of the update phase. note: why results are not exact.
-# error: why there are no figures.
+# largest_subgroup_params and least_free_bytes describe the changed workload. compute_ms
+# is the iteration without its optimizer; the other figures are as in `ebbtide replay`,
+# busy shares for the update phase. note: why results are not exact. error: why there
+# are no figures.
 SCHEMA = pa.schema(
     [
         *(
@@ -84,14 +84,16 @@ SCHEMA = pa.schema(
 )
 
 
-# The columns of which each combination of values has a best policy.
+# The columns whose combinations of values have a best policy each.
 _GROUP = ("workload", "machine", "scale_params", "free_bytes", "host_free_bytes")
 
 
 @dataclass(frozen=True)
 class BestPolicy:
-    """The fastest combination of a workload, a machine and a scenario, over policies
-    and subgroup sizes."""
+    """The fastest combination of a workload, a machine and a scenario.
+
+    It is sought over policies and subgroup sizes.
+    """
 
     group: Row  # The values of _GROUP.
     row: Row | None  # Row of the combination; None if no combination fits.
@@ -102,8 +104,10 @@ class BestPolicy:
 
     @property
     def above_bound(self) -> float | None:
-        """Time of the iteration above the lower bound with the policy's overlap, as a
-        share of the bound."""
+        """Time of the iteration above the lower bound, as a share of the bound.
+
+        The bound has the policy's overlap.
+        """
         if self.row is None or not self.row["bound_overlap_iteration_ms"]:
             return None
         return float(
@@ -135,9 +139,12 @@ class BestPolicy:
 
 
 def find_best(rows: Sequence[Row]) -> list[BestPolicy]:
-    """Return the best combination of each workload, machine, size, and free memory of
-    device and host, in order: exact ones first, then those known to fit, then the
-    fastest; those that do not fit are left out."""
+    """Return the best combination of each case, in order.
+
+    A case is a workload, machine, size, and free memory of device and host. Exact
+    combinations come first, then those known to fit, then the fastest; those that do
+    not fit are left out.
+    """
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in _GROUP), []).append(row)
@@ -175,8 +182,10 @@ def values_of(rows: Iterable[Row], column: str) -> list[Any]:
 
 
 def sweep_view(rows: Sequence[Row], output: Path | None, print_all: bool) -> View:
-    """Return the best policy of each workload, machine and scenario; with `print_all`
-    all rows of a small sweep."""
+    """Return the best policy of each workload, machine and scenario.
+
+    With `print_all`, return all rows of a small sweep.
+    """
     best = find_best(rows)
     policies = len(values_of(rows, "policy"))
     yield _answer(best, policies)
@@ -251,7 +260,7 @@ def sweep_view(rows: Sequence[Row], output: Path | None, print_all: bool) -> Vie
 
 
 def _answer(best: Sequence[BestPolicy], compared: int) -> str:
-    """Return the line that says which of so many policies to use, and where."""
+    """Return the line that says which of the compared policies to use, and where."""
     policies = Counter(item.row["policy"] for item in best if item.row)
     cases = "1 case" if len(best) == 1 else f"{len(best):,} cases"
     if not policies:
@@ -298,8 +307,10 @@ def _policy_text(row: Row) -> str:
 
 
 def _scenario_columns(rows: Sequence[Row]) -> list[Column]:
-    """Return the columns that tell rows apart: of the replayed workload, else of the
-    scenario alone."""
+    """Return the columns that tell rows apart.
+
+    They are of the replayed workload, else of the scenario alone.
+    """
     columns = {
         **{name: text(name, itemgetter(name)) for name in ("workload", "machine")},
         "scale_params": text(
@@ -339,8 +350,10 @@ def _byte_columns() -> list[Column]:
 
 
 def write_rows(rows: Sequence[Row], tasks: Sequence[Task], path: Path) -> None:
-    """Write a table with a row per combination, with all workloads and machines as JSON
-    in its metadata `ebbtide`."""
+    """Write a table with a row per combination.
+
+    The table has all workloads and machines as JSON in its metadata `ebbtide`.
+    """
     metadata = {
         "version": ebbtide.__version__,
         "workloads": list(

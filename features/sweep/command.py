@@ -1,5 +1,7 @@
-"""`ebbtide sweep`: replay many jobs on many machines, under many policies, at many
-sizes."""
+"""`ebbtide sweep`: replay many jobs on many machines.
+
+It does so under many policies, at many sizes.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,10 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Sweep:
-    """Combinations to replay, as options say them; empty lists stand for their
-    defaults."""
+    """Combinations to replay, as options say them.
+
+    Empty lists stand for their defaults.
+    """
 
     traces: list[Path]
     workloads: list[Path]
@@ -64,8 +68,10 @@ class Sweep:
         ]
 
     def tasks(self, scenarios: list[Scenario]) -> tuple[list[Task], list[Row]]:
-        """Return all combinations, and the rows of those of traces that cannot be
-        replayed. Raises UserError for too many, and for names that do not exist."""
+        """Return all combinations, and rows for traces that cannot be replayed.
+
+        Raises UserError for too many, and for names that do not exist.
+        """
         from ebbtide.errors import UserError
         from ebbtide.features.sweep.task import combinations, find_pairs
         from ebbtide.interleave.policies import BUILT_IN, as_policies
@@ -224,8 +230,10 @@ def sweep(
 def _replay(
     sweep: Sweep, outputs: SweepOutputs, jobs: int | None, scheduler: str | None
 ) -> None:
-    """Replay every job on every machine under every policy at every size, and print the
-    best ones."""
+    """Replay every job on every machine under every policy at every size.
+
+    Print the best ones.
+    """
     scenarios = sweep.scenarios()
     check_outputs([outputs.plot], outputs.table)
 
@@ -286,8 +294,10 @@ def _run(
 
 
 def _print(rows: list[Row], notes: list[str], outputs: SweepOutputs) -> None:
-    """Print the tables of a sweep and notes on its workloads, or one JSON object; the
-    path of its file on stderr."""
+    """Print the tables of a sweep and notes on its workloads.
+
+    Or print one JSON object; the path of its file is on stderr.
+    """
     from ebbtide.features.sweep.best import BASELINE, find_best, sweep_view
 
     best = find_best(rows)
@@ -319,8 +329,10 @@ def _print(rows: list[Row], notes: list[str], outputs: SweepOutputs) -> None:
 
 
 def _values(option: str, texts: list[str], read: Callable[[str], Value]) -> list[Value]:
-    """Return the values of an option that is repeated or has several values separated
-    by commas."""
+    """Return the values of an option that may have several.
+
+    It is repeated or has values separated by commas.
+    """
     try:
         return _distinct(read(part) for text in texts for part in text.split(","))
     except typer.BadParameter as error:

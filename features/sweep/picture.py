@@ -1,5 +1,7 @@
-"""Draws a sweep: one panel per machine and workload, and per scenario beyond the
-axis."""
+"""Draws a sweep.
+
+It has one panel per machine and workload, and per scenario beyond the axis.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,10 @@ _PANEL_HEIGHT, _LEGEND_LINE = 2.6, 0.18
 
 @dataclass(frozen=True)
 class Axis:
-    """A column that may be swept: its label as an axis, the text of a value, and what
-    follows that in names."""
+    """A column that may be swept.
+
+    It has its label as an axis, the text of a value, and what follows that in names.
+    """
 
     column: str
     label: str
@@ -87,8 +91,10 @@ _AXES = (
 
 @dataclass(frozen=True)
 class Grid:
-    """The panels of a picture: one row of panels per workload and scenario, one column
-    per machine."""
+    """The panels of a picture.
+
+    It has one row of panels per workload and scenario, one column per machine.
+    """
 
     # Swept column that panels are drawn along; None if no scenario was swept.
     axis: Axis | None
@@ -141,8 +147,10 @@ class Grid:
 
 
 def draw_sweep(rows: Sequence[Row]) -> Figure:
-    """Draw iterations as lines over the swept column with most values; without one,
-    iterations and bytes as bars."""
+    """Draw iterations as lines over the swept column with most values.
+
+    Without one, draw iterations and bytes as bars.
+    """
     grid = Grid.of(rows)
     figure = _draw_bars(grid) if grid.axis is None else _draw_lines(grid, grid.axis)
     figure.set_label(
@@ -156,8 +164,10 @@ def _with_figures(rows: Sequence[Row]) -> list[Row]:
 
 
 def _draw_lines(grid: Grid, axis: Axis) -> Figure:
-    """Draw a column of panels per machine: the iterations of each workload and
-    scenario, of one scale."""
+    """Draw a column of panels per machine.
+
+    They have the iterations of each workload and scenario, of one scale.
+    """
     size = (
         max(7.0, 0.9 + 3.6 * len(grid.machines)),
         0.9 + _PANEL_HEIGHT * len(grid.panel_rows),
@@ -194,8 +204,7 @@ def _draw_lines(grid: Grid, axis: Axis) -> Figure:
 
 
 def _draw_panel(axes: Axes, grid: Grid, axis: Axis, rows: Sequence[Row]) -> None:
-    """Draw the iterations of each policy over the values of the swept axis, and the
-    bound."""
+    """Draw the iterations of each policy over the swept axis, and the bound."""
     shown = _with_figures(rows)
     if not shown:
         _write_message(axes, rows)
@@ -279,8 +288,10 @@ def _write_message(
 
 
 def _draw_bars(grid: Grid) -> Figure:
-    """Draw a row of panels per workload and machine, of one scale per workload, and in
-    it a bar per policy."""
+    """Draw a row of panels per workload and machine, with a bar per policy.
+
+    There is one scale per workload.
+    """
     groups = [
         [_bars(grid.policies, rows) for rows in panels]
         for panels in grid.panel_rows.values()
@@ -324,8 +335,10 @@ def _draw_bars(grid: Grid) -> Figure:
 
 
 def _bars(policies: Sequence[str], rows: Sequence[Row]) -> list[policy_bars.PolicyBar]:
-    """Return a bar per policy; one without a result says so, unless no policy has
-    one."""
+    """Return a bar per policy.
+
+    One without a result says so, unless no policy has one.
+    """
     shown = {row["policy"]: row for row in _with_figures(rows)}
     remark = "no result" if shown else ""
     return [

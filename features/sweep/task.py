@@ -71,8 +71,10 @@ class Scenario:
 
 
 def _scaled(workload: Workload, factor: float, shrink_free: bool) -> Workload:
-    """Scale the number of parameters; `shrink_free`: subtract the additional parameters
-    from the free memory."""
+    """Scale the number of parameters.
+
+    `shrink_free`: subtract the additional parameters from the free memory.
+    """
     if workload.layers:
         raise WorkloadError(
             f"{workload.name} has layers, which are not scaled: leave --scale-params "
@@ -118,8 +120,10 @@ def _scaled(workload: Workload, factor: float, shrink_free: bool) -> Workload:
 
 
 def _scaled_time(time_s: float, workload: Workload, factor: float) -> float:
-    """Return a time of the iteration in s after forward and backward have become
-    `factor` times as long."""
+    """Return a time of the iteration in s, with scaled forward and backward.
+
+    They have become `factor` times as long.
+    """
     in_compute_s = min(
         max(time_s - workload.other_s, 0.0), workload.forward_s + workload.backward_s
     )
@@ -132,9 +136,11 @@ def find_pairs(
     machines: Sequence[str],
     ranks_per_host: int | None = None,
 ) -> tuple[list[Pair], dict[Path, UserError]]:
-    """Pair each workload with each machine, with the rates of one of `ranks_per_host`
-    ranks (None: those of the trace). Without machines a trace goes with its recorded
-    one, else its card's preset. Paths replace equal names.
+    """Pair each workload with each machine.
+
+    The machine has the rates of one of `ranks_per_host` ranks (None: as many as in the
+    trace). Without machines a trace goes with its recorded one, else its card's preset.
+    Paths replace equal names.
 
     Returns the pairs, and the errors of traces that cannot be replayed. Raises
     UserError where no trace can, or one does not exist."""
@@ -185,8 +191,7 @@ def find_pairs(
 
 
 def _distinct_names(items: Sequence[tuple[Named, str]]) -> list[Named]:
-    """Rename each item to its source if another item has the same name and differs from
-    it."""
+    """Rename each item to its source if another one has its name and differs."""
     return [
         replace(item, name=source)
         if any(item.name == other.name and item != other for other, _ in items)
@@ -234,8 +239,7 @@ NOT_COLUMNS = (
 
 
 def run_task(task: Task) -> Row:
-    """Compute the row of a task: its figures, or the reason in `error` if there are
-    none."""
+    """Compute the row of a task: its figures, or the reason in `error`."""
     try:
         return _replayed_row(task)
     except UserError as error:
@@ -280,9 +284,11 @@ def combinations(
     scenarios: Sequence[Scenario],
     policies: Sequence[Policy | str],
 ) -> list[Task]:
-    """Return a task for each pair of workload and machine, in each scenario, under each
-    policy, in this order; no policies: those that are replayed by default, with late
-    updates."""
+    """Return a task for each combination, in order.
+
+    It is a pair of workload and machine, in each scenario, under each policy. No
+    policies: those that are replayed by default, with late updates.
+    """
     return [
         Task(workload, machine, scenario, policy, job)
         for (workload, machine, job), scenario in itertools.product(pairs, scenarios)
@@ -293,8 +299,10 @@ def combinations(
 def compute_rows(
     tasks: Sequence[Task], runner: TaskRunner, progress: Callable[[int, int], None]
 ) -> list[Row]:
-    """Compute the rows of all tasks, in order; `progress` takes the numbers of finished
-    and of all rows."""
+    """Compute the rows of all tasks, in order.
+
+    `progress` takes the numbers of finished and of all rows.
+    """
     by_key, rows = (
         {str(number): task for number, task in enumerate(tasks)},
         dict[str, Row](),

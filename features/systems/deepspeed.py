@@ -1,5 +1,7 @@
-"""Features of DeepSpeed: SuperOffload, ZenFlow, and DeepCompile's offload of optimizer
-state."""
+"""Features of DeepSpeed.
+
+They are SuperOffload, ZenFlow, and DeepCompile's offload of optimizer state.
+"""
 
 from dataclasses import replace
 
@@ -60,8 +62,7 @@ def superoffload(workload: Workload, machine: Machine, policy: Policy) -> Plan:
 
 
 def _deepspeed_plan(workload: Workload, text: str, count: int) -> Plan:
-    """Return the plan of DeepSpeed's code with so many resident subgroups, the first
-    ones.
+    """Return the plan of DeepSpeed's code with the first `count` subgroups resident.
 
     A gradient is copied to its place on the host, back for the norm, and to the host
     again in fp32."""
@@ -91,7 +92,7 @@ def _deepspeed_plan(workload: Workload, text: str, count: int) -> Plan:
 
 
 def _paper_plan(workload: Workload, text: str, count: int) -> Plan:
-    """Return the plan of the paper with so many resident subgroups, the first ones."""
+    """Return the plan of the paper with the first `count` subgroups resident."""
     builder = PlanBuilder(text, workload, early=True, speculative=True)
     resident = range(count)
     builder.gradients(frozenset(resident), MASTER_BYTES)
@@ -237,8 +238,10 @@ def deepcompile(workload: Workload, machine: Machine, policy: Policy) -> Plan:
 
 
 def _fetch_point(workload: Workload, backward_s: float, needed_bytes: float) -> float:
-    """Return the first point of the backward from which on so many bytes are free,
-    UPDATE if there is none."""
+    """Return the first point of the backward from which on `needed_bytes` are free.
+
+    Return UPDATE if there is none.
+    """
     steps = [
         (at_s, free)
         for at_s, free in workload.gpu_free_from(backward_s)

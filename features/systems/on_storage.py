@@ -1,5 +1,8 @@
-"""Systems with state in storage: DeepSpeed's ZeRO-Infinity on one drive, and
-MLP-Offload on several paths at once."""
+"""Systems with state in storage.
+
+They are DeepSpeed's ZeRO-Infinity on one drive, and MLP-Offload on several paths at
+once.
+"""
 
 from dataclasses import replace
 
@@ -34,10 +37,10 @@ def zero_infinity(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     and write one subgroup after another, as DeepSpeed's ZeRO-Infinity does.
 
     The number after the colon is `buffer_count`: buffers of the largest subgroup's size
-    in fp32, of which each subgroup in host memory takes four. With `pipeline_read` the
-    next subgroup is read during an update, with `pipeline_write` the one before is
-    written. Gradients are written in the backward, which stops whenever all buffers are
-    full until all are written. `gradients=device`: with an `aio.block_size` above the
+    in fp32; each subgroup in host memory takes four. With `pipeline_read` the next
+    subgroup is read during an update, with `pipeline_write` the one before is written.
+    Gradients are written in the backward, which stops whenever all buffers are full
+    until all are written. `gradients=device`: with an `aio.block_size` above the
     largest gradient DeepSpeed does not write them, and they stay on the device in fp32.
     The fastest path is used."""
     number = policy.number("buffer_count", BUFFERS_OF_SUBGROUP, 1, _MOST_BUFFERS)
@@ -144,8 +147,10 @@ def _fastest_path(workload: Workload, machine: Machine, policy: Policy) -> int:
 
 
 def _written_gradients(builder: PlanBuilder, count: int, path: int) -> dict[int, int]:
-    """Copy gradients to buffers and write them; return the index of the write of each
-    subgroup's gradient."""
+    """Copy gradients to buffers and write them.
+
+    Return the index of the write of each subgroup's gradient.
+    """
     writes: dict[int, int] = {}
     lane = numbered_lane("storage_write", path)
     for number, subgroup in enumerate(reversed(range(len(builder.sizes)))):
@@ -164,14 +169,18 @@ def _written_gradients(builder: PlanBuilder, count: int, path: int) -> dict[int,
 
 
 def _before(indices: list[int], subgroup: int, distance: int) -> tuple[int, ...]:
-    """Return the operation of the subgroup that was so many before this one, if there
-    is one."""
+    """Return the operation of the subgroup at a distance before this one.
+
+    It is empty if there is none.
+    """
     return (indices[subgroup - distance],) if subgroup >= distance else ()
 
 
 def _buffer_bytes(largest: int, count: int, slots: int) -> tuple[float, ...]:
-    """Return the bytes of the buffers of subgroups in host memory, and of the rest,
-    which only gradients use."""
+    """Return the bytes of the buffers of subgroups in host memory, and of the rest.
+
+    Only gradients use the rest.
+    """
     unused = float(MASTER_BYTES * largest * (count - BUFFERS_OF_SUBGROUP * slots))
     used = (float(BUFFERS_OF_SUBGROUP * MASTER_BYTES * largest),) * slots
     return (*used, unused) if unused else used

@@ -1,5 +1,8 @@
-"""Systems on plain PyTorch: FSDP2's CPUOffloadPolicy; prime-rl and torchao's optimizer,
-which do not clip gradients."""
+"""Systems on plain PyTorch.
+
+They are FSDP2's CPUOffloadPolicy, and prime-rl and torchao's optimizer, which do not
+clip gradients.
+"""
 
 from dataclasses import replace
 
@@ -87,15 +90,16 @@ def torchao(workload: Workload, machine: Machine, policy: Policy) -> Plan:
 
 
 def _builder(workload: Workload, policy: Policy) -> PlanBuilder:
-    """Return a builder of plans that update as soon as gradients are ready, whether or
-    not the workload clips."""
+    """Return a builder of plans that update as soon as gradients are ready.
+
+    It does so whether or not the workload clips.
+    """
     policy.reject_value()
     return PlanBuilder(policy.text, replace(workload, clipping=False), early=True)
 
 
 def _plan(builder: PlanBuilder, workload: Workload, system: str) -> Plan:
-    """Return the plan of a builder, which departs from clipping if the workload
-    clips."""
+    """Return a builder's plan, which departs from clipping if the workload clips."""
     plan = builder.plan(validate=False)
     if workload.clipping:
         consequence = (

@@ -1,2 +1,4 @@
-"""Trains one small job under each policy and compares the measured schedules with the
-predicted ones."""
+"""Trains one small job under each policy.
+
+It compares the measured schedules with the predicted ones.
+"""

@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 class CompareConfig:
     """Settings of a comparison."""
 
-    # Policies to run; None for those of POLICIES that can run here.
+    # Policies to run; None stands for the POLICIES that can run here.
     policies: Sequence[Policy | str] | None = None
     iterations: int = 12  # Iterations per policy, warm-up included.
     params: int = 20_000_000
@@ -156,16 +156,20 @@ def compare(
 
 
 def _part_of_state(shape: training_runs.Shape, subgroup_params: int) -> float:
-    """Return the bytes of half of the state and some subgroups, for a memory that holds
-    a part of the state."""
+    """Return the bytes of half of the state and some subgroups.
+
+    They are for a memory that holds a part of the state.
+    """
     return STATE_BYTES * (shape.params / 2 + _EXTRA_SUBGROUPS * subgroup_params)
 
 
 def _storage_options(
     config: CompareConfig, shape: training_runs.Shape, subgroup_params: int
 ) -> Backing | None:
-    """Return the folders and the host memory of a comparison with storage, None of one
-    without."""
+    """Return the folders and the host memory of a comparison with storage.
+
+    They are None without storage.
+    """
     if not config.storage:
         if config.host_bytes is not None:
             raise UserError(
@@ -187,9 +191,12 @@ def _waits(
     testbed: Testbed,
     shape: training_runs.Shape,
 ) -> training_runs.PhaseWaits:
-    """Return how long forward and backward wait, by default on an emulated device as
-    long, and twice as long, as all updates on the CPU take: phases for updates beside
-    the step to run in, which take no core."""
+    """Return how long forward and backward wait.
+
+    By default, on an emulated device, they wait as long, and twice as long, as all
+    updates on the CPU take: updates beside the step then have phases to run in, which
+    take no core.
+    """
     if config.waits is not None:
         if any(config.waits) and not testbed.emulated:
             raise UserError(

@@ -1,5 +1,7 @@
-"""Draws a comparison: the figures of each policy, and each operation on the lane of its
-resource."""
+"""Draws the figures of each compared policy, and each operation on its lane.
+
+A lane belongs to a resource.
+"""
 
 from typing import Any
 
@@ -27,8 +29,10 @@ TITLE: dict[str, Any] = {"x": 0.01, "ha": "left", "fontsize": 10.5, "parse_math"
 
 
 def draw_comparison(comparison: Comparison) -> Figure:
-    """Draw each policy's medians by phase, memory and storage, measured and predicted,
-    above its lanes."""
+    """Draw each policy's medians, measured and predicted, above its lanes.
+
+    They are medians by phase, memory and storage.
+    """
     results = comparison.results
     schedules = [
         schedule

@@ -1,5 +1,4 @@
-"""Results of a comparison, measured figures and their predictions, and the traces of
-both."""
+"""Results of a comparison: measured and predicted figures, and the traces of both."""
 
 import math
 from collections.abc import Sequence
@@ -38,8 +37,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class ComparedBytes:
-    """Bytes in use by count of the engine and by the plan: memory with that of copies;
-    storage in an iteration."""
+    """Bytes in use by count of the engine and by the plan.
+
+    Memory includes memory for copies; storage is counted in an iteration.
+    """
 
     device: Pair
     host: Pair
@@ -171,8 +172,10 @@ def compared_policy(
     losses: Sequence[float],
     losses_equal: bool,
 ) -> ComparedPolicy:
-    """Return the medians of schedules beside a prediction, and the largest memory of
-    all of them."""
+    """Return the medians of schedules beside a prediction.
+
+    Memory is the largest of all schedules.
+    """
     shares, expected = (
         [schedule.busy_shares() for schedule in measured],
         predicted.busy_shares(),
@@ -231,8 +234,10 @@ def finite_losses(losses: Sequence[float]) -> list[float | None]:
 
 
 def save_traces(comparison: Comparison, folder: Path) -> None:
-    """Write POLICY.measured.ebb (the iteration with the median update time) and
-    POLICY.predicted.ebb per policy."""
+    """Write POLICY.measured.ebb and POLICY.predicted.ebb for each policy.
+
+    The measured trace has the iteration with the median update time.
+    """
     testbed = comparison.testbed
     device = (
         f"an emulated device with {testbed.link_bytes_per_s:g} B/s"

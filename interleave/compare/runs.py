@@ -23,15 +23,17 @@ _CONTEXT_WITH_WAITS, _BATCH_WITH_WAITS = 8, 1
 # Half precision, which optimizer offload is made for.
 _DTYPE = torch.bfloat16
 _MIN_PARAMS, _MAX_PARAMS = 100_000, 1e11
-# Each token follows from the one before up to a random choice of so many, so that there
-# is something to learn.
+# Each token follows from the one before up to a random choice of this many, so that
+# there is something to learn.
 _CHOICES = 4
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a GPT: layers of about 12 width**2 parameters each, with embeddings and a
-    head."""
+    """Size of a GPT.
+
+    Layers have about 12 width**2 parameters each; embeddings and a head are added.
+    """
 
     layers: int
     width: int
@@ -45,8 +47,10 @@ class Shape:
 
 
 def find_shape(params: int) -> Shape:
-    """Return the shape with about so many parameters, about 128 times as wide as it is
-    deep."""
+    """Return the shape with about `params` parameters.
+
+    It is about 128 times as wide as it is deep.
+    """
     if not _MIN_PARAMS <= params <= _MAX_PARAMS:
         raise UserError(
             f"--params {params:g}: must be from {_MIN_PARAMS:g} to {_MAX_PARAMS:g}"
@@ -61,16 +65,20 @@ def find_shape(params: int) -> Shape:
 
 
 class PhaseWaits(NamedTuple):
-    """Seconds that forward and backward wait, in addition to their arithmetic, as if a
-    GPU computed meanwhile."""
+    """Seconds that forward and backward wait, in addition to their arithmetic.
+
+    It is as if a GPU computed meanwhile.
+    """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
 
 
 class _Wait(torch.autograd.Function):  # type: ignore[misc]
-    """The identity, which waits in the forward, and in the backward before the
-    gradients of what came before it."""
+    """The identity, which waits in the forward and in the backward.
+
+    In the backward it waits before the gradients of what came before it.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, waits: PhaseWaits) -> torch.Tensor:
@@ -123,8 +131,10 @@ class _Layer(nn.TransformerEncoderLayer):  # type: ignore[misc]
 
 
 class GPT(nn.Module):  # type: ignore[misc]
-    """Maps tokens (batch, length) to the logits of the next ones; each layer waits in
-    proportion to its parameters."""
+    """Maps tokens (batch, length) to the logits of the next ones.
+
+    Each layer waits in proportion to its parameters.
+    """
 
     def __init__(self, shape: Shape, waits: PhaseWaits | None = None) -> None:
         super().__init__()
@@ -153,8 +163,10 @@ class GPT(nn.Module):  # type: ignore[misc]
 
 
 class Job:
-    """A model and its tokens, equal bit for bit for the same shape and seed; with waits
-    of few tokens."""
+    """A model and its tokens, equal bit for bit for the same shape and seed.
+
+    With waits, it has few tokens.
+    """
 
     def __init__(
         self,
@@ -164,8 +176,11 @@ class Job:
         waits: PhaseWaits | None = None,
         batch: int | None = None,
     ) -> None:
-        """Make the model; `batch`: its sequences of full length, None: two of them, or
-        few tokens where phases wait."""
+        """Make the model.
+
+        `batch` is the number of sequences of full length; None means two, or few tokens
+        where phases wait.
+        """
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.model = GPT(shape, waits).to(device, _DTYPE)
@@ -207,8 +222,10 @@ class CannotRun(UserError):
 
 
 class TrainingStep(NamedTuple):
-    """An iteration of a training loop: its begin on the clock of time.perf_counter, its
-    phases, and its loss."""
+    """An iteration of a training loop: its begin, its phases, and its loss.
+
+    The begin is on the clock of time.perf_counter.
+    """
 
     begin_s: float
     forward_s: float
@@ -307,8 +324,10 @@ def train(
     iterations: int,
     on_iteration: Callable[[], object] = lambda: None,
 ) -> list[TrainingStep]:
-    """Train a job, whose parameters `update` changes, and call `on_iteration` after
-    each step."""
+    """Train a job, and call `on_iteration` after each step.
+
+    `update` changes the parameters of the job.
+    """
 
     def now_s() -> float:
         if job.device.type == "cuda":

@@ -15,8 +15,10 @@ LOSSES = text("losses", lambda result: "equal" if result.losses_equal else "DIFF
 
 
 def comparison_view(comparison: Comparison, verbose: bool = True) -> View:
-    """Return losses and times of each policy, and other optimizers; `verbose`: also
-    phases, memory, busy shares."""
+    """Return losses and times of each policy, and other optimizers.
+
+    `verbose` adds phases, memory and busy shares.
+    """
     shape, testbed = comparison.shape, comparison.testbed
     if len(comparison.results) == 1:
         yield (
@@ -89,8 +91,10 @@ def _title(comparison: Comparison) -> str:
 
 
 def pair_columns(label: str, pair_of: Callable[[Any], Pair]) -> tuple[Column, ...]:
-    """Return the columns of a measured time with a label, its prediction and their
-    ratio."""
+    """Return the columns of a measured time with a label.
+
+    They are the measured time, its prediction and their ratio.
+    """
     return (
         ms(label, lambda row: pair_of(row).measured),
         ms("predicted", lambda row: pair_of(row).predicted),
@@ -120,8 +124,10 @@ def _times_table(comparison: Comparison) -> Table:
 
 
 def _detailed_tables(comparison: Comparison) -> View:
-    """Return the times of each phase, memory and storage, busy shares, and notes on the
-    policies."""
+    """Return the detailed tables, and notes on the policies.
+
+    They are the times of each phase, memory and storage, and busy shares.
+    """
     results = comparison.results
     times: list[tuple[str, str, Pair]] = [
         ("" if number else result.policy, phase, pair)

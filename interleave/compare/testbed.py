@@ -1,5 +1,7 @@
-"""The device and machine that policies run on: this machine's GPU, or an emulated
-device and this machine's CPU."""
+"""The device and machine that policies run on.
+
+This is this machine's GPU, or an emulated device and this machine's CPU.
+"""
 
 import statistics
 import time
@@ -55,8 +57,10 @@ class Testbed:
         return self.link_bytes_per_s is not None
 
     def make_device(self) -> EmulatedDevice | None:
-        """Make an emulated device for one run; None on a GPU, which the optimizer finds
-        by itself."""
+        """Make an emulated device for one run.
+
+        Return None on a GPU, which the optimizer finds by itself.
+        """
         if self.link_bytes_per_s is None:
             return None
         return EmulatedDevice(
@@ -74,9 +78,12 @@ def find_testbed(
     link_bytes_per_s: float | None,
     machine: Machine | None,
 ) -> Testbed:
-    """Return the GPU of this machine, or an emulated device, with its own link and GPU,
-    without one or if a link rate is given. A `machine` has the rates to predict with,
-    else they are measured. Raises MachineError for a missing rate."""
+    """Return the GPU of this machine, or an emulated device.
+
+    The emulated device has its own link and GPU; it is used without a GPU or if a link
+    rate is given. A `machine` has the rates to predict with, else they are measured.
+    Raises MachineError for a missing rate.
+    """
     if torch.cuda.is_available() and link_bytes_per_s is None:
         rates = machine or seams.service("calibrate")(_CALIBRATE_S, "this machine")
         testbed = Testbed(
@@ -116,8 +123,10 @@ def find_testbed(
 
 
 def _measure_overhead(testbed: Testbed, subgroups: int) -> float:
-    """Return the median time of a step with so many subgroups, each so small that its
-    rates do not count."""
+    """Return the median time of a step whose subgroups are very small.
+
+    They are so small that their rates do not count.
+    """
     param = torch.nn.Parameter(torch.zeros(subgroups * _SMALL_PARAMS))
     optimizer = InterleavedAdamW(
         [param],

@@ -1,2 +1,1 @@
-"""Runs AdamW with its optimizer state where a plan puts it, with the same bits
-everywhere."""
+"""Runs AdamW with its state where a plan puts it, with the same bits everywhere."""

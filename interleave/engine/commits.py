@@ -17,8 +17,7 @@ def with_digest(commit: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_digest(commit: Any) -> None:
-    """Raise EngineError if a commit lacks something, or was changed since it was
-    made."""
+    """Raise EngineError if a commit is incomplete, or was changed since it was made."""
     if not isinstance(commit, Mapping) or not set(_KEYS) <= commit.keys():
         raise EngineError(
             f"this is not a whole commit, which has {', '.join(_KEYS)}: load what "

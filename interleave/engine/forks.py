@@ -1,5 +1,8 @@
-"""Forks of the process: what has threads is at rest during a fork, and the child goes
-on with threads of its own."""
+"""Forks of the process.
+
+What has threads is at rest during a fork, and the child goes on with threads of its
+own.
+"""
 
 import ctypes
 import functools
@@ -26,8 +29,10 @@ T = TypeVar("T")
 
 
 class Rest(IntEnum):
-    """The order in which things come to rest: calls of the job, then what these have
-    begun."""
+    """The order in which things come to rest.
+
+    Calls of the job come first, then what these have begun.
+    """
 
     CALLS = 0
     OPERATIONS = 1
@@ -45,8 +50,10 @@ class ForkFollower(Protocol):
 
 
 class _Forks:
-    """The followers of forks by their identity, in weak references, and the locks that
-    a child makes anew."""
+    """The followers of forks, and the locks that a child makes anew.
+
+    Followers are kept by their identity, in weak references.
+    """
 
     def __init__(self) -> None:
         # How many forks this process is away from its first ancestor with ebbtide.
@@ -115,16 +122,19 @@ def fork_generation() -> int:
 
 
 def fork_lock() -> Any:
-    """Return a re-entrant lock that is free in a forked child, unless the thread that
-    forks has acquired it."""
+    """Return a re-entrant lock that is free in a forked child.
+
+    It is not free if the thread that forks has acquired it.
+    """
     lock = threading.RLock()
     _forks.locks.add(lock)
     return lock
 
 
 class Completion:
-    """An event that is set once, by a thread that never waits for those that wait for
-    it.
+    """An event that is set once, by a thread that never waits for its waiters.
+
+    Its waiters are the threads that wait for it.
 
     `threading.Event` and `Future` have a lock that a waiting thread may hold when a
     signal handler interrupts it: a fork in the handler, which waits for the work, would
@@ -140,8 +150,10 @@ class Completion:
         self._pending.release()
 
     def wait(self, timeout_s: float = -1) -> bool:
-        """Return whether it is set, at the latest after the time; a negative one is no
-        limit."""
+        """Return whether it is set, after at most the given time.
+
+        A negative time is no limit.
+        """
         if not self.is_set and self._pending.acquire(timeout=timeout_s):
             self._pending.release()
         return self.is_set
@@ -164,8 +176,8 @@ class ForkCondition(threading.Condition):
 
     def notify_all(self) -> None:
         """Wake all that wait. The lock is acquired."""
-        # That of `threading` raises IndexError where a handler notifies in the middle
-        # of it.
+        # The condition of `threading` raises IndexError where a handler notifies while
+        # it waits.
         for waiter in tuple(self._waiters):  # type: ignore[attr-defined]
             with suppress(RuntimeError):
                 waiter.release()
@@ -328,8 +340,10 @@ def _log_errors(call: Callable[[], None]) -> None:
 
 
 def _end_openmp_threads() -> None:
-    """End the threads that OpenMP keeps for this one: a child would wait for them, in
-    torch's own operations, too."""
+    """End the threads that OpenMP keeps for this one.
+
+    A child would wait for them, in torch's own operations, too.
+    """
     pause = _openmp_pause()
     if pause is not None:
         pause(_OMP_PAUSE_HARD)
@@ -341,8 +355,10 @@ _OMP_PAUSE_HARD = 2
 
 @functools.cache
 def _openmp_pause() -> Any:
-    """Return omp_pause_resource_all of the OpenMP runtime that torch has loaded; None
-    if there is none."""
+    """Return omp_pause_resource_all of the OpenMP runtime that torch has loaded.
+
+    Return None if there is none.
+    """
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1]
         if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):

@@ -1,5 +1,7 @@
-"""Optimizers with an fp32 master and state where a policy puts it, with the same bits
-under every policy."""
+"""Optimizers with an fp32 master and state where a policy puts it.
+
+They have the same bits under every policy.
+"""
 
 import inspect
 import logging
@@ -37,8 +39,9 @@ log = logging.getLogger("ebbtide")
 
 
 class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
-    """An optimizer with an fp32 master, for parameters whose optimizer state does not
-    fit on the device.
+    """An optimizer with an fp32 master, for state that does not fit on the device.
+
+    This is the optimizer state of its parameters.
 
     Parameters have the same bits under every policy (`reference` defines them).
 
@@ -111,8 +114,10 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @property
     def storage_written_bytes(self) -> int:
-        """Bytes of state written to `storage` so far, by steps and commits; drives are
-        rated for so many (TBW)."""
+        """Bytes of state written to `storage` so far, by steps and commits.
+
+        Drives are rated for a number of them (TBW).
+        """
         return self._runner.backing.written_bytes
 
     @property
@@ -156,8 +161,10 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @locked
     def _update(self) -> None:
-        """Update all parameters that have a gradient, or none if this raises before the
-        engine has begun to."""
+        """Update all parameters that have a gradient.
+
+        Update none if this raises before the engine has begun to.
+        """
         offloaded = self._offloaded
         params = self._params_with_state()
         self._check_groups()
@@ -212,8 +219,9 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @locked
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of torch's optimizer, with the fp32 master in addition
-        to the moments, on the host.
+        """Return the state dict of torch's optimizer, with the fp32 master.
+
+        The master is in addition to the moments; all is on the host.
 
         It is the one after the last step, also in the middle of a backward and from
         another thread: it waits for a step that runs, and steps wait for it."""
@@ -236,8 +244,9 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @locked
     def commit(self) -> dict[str, Any]:
-        """Make the state in `storage` the one to resume from, and return a small dict
-        for `load_state_dict`.
+        """Make the state in `storage` the one to resume from.
+
+        Return a small dict for `load_state_dict`.
 
         Save the dict together with the parameters. It can be loaded with the same
         storage and subgroups, in this process or after a crash, until the first step
@@ -250,8 +259,9 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @locked
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this optimizer (under any policy) or that of torch saved, or what
-        `commit` has returned.
+        """Load what an optimizer saved, or what `commit` has returned.
+
+        The optimizer is this one (under any policy) or torch's.
 
         A master is used where it rounds to the parameter at the next step; others, and
         missing ones, start from there.
@@ -290,8 +300,10 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @locked
     def close(self) -> None:
-        """Finish the last step, end the threads and release all memory, as deleting
-        does; it cannot step any more."""
+        """Finish the last step, end the threads and release all memory.
+
+        The optimizer cannot step any more. Deleting it does the same.
+        """
         self._offloaded.close()
 
     def synchronize(self) -> None:
@@ -325,8 +337,10 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._offloaded.open(self._params_with_state())
 
     def _base_state_dict(self, add: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Return the state dict of the base class with what a function adds, before any
-        other hook sees it."""
+        """Return the state dict of the base class with what a function adds.
+
+        It is added before any other hook sees the state dict.
+        """
 
         def complete(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
             # A signal handler within the call may make another state dict, to which
@@ -348,8 +362,10 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return state_dict
 
     def _skip_step(self) -> None:
-        """Drop the gradients, of which one is not finite. Raises EngineError if there
-        is no loss scale."""
+        """Drop the gradients, since one is not finite.
+
+        Raises EngineError if there is no loss scale.
+        """
         self._loss_scale.update(False)
         self._offloaded.discard_step()
         if not self._loss_scale.skips_steps:
@@ -385,8 +401,10 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return params
 
     def _params_with_state(self) -> list[torch.Tensor]:
-        """Return the parameters that need state, each once: those that are not frozen,
-        or were not frozen before."""
+        """Return the parameters that need state, each once.
+
+        They are not frozen, or were not frozen before.
+        """
         own = set(self._offloaded.params)
         return [
             param
@@ -398,8 +416,10 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return self._rules.by_param(self.param_groups)
 
     def _check_groups(self) -> None:
-        """Raise EngineError if the job has set a hyperparameter that is not supported,
-        or another rule."""
+        """Raise EngineError if the job has set an unsupported hyperparameter or rule.
+
+        A rule other than the optimizer's is not supported.
+        """
         list(map(self._rules.checked, self.param_groups))
         self._offloaded.check_rules()
 
@@ -408,8 +428,10 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return int(self.state.get(param, {}).get("step", 0))
 
     def _scalars(self, updated: Collection[int], scale: float) -> list[Scalars | None]:
-        """Return the factors of the next update of each parameter; None for those that
-        are not updated."""
+        """Return the factors of the next update of each parameter.
+
+        Return None for those that are not updated.
+        """
         return scalars_of(
             self._rules,
             self._offloaded.params,
@@ -425,8 +447,10 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return 1.0 / self._loss_scale.value
 
     def _expected_scalars(self) -> list[Scalars | None]:
-        """Return the factors of the next step by parameter, if it updates all and is
-        neither clipped nor skipped."""
+        """Return the factors of the next step by parameter.
+
+        They are returned if it updates all and is neither clipped nor skipped.
+        """
         count = len(self._offloaded.params)
         try:
             self._check_groups()

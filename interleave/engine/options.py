@@ -1,5 +1,7 @@
-"""The options of optimizers, written once: their types, defaults, checks and
-documentation."""
+"""The options of optimizers, their types, defaults, checks and documentation.
+
+They are written once.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +34,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class SharedArguments(TypedDict, total=False):
-    """The options that optimizers and DeepSpeed's `enable` have alike, as callers write
-    them: `OptimizerOptions` documents them."""
+    """The options that optimizers and DeepSpeed's `enable` have alike.
+
+    They are as callers write them. `OptimizerOptions` documents them.
+    """
 
     machine: MachineArgument | None
     subgroup_params: int
@@ -45,8 +49,10 @@ class SharedArguments(TypedDict, total=False):
 
 
 class OptimizerArguments(SharedArguments, total=False):
-    """The options of optimizers as callers write them: `OptimizerOptions` documents
-    them."""
+    """The options of optimizers as callers write them.
+
+    `OptimizerOptions` documents them.
+    """
 
     policy: Policy | str
     overlap: Literal["none", "forward", "backward", "both", "auto"]
@@ -58,9 +64,10 @@ class OptimizerArguments(SharedArguments, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """The options of InterleavedAdamW and InterleavedOptimizer, and most of them of
-    DeepSpeed's `enable`. They are keywords there, and sizes, machines, devices and
-    policies may be text.
+    """The options of InterleavedAdamW and InterleavedOptimizer.
+
+    DeepSpeed's `enable` has most of them. They are keywords there, and sizes, machines,
+    devices and policies may be text.
 
     Args:
         policy: As for `ebbtide replay`; `adaptive` makes new plans while the job runs.
@@ -154,8 +161,9 @@ class OptimizerOptions:
     def of_arguments(
         cls, beside_step: Overlap | None = None, **arguments: Unpack[OptimizerArguments]
     ) -> "OptimizerOptions":
-        """Return the options that arguments of a caller stand for; policies, machines,
-        sizes and devices may be text.
+        """Return the options that arguments of a caller stand for.
+
+        Policies, machines, sizes and devices may be text.
 
         Raises MachineError if there is no such machine, and as the class."""
         values: dict[str, Any] = {
@@ -177,8 +185,10 @@ class OptimizerOptions:
         return self.gradients == "streamed"
 
     def open_backing(self) -> Backing:
-        """Return the memory behind that of the host for one engine, which opens files
-        of its own."""
+        """Return the memory behind host memory for one engine.
+
+        It opens files of its own.
+        """
         if self.storage is not None:
             backing: Backing = seams.service("storage")(
                 self.storage, self.host_memory_budget

@@ -165,8 +165,11 @@ class _PlanCheck:
         return content
 
     def _begin(self, place: str, subgroup: int) -> None:
-        """Record what is there when the iteration begins, by the first operation that
-        uses it: state, and places of all but the factor."""
+        """Record what is there when the iteration begins.
+
+        It is state, and all places but the factor, by the first operation that uses
+        each.
+        """
         if place.startswith("state") and subgroup not in self._homes:
             if subgroup in self._plan.resident or subgroup in self._plan.parked:
                 place = "state@gpu"
@@ -187,8 +190,10 @@ class _PlanCheck:
         self._contents[key] = None
 
     def _check_results(self) -> None:
-        """Every subgroup is updated, and the results are where the next iteration
-        expects them."""
+        """Check that every subgroup is updated, and where the results are.
+
+        The next iteration expects them in certain places.
+        """
         for subgroup in range(self._plan.subgroups):
             if subgroup not in self._updates:
                 raise PlanError(
@@ -202,8 +207,10 @@ class _PlanCheck:
                     )
 
     def _require(self, index: int, before: int) -> None:
-        """Check that an operation waits for an earlier one, by itself or by others in
-        between."""
+        """Check that an operation waits for an earlier one.
+
+        It waits by itself or by others in between.
+        """
         after = self._ops[index].after
         if before in after or before in (-1, index):
             return

@@ -1,5 +1,7 @@
-"""Durations of the operations of a plan if nothing else runs, and the host memory that
-they read and write."""
+"""Durations of the operations of a plan if nothing else runs.
+
+Also the host memory that they read and write.
+"""
 
 from ebbtide.interleave.model.kinds import CAST_READ_BYTES, find_kind
 from ebbtide.interleave.model.plan import BACKWARD, FORWARD, UPDATE, Op, Plan
@@ -14,16 +16,20 @@ _PHASES = ("other", "forward", "backward")
 
 
 def host_traffic(op: Op, workload: Workload) -> float:
-    """Return the bytes of host memory that an operation reads and writes: an update on
-    the CPU gradient, state and parameter; a copy its bytes once; clipping all gradients
-    if their norm is computed on the host."""
+    """Return the bytes of host memory that an operation reads and writes.
+
+    An update on the CPU takes gradient, state and parameter; a copy its bytes once;
+    clipping all gradients if their norm is computed on the host.
+    """
     return 0.0 if op.resource == "gpu" else find_kind(op.kind).host_bytes(op, workload)
 
 
 def norm_s(workload: Workload, machine: Machine) -> float:
-    """Return the seconds that clipping waits for the norm of all gradients: on the host
-    a pass at `cpu_norm_params_per_s`, else at the bandwidth of host memory; on the GPU
-    as much shorter than an update as it moves fewer bytes."""
+    """Return the seconds that clipping waits for the norm of all gradients.
+
+    On the host, it is a pass at `cpu_norm_params_per_s`, else at the bandwidth of host
+    memory; on the GPU, it is as much shorter than an update as it moves fewer bytes.
+    """
     if not workload.clipping or workload.norm is None:
         return 0.0
     rate = (
@@ -43,8 +49,10 @@ def norm_s(workload: Workload, machine: Machine) -> float:
 
 
 def link_rates(workload: Workload, machine: Machine) -> dict[str, float]:
-    """Return the bytes/s of each direction of the link that the job's own copies leave;
-    0 where it is not known."""
+    """Return the link's bytes/s of each direction that the job's own copies leave.
+
+    It is 0 where it is not known.
+    """
     return {
         "h2d": (machine.h2d_bytes_per_s or 0.0) * (1 - workload.h2d_busy_share),
         "d2h": (machine.d2h_bytes_per_s or 0.0) * (1 - workload.d2h_busy_share),
@@ -52,8 +60,10 @@ def link_rates(workload: Workload, machine: Machine) -> dict[str, float]:
 
 
 def alone_cpu_rate(workload: Workload, machine: Machine) -> float:
-    """Return how many parameters/s the CPU updates if nothing else runs, as far as host
-    memory has the bandwidth."""
+    """Return how many parameters/s the CPU updates if nothing else runs.
+
+    Host memory must have the bandwidth for them.
+    """
     memory_limited = (
         machine.host_memory_bytes_per_s or 0.0
     ) / workload.cpu_update_bytes
@@ -61,8 +71,9 @@ def alone_cpu_rate(workload: Workload, machine: Machine) -> float:
 
 
 def link_shares(workload: Workload, machine: Machine) -> dict[str, tuple[float, float]]:
-    """Return the shares of the link that the job's collectives leave, to the device and
-    to the host, by phase.
+    """Return the shares of the link that the job's collectives leave.
+
+    They are to the device and to the host, by phase.
 
     They take the time that their bytes need at the rate that `h2d_busy_share` and
     `d2h_busy_share` leave."""
@@ -86,8 +97,10 @@ def link_shares(workload: Workload, machine: Machine) -> dict[str, tuple[float, 
 
 
 def phase_before(point: float) -> str:
-    """Return the phase of the compute that ends at a point of the iteration (see
-    `plan.UPDATE`)."""
+    """Return the phase of the compute that ends at a point of the iteration.
+
+    See `plan.UPDATE`.
+    """
     if not 0.0 < point <= UPDATE:
         raise ValueError(f"no compute ends at point {point}")
     return _PHASES[0 if point <= FORWARD else 1 if point <= BACKWARD else 2]
@@ -117,7 +130,7 @@ class Durations:
                 check([op for op in plan.ops if op.kind == name], machine, plan.policy)
         self.machine = machine
         pinned = link_rates(workload, machine)
-        # A job that uses the link leaves less of it to pageable copies too.
+        # A job that uses the link leaves less of the link to pageable copies too.
         limited = {
             "h2d": min(machine.h2d_pageable_bytes_per_s or 1.0, pinned["h2d"]),
             "d2h": min(machine.d2h_pageable_bytes_per_s or 1.0, pinned["d2h"]),

@@ -1,5 +1,8 @@
-"""Kinds of operations of plans: where each runs, what it costs, what it reads and
-writes, and when it may run. Features add theirs."""
+"""Kinds of operations of plans.
+
+They say where each runs, what it costs, what it reads and writes, and when it may run.
+Features add theirs.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,11 +24,11 @@ from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.machines.machine import Machine
 
-# The place of the factors that clipping gives. A place with an "@" is one of each
+# The place of the factors that clipping gives. A place with an "@" is a place of each
 # subgroup: "state@host", "state@gpu", "param@host", "param@gpu", "master@gpu" (to be
 # converted), "grad@job" (where the backward leaves it), "grad@host", "grad@gpu",
-# "grad@part" (what the GPU updates of a subgroup of the CPU), and those of features.
-# Any other is of all.
+# "grad@part" (what the GPU updates of a subgroup of the CPU), and the places of
+# features. Any other place is shared by all subgroups.
 FACTOR: Final = "factor"
 # Contents of device memory that an operation takes when it starts, or gives back when
 # it ends.
@@ -58,8 +61,7 @@ def copy_rates(op: Op) -> Iterable[str]:
 
 
 def no_rates(op: Op) -> Iterable[str]:
-    """Return no names, for operations whose time follows from other rates, or from
-    none."""
+    """Return no names: the time follows from other rates, or from none."""
     return ()
 
 
@@ -78,7 +80,7 @@ class Flow(NamedTuple):
             from there.
         reads_all: Of every subgroup it uses the first of these places that is not
             empty.
-        updates: Whether the content that it writes is that of the next iteration.
+        updates: Whether it writes the content of the next iteration.
         is_tentative: Whether clipping may yet change what it writes: whoever reads that
             waits for the factor.
     """
@@ -302,8 +304,10 @@ def find_kind(name: str) -> Kind:
 
 
 def from_backward(op: Op) -> Op:
-    """Return an operation of an iteration with late operations before it, which begins
-    when these have ended."""
+    """Return an operation of an iteration with late operations before it.
+
+    It begins when these have ended.
+    """
     if op.start >= BACKWARD or not find_kind(op.kind).on_subgroups:
         return op
     return op._replace(start=BACKWARD)

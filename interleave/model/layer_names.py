@@ -12,8 +12,9 @@ _ENTRY = re.compile(r"(?P<list>(?:[^.]+\.)*?)\d+(?=\.|$)")
 def layer_names(
     modules: Iterable[str], parameters: Iterable[tuple[str, int]]
 ) -> dict[str, str]:
-    """Return the layers of those modules that are in one: the entries of the list of
-    modules with most parameters.
+    """Return the layer of each module that is in one.
+
+    Layers are the entries of the list of modules with most parameters.
 
     `parameters` are the module and the bytes of each parameter."""
     matches = {module: _ENTRY.match(module) for module in modules}

@@ -1,5 +1,7 @@
-"""Operations of a plan: their kinds, resources, and the points at which they may start
-and must end."""
+"""Operations of a plan: their kinds, resources, and points.
+
+At the points they may start and must end.
+"""
 
 from functools import cache, lru_cache
 from itertools import accumulate
@@ -19,8 +21,10 @@ STORAGE_RESOURCES: tuple[Resource, ...] = ("storage_read", "storage_write")
 
 @cache
 def split_lane(resource: Resource) -> tuple[Resource, int]:
-    """Return the name of a lane without its number, and the number, which is 0 for the
-    first or only one."""
+    """Return the name of a lane without its number, and the number.
+
+    The number is 0 for the first or only one.
+    """
     name, _, number = resource.partition(" ")
     return name, int(number or 0)
 
@@ -31,8 +35,8 @@ def numbered_lane(name: Resource, number: int) -> Resource:
 
 
 # Points of an iteration at which an operation may start: the number of the phase plus
-# the share of it that is done. The update begins at UPDATE. At STEP the overhead of the
-# optimizer's step is over and its operations are issued.
+# the share of the phase that is done. The update begins at UPDATE. At STEP the overhead
+# of the optimizer's step is over and its operations are issued.
 OTHER, FORWARD, BACKWARD, UPDATE, STEP = 0.0, 1.0, 2.0, 3.0, 4.0
 
 _NAMES = ("none", "forward", "backward", "both")
@@ -83,8 +87,10 @@ class Op(NamedTuple):
 
     @property
     def due(self) -> float | None:
-        """The point of the next iteration at which compute waits for its end; None: it
-        is not late."""
+        """The point of the next iteration at which compute waits for its end.
+
+        None: it is not late.
+        """
         return (
             self.holds.point if self.holds is not None and self.holds.is_next else None
         )
@@ -112,10 +118,12 @@ def plan_error(policy: str, op: Op, problem: str) -> PlanError:
 
 @lru_cache(maxsize=_REMEMBERED)
 def gradient_ready_points(workload: Workload) -> list[float]:
-    """Return the point of the iteration at which the backward has computed each
-    subgroup's gradient.
+    """Return the point at which the backward has computed each subgroup's gradient.
 
-    The backward computes gradients in reverse: those of subgroup 0 come last."""
+    It is a point of the iteration.
+
+    The backward computes gradients in reverse: the gradients of subgroup 0 come last.
+    """
     if workload.layers:
         ends = [workload.backward_s]
         for layer in workload.layers[:-1]:
@@ -134,15 +142,18 @@ def gradient_ready_points(workload: Workload) -> list[float]:
 
 
 def backward_points(workload: Workload) -> list[float]:
-    """Return the point of the iteration at which the backward first uses the parameters
-    of each subgroup."""
+    """Return the point at which the backward first uses each subgroup's parameters.
+
+    It is a point of the iteration.
+    """
     return [*gradient_ready_points(workload)[1:], BACKWARD]
 
 
 @lru_cache(maxsize=_REMEMBERED)
 def forward_points(workload: Workload) -> list[float]:
-    """Return the point of the iteration at which the forward first uses the parameters
-    of each subgroup.
+    """Return the point at which the forward first uses each subgroup's parameters.
+
+    It is a point of the iteration.
 
     The forward uses subgroups in their order, each for a time in proportion to its
     parameters."""
@@ -165,8 +176,10 @@ def forward_points(workload: Workload) -> list[float]:
 
 
 def point_at(workload: Workload, seconds: float) -> float:
-    """Return the point of an iteration that is reached after so many seconds without
-    any waiting."""
+    """Return the point that is reached after these seconds without any waiting.
+
+    It is a point of an iteration.
+    """
     begin = 0.0
     for phase, length in enumerate(
         (workload.other_s, workload.forward_s, workload.backward_s)
@@ -178,7 +191,8 @@ def point_at(workload: Workload, seconds: float) -> float:
 
 
 # Rules of valid plans that plans of other systems may depart from; `Plan.validate`
-# leaves out what they ask for. Those of features are beside their kinds of operations.
+# leaves out what they ask for. The rules of features are beside their kinds of
+# operations.
 Rule = str
 OWN_GRADIENT: Final = "an update on the CPU waits for its gradient of this iteration"
 CLIPPING_FIRST: Final = "clipping comes before updates and uploads"
@@ -190,8 +204,8 @@ class Departures(NamedTuple):
     """The rules that a plan does not follow."""
 
     rules: frozenset[Rule] = frozenset()
-    # How the results differ from those of a plan that follows them, for people; empty
-    # if they do not.
+    # How the results differ from the results of a plan that follows them, for people;
+    # empty if they do not.
     consequence: str = ""
 
 
@@ -228,8 +242,10 @@ OVERLAP = (*OVERLAPS, "auto")
 
 
 def overlaps_of(option: str) -> tuple[Overlap, ...]:
-    """Return the overlaps besides none of which a policy takes the best, by the value
-    of its option `overlap`."""
+    """Return the overlaps of which a policy takes the best, besides none.
+
+    They follow from the value of its option `overlap`.
+    """
     names = {
         "auto": ("forward", "backward", "both"),
         "both": ("forward", "backward", "both"),

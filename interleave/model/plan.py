@@ -98,8 +98,9 @@ class Plan:
         )
 
     def validate(self, workload: Workload) -> Plan:
-        """Check that the plan updates every subgroup exactly once, with all inputs
-        ready and all memory released.
+        """Check that the plan updates every subgroup exactly once.
+
+        All inputs must be ready and all memory released.
 
         Rules that the plan departs from (`departures`) are left out.
 
@@ -131,8 +132,10 @@ class Plan:
 
     @property
     def is_exact(self) -> bool:
-        """Whether each step gives the results that the workload asks for, as every plan
-        without departures does."""
+        """Whether each step gives the results that the workload asks for.
+
+        Every plan without departures does.
+        """
         return not self.departures.consequence
 
     @property
@@ -142,14 +145,15 @@ class Plan:
 
     @property
     def has_late_updates(self) -> bool:
-        """Whether the parameters may be new only in the next iteration: more is late
-        than writes to storage."""
+        """Whether the parameters may be new only in the next iteration.
+
+        More is late then than writes to storage.
+        """
         return any(op.is_late and op.kind != "write" for op in self.ops)
 
     @property
     def stored(self) -> frozenset[int]:
-        """The subgroups whose state is in storage when the iteration begins and
-        ends."""
+        """The subgroups with state in storage when the iteration begins and ends."""
         return frozenset(op.subgroup for op in self.ops if op.kind == "read")
 
     @property
@@ -158,8 +162,10 @@ class Plan:
         return frozenset() if self.rolls_back else self.speculated
 
     def counts(self) -> dict[str, int]:
-        """Return the number of operations of each kind; updates are counted per
-        resource (`update on cpu`)."""
+        """Return the number of operations of each kind.
+
+        Updates are counted per resource (`update on cpu`).
+        """
         totals: dict[str, int] = {}
         for op in self.ops:
             name = f"update on {op.resource}" if op.kind == "update" else op.kind

@@ -1,5 +1,4 @@
-"""Schedules: plans with times, predicted by the simulator or measured by an
-executor."""
+"""Schedules: plans with times, predicted by the simulator or measured."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from ebbtide.interleave.model.workload import LayerMemory, Workload
 from ebbtide.machines.machine import Machine
 from ebbtide.units import ms_text
 
-# A note lists the lengths of up to so many iterations.
+# A note lists the lengths of up to this many iterations.
 _MOST_LISTED = 4
 # A plan that settles is better than one that does not, unless it is slower by this
 # factor.
@@ -29,12 +28,14 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class MeasuredBytes:
-    """Bytes of one iteration, counted where they are allocated and moved, and not taken
-    from the plan."""
+    """Bytes of one iteration, counted where they are allocated and moved.
+
+    They are not taken from the plan.
+    """
 
     # Device memory that state and its buffers hold at the end of the iteration.
     device: int
-    host: int  # Host memory that state, its buffers and those of copies hold then.
+    host: int  # Host memory that state and buffers (of state, of copies) hold.
     storage_read: int  # Bytes read from storage.
     storage_written: int  # Bytes written to storage.
 
@@ -45,7 +46,7 @@ class Schedule:
 
     Late operations (see `Op.holds`) may end in the next iteration: their times then
     exceed the length of this one. Where iterations differ and repeat together
-    (`cycle`), phases are their means, and operations those of the first.
+    (`cycle`), phases are their means, and operations are the first iteration's.
 
     Attributes:
         starts: Start of each operation, seconds from the start of the iteration.
@@ -75,8 +76,10 @@ class Schedule:
 
     @classmethod
     def of_cycle(cls, cycle: Sequence[Schedule], settles: bool = True) -> Schedule:
-        """Return the schedule of iterations that repeat together, or of some that do
-        not repeat."""
+        """Return the schedule of iterations that repeat together.
+
+        It may also be of some that do not repeat.
+        """
         first = cycle[0]
         if len(cycle) == 1:
             return first
@@ -131,8 +134,10 @@ class Schedule:
 
     @property
     def rating_s(self) -> float:
-        """Seconds by which plans are compared: the iteration, or far more if iterations
-        do not settle."""
+        """Seconds by which plans are compared.
+
+        They are the iteration, or far more if iterations do not settle.
+        """
         return (
             self.iteration_s if self.settles else _UNSETTLED_FACTOR * self.iteration_s
         )
@@ -143,8 +148,10 @@ class Schedule:
         return sum(one.iteration_s for one in self.iterations)
 
     def in_turn(self) -> Iterator[tuple[float, Schedule]]:
-        """Yield the iterations that repeat, with their start, seconds from that of the
-        first."""
+        """Yield the iterations that repeat, with their start.
+
+        The start is in seconds from the start of the first.
+        """
         begins = accumulate((one.iteration_s for one in self.iterations), initial=0.0)
         return zip(begins, self.iterations, strict=False)
 
@@ -153,15 +160,18 @@ class Schedule:
         return zip(self.plan.ops, self.starts, self.ends, strict=True)
 
     def moved_bytes(self, direction: str) -> float:
-        """Return the bytes moved in a direction (`h2d`, `d2h`, `storage_read` or
-        `storage_write`)."""
+        """Return the bytes moved in a direction.
+
+        The direction is `h2d`, `d2h`, `storage_read` or `storage_write`.
+        """
         return sum(
             op.nbytes for op in self.plan.ops if split_lane(op.resource)[0] == direction
         )
 
     def busy_shares(self) -> dict[str, float]:
-        """Return the share of the update phase during which each resource is busy; of
-        storage, the busiest path.
+        """Return the share of the update phase during which each resource is busy.
+
+        Of storage, it is the busiest path.
 
         Storage is left out if the plan does not use it."""
         busy: dict[str, float] = {}
@@ -183,8 +193,10 @@ class Schedule:
         return shares
 
     def storage_busy_shares(self) -> list[dict[str, float]]:
-        """Return the shares of the iteration during which each path of the storage
-        reads and writes."""
+        """Return how long each path of the storage reads and writes.
+
+        Times are shares of the iteration.
+        """
         lanes = [split_lane(op.resource) for op in self.plan.ops]
         paths = 1 + max(
             (path for name, path in lanes if name in STORAGE_RESOURCES), default=-1
@@ -201,8 +213,10 @@ class Schedule:
         return busy
 
     def host_traffic_in_update(self) -> float:
-        """Return the bytes of host memory that CPU updates, casts and copies read and
-        write during the update."""
+        """Return the bytes of host memory traffic during the update.
+
+        CPU updates, casts and copies read and write them.
+        """
         total = 0.0
         for one in self.iterations:
             begin, over = one.iteration_s - one.update_s, one.iteration_s
@@ -215,8 +229,9 @@ class Schedule:
         return total / len(self.iterations)
 
     def device_memory_line(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the device memory that the plan uses, as a step function over the
-        iterations that repeat.
+        """Return the device memory that the plan uses, as a step function.
+
+        It is over the iterations that repeat.
 
         It counts resident state, buffers, parked state and kept gradients.
 
@@ -230,8 +245,10 @@ class Schedule:
         return times[last_of_time], np.maximum(sizes[last_of_time], 0.0)
 
     def _device_memory_changes(self) -> list[tuple[float, float]]:
-        """Return (time, bytes) by which the device memory that the plan uses changes,
-        in the order of time."""
+        """Return (time, bytes) by which the device memory of the plan changes.
+
+        The changes are in the order of time.
+        """
         sizes = self.workload.subgroups
         parked_bytes = self.workload.state_bytes * sum(
             sizes[subgroup] for subgroup in self.plan.parked
@@ -258,8 +275,9 @@ class Schedule:
         return changes
 
     def _wrapped(self, changes: list[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Move changes after the end of the iterations that repeat to where those
-        before made them.
+        """Move changes after the end of the repeating iterations to the begin.
+
+        There the iterations before made them.
 
         What was allocated in an earlier iteration and is released in this one is in use
         from the start."""
@@ -268,8 +286,10 @@ class Schedule:
         return [(0.0, in_use), *((time % length, size) for time, size in changes)]
 
     def _kept_gradient_changes(self) -> list[tuple[float, float]]:
-        """Return (time, bytes) of kept gradients: from `gradient_starts` until the
-        update has ended."""
+        """Return (time, bytes) of kept gradients.
+
+        They last from `gradient_starts` until the update has ended.
+        """
         plan = self.plan
         if (
             not plan.kept_gradients
@@ -294,8 +314,9 @@ class Schedule:
         return float(self.device_memory_line()[1].max())
 
     def fits_device(self, gpu_memory_bytes: float | None) -> bool | None:
-        """Return whether the plan's device memory stays within the free memory at every
-        instant.
+        """Return whether the plan's device memory always fits the free memory.
+
+        It must at every instant.
 
         Args:
             gpu_memory_bytes: Memory of the whole device. It matters only if the
@@ -319,8 +340,9 @@ class Schedule:
         return fits_beside(self._device_memory_changes(), free, self.span_s)
 
     def free_memory_line(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the device memory that the job itself leaves free, as a step function
-        over the iterations that repeat.
+        """Return the device memory that the job itself leaves free.
+
+        It is a step function over the iterations that repeat.
 
         Waiting in a phase stretches the workload's own steps in that phase.
 
@@ -336,8 +358,10 @@ class Schedule:
     def _stretched(
         self, steps: Iterable[tuple[float, Value]]
     ) -> list[tuple[float, Value]]:
-        """Return a step function of an iteration without waiting, over the iterations
-        that repeat."""
+        """Return a step function over the iterations that repeat.
+
+        `steps` are of an iteration without waiting.
+        """
         times, values = zip(*steps, strict=True)
         return [
             (begin + time, value)
@@ -346,8 +370,10 @@ class Schedule:
         ]
 
     def _stretched_times(self, times: Iterable[float]) -> list[float]:
-        """Return times of an iteration without waiting, with each phase as long as in
-        this one."""
+        """Return times of an iteration without waiting, stretched to this one.
+
+        Each phase is as long as in this iteration.
+        """
         lengths = (
             (self.workload.other_s, self.other_s),
             (self.workload.forward_s, self.forward_s),
@@ -367,8 +393,10 @@ class Schedule:
         return result
 
     def layer_memory_line(self) -> tuple[list[float], list[LayerMemory]]:
-        """Return the device memory of layers whose weights and activations the plan
-        moves, as a step function."""
+        """Return the device memory of layers, as a step function.
+
+        They are layers whose weights and activations the plan moves.
+        """
         memory = self.workload.layer_memory
         if not memory:
             return [], []
@@ -378,8 +406,11 @@ class Schedule:
         return list(times), list(sizes)
 
     def peak_job_bytes(self) -> float | None:
-        """Return the largest device memory of the layers and of what the plan puts
-        there; None without layers."""
+        """Return the largest device memory of the layers and the plan.
+
+        It is the memory of the layers and of what the plan puts there; None without
+        layers.
+        """
         times, memory = self.layer_memory_line()
         if not memory:
             return None
@@ -395,9 +426,11 @@ class Schedule:
         )
 
     def pinned_bytes(self) -> float:
-        """Return the part of the host memory that must be pinned: the state of
-        subgroups that are fetched or flushed, the buffers of state in storage, and
-        those of copies that are not pageable."""
+        """Return the part of the host memory that must be pinned.
+
+        It is the state of subgroups that are fetched or flushed, the buffers of state
+        in storage, and the buffers of copies that are not pageable.
+        """
         stored = self.plan.stored
         moved = {
             op.subgroup: op.nbytes
@@ -417,17 +450,21 @@ class Schedule:
 
 
 def available_host_bytes(workload: Workload, machine: Machine) -> float | None:
-    """Return the host memory that a plan may use: the rank's part, or what the job
-    leaves; None: not known."""
+    """Return the host memory that a plan may use.
+
+    It is the rank's part, or what the job leaves; None: not known.
+    """
     limits = (machine.host_memory_bytes, workload.host_free_bytes)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def needed_host_bytes(plan: Plan, workload: Workload) -> float:
-    """Return the host memory that a plan needs: for state that is neither resident nor
-    in storage, a second place for what is updated speculatively (storage writes new
-    versions beside the old), buffers of storage and of copies, streamed weights and
-    activations."""
+    """Return the host memory that a plan needs.
+
+    It is for state that is neither resident nor in storage, a second place for what is
+    updated speculatively (storage writes new versions beside the old), buffers of
+    storage and of copies, streamed weights and activations.
+    """
     sizes, stored = workload.subgroups, plan.stored
     elsewhere = plan.resident | stored
     offloaded = sum(

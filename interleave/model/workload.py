@@ -1,5 +1,7 @@
-"""The workload of a job: the parameters to update, and the times and memory of the rest
-of an iteration."""
+"""The workload of a job.
+
+It has the parameters to update, and the times and memory of the rest of an iteration.
+"""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -75,8 +77,10 @@ _FRAMEWORK = "deepspeed"
 
 
 class ActivationForm(NamedTuple):
-    """A form in which a layer's activations can be kept for the backward: bytes, and s
-    to compute the rest again."""
+    """A form in which a layer's activations can be kept for the backward.
+
+    It has bytes, and the seconds to compute the rest again.
+    """
 
     name: str
     nbytes: float
@@ -95,8 +99,10 @@ class Layer(NamedTuple):
 
 
 class LayerMemory(NamedTuple):
-    """Device memory of placed layers from a time on: bytes of weights, gradients and
-    activations."""
+    """Device memory of placed layers from a time on.
+
+    It is in bytes of weights, gradients and activations.
+    """
 
     at_s: float
     weights: float
@@ -105,7 +111,7 @@ class LayerMemory(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of it, bytes."""
+        """The memory of all kinds together, in bytes."""
         return self.weights + self.gradients + self.activations
 
 
@@ -137,9 +143,9 @@ class Workload:
         clip_active_share: Share of the steps in which they change an update: the norm
             is clipped, or not finite.
         master: Where the fp32 master weight is: "fp32" in the state; "parameter" if
-            there is none beside the parameter; "remainder" if the state has the 16 bits
-            of it that the bf16 parameter has not. With the last two an update reads the
-            parameter.
+            there is none beside the parameter; "remainder" if the state has the
+            master's 16 bits that the bf16 parameter has not. With the last two an
+            update reads the parameter.
         norm: Where the norm of the gradients, for which clipping waits, is computed:
             "host" or "device". None: its time is not known, or part of the machine's
             step_overhead_s.
@@ -216,8 +222,10 @@ class Workload:
 
     @cached_property
     def subgroups(self) -> tuple[int, ...]:
-        """Parameters of each subgroup, in the order of the forward; by default none has
-        parameters of two layers."""
+        """Parameters of each subgroup, in the order of the forward.
+
+        By default no subgroup has parameters of two layers.
+        """
         if self.sizes is not None:
             return self.sizes
         if self.layers:
@@ -232,8 +240,10 @@ class Workload:
 
     @cached_property
     def layers_of_subgroups(self) -> list[int]:
-        """The layer of the first parameter of each subgroup; the number of layers if
-        that is after all of them."""
+        """The layer of the first parameter of each subgroup.
+
+        It is the number of layers if the parameter is after all of them.
+        """
         ends = list(accumulate(layer.params for layer in self.layers))
         return [
             bisect_right(ends, offset)
@@ -242,17 +252,18 @@ class Workload:
 
     @property
     def split(self) -> StateSplit:
-        """The split of the state by the framework that ran the job, else that of the
-        policies."""
+        """The split of the state by the job's framework, else by the policies.
+
+        The framework is the one that ran the job.
+        """
         return split_of(self.framework)
 
     @property
     def cpu_update_bytes(self) -> float:
-        """Bytes per parameter that an update on the CPU reads from and writes to host
-        memory.
+        """Host memory bytes per parameter that an update on the CPU reads and writes.
 
         Gradient and state are read, state and half-precision parameter are written. A
-        parameter that is the master, or a part of it, is read, too."""
+        parameter is read, too, if it is the master or a part of the master."""
         param_accesses = 1 if self.master == "fp32" else 2
         return (
             self.grad_bytes + 2 * self.state_bytes + param_accesses * self.param_bytes
@@ -260,8 +271,9 @@ class Workload:
 
     @property
     def returned_gradient_bytes(self) -> float:
-        """Bytes of device memory per parameter for a gradient that was copied to the
-        host and back.
+        """Device memory bytes per parameter for a gradient that made a round trip.
+
+        It was copied to the host and back.
 
         It is in the memory of its parameter, unless the update reads that."""
         return 0.0 if self.master == "fp32" else self.grad_bytes
@@ -278,20 +290,23 @@ class Workload:
 
     @property
     def kept_gradients_begin_s(self) -> float:
-        """The time from which on gradients that stay on the device take memory
-        there."""
+        """The time from which on gradients that stay take memory on the device."""
         return 0.0 if self.accumulates else self.compute_s - self.backward_s
 
     def free_at(self, seconds: float) -> float | None:
-        """Return the free bytes at a time of the iteration; the last value is that of
-        the update. None: not known."""
+        """Return the free bytes at a time of the iteration.
+
+        The last value is the update's. None: not known.
+        """
         if self.gpu_free is None:
             return None
         return value_at(self.gpu_free, seconds)
 
     def gpu_free_from(self, seconds: float) -> FreeMemorySteps:
-        """Return the steps of free memory from a time of the iteration on. gpu_free
-        must be known."""
+        """Return the steps of free memory from a time of the iteration on.
+
+        gpu_free must be known.
+        """
         steps = self.gpu_free or ((0.0, 0.0),)
         return (
             (seconds, value_at(steps, seconds)),
@@ -464,8 +479,10 @@ class _FileKeys(msgspec.Struct):
 
 
 def workload_from(values: dict[str, Any], where: str) -> Workload:
-    """Convert a workload file's object (null: missing); `where` names it in messages,
-    and if it has no name."""
+    """Convert a workload file's object (null: missing).
+
+    `where` names it in messages, and if it has no name.
+    """
     file = convert_object(values, _FileKeys, where, WorkloadError)
     params = round(file.params)
     subgroup_params = min(round(file.subgroup_params or params), params)
@@ -509,8 +526,9 @@ def with_layers(
     chunks: int | Sequence[float],
     where: str,
 ) -> Workload:
-    """Return a workload with layers, whose activations are those of all chunks of an
-    iteration.
+    """Return a workload with layers.
+
+    Their activations are the activations of all chunks of an iteration.
 
     Raises WorkloadError where they have more parameters or take more time than the
     workload."""
@@ -543,8 +561,10 @@ def with_layers(
 
 
 def _state_bytes(workload: Workload, state_bytes: float | None, where: str) -> float:
-    """Return the bytes per parameter of the state; by default those of the kind of
-    master."""
+    """Return the bytes per parameter of the state.
+
+    By default, it is the bytes of the kind of master.
+    """
     if workload.master == "fp32":
         return STATE_BYTES if state_bytes is None else state_bytes
     if workload.master == "parameter":

@@ -49,8 +49,9 @@ ALL_SYSTEMS = "systems"
 
 
 def as_policies(policies: Iterable[Policy | str]) -> list[Policy]:
-    """Return policies, of their texts as users write them; `systems` stands for all
-    other systems.
+    """Return policies from their texts as users write them.
+
+    `systems` stands for all other systems.
 
     Raises PolicyError as `Policy.parse`."""
     parsed: list[Policy] = []

@@ -1,5 +1,8 @@
-"""The adaptive policy: where each subgroup's state is kept and updated follows from the
-machine and the free memory."""
+"""The adaptive policy.
+
+The place where each subgroup's state is kept and updated follows from the machine and
+the free memory.
+"""
 
 from dataclasses import replace
 

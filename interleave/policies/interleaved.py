@@ -62,8 +62,9 @@ def interleaved(workload: Workload, machine: Machine, policy: Policy) -> Plan:
 def _interleave(
     builder: PlanBuilder, on_cpu: Sequence[int], on_gpu: Sequence[int], params: str
 ) -> tuple[int, ...]:
-    """Stream `on_gpu` through the buffers while the CPU updates `on_cpu`, evenly mixed,
-    fetching ahead.
+    """Stream `on_gpu` through the buffers while the CPU updates `on_cpu`.
+
+    They are evenly mixed, with fetches ahead.
 
     Return the index of the last upload, if there is one."""
     flushes: list[int] = []
@@ -85,9 +86,11 @@ def _interleave(
 def keepable_gradients(
     workload: Workload, resident: Iterable[int], on_gpu: Iterable[int]
 ) -> frozenset[int]:
-    """Return the streamed subgroups whose gradients fit on the device until the update,
-    beside resident state, its gradients and the buffers; all if the free memory is not
-    known. Others are copied down and back up."""
+    """Return the streamed subgroups whose gradients fit on the device.
+
+    They fit until the update, beside resident state, its gradients and the buffers; all
+    fit if the free memory is not known. Others are copied down and back up.
+    """
     sizes = workload.subgroups
     streamed = list(on_gpu)
     if workload.gpu_free is None or workload.gradients_held_until_step or not streamed:

@@ -73,8 +73,9 @@ class PlanBuilder:
         share: float = 1.0,
         tag: Any = None,
     ) -> int:
-        """Append an operation (see `Op`) on a share of a subgroup's parameters and
-        return its index.
+        """Append an operation on a share of a subgroup's parameters.
+
+        Return its index; see `Op`.
 
         Args:
             blocking: Whether compute stops where the operation may start, until it has
@@ -113,8 +114,9 @@ class PlanBuilder:
     def gradients(
         self, keep: frozenset[int] = frozenset(), bytes_per_param: float | None = None
     ) -> None:
-        """Copy gradients to the host as soon as they are ready, or after the backward
-        if they are held until then.
+        """Copy gradients to the host as soon as they are ready.
+
+        Copy them after the backward if they are held until then.
 
         Args:
             keep: Subgroups whose gradients stay on the device instead.
@@ -143,8 +145,10 @@ class PlanBuilder:
         blocking: bool = False,
         takes: float = 0.0,
     ) -> int:
-        """Copy one gradient to the host like `gradients`, and return the index of the
-        copy."""
+        """Copy one gradient to the host like `gradients`.
+
+        Return the index of the copy.
+        """
         until_step = self.workload.gradients_held_until_step
         point = UPDATE if until_step else self._gradient_points[subgroup]
         blocks = blocking and not until_step
@@ -172,8 +176,10 @@ class PlanBuilder:
             )
 
     def gradients_at_step(self, keep: frozenset[int], bytes_per_param: float) -> None:
-        """Clip gradients on the device, in the memory of the job, and copy them to the
-        host then, but for those to keep."""
+        """Clip gradients on the device, and copy them to the host then.
+
+        They are in the memory of the job; gradients to keep are not copied.
+        """
         self._kept |= keep
         if self.workload.clipping:
             self._clip = (self.add("clip", "cpu", -1),)
@@ -227,8 +233,10 @@ class PlanBuilder:
         return self.add("upload", "h2d", subgroup, width, (cast,), pageable=True)
 
     def update_on_cpu(self, subgroup: int, after: tuple[int, ...] = ()) -> int:
-        """Update a subgroup on the CPU and return the index of the update; its
-        parameters are uploaded separately."""
+        """Update a subgroup on the CPU and return the index of the update.
+
+        Its parameters are uploaded separately.
+        """
         is_speculative = self.speculative and bool(self._clip)
         point = (
             self._gradient_points[subgroup]
@@ -247,8 +255,9 @@ class PlanBuilder:
         start: float = STEP,
         staged: bool = True,
     ) -> int:
-        """Upload the fp32 masters of a subgroup, convert them on the GPU, and return
-        the index of the conversion.
+        """Upload the fp32 masters of a subgroup, and convert them on the GPU.
+
+        Return the index of the conversion.
 
         Args:
             after: Indices of the operations to wait for, its update among them.
@@ -265,8 +274,10 @@ class PlanBuilder:
         )
 
     def resident(self, subgroup: int, after: tuple[int, ...] = ()) -> None:
-        """Update a subgroup on the GPU whose state never leaves the device, after
-        further operations."""
+        """Update a subgroup whose state never leaves the device, on the GPU.
+
+        Do so after further operations.
+        """
         self._resident.add(subgroup)
         self._update_on_gpu(subgroup, (*self._gradient(subgroup), *after))
 
@@ -292,8 +303,7 @@ class PlanBuilder:
     def fetch(
         self, subgroup: int, after: tuple[int, ...] = (), start: float = STEP
     ) -> int:
-        """Fetch the state of a subgroup to the device, and return the index of the
-        fetch.
+        """Fetch a subgroup's state to the device; return the index of the fetch.
 
         Args:
             after: Indices of the operations that free the memory it needs.
@@ -325,8 +335,10 @@ class PlanBuilder:
         return self._update_on_gpu(subgroup, (*fetch, *gradient))
 
     def flush(self, subgroup: int, update: int) -> int:
-        """Copy state to the host after an update, free its device memory, and return
-        the index of the flush."""
+        """Copy state to the host after an update, and free its device memory.
+
+        Return the index of the flush.
+        """
         size = self.workload.state_bytes
         return self.add(
             "flush",
@@ -339,14 +351,18 @@ class PlanBuilder:
         )
 
     def through_gpu(self, subgroup: int, after: tuple[int, ...] = ()) -> int:
-        """Fetch, update on the GPU and flush a subgroup within the update, and return
-        the index of the flush; see `fetch`."""
+        """Fetch, update on the GPU and flush a subgroup within the update.
+
+        Return the index of the flush; see `fetch`.
+        """
         self.fetch(subgroup, after)
         return self.flush(subgroup, self.update_fetched(subgroup))
 
     def _gradient(self, subgroup: int, after: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Return the inputs of an update on the GPU: the gradient, copied back if it
-        was copied down, and clipping."""
+        """Return the inputs of an update on the GPU.
+
+        They are the gradient, copied back if it was copied down, and clipping.
+        """
         if subgroup in self._kept:
             return self._clip
         inputs, point = (
@@ -369,8 +385,10 @@ class PlanBuilder:
         )
 
     def returned_gradient_bytes(self, subgroup: int) -> float:
-        """Return the device memory that an update on the GPU needs for its gradient, if
-        that was copied to the host."""
+        """Return the device memory that an update on the GPU needs for its gradient.
+
+        It needs some if the gradient was copied to the host.
+        """
         return (
             0.0
             if subgroup in self._kept

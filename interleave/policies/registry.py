@@ -1,5 +1,7 @@
-"""The registry of policies, and the text that selects them: `twin-flow:0.4`,
-`interleaved:2@0.8,grads=blocking`."""
+"""The registry of policies, and the text that selects them.
+
+Examples are `twin-flow:0.4` and `interleaved:2@0.8,grads=blocking`.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,10 @@ class PlanPass(Protocol):
         `Policy.plan` raises."""
 
     def complete(self, plan: Plan, workload: Workload, machine: Machine) -> Plan:
-        """Return a plan of a search with what it lacks on a machine, by one simple
-        choice, not validated."""
+        """Return a plan of a search with what it lacks on a machine.
+
+        It is added by one simple choice, and not validated.
+        """
 
 
 @cache
@@ -77,8 +81,10 @@ def offered_options() -> Mapping[str, tuple[str, ...]]:
 
 
 def complete(plan: Plan, workload: Workload, machine: Machine) -> Plan:
-    """Return a plan of a search with what it lacks on a machine, see
-    `PlanPass.complete`."""
+    """Return a plan of a search, completed for a machine.
+
+    See `PlanPass.complete`.
+    """
     for one in plan_passes():
         plan = one.complete(plan, workload, machine)
     return plan
@@ -148,8 +154,10 @@ class Policy:
         return self.text
 
     def with_options(self, **options: str) -> Policy:
-        """Return the policy with other options, of which the text has those that are
-        not at their default."""
+        """Return the policy with other options.
+
+        Its text has the options that are not at their default.
+        """
         head, *parts = self.text.split(",")
         kept = [part for part in parts if part.partition("=")[0].strip() not in options]
         defaults = {key: values[0] for key, values in self.registered.options.items()}
@@ -189,13 +197,17 @@ class Policy:
 
     @property
     def depends_on_rates(self) -> bool:
-        """Whether its plans depend on how fast a machine is and how long the phases of
-        the job are."""
+        """Whether its plans depend on rates of a machine and phases of the job.
+
+        These say how fast a machine is and how long phases are.
+        """
         return self.is_adaptive or self.speculates
 
     def uses(self, pass_name: str) -> bool:
-        """Return whether its plans have what a pass adds: by an option, or by its own
-        function without the pass."""
+        """Return whether its plans have what a pass adds.
+
+        They have it by an option, or by its own function without the pass.
+        """
         options = {
             key: values
             for one in plan_passes()
@@ -205,8 +217,10 @@ class Policy:
         return pass_name in self.registered.without or bool(self.changed(options))
 
     def changed(self, options: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return the names of those options that are not at their default, the first of
-        their values."""
+        """Return the names of those options that are not at their default.
+
+        The default is the first of their values.
+        """
         return [
             key
             for key, values in options.items()
@@ -233,7 +247,7 @@ class Policy:
         Args:
             what: Meaning of the number, for the error message.
             default: Number if there is no value; None if a value is required.
-            part: The part of the value that is the number; None: all of it.
+            part: The part of the value that is the number; None: the whole value.
 
         Raises:
             PolicyError: The value is missing or not such a number.
@@ -259,8 +273,7 @@ class Policy:
         return number
 
     def reject_value(self) -> None:
-        """Raise PolicyError if there is a value after a colon, for policies that take
-        none."""
+        """Raise PolicyError if a value follows a colon, for policies without values."""
         if self.value is not None:
             raise PolicyError(f"{self.text!r}: {self.name} takes nothing after a colon")
 
@@ -300,8 +313,10 @@ class Policy:
         return self._make_plan(workload, machine, plan_passes())
 
     def plan_in_memory(self, workload: Workload, machine: Machine) -> Plan:
-        """Make the plan as if host memory held all state, and weights and activations
-        stayed where they are."""
+        """Make the plan as if host memory held all state.
+
+        Weights and activations stay where they are.
+        """
         return self._make_plan(
             workload, machine, [one for one in plan_passes() if one.in_memory]
         )
@@ -322,8 +337,10 @@ def _plan_alone(policy: Policy, workload: Workload, machine: Machine) -> Plan:
 
 
 def is_choice(text: str, choices: Sequence[str]) -> bool:
-    """Return whether a text is one of some choices, of which `NAME:K` takes a number in
-    place of K."""
+    """Return whether a text is one of some choices.
+
+    In `NAME:K`, a number takes the place of K.
+    """
     name, colon, number = text.partition(":")
     if colon and f"{name}:K" in choices:
         return number.isdecimal() and int(number) > 0
@@ -345,8 +362,9 @@ def as_policy(policy: Policy | str) -> Policy:
 def make_plan(
     policy: Policy | str, workload: Workload, machine: MachineArgument
 ) -> Plan:
-    """Make the plan of a policy, or of a text that selects one, on a machine, its file
-    or its name; see `Policy.plan`.
+    """Make the plan of a policy on a machine; see `Policy.plan`.
+
+    The policy may be a text that selects one, and the machine its file or its name.
 
     Raises:
         PolicyError: The text selects no policy, or the policy cannot plan this
@@ -416,8 +434,9 @@ def policy(
     takes: Iterable[str] = (),
     **options: tuple[str, ...],
 ) -> Callable[[PolicyFunction], PolicyFunction]:
-    """Register the decorated function as a policy, with the attributes of
-    `RegisteredPolicy`.
+    """Register a function as a policy, with attributes of `RegisteredPolicy`.
+
+    It is the decorated function.
 
     Of the options that it `takes`, it has those whose feature is there."""
 
@@ -450,8 +469,10 @@ system = partial(policy, simulation_only=True, without=("storage",))
 
 
 def with_values(policies: Iterable[RegisteredPolicy]) -> str:
-    """Return the names of policies in a list for people, with a typical value where
-    they have one."""
+    """Return the names of policies in a list for people.
+
+    They have a typical value where they take one.
+    """
     return ", ".join(
         sorted(
             policy.run.text.partition(",")[0] if policy.run else policy.name

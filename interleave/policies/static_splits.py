@@ -1,5 +1,7 @@
-"""Policies that keep a share of the state on the GPU, or none, or all, and update the
-rest on the CPU."""
+"""Policies that keep a share of the state on the GPU, and update the rest on the CPU.
+
+The share may be none, or all.
+"""
 
 from dataclasses import replace
 
@@ -77,8 +79,10 @@ def gpu_only(workload: Workload, machine: Machine, policy: Policy) -> Plan:
 
 
 def with_gradient_buffers(plan: Plan, workload: Workload, offloads: bool) -> Plan:
-    """Return a plan with the memory for gradients that the split keeps beside resident
-    state; `offloads`: whether other state is in host memory."""
+    """Return a plan with the memory for gradients that the split keeps.
+
+    They are beside resident state. `offloads`: whether other state is in host memory.
+    """
     resident = [workload.subgroups[subgroup] for subgroup in plan.resident]
     buffers = workload.split.gradient_bytes(resident, workload.grad_bytes, offloads)
     return replace(
@@ -87,8 +91,9 @@ def with_gradient_buffers(plan: Plan, workload: Workload, offloads: bool) -> Pla
 
 
 def split_plan(workload: Workload, policy: Policy, resident: range) -> Plan:
-    """Make the plan with some resident subgroups, the others updated on the CPU by the
-    options `grads` and `params`.
+    """Make the plan with some resident subgroups.
+
+    The others are updated on the CPU by the options `grads` and `params`.
 
     One loop over the subgroups launches an update on the GPU when it gets there."""
     builder = PlanBuilder(

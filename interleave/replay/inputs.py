@@ -1,5 +1,8 @@
-"""Resolves what is advised: the workload, the machines and their prices, the recorded
-GPU, and policies of the user."""
+"""Resolves the inputs of a replay or a plan.
+
+They are the workload, the machines and their prices, the recorded GPU, and policies of
+the user.
+"""
 
 import importlib.util
 import os
@@ -35,8 +38,10 @@ NETWORK_NOTE = (
 
 @dataclass(frozen=True)
 class JobSize:
-    """A job of which only the size is known: the parameters of the whole model, whose
-    state the ranks share."""
+    """A job whose size alone is known.
+
+    It is the parameters of the whole model; ranks share their state.
+    """
 
     params: int
     ranks: int = 1
@@ -52,9 +57,12 @@ def resolve_workload(
     host_free_bytes: ByteCount | None = None,
     policies: Sequence[Policy | str] = (),
 ) -> Workload:
-    """Return the workload of a trace, a workload file or a size: exactly one of them;
-    that of a trace with its layers where one of the policies moves them. Stated free
-    memory of device and host replaces that of the source."""
+    """Return the workload of a trace, a workload file or a size.
+
+    Exactly one of them is given. The workload of a trace has its layers where one of
+    the policies moves them. Stated free memory of device and host replaces the
+    source's.
+    """
     if sum(source is not None for source in (trace, file, size)) != 1:
         raise WorkloadError(
             "name a trace, a --workload file, or a size (--params): one of the three"
@@ -86,9 +94,11 @@ def resolve_workload(
 
 
 def with_min_free(free: FreeMemorySteps | None, min_bytes: float) -> FreeMemorySteps:
-    """Return a step function of free memory whose lowest value is `min_bytes`: the
-    highest, which the job never uses, stays, and the memory in use beyond is scaled.
-    One that is None, or never higher, becomes constant."""
+    """Return a step function of free memory whose lowest value is `min_bytes`.
+
+    The highest, which the job never uses, stays, and the memory in use beyond is
+    scaled. One that is None, or never higher, becomes constant.
+    """
     sizes = [size for _, size in free or ()]
     low, high = min(sizes, default=min_bytes), max(sizes, default=min_bytes)
     if free is None or min_bytes >= high or low == high:
@@ -127,16 +137,17 @@ def workload_of_size(size: JobSize) -> Workload:
 
 
 def resolve_machine(machine: MachineArgument | None, trace: Trace | None) -> Machine:
-    """Return a machine, one by name or file, or the one that was recorded in the
-    trace."""
+    """Return a machine, by name or file, or the one recorded in the trace."""
     if trace is None:
         return find_machine(machine)
     return find_machine(machine, trace.meta.machine, recorded_in=str(trace.path))
 
 
 def own_preset(trace: Trace | None) -> str | None:
-    """Return the preset with the card of a trace, fitted ones first; None for an own
-    machine, or a card not known."""
+    """Return the preset with the card of a trace, fitted ones first.
+
+    Return None for an own machine, or a card not known.
+    """
     if trace is None or trace.meta.machine is not None:
         return None
     machine = own_machine(trace)
@@ -152,9 +163,12 @@ def own_preset_text(name: str, trace: Trace) -> str:
 def share_box(
     machine: Machine, ranks_per_host: int | None, trace: Trace | None
 ) -> Machine:
-    """Return the machine with the rates of one of several ranks on a host: by default
-    as many as the trace had, on another machine no more than it has GPUs; the same
-    without a `box`, and for a simulated trace (of one rank)."""
+    """Return the machine with the rates of one of several ranks on a host.
+
+    By default there are as many ranks as the trace had, on another machine no more than
+    it has GPUs. The rates are the same without a `box`, and for a simulated trace (of
+    one rank).
+    """
     if ranks_per_host is not None:
         return machine.for_ranks(ranks_per_host)
     if trace is None or machine.box is None or trace.meta.source == "simulated":
@@ -166,8 +180,10 @@ def share_box(
 
 
 def ranks_on_host(trace: Trace) -> int | None:
-    """Return how many ranks of a trace shared the host of its first rank; None if the
-    trace does not have them all."""
+    """Return how many ranks of a trace shared the host of its first rank.
+
+    Return None if the trace does not have them all.
+    """
     ranks = trace.ranks
     entries = [trace.rank(rank) for rank in ranks]
     if not entries:
@@ -185,9 +201,11 @@ def note_other_machine(
     trace: Trace | None,
     free_is_stated: bool = False,
 ) -> Workload:
-    """Return the workload of a trace on a machine, with a note if the machine is not
-    the one of the trace. Times stay as recorded; on a GPU with less memory so much less
-    is free, unless it is stated what is."""
+    """Return the workload of a trace on a machine.
+
+    It has a note if the machine is not the one of the trace. Times stay as recorded; on
+    a GPU with less memory, that much less is free, unless the free memory is stated.
+    """
     if trace is None:
         return workload
     other, lacking = _other_machine(machine, trace)
@@ -217,8 +235,10 @@ def note_other_machine(
 
 
 def _other_machine(machine: Machine, trace: Trace) -> tuple[str | None, float]:
-    """Return the machine of a trace in words if it is known to be another one, and the
-    bytes that its GPU has more."""
+    """Return the machine of a trace in words if it is known to be another one.
+
+    Return also the bytes that its GPU has more.
+    """
     capacity = machine.gpu_memory_bytes
     if trace.meta.machine is not None:
         name, recorded = (
@@ -246,8 +266,10 @@ def _other_machine(machine: Machine, trace: Trace) -> tuple[str | None, float]:
 
 
 def with_recorded_memory(machine: Machine, recorded_bytes: float | None) -> Machine:
-    """Return a machine with the memory that was recorded of a GPU that counts as the
-    same (None: not recorded): drivers and torch count that of one GPU differently."""
+    """Return a machine with the memory recorded of a GPU that counts as the same.
+
+    Drivers and torch count the memory of one GPU differently. None: not recorded.
+    """
     capacity = machine.gpu_memory_bytes
     if (
         not recorded_bytes
@@ -259,8 +281,10 @@ def with_recorded_memory(machine: Machine, recorded_bytes: float | None) -> Mach
 
 
 def _has_rates_of(machine: Machine, gpu: GpuCompute | None) -> bool:
-    """Return whether a GPU computes as fast as the machine's; also where one of them is
-    not known."""
+    """Return whether a GPU computes as fast as the machine's.
+
+    Return True also where one of them is not known.
+    """
     here = machine.gpu
     if here is None or gpu is None:
         return True
@@ -276,8 +300,10 @@ def _is_same_capacity(recorded: float, capacity: float) -> bool:
 
 @contextmanager
 def own_policies(path: Path | None) -> Iterator[None]:
-    """Run a Python file of the user that registers policies, and name it where their
-    plans are invalid."""
+    """Run a Python file of the user that registers policies.
+
+    Name it where their plans are invalid.
+    """
     if path is not None:
         _load_policies(path)
     try:
@@ -303,7 +329,7 @@ class PlanTarget:
     """A machine to plan for."""
 
     machine: Machine
-    # Its preset or file; None: that of the trace, or in another host.
+    # Its preset or file; None: the trace's machine, or its GPU in another host.
     source: str | None
     price_per_hour: float | None
 
@@ -311,9 +337,12 @@ class PlanTarget:
 def find_targets(
     names: Sequence[str], host: str | None, prices: Sequence[float], trace: Trace | None
 ) -> list[PlanTarget]:
-    """Return the machines to plan for: presets or files, else the machine of the trace,
-    else all presets; `host`: another one for their GPUs; `prices` of a host per hour:
-    none, one for all machines, or one for each."""
+    """Return the machines to plan for.
+
+    They are presets or files, else the machine of the trace, else all presets; `host`:
+    another one for their GPUs; `prices` of a host per hour: none, one for all machines,
+    or one for each.
+    """
     recorded = trace.meta.machine if trace is not None and not names else None
     sources: list[str | None] = (
         [None] if recorded is not None else [*(names or presets())]
@@ -351,8 +380,10 @@ class RecordedGpu(NamedTuple):
 
 
 def recorded_gpu(trace: Trace) -> RecordedGpu:
-    """Return the GPU of a trace: that of its machine, else of the preset with the same
-    model and memory."""
+    """Return the GPU of a trace.
+
+    It is the GPU of its machine, else of the preset with the same model and memory.
+    """
     machine = _recorded_machine(trace)
     if machine is not None and machine.gpu is not None:
         return RecordedGpu(machine.name, machine.gpu)
@@ -363,8 +394,10 @@ def recorded_gpu(trace: Trace) -> RecordedGpu:
 
 
 def own_machine(trace: Trace) -> Machine | None:
-    """Return the machine of a trace, else the preset of its GPU, a fitted one before
-    data sheets; None: not known."""
+    """Return the machine of a trace, else the preset of its GPU.
+
+    A fitted preset comes before data sheets; None: not known.
+    """
     machines = sorted(
         _presets_of_gpu(trace), key=lambda machine: "fit" not in machine.extra
     )

@@ -1,5 +1,4 @@
-"""The settings of a recorded job that a replay needs, and its workload without
-offload."""
+"""The settings of a recorded job for a replay, and its workload without offload."""
 
 from __future__ import annotations
 
@@ -19,10 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecordedJob:
-    """The settings of a job, as far as they are known; `state_bytes`: of optimizer
-    state per parameter, and `own_update_s`: the length of its update, None: the state
-    is not on the device. `policy`: its own one. `iteration_s`: its recorded iteration
-    on the machine named `machine`, None: predicted, or not known."""
+    """The settings of a job, as far as they are known.
+
+    `state_bytes`: bytes of optimizer state per parameter. `own_update_s`: the length of
+    its update; None: the state is not on the device. `policy`: its own one.
+    `iteration_s`: its recorded iteration on the machine named `machine`; None:
+    predicted, or not known.
+    """
 
     config: Mapping[str, Any] = field(default_factory=dict)
     stage: int | None = None
@@ -39,8 +41,10 @@ class RecordedJob:
 
     @property
     def is_configured(self) -> bool:
-        """Whether the configuration is all of the job's: keys that are not there have
-        their defaults."""
+        """Whether the configuration is all of the job's.
+
+        Keys that are not there have their defaults.
+        """
         return bool(self.config) and (
             self.stage is not None or "zero_optimization" in self.config
         )
@@ -53,8 +57,10 @@ class RecordedJob:
 
     @property
     def optimizer_options(self) -> dict[str, Any]:
-        """Learning rate, betas, eps and weight decay of DeepSpeed's optimizer; empty if
-        they are not configured."""
+        """Learning rate, betas, eps and weight decay of DeepSpeed's optimizer.
+
+        It is empty if they are not configured.
+        """
         options = self.section("optimizer").get("params")
         if not isinstance(options, dict):
             return {}
@@ -65,7 +71,7 @@ class RecordedJob:
         }
         if "betas" in values:
             values["betas"] = tuple(values["betas"])
-        # The default of DeepSpeed's optimizers, other than that of torch.optim.AdamW.
+        # The default of DeepSpeed's optimizers, other than torch.optim.AdamW's.
         return {"weight_decay": 0.0, **values}
 
     @property
@@ -79,8 +85,10 @@ class RecordedJob:
         return section(self.config, name)
 
     def settings(self, names: tuple[str, ...]) -> dict[str, Any]:
-        """Return the configured values of some keys, without those that DeepSpeed's
-        caller fills in (`auto`)."""
+        """Return the configured values of some keys.
+
+        Values that DeepSpeed's caller fills in (`auto`) are left out.
+        """
         return {
             name: self.config[name] for name in names if _is_set(self.config.get(name))
         }
@@ -112,8 +120,10 @@ def recorded_job(trace: Trace) -> RecordedJob:
 
 
 def state_bytes_on_device(metrics: JobMetrics) -> float | None:
-    """Return the bytes of state per parameter that a job keeps on the device; None
-    where it is not known to."""
+    """Return the bytes of state per parameter that a job keeps on the device.
+
+    Return None where it is not known to keep any.
+    """
     from ebbtide.analysis.metrics.recorded_free_memory import torch_state_on_device
 
     total = torch_state_on_device(metrics.entry.optimizers)
@@ -121,8 +131,10 @@ def state_bytes_on_device(metrics: JobMetrics) -> float | None:
 
 
 def recorded_policy(trace: Trace) -> str | None:
-    """Return the policy that a job ran under its framework, or under ebbtide's engine
-    in it; None: not known."""
+    """Return the policy that a job ran under its framework, or ebbtide's engine in it.
+
+    Return None if it is not known.
+    """
     from ebbtide.analysis.metrics.framework_setup import framework_setup
 
     setup = framework_setup(trace)
@@ -136,11 +148,13 @@ def _is_set(value: Any) -> bool:
 
 
 def own_job(workload: Workload, job: RecordedJob | None) -> Workload:
-    """Return the workload without offload: a job whose state is on the device today has
-    its own state and update."""
+    """Return the workload without offload.
+
+    A job whose state is on the device today has its own state and update.
+    """
     if job is None or job.state_bytes is None:
         return workload
-    # Its gradients are in the memory that it takes already, or in that of layers.
+    # Its gradients are in the memory that it takes already, or in the memory of layers.
     stay = workload.gradients_held_until_step or not workload.layers
     return replace(
         workload,

@@ -1,5 +1,7 @@
-"""The results of a replay: the plan of each policy, simulated, the bound, and the gain
-of each mechanism."""
+"""The results of a replay.
+
+They are the plan of each policy, simulated, the bound, and the gain of each mechanism.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ class PolicyResult:
     # Subgroups that are updated before it is known whether clipping changes them.
     speculated_subgroups: int
     # Iteration time of a step that clipping changes; None if nothing is speculated.
-    # Times above are the mean over all steps, other figures those of a step that it
+    # Times above are the mean over all steps, other figures are of a step that clipping
     # does not change.
     redone_iteration_ms: float | None
     storage_read_bytes: float
@@ -112,7 +114,7 @@ class Replay(TabularResult, table="results"):
     schedules: list[Schedule]
     bound: Bound  # Lower bounds of any exact policy without overlap.
     overlap: Overlap  # The overlap of all exact policies together.
-    # Lower bounds of any policy with that overlap or a part of it.
+    # Lower bounds of any policy with that overlap or a part of that overlap.
     overlap_bound: Bound
     skipped: dict[str, str]  # Built-in policies that were left out, and why.
     # The replay of `adaptive` with updates under the next forward; None where policies
@@ -120,8 +122,10 @@ class Replay(TabularResult, table="results"):
     late: Replay | None = None
 
     def simplest_lines(self) -> Iterator[str]:
-        """Yield why no offload is recommended (`choose_policy`) where a policy that
-        offloads is faster."""
+        """Yield why no offload is recommended where an offloading policy is faster.
+
+        See `choose_policy`.
+        """
         results = [*self.results, *(self.late.results if self.late else ())]
         fitting = {
             one.policy: one.iteration_ms for one in results if one.fits and one.exact
@@ -135,8 +139,10 @@ class Replay(TabularResult, table="results"):
             )
 
     def layer_lines(self) -> Iterator[str]:
-        """Yield how many layers are streamed, and what happens to activations, under
-        each policy that moves any."""
+        """Yield how many layers are streamed, and what happens to activations.
+
+        This is under each policy that moves any.
+        """
         for result, schedule in zip(self.results, self.schedules, strict=True):
             layers = schedule.plan.layers
             if layers is not None and (
@@ -145,8 +151,10 @@ class Replay(TabularResult, table="results"):
                 yield f"{result.policy}: {result.layers_text}"
 
     def memory_lines(self) -> Iterator[str]:
-        """Yield which memory is too small for the policies that do not fit, and whose
-        state is not as large."""
+        """Yield which memory is too small for the policies that do not fit.
+
+        Before them, yield the policies whose state has another size.
+        """
         policies_of: dict[str, list[str]] = {}
         for schedule in self.schedules:
             if (own := schedule.workload.state_bytes) != (
@@ -200,9 +208,12 @@ def replay(
     policies: Sequence[Policy | str] | None = None,
     job: RecordedJob | None = None,
 ) -> Replay:
-    """Simulate a workload under some policies, of which `systems` stands for all other
-    systems; None: all built-in ones that the rates suffice for. Raises PolicyError if a
-    policy cannot plan it, MachineError for a missing rate."""
+    """Simulate a workload under some policies.
+
+    Among them, `systems` stands for all other systems; None: all built-in ones that the
+    rates suffice for. Raises PolicyError if a policy cannot plan it, MachineError for a
+    missing rate.
+    """
     machine = find_machine(machine)
     results, schedules, replayed = [], [], []
     skipped, named = {}, {*map(str, policies or ())}
@@ -308,8 +319,10 @@ def _result(text: str, steps: Steps, machine: Machine) -> PolicyResult:
 
 
 def limiting_resource(schedule: Schedule, machine: Machine) -> str:
-    """Return what limits the update: host memory bandwidth, else the busiest resource,
-    else dependencies."""
+    """Return what limits the update.
+
+    It is host memory bandwidth, else the busiest resource, else dependencies.
+    """
     if schedule.update_s <= 0:
         return "nothing"
     shares = schedule.busy_shares()
@@ -336,9 +349,12 @@ class AblationStep:
 
 
 def explain(workload: Workload, machine: Machine) -> list[AblationStep]:
-    """Add one mechanism at a time, from ZeRO-Offload with blocking gradients to the
-    adaptive policy with overlap; at last, where state is in storage, enough host
-    memory. Those that need what is not known are left out."""
+    """Add one mechanism at a time, and return the gain of each.
+
+    They go from ZeRO-Offload with blocking gradients to the adaptive policy with
+    overlap; at last, where state is in storage, enough host memory. Mechanisms that
+    need what is not known are left out.
+    """
     steps: list[AblationStep] = []
     plan: Plan | None = None
 
@@ -389,8 +405,10 @@ def explain(workload: Workload, machine: Machine) -> list[AblationStep]:
 
 
 def memory_excess(schedule: Schedule, machine: Machine) -> str | None:
-    """Return in words by how much memory is too small; None if it suffices or is not
-    known."""
+    """Return in words by how much memory is too small.
+
+    Return None if it suffices or is not known.
+    """
     if schedule.workload.missing_bytes:
         return (
             "without any optimizer state "

@@ -18,9 +18,11 @@ def replay_trace(
     free_bytes: ByteCount | None = None,
     host_free_bytes: ByteCount | None = None,
 ) -> Replay:
-    """Replay the job of a trace under some policies, as `ebbtide replay` does; by
-    default on its own card's machine. Raises WorkloadError where parameters or
-    iterations were not recorded, else as `replay`."""
+    """Replay the job of a trace under some policies, as `ebbtide replay` does.
+
+    By default it is on its own card's machine. Raises WorkloadError where parameters or
+    iterations were not recorded, else as `replay`.
+    """
     policies = [policies] if isinstance(policies, Policy | str) else policies or ()
     rates = inputs.share_box(
         inputs.resolve_machine(machine or inputs.own_preset(trace), trace), None, trace

@@ -19,9 +19,11 @@ FITS_TEXTS = {True: "yes", False: "no", None: "not known"}
 
 
 def replay_view(replayed: Replay, baseline: str, verbose: bool) -> View:
-    """Return the iteration of each policy and the lower bound; `baseline`: policy that
-    speed-ups are relative to; `verbose`: also where the plans keep and update the
-    state."""
+    """Return the iteration of each policy and the lower bound.
+
+    `baseline`: policy that speed-ups are relative to; `verbose`: also where the plans
+    keep and update the state.
+    """
     job = replayed.workload
     params = (
         f"{count_text(job.params)} parameters per rank in "
@@ -133,8 +135,7 @@ def _speculation(replayed: Replay) -> Iterator[str]:
 
 
 def _remainders(replayed: Replay) -> Iterator[str]:
-    """Yield at which rate masters as remainders are updated, if the workload has
-    them."""
+    """Yield the update rate of remainder masters, if the workload has them."""
     if replayed.workload.master != "remainder":
         return
     origin = (
@@ -149,8 +150,10 @@ def _remainders(replayed: Replay) -> Iterator[str]:
 
 
 def _storage(replayed: Replay) -> Iterator[str]:
-    """Yield what each policy reads from and writes to storage, and how soon that wears
-    drives out."""
+    """Yield the storage traffic of each policy, and how soon it wears drives out.
+
+    Traffic is what it reads and writes.
+    """
     paths = replayed.machine.storage
     for result in replayed.results:
         if not result.storage_written_bytes:
@@ -180,8 +183,10 @@ def _storage(replayed: Replay) -> Iterator[str]:
 
 
 def accuracy_lines(machine: Machine) -> Iterator[str]:
-    """Yield how many ranks the rates of a machine are for, and how accurate predictions
-    from it are known to be."""
+    """Yield how many ranks a machine's rates are for, and their known accuracy.
+
+    It is the accuracy of predictions from the machine.
+    """
     if machine.box is not None:
         ranks = machine.box.ranks
         yield (

@@ -24,9 +24,12 @@ _MAX_BUSY_SHARE = 0.9
 
 
 def workload_of(trace: Trace) -> Workload:
-    """Return the workload of a trace: times are medians over the steady iterations, of
-    the slowest rank, free memory is the least at each position. Raises WorkloadError
-    where phases or parameters were not recorded."""
+    """Return the workload of a trace.
+
+    Times are medians over the steady iterations, of the slowest rank; free memory is
+    the least at each position. Raises WorkloadError where phases or parameters were not
+    recorded.
+    """
     metrics = JobMetrics(trace)
     forward, backward, update = (
         metrics.phase_ms(phase) for phase in (FORWARD, BACKWARD, UPDATE)
@@ -108,8 +111,10 @@ def workload_of(trace: Trace) -> Workload:
 
 
 def _busy_share(metrics: JobMetrics, direction: str) -> float:
-    """Return the share of the link that the job itself uses: its use in the forward,
-    where no optimizer state moves."""
+    """Return the share of the link that the job itself uses.
+
+    It is its use in the forward, where no optimizer state moves.
+    """
     use = metrics.phase_link(FORWARD, direction)
     share = use.share_of_peak if use is not None else None
     return min(max(share or 0.0, 0.0), _MAX_BUSY_SHARE)

@@ -1,5 +1,7 @@
-"""Lower bounds of the iteration time of any policy, from a linear program (see
-docs/model.md for the formulas)."""
+"""Lower bounds of the iteration time of any policy, from a linear program.
+
+The formulas are in docs/model.md.
+"""
 
 import itertools
 import math
@@ -26,7 +28,7 @@ _NEEDED = (
     "host_memory_bytes_per_s",
     "cpu_update_params_per_s",
 )
-# Free memory below so many bytes per parameter is near the tolerance of the solver,
+# Free memory below this many bytes per parameter is near the tolerance of the solver,
 # 1e-7 of the state.
 _MIN_FREE_BYTES_PER_PARAM = 1e-5
 
@@ -43,9 +45,11 @@ class Bound:
 
 @dataclass(frozen=True)
 class OptimalShares:
-    """Shares of all parameters with which the bound `exposed_s` is reached; `early` and
-    `late`: further state that is on the device when the update begins, and when the
-    iteration begins."""
+    """Shares of all parameters with which the bound `exposed_s` is reached.
+
+    `early` and `late` are further state that is on the device when the update begins,
+    and when the iteration begins.
+    """
 
     resident: float
     early: float
@@ -77,9 +81,11 @@ def bound(workload: Workload, machine: Machine, overlap: Overlap = NO_OVERLAP) -
 
 
 def _bound_with_layers(workload: Workload, machine: Machine, overlap: Overlap) -> Bound:
-    """Return the longer bound of plans that also move weights and activations: of the
-    state in all memory that layers may leave, with parameters that need not return to
-    the device; or of all bytes."""
+    """Return the longer of two bounds of plans that also move weights and activations.
+
+    One is the bound of the state in all memory that layers may leave, with parameters
+    that need not return to the device; the other is the bound of all bytes.
+    """
     state = bound(
         replace(workload, sizes=workload.subgroups, layers=(), param_bytes=0.0),
         machine,
@@ -107,8 +113,10 @@ def optimal_shares(
     whole_subgroups: bool,
     overlap: Overlap = NO_OVERLAP,
 ) -> OptimalShares:
-    """Return how the bound is reached, with or without whole subgroups, in steps that
-    are not clipped."""
+    """Return how the bound is reached in steps that are not clipped.
+
+    It is with or without whole subgroups.
+    """
     machine.need(_NEEDED, "the bound")
     program, values = _solve(workload, machine, True, whole_subgroups, overlap)
     last = len(program.intervals) - 1
@@ -148,8 +156,10 @@ def optimal_shares(
 def _mean_exposed_s(
     workload: Workload, machine: Machine, whole_subgroups: bool, overlap: Overlap
 ) -> float:
-    """Return the bound of the exposed time, s, over steps that are clipped and steps
-    that are not."""
+    """Return the bound of the exposed time, s, as a mean over steps.
+
+    Some are clipped and some are not.
+    """
     exposed_s = _min_exposed_s(workload, machine, True, whole_subgroups, overlap)
     if not overlap.backward:
         return exposed_s
@@ -167,8 +177,10 @@ def _min_exposed_s(
     whole_subgroups: bool,
     overlap: Overlap,
 ) -> float:
-    """Return the shortest update with all waits before the backward, s, its overhead
-    included."""
+    """Return the shortest update with all waits before the backward, in s.
+
+    Its overhead is included.
+    """
     exposed_s = _exposed_s(
         workload, machine, *_solve(workload, machine, windows, whole_subgroups, overlap)
     )
@@ -178,8 +190,9 @@ def _min_exposed_s(
 
 
 def _first_use_s(workload: Workload, machine: Machine, overlap: Overlap) -> float:
-    """Return the least time from the backward to the first use of the first subgroup,
-    whose gradient comes last, s.
+    """Return the least time from the backward to the first use of the first subgroup.
+
+    The gradient of this subgroup comes last. The time is in s.
 
     The CPU gets the gradient, updates, and uploads one after another; only the update
     itself may precede clipping."""
@@ -232,8 +245,10 @@ def _solve(
     whole_subgroups: bool,
     overlap: Overlap,
 ) -> tuple[BoundProgram, Vector]:
-    """Return the program and its solution with the least exposed time; with `windows`
-    state moves outside of the update."""
+    """Return the program and its solution with the least exposed time.
+
+    With `windows`, state moves outside of the update.
+    """
     intervals = (cycle_intervals_of if overlap.forward else intervals_of)(
         workload, machine, overlap.backward
     )
@@ -267,11 +282,13 @@ def _solve(
 def min_layer_iteration_s(
     workload: Workload, machine: Machine, rounds: int = 1
 ) -> float:
-    """Return the shortest iteration, of so many forwards with their backward, of any
-    plan that fits the device, s. Weights that it does not hold when the forward begins
-    or ends cross the link once for each, activations that it does not hold twice.
-    Updates are on the CPU, or with state that stays on the device or crosses the
-    link."""
+    """Return the shortest iteration of any plan that fits the device, in s.
+
+    The iteration has `rounds` forwards, each with its backward. Weights that the device
+    does not hold when the forward begins or ends cross the link once for each,
+    activations that it does not hold twice. Updates are on the CPU, or with state that
+    stays on the device or crosses the link.
+    """
     program, compute_s = LinearProgram(), workload.compute_s
     weights = sum(workload.param_bytes * layer.params for layer in workload.layers)
     unit = (
@@ -279,7 +296,7 @@ def min_layer_iteration_s(
         + sum(layer.forms[0].nbytes for layer in workload.layers)
         + workload.params
     )
-    # Bytes are in this unit, times in that of the compute.
+    # Bytes are in this unit, times in the unit of the compute.
     length, up, down = (program.add_variable(name) for name in ("length", "up", "down"))
     at_start, at_turn = (
         program.add_variable(name, upper=weights / unit)

@@ -30,8 +30,7 @@ _FLOWS = (
 )
 # Flows that are also summed up to the end of each interval, in `total ...`.
 _SUMMED = ("cpu updates", "gpu updates", "gradients down")
-# There are as many runs of intervals as pairs of edges, of which there are at most so
-# many.
+# There are as many runs of intervals as pairs of edges, and at most this many edges.
 _MAX_EDGES = 14
 # For sums of shares.
 _SHARE_TOLERANCE = 1e-9
@@ -48,11 +47,14 @@ HOST_STATES = ("host not updated", "host updated")
 
 
 class BoundProgram(LinearProgram):
-    """The linear program, whose variables are the flows of each interval, the state on
-    the device at its ends, kept gradients, the update without its overhead, waits in
-    other phases, and the exposed time. With updates in the next forward intervals begin
-    with the backward. The solver's tolerances are absolute, so values are kept near 1:
-    shares of all parameters, bytes per parameter, times in units of `time_unit_s`."""
+    """The linear program of the bound.
+
+    Its variables are the flows of each interval, the state on the device at its ends,
+    kept gradients, the update without its overhead, waits in other phases, and the
+    exposed time. With updates in the next forward, intervals begin with the backward.
+    The solver's tolerances are absolute, so values are kept near 1: shares of all
+    parameters, bytes per parameter, times in units of `time_unit_s`.
+    """
 
     def __init__(
         self,
@@ -143,9 +145,12 @@ class BoundProgram(LinearProgram):
             self.limit(self.variable(name, index), 0.0)
 
     def _may_wait(self, interval: IterationInterval) -> bool:
-        """Return whether late updates or writes to storage may stretch an interval, or,
-        at no gain but that the job's collectives leave the whole link meanwhile, copies
-        and updates that stop the backward."""
+        """Return whether work may stretch an interval.
+
+        Late updates or writes to storage may stretch the forward and the time outside
+        of phases. Copies and updates may stop the backward, at no gain but that the
+        job's collectives leave the whole link meanwhile.
+        """
         if interval.phase == BACKWARD:
             updates = self._overlap.backward or not self._workload.needs_all_gradients
             return updates and interval.link_left != (1.0, 1.0)
@@ -156,10 +161,12 @@ class BoundProgram(LinearProgram):
     def _limit_rate(
         self, terms: dict[int, float], index: int, rate: float, left: float = 1.0
     ) -> None:
-        """Require that the terms take at most the interval's length at this rate, of
-        which collectives leave the share `left` during compute. They are divided by the
-        rate: the solver may neglect work that takes hardly any time, but not a rate
-        that multiplies the length."""
+        """Require that the terms take at most the interval's length at this rate.
+
+        Collectives leave the share `left` of the rate during compute. The terms are
+        divided by the rate: the solver may neglect work that takes hardly any time, but
+        not a rate that multiplies the length.
+        """
         times = {variable: factor / rate for variable, factor in terms.items()}
         interval = self.intervals[index]
         if interval.phase == UPDATE:
@@ -250,8 +257,10 @@ class BoundProgram(LinearProgram):
             self._limit_to_ready(index, interval.gradients_ready)
 
     def _limit_to_ready(self, index: int, share: float) -> None:
-        """Require that only gradients that are ready, a share of all, are copied and
-        used until an interval ends."""
+        """Require that only ready gradients are copied and used until an interval ends.
+
+        They are a share of all.
+        """
         self.limit(self.variable("total gradients down", index), share)
         updates = {
             self.variable("total cpu updates", index): 1.0,
@@ -260,8 +269,10 @@ class BoundProgram(LinearProgram):
         self.add_row(updates, upper=share)
 
     def _runs(self) -> Iterator[tuple[int, range]]:
-        """Yield runs of intervals, a selection if there are many, each with the
-        variable of the state before it."""
+        """Yield runs of intervals, a selection if there are many.
+
+        Each has the variable of the state before it.
+        """
         count = len(self.intervals)
         edges: Sequence[int] = range(count + 1)
         if count >= _MAX_EDGES:
@@ -274,9 +285,11 @@ class BoundProgram(LinearProgram):
             yield self.state_before(first), range(first, end)
 
     def _update_once(self) -> None:
-        """Require that state updated in a run of intervals was on the device or was
-        fetched in it: nothing is updated twice. If all updates are in the last
-        interval, that interval's own row says the same."""
+        """Require that state updated in a run of intervals was available there.
+
+        It was on the device or was fetched in the run: nothing is updated twice. If all
+        updates are in the last interval, that interval's own row says the same.
+        """
         in_one_interval = (
             self._workload.needs_all_gradients and not self._overlap.forward
         )
@@ -308,13 +321,17 @@ class BoundProgram(LinearProgram):
                 )
 
     def _needed_share(self, forward_done: float) -> float:
-        """Return the share of the parameters that must be new when so much of the
-        forward is done."""
+        """Return the share of the parameters that the forward needs to be new.
+
+        It depends on how much of the forward is done.
+        """
         return forward_done * (1 - _SHARE_TOLERANCE)
 
     def _limit_speculation(self) -> None:
-        """Require that updates before the step take as long as out of place, and that
-        the host has memory for their results beside the state."""
+        """Require that updates before the step take as long as out of place.
+
+        The host must have memory for their results beside the state.
+        """
         workload, machine = self._workload, self._machine
         early = [
             i
@@ -351,9 +368,11 @@ class BoundProgram(LinearProgram):
         gradients_ready: float,
         intervals_passed: int,
     ) -> None:
-        """Require that what is on the device at one end of an interval, after so many,
-        fits: the state there (a variable) and the kept gradients, perhaps the last ones
-        that the backward computes, each freed with its update."""
+        """Require that what is on the device at one end of an interval fits.
+
+        This is the state there (a variable) and the kept gradients, perhaps the last
+        ones that the backward computes, each freed with its update.
+        """
         workload, free = self._workload, interval.free_bytes / self._workload.params
         self.add_row({state: workload.state_bytes}, upper=free)
         if gradients_ready and not workload.gradients_held_until_step:
@@ -396,8 +415,10 @@ class BoundProgram(LinearProgram):
         )
 
     def _link_rate(self, direction: str) -> float:
-        """Return the rate that the job leaves of a direction of the link, in the
-        program's units."""
+        """Return the rate that the job leaves of a direction of the link.
+
+        It is in the program's units.
+        """
         return self._scaled_rate(link_rates(self._workload, self._machine)[direction])
 
     def _scaled_rate(self, rate: float | None) -> float:
@@ -446,10 +467,13 @@ def add_storage_rows(
     phases: Sequence[str],
     late_updates: bool,
 ) -> None:
-    """Require that state is in host memory when it is updated, fetched or written, that
-    host memory holds what is there, and that state which leaves both memories is
-    written and read in each cycle, which begins with the backward if updates are late.
-    What is in host memory then waits for its update or for its write."""
+    """Require that state moves through host memory in time, and fits it.
+
+    State must be in host memory when it is updated, fetched or written, and host memory
+    must hold what is there. State that leaves both memories is written and read in each
+    cycle, which begins with the backward if updates are late. What is in host memory
+    then waits for its update or for its write.
+    """
     count = len(phases)
     start, stays = (
         program.add_variable("host not updated at start"),

@@ -20,8 +20,8 @@ for function in (
     fluid.next_end,
 ):
     register_jitable(function)
-# The results are those of Python to the bit: without `fastmath` nothing is reordered or
-# fused.
+# The results equal Python's results to the bit: without `fastmath` nothing is reordered
+# or fused.
 _run = njit(cache=True, error_model="numpy")(fluid.run)
 
 

@@ -1,5 +1,7 @@
-"""The schedule of an iteration under a plan: alone, before the start of the next one,
-or one of many."""
+"""The schedule of an iteration under a plan.
+
+It is alone, before the start of the next one, or one of many.
+"""
 
 import numpy as np
 
@@ -16,16 +18,20 @@ _SAME_TIMES = 1e-9
 
 
 def run_once(work: IterationWork, limit_s: float) -> Schedule | None:
-    """Return the schedule of an iteration without late operations; None if it takes
-    longer than the limit."""
+    """Return the schedule of an iteration without late operations.
+
+    Return None if it takes longer than the limit.
+    """
     times = run_tasks([work], limit_s)
     return None if times is None else _schedule(work, *times)
 
 
 def run_iterations(work: IterationWork) -> Schedule:
-    """Return the schedule of the iterations that repeat in the steady state: one, or
-    some that differ. Those of a plan that does not settle have the note that it does
-    not."""
+    """Return the schedule of the iterations that repeat in the steady state.
+
+    They are one, or some that differ. Iterations of a plan that does not settle have
+    the note that it does not.
+    """
     tasks = len(work)
     settles, cycle = False, range(0)
     for count in _COUNTS:
@@ -63,15 +69,19 @@ def _period(times: np.ndarray) -> int:
 
 
 def is_exact(plan: Plan) -> bool:
-    """Return whether one cycle is as long as any other: no operation may start before
-    the backward."""
+    """Return whether one cycle is as long as any other.
+
+    No operation may start before the backward then.
+    """
     return all(op.start >= BACKWARD for op in plan.ops)
 
 
 def run_cycle(work: IterationWork, limit_s: float) -> Schedule | None:
-    """Return the schedule of an iteration from two in a row: of the second until its
-    backward, and from there of the first, before which there are no late operations.
-    None if it takes longer than the limit."""
+    """Return the schedule of an iteration from two in a row.
+
+    It is the second until its backward, and from there the first, which has no late
+    operations before it. None if it takes longer than the limit.
+    """
     # Operations that the next iteration may start before its backward, numbered in
     # their order.
     early: dict[int, int] = {}
@@ -116,8 +126,10 @@ def run_cycle(work: IterationWork, limit_s: float) -> Schedule | None:
 def _schedule(
     work: IterationWork, starts: list[float], ends: list[float], start: int = 0
 ) -> Schedule:
-    """Return the schedule of the iteration that begins with the task `start`, with
-    times from its end."""
+    """Return the schedule of the iteration that begins with the task `start`.
+
+    Times are from the end of this task.
+    """
     first, last = start + work.first_op, start + len(work)
     begin = ends[start]
     op_ends = [end - begin for end in ends[first:last]]
@@ -139,8 +151,11 @@ def _schedule(
 
 
 def _update_begin(work: IterationWork, op_ends: list[float], arrived_s: float) -> float:
-    """Return when the update begins: with the last gradient, or when the backward has
-    waited for its blocking copy."""
+    """Return when the update begins.
+
+    It begins with the last gradient, or when the backward has waited for its blocking
+    copy.
+    """
     blocking_ends = (
         end for op, end in zip(work.plan.ops, op_ends, strict=False) if op.is_blocking
     )

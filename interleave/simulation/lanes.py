@@ -1,5 +1,7 @@
-"""The lanes of a machine, on each of which one operation runs at a time, and the
-bandwidth that they share."""
+"""The lanes of a machine, and the bandwidth that they share.
+
+One operation runs at a time on each lane.
+"""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -12,15 +14,16 @@ from ebbtide.machines.machine import Machine
 
 
 class Pool(NamedTuple):
-    """Bandwidth that lanes share: all are slowed by one factor if they need more than
-    it has.
+    """Bandwidth that lanes share.
+
+    All are slowed by one factor if they need more than it has.
 
     Attributes:
         name: Its name.
         bytes_per_s: Its limit; None for no limit.
         parent: The pool that it draws from.
-        is_fair: Whether its two lanes each get half of it instead, and what the other
-            one leaves of its half.
+        is_fair: Whether its two lanes each get half of the bandwidth instead, and what
+            the other lane leaves of its half.
     """
 
     name: str
@@ -37,8 +40,9 @@ class Lane(NamedTuple):
 
 
 class Lanes:
-    """The lanes of a machine: those of the core, and those that features add by the
-    seam `lanes`.
+    """The lanes of a machine.
+
+    They are the core's lanes, and lanes that features add by the seam `lanes`.
 
     Attributes:
         index: The number of each lane by its name.
@@ -76,8 +80,10 @@ class Lanes:
         )
 
     def mode(self, scales: Mapping[str, float]) -> int:
-        """Return the number of a mode: lanes have a share of their speed while a task
-        with it runs."""
+        """Return the number of a mode.
+
+        Lanes have a share of their speed while a task with it runs.
+        """
         row = [scales.get(name, 1.0) for name in self.index]
         if row not in self._scales:
             self._scales.append(row)

@@ -1,5 +1,6 @@
-"""Linear programs with a few integer variables, solved by branch and bound over HiGHS'
-linear solver.
+"""Linear programs with a few integer variables.
+
+They are solved by branch and bound over HiGHS' linear solver.
 
 HiGHS' own integer solver is not used: on one of some hundred programs of the bound's
 kind it crashed the interpreter (HiGHS 1.12 in scipy 1.17.1), and on others it printed
@@ -28,17 +29,17 @@ from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 Vector = np.ndarray[Any, Any]
 # A value nearer than this to a whole number counts as whole.
 _INTEGER_TOLERANCE = 1e-6
-# Each relaxation takes a millisecond or less. The result after so many is still a bound
-# of the program, a lower one.
+# Each relaxation takes a millisecond or less. The result after this many is still a
+# bound of the program, a lower one.
 _MAX_RELAXATIONS = 200
 # The phase between backward and update, in which the overhead of the step and the norm
 # of the gradients pass.
 OVERHEAD = "overhead"
-# Where updates follow their gradients, so many of the last gradients, and so many of
-# all, begin a new interval.
+# Where updates follow their gradients, this many of the last gradients, and this many
+# of all, begin a new interval.
 _LAST_CUTS, _SPREAD_CUTS = 4, 4
-# Where updates may end in the forward, at most about so many subgroups, evenly spread,
-# begin a new interval.
+# Where updates may end in the forward, at most about this many subgroups, evenly
+# spread, begin a new interval.
 _FORWARD_CUTS = 12
 # The shortest interval that a gradient begins, as a share of the backward.
 _LEAST_INTERVAL = 1e-6
@@ -64,13 +65,18 @@ class _Relaxation(NamedTuple):
 
 @cache
 def _solver_class() -> Any:
-    """Return HiGHS that prints nothing, not even the line with its version, which its
-    constructor prints since 1.16."""
+    """Return HiGHS that prints nothing.
+
+    It does not even print the line with its version, which its constructor prints since
+    1.16.
+    """
     highs: Any = require("highspy").Highs
 
     def enable_callbacks(self: Any) -> None:
-        """Enable callbacks, as the constructor does before anything else that could
-        print."""
+        """Enable callbacks.
+
+        The constructor does so before anything else that could print.
+        """
         self.setOptionValue("output_flag", False)
         highs.enableCallbacks(self)
 
@@ -78,8 +84,10 @@ def _solver_class() -> Any:
 
 
 class LinearProgram:
-    """Variables with a lower bound of 0, rows that constrain them, and one variable to
-    minimise."""
+    """Variables, rows that constrain them, and one variable to minimise.
+
+    Variables have a lower bound of 0.
+    """
 
     def __init__(self) -> None:
         self._variables: dict[tuple[str, int], int] = {}
@@ -115,9 +123,11 @@ class LinearProgram:
         self._rows.append(_Row(terms, lower, upper))
 
     def minimize(self, variable: int) -> Vector | None:
-        """Return the values of all variables where this one is smallest, None if no
-        values satisfy the rows. The smallest open relaxation is branched next, so the
-        first one whose integers are whole is optimal."""
+        """Return the values of all variables where this one is smallest.
+
+        Return None if no values satisfy the rows. The smallest open relaxation is
+        branched next, so the first one whose integers are whole is optimal.
+        """
         solver = self._solver(variable)
         solved_status = require("highspy").HighsModelStatus.kOptimal
         variables = np.arange(len(self._upper), dtype=np.int32)
@@ -190,8 +200,7 @@ class LinearProgram:
 
 @dataclass(frozen=True)
 class IterationInterval:
-    """A part of the iteration in which neither the phase nor the free memory
-    changes."""
+    """A part of the iteration with a single phase and constant free memory."""
 
     phase: str  # `other`, `forward`, `backward`, `overhead` (of the step) or `update`.
     # Seconds; 0 for the update, whose length is the variable of the program.
@@ -208,8 +217,10 @@ class IterationInterval:
 
 
 def gradient_ready_s(workload: Workload) -> list[float]:
-    """Return when the backward has computed each subgroup's gradient, seconds from the
-    start of the iteration."""
+    """Return when the backward has computed each subgroup's gradient.
+
+    It is in seconds from the start of the iteration.
+    """
     begin_s = workload.compute_s - workload.backward_s
     return [
         begin_s + workload.backward_s * (point - BACKWARD_POINT)
@@ -218,8 +229,10 @@ def gradient_ready_s(workload: Workload) -> list[float]:
 
 
 def _gradient_cuts(workload: Workload, speculates: bool) -> set[float]:
-    """Return times at which gradients become ready, if updates follow them: some of
-    all, and the last ones."""
+    """Return times at which gradients become ready, if updates follow them.
+
+    They are some of all, and the last ones.
+    """
     waits = workload.gradients_held_until_step or (
         workload.needs_all_gradients and not speculates
     )
@@ -274,7 +287,7 @@ def intervals_of(
             )
         )
     # More free memory later in the update can only help: the largest value counts for
-    # all of it.
+    # the whole update.
     in_update = max(
         value_at(free_steps, workload.compute_s),
         *(size for time, size in free_steps if time > workload.compute_s),
@@ -289,8 +302,10 @@ def intervals_of(
 def cycle_intervals_of(
     workload: Workload, machine: Machine, speculates: bool = False
 ) -> list[IterationInterval]:
-    """Return the intervals from a backward to the next; the first piece of the forward
-    is the wait before it."""
+    """Return the intervals from a backward to the next.
+
+    The first piece of the forward is the wait before it.
+    """
     intervals = intervals_of(workload, machine, speculates)
     before = [interval for interval in intervals if interval.phase == OTHER]
     forward = [interval for interval in intervals if interval.phase == FORWARD]

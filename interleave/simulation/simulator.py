@@ -42,8 +42,8 @@ def simulate(plan: Plan, workload: Workload, machine: MachineArgument) -> Schedu
 
     Each lane runs the first operation of the plan that is ready, one at a time.
     Operations that run at the same time share bandwidth as a fluid (see `lanes.Lanes`):
-    both directions of the link the duplex limit, CPU updates and copies that of host
-    memory.
+    both directions of the link the duplex limit, CPU updates and copies the bandwidth
+    of host memory.
 
     Raises:
         MachineError: There is no such machine, or it lacks a rate that the plan needs.
@@ -112,8 +112,11 @@ class Simulator:
         )
 
     def _work_of(self, plan: Plan, points: list[float]) -> Work:
-        """Return the work of the start, of compute until each point, of the overhead,
-        and of the operations."""
+        """Return the work of an iteration.
+
+        It is the work of the start, of compute until each point, of the overhead, and
+        of the operations.
+        """
         entries = [*self._entries(plan)]
         lanes, alone_s, demand = ([*column] for column in zip(*entries, strict=True))
         before = len(points) + 2
@@ -133,8 +136,7 @@ class Simulator:
         )
 
     def _entries(self, plan: Plan) -> list[tuple[int, float, float]]:
-        """Return lane, seconds alone, and bytes/s of host memory traffic of each
-        operation."""
+        """Return lane, seconds alone, and host memory bytes/s of each operation."""
         work = self._work
         classes: list[_OpClass] = [
             (_cost_fields(op), plan.cpu_share, plan.rolls_back) for op in plan.ops
@@ -157,8 +159,10 @@ class Simulator:
 
 
 def _compute_lengths(workload: Workload, points: list[float]) -> list[float]:
-    """Return the seconds of compute until each point of the iteration from the point
-    before it."""
+    """Return the seconds of compute until each point, from the point before it.
+
+    They are points of the iteration.
+    """
     lengths = []
     previous = 0.0
     for point in points:
@@ -211,14 +215,18 @@ class Steps:
         )
 
     def cost(self, machine: Machine) -> tuple[bool, bool, float]:
-        """Return whether the plan exceeds the memory of the device, and of the host,
-        and its rating, s."""
+        """Return whether the plan exceeds memory, and its rating, s.
+
+        It is memory of the device, and of the host.
+        """
         exceeds = exceeds_host(self.plan, self.valid.workload, machine)
         return self.valid.fits_device(None) is False, exceeds, self.rating_s
 
     def mean(self, key: str) -> float:
-        """Return the mean of an attribute of the schedules, by
-        `Workload.clip_active_share`."""
+        """Return the mean of an attribute of the schedules.
+
+        It is weighted by `Workload.clip_active_share`.
+        """
         value: float = getattr(self.valid, key)
         if self.redone is None:
             return value
@@ -227,8 +235,10 @@ class Steps:
 
 
 def simulate_steps(plan: Plan, workload: Workload, machine: Machine) -> Steps:
-    """Run a plan on a machine, in a step that clipping does not change and in one that
-    it changes (see `simulate`)."""
+    """Run a plan in a step that clipping changes and in one that it does not.
+
+    It runs on a machine (see `simulate`).
+    """
     valid = simulate(plan, workload, machine)
     return Steps(
         valid,

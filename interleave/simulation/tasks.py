@@ -1,5 +1,7 @@
-"""The tasks of iterations in a row under a plan: compute, the overhead of the step, and
-the operations."""
+"""The tasks of iterations in a row under a plan.
+
+They are compute, the overhead of the step, and the operations.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +18,7 @@ from ebbtide.interleave.simulation.lanes import Lanes
 
 Array = np.ndarray[Any, Any]
 Times = tuple[list[float], list[float]]
-# Python runs so many tasks in the time in which numba is loaded.
+# Python runs this many tasks in the time in which numba is loaded.
 _TASKS_IN_PYTHON = 60_000
 
 
@@ -35,15 +37,18 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class IterationWork:
-    """The tasks of one iteration: its start, the compute until each point, the overhead
-    of the step, the operations."""
+    """The tasks of one iteration.
+
+    They are its start, the compute until each point, the overhead of the step, and the
+    operations.
+    """
 
     plan: Plan
     workload: Workload
     # The points of the iteration between which compute runs without a stop, ascending,
-    # without its start. Those at which late operations are due and others may start
-    # occur twice, as does that of the backward: when compute arrives there, and when it
-    # has waited.
+    # without its start. Points at which late operations are due and others may start
+    # occur twice, as does the point of the backward: when compute arrives there, and
+    # when it has waited.
     points: list[float]
     work: Work
     lanes: Lanes
@@ -57,8 +62,10 @@ class IterationWork:
         return len(self) - len(self.plan.ops)
 
     def before_backward(self, early: dict[int, int]) -> "IterationWork":
-        """Return the compute until the backward begins, and operations that start
-        before it, which are numbered."""
+        """Return the compute until the backward begins, and operations before it.
+
+        The operations start before it, and are numbered.
+        """
         points = [point for point in self.points if point <= BACKWARD]
         tasks = [*range(1 + len(points)), *(self.first_op + index for index in early)]
         ops = [
@@ -78,14 +85,17 @@ class IterationWork:
         )
 
     def reached(self, point: float, ends: list[float], start: int = 0) -> float:
-        """Return when compute arrives at a point, from the end of the start, which is
-        the task `start`."""
+        """Return when compute arrives at a point.
+
+        It is from the end of the start, which is the task `start`.
+        """
         return ends[start + 1 + self.points.index(point)] - ends[start]
 
 
 def run_tasks(iterations: Sequence[IterationWork], limit_s: float) -> Times | None:
-    """Return start and end of each task of iterations in a row, s; None if the last one
-    surely ends after a limit.
+    """Return start and end of each task of iterations in a row, in s.
+
+    Return None if the last one surely ends after a limit.
 
     Raises:
         PlanError: Operations wait for each other.
@@ -143,8 +153,10 @@ def run_in_python(
 
 
 def tasks_of(iterations: Sequence[IterationWork]) -> Tasks:
-    """Return the tasks of iterations in a row. Those of an earlier iteration go first
-    on each lane."""
+    """Return the tasks of iterations in a row.
+
+    Tasks of an earlier iteration go first on each lane.
+    """
     if len(iterations) == 1:
         before, after = map(np.array, _edges(iterations[0], None))
         return Tasks(*iterations[0].work, before, after)
@@ -163,8 +175,10 @@ def tasks_of(iterations: Sequence[IterationWork]) -> Tasks:
 def _edges(
     work: IterationWork, following: IterationWork | None
 ) -> tuple[list[int], list[int]]:
-    """Return pairs of tasks of which one waits for the other, of an iteration whose
-    start is task 0."""
+    """Return pairs of tasks, one of which waits for the other.
+
+    They are of an iteration whose start is task 0.
+    """
     ops, first, end = work.plan.ops, work.first_op, len(work)
     tasks = range(first, end)
     # Of a point that occurs twice, the second one: operations of the next iteration
@@ -183,8 +197,8 @@ def _edges(
             before.append(task)
             after.append(reached[op.holds.point] + 1)
     if following is not None:
-        # What is due at a point stops compute there: that of the next task, from when
-        # compute first arrives.
+        # What is due at a point stops compute there: the compute of the next task, from
+        # when compute first arrives.
         arrivals = reversed([*enumerate(following.points, end + 2)])
         gates: dict[float | None, int] = {
             None: end,

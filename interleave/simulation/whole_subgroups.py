@@ -16,7 +16,7 @@ from ebbtide.interleave.simulation.linear_program import (
 from ebbtide.machines.machine import Machine
 from ebbtide.phases import BACKWARD
 
-# By so much of the free memory, and so many bytes, may a schedule exceed it.
+# A schedule may exceed the free memory by this share, and by this many bytes.
 _TOLERANCE, _TOLERANCE_BYTES = 1e-9, 1.0
 
 
@@ -29,11 +29,12 @@ class ModeRates(NamedTuple):
 
 
 def link_factors(up_rate: float, down_rate: float, limit: float) -> tuple[float, float]:
-    """Return the factors by which both directions of the link are slowed that together
-    exceed a limit.
+    """Return the slowdown of two directions that together exceed a limit.
 
-    Each gets half of it, and what the other one leaves of its half (max-min
-    fairness)."""
+    It is a factor for both directions of the link.
+
+    Each gets half of the limit, and what the other direction leaves of its half
+    (max-min fairness)."""
     half = limit / 2
     up = min(up_rate, max(half, limit - down_rate))
     down = min(down_rate, limit - up)
@@ -41,11 +42,13 @@ def link_factors(up_rate: float, down_rate: float, limit: float) -> tuple[float,
 
 
 class WholeSubgroupProgram(BoundProgram):
-    """Adds what whole subgroups cost to the bound, in rows that every plan satisfies:
-    one that is on the device in part takes the memory of a whole one, operations run at
-    full speed or not at all (see `modes`), and the CPU updates a whole number. The last
-    upload follows its update, a flush the update of what was fetched, unless that
-    stays."""
+    """Adds what whole subgroups cost to the bound, in rows that every plan satisfies.
+
+    A subgroup that is on the device in part takes the memory of a whole one, operations
+    run at full speed or not at all (see `modes`), and the CPU updates a whole number.
+    The last upload follows its update, a flush the update of what was fetched, unless
+    that stays.
+    """
 
     def _complete(self) -> None:
         workload, overlap = self._workload, self._overlap
@@ -89,8 +92,10 @@ class WholeSubgroupProgram(BoundProgram):
             self._end_after_last_gradients()
 
     def _needed_share(self, forward_done: float) -> float:
-        """Return the share of the subgroups that the forward has begun to use, or
-        begins to use next."""
+        """Return the share of the subgroups that the forward has begun to use.
+
+        It includes what the forward begins to use next.
+        """
         sizes = self._workload.subgroups
         ends = [total / self._workload.params for total in accumulate(sizes)]
         # The subgroup that begins here is needed too; the tolerance is for sums of
@@ -110,8 +115,10 @@ class WholeSubgroupProgram(BoundProgram):
         return allowed / self._workload.params / self._workload.state_bytes
 
     def _whole_room(self, free: float) -> float:
-        """Return the part of a free share that whole subgroups can use, all of one size
-        but a smaller last one."""
+        """Return the part of a free share that whole subgroups can use.
+
+        All are of one size but a smaller last one.
+        """
         size, last = self._size, self._last_size
         with_last = (
             last + math.floor((free - last) / size + 1e-9) * size
@@ -173,8 +180,10 @@ class WholeSubgroupProgram(BoundProgram):
                 )
 
     def _times_after_gradient(self, size: float) -> tuple[float, float]:
-        """Return the least times in which a subgroup is done after its gradient is
-        ready: on the CPU, and on the GPU. `size` is a share of all parameters."""
+        """Return the least times until a subgroup is done after its gradient is ready.
+
+        The times are on the CPU, and on the GPU. `size` is a share of all parameters.
+        """
         workload, machine = self._workload, self._machine
         down = workload.grad_bytes / self._link_rate("d2h")
         cpu_rate = self._scaled_rate(alone_cpu_rate(workload, machine))
@@ -241,9 +250,12 @@ class WholeSubgroupProgram(BoundProgram):
         self.add_row(terms, lower=-(size - last) / cpu_rate)
 
     def _limit_memory_time(self, min_length: float) -> None:
-        """Limit memory x time in every run of intervals, parameters x units of time,
-        for an update of `min_length` at least. State that moves takes the memory of a
-        whole subgroup while it is copied, state that stays all the time."""
+        """Limit memory x time in every run of intervals, for an update of `min_length`.
+
+        The unit is parameters x units of time; the update is at least that long. State
+        that moves takes the memory of a whole subgroup while it is copied, state that
+        stays all the time.
+        """
         size, last = self._size, self._last_size
         fetch_time, flush_time = (
             self._workload.state_bytes / self._link_rate(direction)
@@ -256,7 +268,7 @@ class WholeSubgroupProgram(BoundProgram):
         update = len(self.intervals) - 1
         for number, (before, run) in enumerate(self._runs()):
             time = sum(lengths[i] for i in run) + (min_length if update in run else 0.0)
-            # A copy in flight at an edge counts in part on both sides of it. That holds
+            # A copy in flight at an edge counts in part on both sides of it. This holds
             # only in longer runs.
             if time < max(fetch_time, flush_time) * size:
                 continue
@@ -279,9 +291,11 @@ class WholeSubgroupProgram(BoundProgram):
             )
 
     def _order_streams(self, smallest: float) -> None:
-        """Require that updates follow their fetches and flushes follow their updates,
-        at least once. `smallest` is the smallest subgroup, as a share of all
-        parameters."""
+        """Require that updates follow fetches and flushes follow updates.
+
+        They do so at least once. `smallest` is the smallest subgroup, as a share of all
+        parameters.
+        """
         workload = self._workload
         update = len(self.intervals) - 1
         fetched, state = (
@@ -319,9 +333,11 @@ class WholeSubgroupProgram(BoundProgram):
 
 
 def modes(workload: Workload, machine: Machine) -> list[ModeRates]:
-    """Return the rates of each set of resources that can run at the same time, shared
-    as in the simulator. The CPU may have fewer threads, down to those for which copies
-    leave enough memory: any other number is between the two."""
+    """Return the rates of each set of resources that can run at the same time.
+
+    They are shared as in the simulator. The CPU may have fewer threads, down to those
+    for which copies leave enough memory: any other number is between the two.
+    """
     cpu_bytes = workload.cpu_update_bytes
     cpu = machine.cpu_update_rate(workload.master) or 0.0
     up = (machine.h2d_bytes_per_s or 0.0) * (1 - workload.h2d_busy_share)

@@ -1,5 +1,7 @@
-"""Splits updates whose optimizer calls a closure: the closure's forward and backward
-are phases of their own."""
+"""Splits updates whose optimizer calls a closure.
+
+The closure's forward and backward become phases of their own.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ if TYPE_CHECKING:
     from .recorder import PhaseRecord, Recorder
 
 # A shorter part is only the way into the step (torch's hooks take about 40 us, and
-# garbage may be collected), or out of it. The way in counts by its CPU time, since the
-# thread may be stopped there, unless it is so long that it waits.
+# garbage may be collected), or out of the step. The way in counts by its CPU time,
+# since the thread may be stopped there, unless it is so long that it waits.
 _SHORT_BEFORE_NS = 500_000
 _WAITING_NS = 100_000_000
 _SHORT_AFTER_NS = 20_000
@@ -28,10 +30,12 @@ _SEVERAL_CALLS_NOTE = (
 
 
 class UpdateParts:
-    """An open update that may call a closure. If it does so once, the parts of the step
-    before and after the call are updates, and what runs in the closure has phases of
-    its own; if more often, all of it is one update. So they are held back until the
-    step ends. Created after `enter`, and ended by `leave` instead of the recorder's.
+    """Holds back an open update that may call a closure, until the step ends.
+
+    If it does so once, the parts of the step before and after the call are updates, and
+    what runs in the closure has phases of its own; if more often, all of it is one
+    update. Created after `enter`, and ended by this class's `leave` instead of the
+    recorder's.
 
     `failed`: whether the closure raised, so that the optimizer has not stepped."""
 
@@ -51,8 +55,10 @@ class UpdateParts:
     def wrap_closure(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], of_torch: bool
     ) -> tuple[Any, dict[str, Any]]:
-        """Replace the closure among the arguments of a `step`; a step `of_torch` does
-        nothing before it calls it."""
+        """Replace the closure among the arguments of a `step`.
+
+        A step `of_torch` does nothing before it calls it.
+        """
         if of_torch and not self._calls:
             self._measure_before()
         if len(args) > 1 and self._is_unwrapped(args[1]):
@@ -114,8 +120,7 @@ class UpdateParts:
         recorder.stepped.extend(self._stepped)
 
     def _merge(self) -> None:
-        """Make the whole step one update, when the closure is called for the second
-        time."""
+        """Make the whole step one update, when the closure is called a second time."""
         if self._calls == 2:
             recorder = self._recorder
             try:
@@ -145,8 +150,10 @@ class UpdateParts:
         )
 
     def leave(self, optimizer: Any) -> None:
-        """Close the update of `optimizer`, which counts if another thread has opened a
-        phase meanwhile."""
+        """Close the update of `optimizer`.
+
+        It counts if another thread has opened a phase meanwhile.
+        """
         recorder = self._recorder
         if not self._lost:
             recorder.leave()

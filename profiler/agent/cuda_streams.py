@@ -1,5 +1,7 @@
-"""CUDA streams that no job can get: torch gives its own 32 of a priority to every
-caller in turn."""
+"""CUDA streams that no job can get.
+
+Torch gives its own 32 streams of a priority to every caller in turn.
+"""
 
 from __future__ import annotations
 

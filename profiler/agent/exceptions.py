@@ -1,5 +1,4 @@
-"""Sees exceptions that end a thread, and keeps frames of hooks out of their
-tracebacks."""
+"""Sees exceptions that end a thread, and keeps hooks out of their tracebacks."""
 
 from __future__ import annotations
 
@@ -17,8 +16,10 @@ _MAX_CHAIN = 100
 
 
 class ExceptionHooks:
-    """Calls `see` with each exception that nothing handles, then the hooks that were
-    there before, from creation on."""
+    """Calls `see` with each unhandled exception, from creation on.
+
+    The hooks that were there before are called next.
+    """
 
     def __init__(self, see: Callable[[BaseException], None]) -> None:
         self._see = see
@@ -53,8 +54,10 @@ class ExceptionHooks:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception, and those that it was raised from or while they were handled,
-    each once."""
+    """Yield an exception and all that led to it, each once.
+
+    It was raised from these, or while they were handled.
+    """
     pending, done = [error], set[int]()
     while pending and len(done) < _MAX_CHAIN:
         link = pending.pop()
@@ -65,8 +68,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def propagates(error: BaseException) -> bool:
-    """Return whether an exception passes through a hook now; else the job handles it,
-    and calls a hook meanwhile."""
+    """Return whether an exception passes through a hook now.
+
+    Otherwise the job handles it, and calls a hook meanwhile.
+    """
     entry = error.__traceback__
     return entry is not None and entry.tb_frame.f_code.co_filename.startswith(
         _OWN_FOLDERS

@@ -10,8 +10,9 @@ from typing import Any
 
 
 def load_feature_agents() -> list[str]:
-    """Load the folders `agent` of features by their path, as this one, and return the
-    names of their packages.
+    """Load the folders `agent` of features, and return the names of their packages.
+
+    They are loaded by their path, as this one.
 
     Each has a module `hooks` with a function `install(recorder)`, which calls no
     function of the job, and returns a function that undoes it. It may have a `READER`,

@@ -1,5 +1,7 @@
-"""Keeps the frames of hooks out of warnings, logs and tracebacks of the job, which show
-what they show unrecorded."""
+"""Keeps the frames of hooks out of warnings, logs and tracebacks of the job.
+
+These show what they show unrecorded.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,22 @@ from types import CodeType, FunctionType, TracebackType
 from typing import Any, Callable
 
 # Python's `warnings` (for a stacklevel above 1) and `logging` pass over files with both
-# of these words in their names, which are those of its import system.
+# of these words in their names, as the files of its import system have.
 _HIDDEN = ".importlib._bootstrap"
 
 
 def hide_frame(function: Any) -> Any:
-    """Make warnings and logs pass over the frames of a function; return the
-    function."""
+    """Make warnings and logs pass over the frames of a function, and return it."""
     code = function.__code__
     function.__code__ = code.replace(co_filename=code.co_filename + _HIDDEN)
     return function
 
 
 def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a hook, and keeps hooks out of the traceback of an
-    exception that passes."""
+    """Return a function that calls a hook and stays out of tracebacks.
+
+    The hook does not show in the traceback of an exception that passes.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -56,10 +59,12 @@ def without_hidden(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def code_with_hook(call: Any) -> CodeType:
-    """Return the code of `torch.nn.Module._wrapped_call_impl` with a third way to go
-    on: a module without a compiled call of its own (`Module.compile`) has one of a
-    hook, which is called at the line of the call without hooks. Raises ValueError or
-    OSError if its source is another, or is not there."""
+    """Return the code of `torch.nn.Module._wrapped_call_impl` with a hook.
+
+    The code has a third way to go on: in a module without a compiled call of its own
+    (`Module.compile`), a hook is called at the line of the call without hooks. Raises
+    ValueError or OSError if its source is another, or is not there.
+    """
     lines, first_line = inspect.getsourcelines(call)
     tree = ast.parse("class Module:\n" + "".join(lines))
     (method,) = tree.body[0].body  # type: ignore[attr-defined]

@@ -1,7 +1,6 @@
-"""Reads optimizers, modules and parameters of frameworks that keep them in ways of
-their own.
+"""Reads optimizers, modules and parameters that frameworks keep in their own ways.
 
-The agent of a feature knows those of its framework: its module `hooks` has a
+The agent of a feature knows the objects of its framework: its module `hooks` has a
 `READER`.
 """
 
@@ -27,12 +26,16 @@ class FrameworkReader:
         """Return this rank's parameters in each subgroup, with padding."""
 
     def state_device(self, optimizer: Any) -> Any:
-        """Return where the state is if this process has no tensors of it: `nvme`, or
-        `cpu` for another process."""
+        """Return where the state is if this process has no tensors of it.
+
+        It is `nvme`, or `cpu` for another process.
+        """
 
     def gradients(self, optimizer: Any) -> Any:
-        """Return tensors, or containers of some, with gradients beside those of
-        parameters."""
+        """Return tensors, or containers of tensors, with further gradients.
+
+        These are gradients beside the gradients of parameters.
+        """
 
     def content(self, module: Any) -> Any:
         """Return the module that a wrapper contains."""
@@ -44,8 +47,10 @@ class FrameworkReader:
         """Return the number of elements of a parameter over all ranks."""
 
     def describe(self, engine: Any, recomputes: bool) -> Any:
-        """Return the section of meta.json on an engine after a step, whose modules were
-        seen to run again or not."""
+        """Return the section of meta.json on an engine after a step.
+
+        `recomputes` says whether the engine's modules were seen to run again.
+        """
 
 
 @functools.cache
@@ -60,33 +65,44 @@ def _first(method: Any, *values: Any) -> Any:
 
 
 def torch_optimizers(optimizer: Any) -> Any:
-    """Return the torch optimizers with the state: those inside of one of a framework,
-    else itself."""
+    """Return the torch optimizers with the state.
+
+    They are inside of an optimizer of a framework; without a framework, it is the
+    optimizer itself.
+    """
     inner = _first(FrameworkReader.inner_optimizers, optimizer)
     return [optimizer] if inner is None else inner
 
 
 def fp32_masters(optimizer: Any) -> Any:
-    """Return the flat fp32 parameters of each subgroup that this rank updates; None if
-    it has no subgroups."""
+    """Return the flat fp32 parameters of each subgroup that this rank updates.
+
+    Return None if it has no subgroups.
+    """
     return _first(FrameworkReader.masters, optimizer)
 
 
 def subgroup_sizes(optimizer: Any) -> Any:
-    """Return this rank's parameters in each subgroup, with padding; None if it has no
-    subgroups."""
+    """Return this rank's parameters in each subgroup, with padding.
+
+    Return None if it has no subgroups.
+    """
     return _first(FrameworkReader.subgroup_sizes, optimizer)
 
 
 def state_device(optimizer: Any) -> Any:
-    """Return where the state is if this process has no tensors of it; None if it
-    has."""
+    """Return where the state is if this process has no tensors of it.
+
+    Return None if it has some.
+    """
     return _first(FrameworkReader.state_device, optimizer)
 
 
 def further_gradients(optimizer: Any) -> Any:
-    """Return tensors, or containers of some, with gradients beside those of parameters;
-    None if there are none."""
+    """Return tensors, or containers of tensors, with further gradients.
+
+    These are gradients beside the gradients of parameters; None if there are none.
+    """
     return _first(FrameworkReader.gradients, optimizer)
 
 
@@ -96,8 +112,10 @@ def content(module: Any) -> Any:
 
 
 def local_tensor(parameter: Any) -> Any:
-    """Return this rank's part of a model's parameter: a partition, or the local tensor
-    of a DTensor."""
+    """Return this rank's part of a model's parameter.
+
+    It is a partition, or the local tensor of a DTensor.
+    """
     part = _first(FrameworkReader.local_tensor, parameter)
     return getattr(parameter, "_local_tensor", parameter) if part is None else part
 
@@ -108,6 +126,8 @@ def total_elements(parameter: Any) -> int:
 
 
 def describe_engine(engine: Any, recomputes: bool) -> Any:
-    """Return the section of meta.json on a framework's engine after a step; None of
-    other objects."""
+    """Return the section of meta.json on a framework's engine after a step.
+
+    Return None for other objects.
+    """
     return _first(FrameworkReader.describe, engine, recomputes)

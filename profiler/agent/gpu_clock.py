@@ -14,8 +14,10 @@ _ANCHOR_EVERY_NS = 10_000_000_000
 
 
 class EventMark(NamedTuple):
-    """A phase boundary on a CUDA device: the event on the job's stream, and the host's
-    time just before it."""
+    """A phase boundary on a CUDA device.
+
+    It has the event on the job's stream, and the host's time just before it.
+    """
 
     device: int
     event: Any
@@ -37,8 +39,10 @@ class _PendingSpan(NamedTuple):
 
 
 class _Anchor:
-    """An event on an idle stream, whose device time is therefore the host time of its
-    recording."""
+    """An event on an idle stream, to convert device times into host times.
+
+    As the stream is idle, the event's device time is the host time of its recording.
+    """
 
     def __init__(self, event: Any, host_ns: int) -> None:
         self.event = event
@@ -46,19 +50,22 @@ class _Anchor:
 
 
 class GpuClock:
-    """Marks boundaries on the job's current stream, and returns their times once the
-    device has passed them. Anchors convert them to the host's monotonic clock: events
-    on a stream of the agent, on which nothing else waits, so that they run when they
-    are recorded (to within about 10 us). Nothing here synchronizes, and nothing is
-    recorded into a graph under capture.
+    """Marks boundaries on the job's current stream, and returns their times.
+
+    A time is returned once the device has passed the boundary. Anchors convert times to
+    the host's monotonic clock: events on a stream of the agent, on which nothing else
+    waits, so that they run when they are recorded (to within about 10 us). Nothing here
+    synchronizes, and nothing is recorded into a graph under capture.
 
     `pending`: the spans that `finished_spans` has not returned yet."""
 
     def __init__(
         self, cuda: Any, make_stream: Callable[[int], Any] | None = None
     ) -> None:
-        """Initialize with `torch.cuda`, and a function that makes a stream of a device
-        that only this clock has."""
+        """Initialize with `torch.cuda`, and a function that makes streams.
+
+        `make_stream` makes a stream of a device that only this clock has.
+        """
         self._cuda = cuda
         self._make_stream = make_stream or cuda.Stream
         self._free_events: dict[int, list[Any]] = defaultdict(list)
@@ -69,8 +76,10 @@ class GpuClock:
         self.pending: deque[_PendingSpan] = deque()
 
     def record_mark(self) -> EventMark | None:
-        """Record an event on the current stream now; return None where CUDA is not in
-        use, or fails from now on."""
+        """Record an event on the current stream now.
+
+        Return None where CUDA is not in use, or fails from now on.
+        """
         if not self._usable():
             return None
         device = self._cuda.current_device()
@@ -81,16 +90,18 @@ class GpuClock:
             host_ns = time.monotonic_ns()
             event.record()
         except RuntimeError:
-            # After an illegal access each call fails: the job learns of it by its own
-            # next one.
+            # After an illegal access each call fails: the job learns of the access by
+            # its own next call.
             return None
         return EventMark(device, event, host_ns)
 
     def add_span(
         self, sequence: int, start: EventMark | None, end: EventMark | None
     ) -> bool:
-        """Add a finished phase or operation; return False if a mark is missing or the
-        marks are on two devices."""
+        """Add a finished phase or operation.
+
+        Return False if a mark is missing or the marks are on two devices.
+        """
         if start and end and start.device == end.device:
             self.pending.append(_PendingSpan(sequence, start, end))
             return True
@@ -104,9 +115,12 @@ class GpuClock:
             self._free_events[mark.device].append(mark.event)
 
     def finished_spans(self) -> Iterator[DeviceSpan]:
-        """Yield the spans that the device has passed since the last call, in the order
-        in which they were added. Nothing on a thread without marks: CUDA would make it
-        a context on device 0, and a capture elsewhere would fail."""
+        """Yield the spans that the device has passed since the last call.
+
+        They come in the order in which they were added. Nothing on a thread without
+        marks: CUDA would make it a context on device 0, and a capture elsewhere would
+        fail.
+        """
         if _thread.get_ident() not in self._threads or not self._usable():
             return
         for device, anchor in list(self._new_anchors.items()):
@@ -127,8 +141,10 @@ class GpuClock:
             self._free_events[device] += (start.event, end.event)
 
     def drain(self, seconds: float) -> Iterator[DeviceSpan]:
-        """Poll `finished_spans` for at most `seconds`: yields the last phases of a job
-        that ends."""
+        """Poll `finished_spans` for at most `seconds`.
+
+        It yields the last phases of a job that ends.
+        """
         if _thread.get_ident() not in self._threads:
             return
         deadline = time.monotonic() + seconds

@@ -19,8 +19,11 @@ _MAX_FIRST = 3
 
 
 class Inventories:
-    """Takes inventories: at the end of the first update, at the start of one that is
-    typical, and when asked to."""
+    """Takes inventories of the job's tensors.
+
+    One is taken at the end of the first update, at the start of a typical update, and
+    when asked to.
+    """
 
     def __init__(self, recorder: Recorder, options: Options) -> None:
         self._recorder = recorder
@@ -31,16 +34,17 @@ class Inventories:
         self._first_updates = 0
 
     def enter_iteration(self, iteration: int) -> None:
-        """Take an inventory at the end of the first iteration; if another update
-        extends it, take it again."""
+        """Take an inventory at the end of the first iteration.
+
+        If another update extends it, take it again.
+        """
         if iteration == self._first + 1 and self._first_updates < _MAX_FIRST:
             self._first_updates += 1
             self._at_first = []
             self._take(self._at_first, _in_update(iteration - 1))
 
     def enter_update(self) -> None:
-        """Take an inventory at the start of the first update of the typical
-        iteration."""
+        """Take an inventory at the start of the typical iteration's first update."""
         recorder = self._recorder
         if recorder.iteration >= self._settled:
             recorder.on_update.remove(self.enter_update)
@@ -48,14 +52,16 @@ class Inventories:
                 not self._take(self._others, _in_update(recorder.iteration))
                 and recorder.threads.several
             ):
-                # What was read before is that of one thread, and lacks what the others
-                # hold.
+                # What was read before is from one thread, and lacks what the other
+                # threads hold.
                 self._at_first, self._others = [], []
                 recorder.job_info.set("inventories", [])
 
     def add_out_of_memory(self, record: dict[str, Any]) -> bool:
-        """Take an inventory at an out-of-memory error; return whether tensors could be
-        read."""
+        """Take an inventory at an out-of-memory error.
+
+        Return whether tensors could be read.
+        """
         moment = {key: record[key] for key in ("t_ns", "iteration", "phase")}
         failed_on = record["device"] if record["phase"] == PHASES[BACKWARD] else None
         return self._take(

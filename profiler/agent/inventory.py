@@ -43,13 +43,16 @@ def _data_address(storage: Any) -> int:
 def list_holders(
     modules: Iterable[Any], optimizers: Iterable[Any], failed_on: str | None = None
 ) -> list[dict[str, Any]]:
-    """Return `device`, `category`, `module` (None: not known) and `bytes` of all
-    holders, the largest first. Each storage counts once, for the first tensor in the
-    order of parameters, buffers, gradients and optimizer state, these two of the module
-    of their parameter; of a shared one, each tensor with its own part, and the rest of
-    no module. Where a backward has just failed on the device `failed_on`, autograd's
-    threads of other devices may still replace gradients: they are left out unless all
-    parameters are on this device."""
+    """Return all holders of memory, the largest first.
+
+    Each has `device`, `category`, `module` (None: not known) and `bytes`. Each storage
+    counts once, for the first tensor in the order of parameters, buffers, gradients and
+    optimizer state; gradients and state count for the module of their parameter. Of a
+    shared storage, each tensor counts with its own part, and the rest for no module.
+    Where a backward has just failed on the device `failed_on`, autograd's threads of
+    other devices may still replace gradients: these are left out unless all parameters
+    are on this device.
+    """
     return _largest_first(
         _collect_storages(modules, optimizers, _data_address, failed_on).sizes()
     )
@@ -60,9 +63,12 @@ def list_blocks(
     optimizers: Iterable[Any],
     address_of: Callable[[Any], int] = _data_address,
 ) -> list[tuple[int, int, str, str | None]]:
-    """Return (address, bytes, category, module) of each storage of a model and its
-    optimizers; of a shared one the category of the first tensor, and the module None.
-    `address_of` returns the address of a storage, 0 for one without memory."""
+    """Return (address, bytes, category, module) of a job's storages.
+
+    These are the storages of a model and its optimizers; a shared one has the category
+    of its first tensor, and the module None. `address_of` returns the address of a
+    storage, 0 for one without memory.
+    """
     return _collect_storages(modules, optimizers, address_of).blocks()
 
 
@@ -129,8 +135,10 @@ def _collect_without_overrides(
 def _tensors_of(
     modules: list[Any],
 ) -> tuple[dict[int, str], dict[int, Any], list[tuple[Any, str]]]:
-    """Return the names of the modules of parameters, the parameters, both by the id of
-    the parameter, and the buffers with the names of theirs."""
+    """Return modules of parameters, parameters, and buffers with their modules.
+
+    Modules are given by name. The first two are by the id of the parameter.
+    """
     names: dict[int, str] = {}
     parameters: dict[int, Any] = {}
     buffers: list[tuple[Any, str]] = []
@@ -203,8 +211,10 @@ class _Storages:
         return entries
 
     def sizes(self) -> Counter[Any]:
-        """Return the bytes of each holder: a device of torch, a category, and a module
-        or None."""
+        """Return the bytes of each holder.
+
+        A holder is a device of torch, a category, and a module or None.
+        """
         sizes: Counter[Any] = Counter()
         for size, parts in self._storages.values():
             if len(parts) == 1:
@@ -221,8 +231,10 @@ class _Storages:
 
 
 def _named_modules(roots: list[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each module once, by its dotted name in the model: without the modules that
-    only wrap others."""
+    """Yield each module once, by its dotted name in the model.
+
+    Left out are the modules that only wrap others.
+    """
     roots = list({id(root): root for root in roots}.values())
     inner = {id(part) for root in roots for part in root.modules() if part is not root}
     roots = [root for root in roots if id(root) not in inner]
@@ -255,8 +267,10 @@ def _content(module: Any) -> Any:
 
 
 def _largest_first(sizes: Counter[Any]) -> list[dict[str, Any]]:
-    """Return the holders by size; if there are too many, modules are summed up in their
-    parents, the deepest first."""
+    """Return the holders by size.
+
+    If there are too many, modules are summed up in their parents, the deepest first.
+    """
     while len(sizes) > _MAX_HOLDERS:
         depth = max(module.count(".") for _, _, module in sizes if module is not None)
         if not depth:

@@ -36,13 +36,15 @@ class _Stepper:
 
 
 class IterationRule:
-    """Numbers iterations as optimizers step; `index`: the current one, -1 before the
-    first update. An iteration ends at the last update before an optimizer, or a
-    parameter, that has already stepped in it steps again after a backward: the two
-    optimizers of a GAN make one, and gradient accumulation adds none, nor do ZeRO-3,
-    which steps once per subgroup, and distributed checkpointing, which steps once
-    before training to create state. Where an optimizer that has stepped in it is gone
-    by then, a new one ends it, too."""
+    """Numbers iterations as optimizers step.
+
+    `index` is the current iteration, -1 before the first update. An iteration ends at
+    the last update before an optimizer, or a parameter, that has already stepped in it
+    steps again after a backward: the two optimizers of a GAN make one, and gradient
+    accumulation adds none, nor do ZeRO-3, which steps once per subgroup, and
+    distributed checkpointing, which steps once before training to create state. Where
+    an optimizer that has stepped in it is gone by then, a new one ends it, too.
+    """
 
     def __init__(self) -> None:
         self.index = -1
@@ -63,9 +65,12 @@ class IterationRule:
         return live_keys(self._steppers)
 
     def add_update(self, optimizers: list[Any], backwards: int) -> int | None:
-        """Account for one update, after so many `backwards` that have begun in this
-        process, and return the iteration that it ends (the same number again while
-        updates extend it); None if it belongs to none."""
+        """Account for one update, and return the iteration that it ends.
+
+        `backwards` counts the backwards that have begun in this process. The number is
+        the same again while updates extend the iteration; None if the update belongs to
+        none.
+        """
         alone = self._alone
         has_backward = backwards > self._backwards
         if has_backward and len(optimizers) == 1 and alone is not None:
@@ -124,9 +129,11 @@ class IterationRule:
 
 
 class UnsteppedIterations:
-    """Numbers iterations while no optimizer steps: one ends at the last phase before a
-    forward that follows a backward. Where an optimizer steps later, they were
-    micro-steps."""
+    """Numbers iterations while no optimizer steps.
+
+    One ends at the last phase before a forward that follows a backward. Where an
+    optimizer steps later, they were micro-steps.
+    """
 
     def __init__(self) -> None:
         self.number = 0
@@ -138,8 +145,11 @@ class UnsteppedIterations:
         return phase == FORWARD and self._has_backward
 
     def add(self, phase: int, sequence: int) -> tuple[int, int, int] | None:
-        """Account for a phase; return what is new about an iteration: ENDED or OPEN,
-        its number, and the sequence number of its last phase so far."""
+        """Account for a phase, and return what is new about an iteration.
+
+        This is ENDED or OPEN, its number, and the sequence number of its last phase so
+        far.
+        """
         news = None
         if self.begins(phase):
             news = ENDED, self.number, self._last_sequence

@@ -1,5 +1,8 @@
-"""Facts about the job as a whole: host, rank, devices, framework, and model and
-optimizers at its first update."""
+"""Facts about the job as a whole.
+
+They are the host, rank, devices and framework, and the model and optimizers at its
+first update.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,10 @@ from .spool import within_limit
 
 
 class JobInfo:
-    """The file `facts-NAME.json` beside the spool of this name, replaced as a whole at
-    each change. Never raises."""
+    """The file `facts-NAME.json` beside the spool of this name.
+
+    It is replaced as a whole at each change. Never raises.
+    """
 
     def __init__(self, torch: Any, directory: str) -> None:
         self._torch = torch
@@ -42,8 +47,10 @@ class JobInfo:
         self._described: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
     def read_ranks(self) -> tuple[int, int, int]:
-        """Return (rank, world size, local rank): from torch.distributed if it runs,
-        else from the environment."""
+        """Return (rank, world size, local rank).
+
+        They are from torch.distributed if it runs, else from the environment.
+        """
         rank, world_size = (
             _environment_number("RANK", 0),
             _environment_number("WORLD_SIZE", 1),
@@ -59,8 +66,10 @@ class JobInfo:
 
     @property
     def devices(self) -> list[dict[str, Any]]:
-        """The devices of the process, as of its first phase or its first update; none
-        where it uses no GPU."""
+        """The devices of the process, as of its first phase or its first update.
+
+        There are none where it uses no GPU.
+        """
         return list(self._data.get("devices", ()))
 
     def begin(self, name: str) -> None:
@@ -95,9 +104,11 @@ class JobInfo:
         recomputes: bool,
         batch: dict[str, Any],
     ) -> None:
-        """Describe the model and the optimizers of an update that has ended, if an
-        optimizer is new. Optimizer state exists only after the first step, so an
-        optimizer that has skipped its step waits for the next."""
+        """Describe the model and the optimizers of an update that has ended.
+
+        They are described if an optimizer is new. Optimizer state exists only after the
+        first step, so an optimizer that has skipped its step waits for the next.
+        """
         new = [
             o
             for o in optimizers
@@ -175,8 +186,10 @@ class JobInfo:
 
 
 def _launch() -> str:
-    """Return text that is the same in all processes of one distributed job, and differs
-    between jobs."""
+    """Return text that is the same in all processes of one distributed job.
+
+    It differs between jobs.
+    """
     names = (
         "MASTER_ADDR",
         "MASTER_PORT",
@@ -196,9 +209,12 @@ def _environment_number(variable: str, default: int) -> int:
 def describe_model(
     modules: list[Any], optimizers: list[Any], recomputes: bool
 ) -> dict[str, Any]:
-    """Return the trace's `model` entry: of the outermost modules, which together are
-    the model. Its `params` counts the parameters whose optimizer state is on this rank.
-    `recomputes`: whether modules were called in the backward."""
+    """Return the trace's `model` entry.
+
+    It is about the outermost modules, which together are the model. Its `params` counts
+    the parameters whose optimizer state is on this rank. `recomputes`: whether modules
+    were called in the backward.
+    """
     modules = [
         module if (inner := content(module)) is None else inner for module in modules
     ]
@@ -229,8 +245,10 @@ def describe_model(
 
 
 def describe_optimizers(optimizers: list[Any]) -> list[dict[str, Any]]:
-    """Describe the optimizers, with one entry per class: a job that steps in the
-    backward has one per parameter."""
+    """Describe the optimizers, with one entry per class.
+
+    A job that steps in the backward has one optimizer per parameter.
+    """
     by_class: dict[str, list[Any]] = {}
     for optimizer in optimizers:
         by_class.setdefault(type(torch_optimizers(optimizer)[0]).__name__, []).append(
@@ -307,8 +325,10 @@ def _parameters(optimizer: Any) -> list[Any]:
 
 
 def _state(optimizer: Any) -> list[Any]:
-    """Return (name, tensor) of the state; that of ebbtide's optimizers includes their
-    masters."""
+    """Return (name, tensor) of the state.
+
+    The state of ebbtide's optimizers includes their masters.
+    """
     own = getattr(optimizer, "ebbtide_state", None)
     if own is not None:
         return list(own)
@@ -347,8 +367,11 @@ _TRAINING_ARGUMENTS = "transformers.training_args"
 
 
 def describe_framework(modules: Iterable[Any], batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry `framework`: name, version, and samples and tokens of a
-    micro-step, those of `batch_of`."""
+    """Return the entry `framework` of the metadata.
+
+    It has name, version, and the samples and tokens of a micro-step, as `batch_of`
+    returns them.
+    """
     for name, module, package in _FRAMEWORKS:
         if module in sys.modules:
             version = getattr(sys.modules.get(package), "__version__", None)
@@ -366,8 +389,11 @@ def describe_framework(modules: Iterable[Any], batch: dict[str, Any]) -> dict[st
 
 
 def batch_of(value: Any, tensor: type, depth: int = 4) -> dict[str, Any]:
-    """Return the samples of the first tensor in the arguments of a model, and its
-    tokens if it is a matrix of integers; empty if there is none."""
+    """Return the samples and tokens of a model's first tensor argument.
+
+    The tokens are given if it is a matrix of integers; the result is empty if there is
+    no tensor.
+    """
     if isinstance(value, tensor):
         shape, dtype = value.shape, value.dtype  # type: ignore[attr-defined]
         tokens = (
@@ -384,9 +410,11 @@ def batch_of(value: Any, tensor: type, depth: int = 4) -> dict[str, Any]:
 
 
 def _stated_batch() -> dict[str, Any]:
-    """Return the micro-batch of the arguments of transformers' Trainer, which those of
-    others inherit. A preference trainer joins two samples in one input of its model,
-    and a packed one has a single row."""
+    """Return the micro-batch in the arguments of transformers' Trainer.
+
+    Trainers of other packages inherit these arguments. A preference trainer joins two
+    samples in one input of its model, and a packed one has a single row.
+    """
     base = getattr(sys.modules.get(_TRAINING_ARGUMENTS), "TrainingArguments", None)
     if base is None:
         return {}

@@ -18,8 +18,8 @@ PINNED = POOLS.index("pinned")
 # A reading: (pool, device or HOST, bytes).
 Reading = tuple[int, int, int]
 
-# Memory readings at the ends of phases may take one part in so many of the time, and
-# those at their starts.
+# Memory readings at the ends of phases may take one part in this number of the time,
+# and so may readings at their starts.
 _END_SHARE, _START_SHARE = 200, 2000
 
 
@@ -34,8 +34,10 @@ class _MallInfo2(ctypes.Structure):
 
 
 def _find_mallinfo2() -> Any:
-    """Return glibc's function that reads what malloc has handed out; None for another
-    malloc."""
+    """Return glibc's function that reads what malloc has handed out.
+
+    Return None for another malloc.
+    """
     if any(
         other in os.environ.get("LD_PRELOAD", "")
         for other in ("jemalloc", "tcmalloc", "mimalloc")
@@ -53,8 +55,7 @@ def _find_mallinfo2() -> Any:
 
 
 class MemoryReader:
-    """Reads the memory pools of the device that the job uses: the GPU, or the CPU's
-    heap."""
+    """Reads the memory pools of the job's device: the GPU, or the CPU's heap."""
 
     def __init__(self, torch: Any, enabled: bool = True) -> None:
         self.enabled = enabled
@@ -71,16 +72,20 @@ class MemoryReader:
         self.cost_ns = 0
 
     def read_here(self) -> list[Reading]:
-        """Read every pool now, of the current thread's device, which is then that of
-        `read`."""
+        """Read every pool now.
+
+        The device is the current thread's device, which `read` then uses by default.
+        """
         if self._cuda.is_initialized():
             self._device = self._cuda.current_device()
         return self.read()
 
     def read(self, device: int | None = None) -> list[Reading]:
-        """Read every pool now, of a device of CUDA; return an empty list if none can be
-        read. CUDA's current device belongs to a thread and is 0 in a new one: None is
-        the device of the last `read_here`."""
+        """Read every pool of a CUDA device; return an empty list if none can be read.
+
+        CUDA's current device belongs to a thread and is 0 in a new one: None is the
+        device of the last `read_here`.
+        """
         begun_ns = time.monotonic_ns()
         if self._cuda.is_initialized():
             if self._device is None:
@@ -97,8 +102,7 @@ class MemoryReader:
         return readings
 
     def _read_cuda(self, device: int) -> list[Reading]:
-        """Read torch's caching allocator on a device, and pinned memory if torch counts
-        it."""
+        """Read a device's caching allocator, and pinned memory if torch counts it."""
         try:
             stats = self._bindings._cuda_memoryStats(device)
         except RuntimeError:
@@ -119,10 +123,12 @@ class MemoryReader:
 
 
 class PhaseReadings:
-    """Reads memory at the boundaries of phases, as long as that takes little of the
-    time: of too short steps, which begin at a forward after another phase, only some,
-    each as a whole. The start of a phase is read from `due_ns` on: the reading at the
-    end of the last one mostly still holds."""
+    """Reads memory at the boundaries of phases, while that takes little of the time.
+
+    Of steps that are too short for that, which begin at a forward after another phase,
+    it reads only some, each as a whole. The start of a phase is read from `due_ns` on:
+    the reading at the end of the last one mostly still holds.
+    """
 
     def __init__(self, memory: MemoryReader) -> None:
         self._memory = memory

@@ -1,5 +1,6 @@
-"""Recording options, which the agent reads in the environment, and requests for
-detailed slices while the job runs.
+"""Recording options from the environment, and requests for detailed slices.
+
+The agent reads the requests while the job runs.
 
 A request is a symbolic link whose target is its text: it is replaced as a whole, and
 reading it opens no descriptor in the job, cannot block, and cannot fail as a mapped
@@ -49,14 +50,15 @@ class Options:
         return bool(self.transfers or self.allocator_iterations or self.on_demand)
 
     def environment(self, spool_directory: str) -> dict[str, str]:
-        """Return the environment variables that make a process record itself into
-        `spool_directory`."""
+        """Return the environment variables that make a process record itself.
+
+        It records into `spool_directory`.
+        """
         return {SPOOL_DIRECTORY: spool_directory, OPTIONS: json.dumps(asdict(self))}
 
     @classmethod
     def from_environment(cls) -> Options:
-        """Read the options from this process's environment; defaults if there are
-        none."""
+        """Read the options from this process's environment, or return the defaults."""
         return cls(**json.loads(os.environ.get(OPTIONS, "{}")))
 
 
@@ -104,8 +106,10 @@ class SliceRequest:
 
 
 def parse_request(text: str) -> SliceRequest | None:
-    """Parse a text that anybody may have written; return None for anything but a
-    request within its bounds."""
+    """Parse a text that anybody may have written.
+
+    Return None for anything but a request within its bounds.
+    """
     match = _TEXT.fullmatch(text)
     if match is None:
         return None
@@ -124,8 +128,10 @@ def parse_request(text: str) -> SliceRequest | None:
 
 
 def read_request(directory: str) -> SliceRequest | None:
-    """Return the request in the folder of the spools; None without one that this
-    process's user or root has written."""
+    """Return the request in the folder of the spools.
+
+    Return None if there is none that this process's user or root has written.
+    """
     path = os.path.join(directory, REQUEST)
     try:
         text = os.readlink(path)

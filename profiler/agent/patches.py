@@ -18,9 +18,11 @@ Wrappers = Mapping[str, Mapping[str, Wrapper]]
 
 
 def wrapper(hook: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
-    """Turn a hook into a wrapper of functions: a call of the wrapped function calls the
-    hook, with the function first; the object of a method and settings that the wrapper
-    is bound to come before it."""
+    """Turn a hook into a wrapper of functions.
+
+    A call of the wrapped function calls the hook, with the function first; the object
+    of a method and settings that the wrapper is bound to come before it.
+    """
 
     hide_frame(hook)
 
@@ -35,8 +37,11 @@ def wrapper(hook: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
 def when_imported(
     name: str, callback: Callable[[Any], Any], begins: Callable[[], Any] = lambda: None
 ) -> Callable[[], None]:
-    """Call `callback` with a module once it is imported, and `begins` when its import
-    begins, without their exceptions; return a function to cancel it."""
+    """Call `callback` with a module once it is imported.
+
+    `begins` is called when its import begins. Exceptions of both are dropped. Return a
+    function to cancel it.
+    """
     module = sys.modules.get(name)
     if module is not None:
         with contextlib.suppress(Exception):
@@ -48,8 +53,10 @@ def when_imported(
 
 
 class ImportFinder:
-    """A finder on `sys.meta_path` that passes one module through, calls back after its
-    import, and removes itself."""
+    """A finder on `sys.meta_path` that passes one module through.
+
+    It calls back after the import of the module, and removes itself.
+    """
 
     def __init__(
         self, name: str, callback: Callable[[Any], Any], begins: Callable[[], Any]
@@ -65,8 +72,10 @@ class ImportFinder:
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return the spec that the other finders give, with a loader that calls back;
-        None for other modules."""
+        """Return the spec that the other finders give, with a loader that calls back.
+
+        Return None for other modules.
+        """
         if name != self._name or self._searching:
             return None
         self._searching = True
@@ -139,8 +148,10 @@ class Patches:
         self.on_undo(when_imported(name, callback))
 
     def wrap_when_imported(self, module: str, wrappers: Wrappers) -> None:
-        """Do what `wrap` does to functions by their class ("": none) and name, once
-        their module is imported."""
+        """Do what `wrap` does to functions once their module is imported.
+
+        The functions are given by their class ("": none) and name.
+        """
 
         def patch(imported: Any) -> None:
             for owner, methods in wrappers.items():
@@ -154,8 +165,10 @@ class Patches:
         self.when_imported(module, patch)
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-        """Replace an attribute by `wrapper(original)`; do nothing if `owner` itself
-        does not have it."""
+        """Replace an attribute by `wrapper(original)`.
+
+        Do nothing if `owner` itself does not have it.
+        """
         original = getattr(owner, "__dict__", {}).get(name)
         if original is not None:
             self.set(owner, name, wrapper(original))

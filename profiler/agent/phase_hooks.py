@@ -1,5 +1,6 @@
-"""Detects PyTorch's phases: calls of the outermost module, autograd's backward engine,
-and optimizer steps.
+"""Detects PyTorch's phases.
+
+They are calls of the outermost module, autograd's backward engine, and optimizer steps.
 
 Nothing is registered on a module: a global module hook breaks or slows compiled code,
 and a module's own hooks travel into its pickles and copies. `TorchHooks.remove` undoes
@@ -26,12 +27,15 @@ _CALL_ATTRIBUTE = "_compiled_call_impl"
 
 
 class OutermostCall:
-    """A descriptor that replaces the class attribute
-    `torch.nn.Module._compiled_call_impl`, which `Module.__call__` reads and, if it is
-    not None, calls instead of the module's own call (`Module.compile()` works so).
-    Inside a phase it returns what the module itself has there (0.1 us); outside of one
-    a call that is recorded as a forward, or as one without gradients. Dynamo inlines
-    modules without reading it, and torch keeps it out of pickles."""
+    """Records calls of the outermost module, as a descriptor.
+
+    It replaces the class attribute `torch.nn.Module._compiled_call_impl`, which
+    `Module.__call__` reads and, if it is not None, calls instead of the module's own
+    call (`Module.compile()` works so). Inside a phase it returns what the module itself
+    has there (0.1 us); outside of one a call that is recorded as a forward, or as one
+    without gradients. Dynamo inlines modules without reading it, and torch keeps it out
+    of pickles.
+    """
 
     def __init__(self, recorder: Recorder, torch: Any) -> None:
         self._recorder = recorder
@@ -124,8 +128,10 @@ class OutermostCall:
         return result
 
     def _trains(self, result: Any, module: Any) -> bool:
-        """Return whether the result can be differentiated: transforms and metrics are
-        modules, too."""
+        """Return whether the result can be differentiated.
+
+        Transforms and metrics are modules, too.
+        """
         trains = _requires_grad(result, self._tensor)
         if trains is None:
             trains = any(parameter.requires_grad for parameter in module.parameters())
@@ -139,8 +145,10 @@ class OutermostCall:
 
 
 def _requires_grad(value: Any, tensor: type, depth: int = 3) -> bool | None:
-    """Return whether a tensor in `value` requires a gradient; None if it contains no
-    tensor."""
+    """Return whether a tensor in `value` requires a gradient.
+
+    Return None if it contains no tensor.
+    """
     if isinstance(value, tensor):
         return bool(value.requires_grad)  # type: ignore[attr-defined]
     if isinstance(value, Mapping):
@@ -168,8 +176,10 @@ def wrap_backward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap a function so that its calls are recorded as backwards, except while dynamo
-    traces (`compiling`)."""
+    """Wrap a function so that its calls are recorded as backwards.
+
+    Calls are not recorded while dynamo traces (`compiling`).
+    """
     if compiling():
         return original(*args, **kwargs)
     recorder.threads.enter_backward()
@@ -187,8 +197,10 @@ def hook_megatron(
     patches: Patches,
     wrap_step: Callable[..., Callable[..., Any]],
 ) -> None:
-    """Wrap the backward of Megatron's schedules, and by `wrap_step` its optimizers'
-    steps, once they are imported."""
+    """Wrap the backward of Megatron's schedules, and its optimizers' steps.
+
+    `wrap_step` wraps the steps, once they are imported.
+    """
     backward = {
         "": {"custom_backward": functools.partial(wrap_backward, recorder, compiling)}
     }
@@ -205,8 +217,10 @@ _MEGATRON_OPTIMIZERS = {
 
 
 def megatron_inner_optimizer(optimizer: Any) -> Any:
-    """Return the first torch optimizer in one of Megatron's, which may be chained;
-    itself where there is none."""
+    """Return the first torch optimizer in a Megatron optimizer, which may be chained.
+
+    Return the optimizer itself where there is none.
+    """
     parts = getattr(optimizer, "chained_optimizers", None) or [optimizer]
     inner = (getattr(part, "optimizer", None) for part in parts)
     return next((candidate for candidate in inner if candidate is not None), optimizer)
@@ -261,8 +275,10 @@ class TorchHooks:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Wrap a method as an update; `optimizer_index`: the position of the optimizer
-        among its arguments."""
+        """Wrap a method as an update.
+
+        `optimizer_index` is the position of the optimizer among its arguments.
+        """
         if self._compiling():
             return original(*args, **kwargs)
         recorder = self._recorder
@@ -302,8 +318,11 @@ class TorchHooks:
     def _wrap_megatron_step(
         self, original: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Wrap a step that copies and clips gradients, steps torch's optimizers, and
-        copies and gathers parameters."""
+        """Wrap a step of Megatron's optimizers.
+
+        It copies and clips gradients, steps torch's optimizers, and copies and gathers
+        parameters.
+        """
         outermost = self._recorder.enter(UPDATE)
         try:
             return original(optimizer, *args, **kwargs)
@@ -318,15 +337,19 @@ class TorchHooks:
     def _wrap_patch_step_function(
         self, original: Callable[..., Any], optimizer: Any, /
     ) -> None:
-        """Wrap torch's own hooking of `step`, which runs when an optimizer is
-        created."""
+        """Wrap torch's own hooking of `step`.
+
+        It runs when an optimizer is created.
+        """
         original(optimizer)
         self._recorder.optimizers[optimizer] = True
         self._hook_step(type(optimizer))
 
     def _hook_step(self, kind: Any) -> None:
-        """Wrap `step` of an optimizer class once, in the class where torch itself hooks
-        it."""
+        """Wrap `step` of an optimizer class once, where torch itself hooks it.
+
+        This is the class that defines `step`.
+        """
         if not self._recorder.live or getattr(kind.step, "_ebbtide_update", False):
             return
         owner = next(base for base in kind.__mro__ if "step" in base.__dict__)
@@ -341,8 +364,10 @@ def _subclasses(kind: Any) -> set[Any]:
 
 
 class _Stage:
-    """The micro-batches of one pipeline stage: how many began, and the number of each
-    one in flight."""
+    """The micro-batches of one pipeline stage.
+
+    It counts how many began, and has the number of each one in flight.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -350,8 +375,10 @@ class _Stage:
 
 
 class MicroBatches:
-    """Reports the current micro-batch to `recorder`, by the methods of pipeline stages
-    that it wraps."""
+    """Reports the current micro-batch to `recorder`.
+
+    It learns of them by the methods of pipeline stages that it wraps.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -367,8 +394,10 @@ class MicroBatches:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Wrap a method of a stage whose first argument names a micro-batch; the name
-        may return after its backward."""
+        """Wrap a method of a stage whose first argument names a micro-batch.
+
+        The name may return after the micro-batch's backward.
+        """
         name = args[0] if args else next(iter(kwargs.values()), None)
         stage = self._stages.setdefault(owner, _Stage())
         if begins:

@@ -1,5 +1,7 @@
-"""Writes the records of one process: operations, memory, device times, the end, and a
-trace for errors alone."""
+"""Writes the records of one process.
+
+They are operations, memory, device times, the end, and a trace for errors alone.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,16 @@ from .spool import GPU_TIMES, STOP_REASONS, STOPPED, Spool, process_name
 
 _FLUSH_SECONDS = 0.25
 _FORK_SECONDS = 0.1
-# Memory readings between phase boundaries may take one part in so many of the time.
+# Memory readings between phase boundaries may take one part in this number of the time.
 _POLL_SHARE = 500
 
 
 def _run(recorder: Any, spool: Spool, memory: MemoryReader) -> None:
-    """Flush the spool, and read memory where phases are longer than the interval of
-    readings. Where they are shorter, this thread looks ever less often: each time it
-    wakes costs the job tens of microseconds."""
+    """Flush the spool, and read memory where phases are longer than the poll interval.
+
+    Where they are shorter, this thread looks ever less often: each time it wakes costs
+    the job tens of microseconds.
+    """
     flushed_s = time.monotonic()
     pause_s = 0.0
     while recorder.live and spool.is_open:
@@ -43,7 +47,8 @@ def _run(recorder: Any, spool: Spool, memory: MemoryReader) -> None:
         if recorder.wake.acquire(True, max(pause_s, interval_s)):
             pause_s = 0.0
         try:
-            # The first reading is that of a phase, whose device this thread then reads.
+            # The first reading is taken at a phase, whose device this thread then
+            # reads.
             if recorder.poll_ms and recorder.recording and memory.read_ns:
                 now_ns = time.monotonic_ns()
                 if now_ns - memory.read_ns < interval_s * 1e9:
@@ -63,8 +68,10 @@ def _run(recorder: Any, spool: Spool, memory: MemoryReader) -> None:
 
 
 class ProcessRecorder:
-    """Records a process into a spool, from `_open_files` on; `recorder.Recorder` adds
-    its phases."""
+    """Records a process into a spool.
+
+    It records from `_open_files` on; `recorder.Recorder` adds its phases.
+    """
 
     def __init__(self, torch: Any, directory: str, options: Options) -> None:
         self.live = True
@@ -90,8 +97,7 @@ class ProcessRecorder:
         )
 
     def _reset(self) -> None:
-        """Set the state that is this process's own, which a forked child begins
-        anew."""
+        """Set this process's own state, which a forked child begins anew."""
         self.job_info = JobInfo(self.torch, self.directory)
         # when the spool was created, in ns of CLOCK_MONOTONIC; 0 before
         self.opened_ns = 0
@@ -111,24 +117,32 @@ class ProcessRecorder:
 
     @property
     def recording(self) -> bool:
-        """Whether operations reach the trace now: the spool is open, and these
-        iterations are to be recorded."""
+        """Whether operations reach the trace now.
+
+        They do while the spool is open, and these iterations are to be recorded.
+        """
         return self.live and self._recording and self._spool is not None
 
     def next_sequence(self) -> int:
-        """Return the next number in the one sequence of phases and operations. An
-        operation belongs to an iteration if its number precedes that of the iteration's
-        last phase."""
+        """Return the next number in the one sequence of phases and operations.
+
+        An operation belongs to an iteration if its number precedes the number of the
+        iteration's last phase.
+        """
         return next(self._sequences)
 
     def record_op(self, /, *op: Any, **fields: Any) -> None:
-        """Add a row to the table `ops`, from any thread, as `Spool.put_op` documents
-        it. Never raises."""
+        """Add a row to the table `ops`, from any thread.
+
+        Its arguments are as `Spool.put_op` documents them. Never raises.
+        """
         self.put_op(self.next_sequence(), *op, **fields)
 
     def put_op(self, sequence: int, /, *op: Any, **fields: Any) -> None:
-        """Add a row with a number of `next_sequence` and any arguments of
-        `Spool.put_op`. Never raises."""
+        """Add a row with a number of `next_sequence` and arguments of `Spool.put_op`.
+
+        Never raises.
+        """
         if self.recording and self._spool is not None:
             try:
                 self._spool.put_op(sequence, *op, **fields)
@@ -163,8 +177,10 @@ class ProcessRecorder:
         return None
 
     def read_memory(self, device: int | None = None) -> list[Reading]:
-        """Return readings of memory of now, of a device of CUDA or else of that of the
-        last phase."""
+        """Return readings of memory now.
+
+        They are of a device of CUDA, or else of the last phase's device.
+        """
         return self._memory.read(device)
 
     def report_error(self, error: BaseException) -> None:
@@ -214,8 +230,10 @@ class ProcessRecorder:
         self._close_spool(reason)
 
     def _close_spool(self, reason: str) -> None:
-        """Write why the recording ends, one of `spool.STOP_REASONS`, and close the
-        spool."""
+        """Write why the recording ends, and close the spool.
+
+        The reason is one of `spool.STOP_REASONS`.
+        """
         self.live = False
         if self._spool is not None:
             self._spool.put(STOPPED, STOP_REASONS.index(reason), x=time.monotonic_ns())
@@ -223,9 +241,11 @@ class ProcessRecorder:
             self.job_info.write()
 
     def fail(self, error: BaseException) -> None:
-        """Stop recording after a fault of the recorder, with a note in the trace; the
-        job goes on. An exception of the job's own signal handler, which ran meanwhile,
-        is raised again."""
+        """Stop recording after a fault of the recorder, with a note in the trace.
+
+        The job goes on. An exception of the job's own signal handler, which ran
+        meanwhile, is raised again.
+        """
         if self.live:
             self.live = False
             self.job_info.note(f"recording ended by a fault of the recorder: {error!r}")
@@ -244,8 +264,10 @@ class ProcessRecorder:
             self._spool.flush(_FORK_SECONDS)
 
     def _restart_in_child(self) -> None:
-        """Record a forked child as a process of its own, from its first phase on; the
-        files are the parent's."""
+        """Record a forked child as a process of its own, from its first phase on.
+
+        The files that are open are the parent's.
+        """
         if self._spool is not None:
             self._spool.detach()
         # The captures have begun in the parent, and a hook that is left in place does
@@ -293,8 +315,10 @@ def spool_folder(path: str) -> str:
 
 
 def first_meta(command: list[str], host: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a trace that has just begun; its clock is CLOCK_MONOTONIC
-    of this host."""
+    """Return the metadata of a trace that has just begun.
+
+    Its clock is CLOCK_MONOTONIC of this host.
+    """
     wall_ns, monotonic_ns = time.time_ns(), time.monotonic_ns()
     return {
         "state": "recording",

@@ -82,8 +82,10 @@ class Recorder(ProcessRecorder):
         return self._rule.index + 1
 
     def read_memory_every(self, poll_ms: float | None) -> None:
-        """Begin to read memory, at phase boundaries and every `poll_ms` ms (0: only
-        there), or stop to (None)."""
+        """Begin to read memory at phase boundaries and every `poll_ms` ms, or stop.
+
+        0 reads at boundaries only; None stops reading.
+        """
         self._memory.enabled, self.poll_ms = poll_ms is not None, poll_ms or 0.0
         self._readings = PhaseReadings(self._memory)
         if self._memory.enabled:
@@ -92,8 +94,7 @@ class Recorder(ProcessRecorder):
                 self.wake.release()
 
     def begin(self) -> bool:
-        """Begin to write, unless it was begun; return False if nothing is recorded
-        now."""
+        """Begin to write, if not yet begun; return False if nothing is recorded now."""
         if not self.live or not self._recording:
             return False
         if self._spool is None:
@@ -101,8 +102,10 @@ class Recorder(ProcessRecorder):
         return True
 
     def begin_error(self) -> bool:
-        """Begin to write an error, the first of which creates a trace of errors alone;
-        return whether it is kept."""
+        """Begin to write an error, and return whether it is kept.
+
+        The first error creates a trace of errors alone.
+        """
         if not self.errors_only:
             return self.begin()
         if self.live and self._spool is None:
@@ -126,9 +129,11 @@ class Recorder(ProcessRecorder):
     def read_tensors(
         self, read: Callable[[list[Any], list[Any]], Tensors]
     ) -> Tensors | None:
-        """Call a function that reads the tensors of the outermost modules and the
-        optimizers, and return its result; None while a backward runs, or another thread
-        may replace them, which becomes a note."""
+        """Call a function that reads the job's tensors, and return its result.
+
+        It reads the outermost modules and the optimizers. Return None while a backward
+        runs, or another thread may replace them, which becomes a note.
+        """
         with self.threads.quiet() as quiet:
             if quiet:
                 return read(*self.model_and_optimizers())
@@ -225,8 +230,10 @@ class Recorder(ProcessRecorder):
     def add_forward(
         self, source: int, start_ns: int, start_mark: EventMark | None
     ) -> None:
-        """Add a forward that ends now, by a thread without phases; it is dropped if
-        phases of others overlap it."""
+        """Add a forward that ends now, by a thread without phases.
+
+        It is dropped if phases of others overlap it.
+        """
         self.threads.add_current()
         if self.last_end_ns > start_ns or not self.enter(FORWARD):
             self.gpu.release_mark(start_mark)
@@ -318,8 +325,10 @@ class Recorder(ProcessRecorder):
                 self.put(ITERATION, mark, a=iteration, b=last_sequence, x=end_ns)
 
     def settle(self, keep: bool, deferred_outside: list[PhaseRecord] | None) -> None:
-        """Write the phases that were held back, or drop them; an update around this one
-        may hold them back too."""
+        """Write the phases that were held back, or drop them.
+
+        An update around this one may hold them back too.
+        """
         records, self.deferred = self.deferred or [], deferred_outside
         for record in records:
             if keep:
@@ -334,8 +343,10 @@ class Recorder(ProcessRecorder):
             self._end_iteration(iteration, time.monotonic_ns())
 
     def _end_iteration(self, iteration: int, end_ns: int) -> None:
-        """Note that an iteration has ended, as far as is known now: a second optimizer
-        may still extend it."""
+        """Note that an iteration has ended, as far as is known now.
+
+        A second optimizer may still extend it.
+        """
         options = self.options
         if self._recording and self._spool is not None:
             self._spool.put(ITERATION, a=iteration, b=self._last_phase, x=end_ns)
@@ -358,8 +369,10 @@ class Recorder(ProcessRecorder):
             listener(iteration + 1)
 
     def _starts_at(self, phase: int) -> bool:
-        """Return whether recording starts with a phase, at the first iteration to
-        record, while no optimizer steps; if so, start it."""
+        """Start recording if it starts with this phase, and return whether it does.
+
+        Without optimizer steps, it starts with the first iteration to record.
+        """
         first = self.options.first
         if (
             self._rule.index >= 0

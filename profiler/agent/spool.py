@@ -1,5 +1,6 @@
-"""The spool: the file to which one process appends what it has recorded, as records of
-48 bytes, little endian.
+"""The spool: the file to which one process appends what it has recorded.
+
+Its records have 48 bytes, little endian.
 
 A file that is cut off can be read up to its last full record. `docs/trace-format.md`
 lists the fields of each kind.
@@ -35,8 +36,10 @@ class CheckedFile:
         self._identity = status.st_dev, status.st_ino
 
     def write(self, data: bytes) -> bool:
-        """Append `data`; return whether all of it was written. After False nothing can
-        be written any more."""
+        """Append `data`; return whether all of the data was written.
+
+        After False nothing can be written any more.
+        """
         try:
             if not self._is_own() and not self._reopen():
                 return False
@@ -58,8 +61,10 @@ class CheckedFile:
             pass
 
     def _is_own(self) -> bool:
-        """Return whether the descriptor still is that of the created file, with all
-        that was written to it."""
+        """Return whether the descriptor still is of the created file.
+
+        The file must have all that was written to it.
+        """
         if self._fd is None:
             return False
         try:
@@ -72,8 +77,10 @@ class CheckedFile:
         ) == self._identity and status.st_size == self._size
 
     def _reopen(self) -> bool:
-        """Open the created file again; return False if it was removed, replaced or
-        truncated."""
+        """Open the created file again.
+
+        Return False if it was removed, replaced or truncated.
+        """
         self._fd = None
         self._fd = _raise_number(os.open(self._path, _FLAGS))
         if self._is_own():
@@ -83,7 +90,7 @@ class CheckedFile:
 
 
 def _raise_number(fd: int) -> int:
-    """Move a descriptor to a high number, if the process may have so many."""
+    """Move a descriptor to a high number, if the process may have that many."""
     import fcntl  # Readers of traces import this module, on systems without it, too.
 
     try:
@@ -95,8 +102,10 @@ def _raise_number(fd: int) -> int:
 
 
 def within_limit(size: int) -> bool:
-    """Return whether a file of this size is allowed: to write beyond the limit would
-    raise SIGXFSZ in the job."""
+    """Return whether a file of this size is allowed.
+
+    To write beyond the limit would raise SIGXFSZ in the job.
+    """
     import resource  # As above.
 
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -110,9 +119,9 @@ VERSION = 1
 RECORD = struct.Struct("<BBHIIIqqqq")
 _PACK = RECORD.pack
 
-# Kinds. The fields in brackets are those of RECORD that the kind uses.
-# [code: version, a: pid, b: rank, c: world size, w: MAGIC, x: monotonic ns, y: wall ns,
-# z: local rank]
+# Kinds. The fields in brackets are the fields of RECORD that the kind uses. [code:
+# version, a: pid, b: rank, c: world size, w: MAGIC, x: monotonic ns, y: wall ns, z:
+# local rank]
 HEADER = 1
 # [code: phase, small: ON_DEVICE if its GPU_TIMES follow, a: sequence, b: micro-batch or
 # 0, c: number of the module or 0, x: start ns, y: end ns]
@@ -194,8 +203,8 @@ OPS = (
     # Of a kind, or a lane, that a feature adds.
     "other",
 )
-# `worker` is another process of the job, on the CPU. Those of storage are of files for
-# optimizer state.
+# `worker` is another process of the job, on the CPU. The kinds of storage are about
+# files for optimizer state.
 RESOURCES = (
     "host",
     "cpu",
@@ -223,7 +232,7 @@ NO_SUBGROUP = 0xFFFFFFFF
 _OP_CODES = {name: code for code, name in enumerate(OPS)}
 _RESOURCE_CODES = {name: code for code, name in enumerate(RESOURCES)}
 
-# Flushes at the ends of iterations may take one part in so many of the time: a file
+# Flushes at the ends of iterations may take one part in this number of the time: a file
 # system may be slow.
 _FLUSH_SHARE = 1000
 # Pending records that force a flush: a burst cannot grow without bound before the next
@@ -232,8 +241,10 @@ _MAX_PENDING = 8192
 
 
 def process_name(host: str) -> str:
-    """Return a name for the files of this process image: a program that it executes
-    later gets another one."""
+    """Return a name for the files of this process image.
+
+    A program that it executes later gets another one.
+    """
     return f"{host}-{os.getpid()}.{time.monotonic_ns():x}"
 
 
@@ -243,10 +254,13 @@ def process_id(spool_name: str) -> int:
 
 
 class Spool:
-    """Appends records, which `put` collects and `flush` writes, to one new file from
-    any thread; after a failed write it drops all. A forked child must call `detach`.
-    `max_bytes`: size from which on `full` is set; None: no limit. `listeners` are
-    called with what is written. Raises OSError if there is no new file at `path`."""
+    """Appends records to one new file, from any thread.
+
+    `put` collects the records and `flush` writes them; after a failed write all are
+    dropped. A forked child must call `detach`. `max_bytes`: size from which on `full`
+    is set; None: no limit. `listeners` are called with what is written. Raises OSError
+    if there is no new file at `path`.
+    """
 
     def __init__(
         self,
@@ -263,8 +277,10 @@ class Spool:
         self.full = False
 
     def put_header(self, rank: int, world_size: int, local_rank: int) -> None:
-        """Append the first record: the recorded process, and both clocks read at the
-        same moment."""
+        """Append the first record.
+
+        It has the recorded process, and both clocks read at the same moment.
+        """
         magic = int.from_bytes(MAGIC, "little")
         wall_ns, monotonic_ns = time.time_ns(), time.monotonic_ns()
         self.put(
@@ -363,9 +379,12 @@ class Spool:
         )
 
     def flush(self, timeout_s: float = -1) -> None:
-        """Write the pending records, unless another flush takes longer than `timeout_s`
-        (negative: wait for its end). Never raises: if a write fails, the spool is
-        closed and the job goes on."""
+        """Write the pending records.
+
+        They are not written if another flush takes longer than `timeout_s` (negative:
+        wait for its end). Never raises: if a write fails, the spool is closed and the
+        job goes on.
+        """
         if not self._lock.acquire(True, timeout_s):
             return
         try:
@@ -394,8 +413,7 @@ class Spool:
             self._lock.release()
 
     def flush_if_cheap(self) -> None:
-        """Write the pending records, unless such flushes would take too much of the
-        time."""
+        """Write the pending records, unless such flushes take too much of the time."""
         if time.monotonic_ns() - self._flushed_ns >= _FLUSH_SHARE * self._flush_cost_ns:
             self.flush()
 

@@ -18,8 +18,10 @@ _recorder: Any = None
 
 
 def from_environment() -> None:
-    """Record this process if the environment asks for it and the process ever imports
-    torch. Never raises."""
+    """Record this process if the environment asks for it.
+
+    This happens once the process imports torch, if ever. Never raises.
+    """
     directory, errors = os.environ.get(SPOOL_DIRECTORY), os.environ.get(OUT_OF_MEMORY)
     if (
         not (directory or errors)
@@ -40,8 +42,10 @@ def from_environment() -> None:
 
 
 def start(torch: Any, directory: str, options: Options) -> Any:
-    """Start to record this process; return its recorder, maybe an earlier one, or None
-    if it cannot be recorded."""
+    """Start to record this process.
+
+    Return its recorder, maybe an earlier one, or None if it cannot be recorded.
+    """
     global _recorder
     if _recorder is not None and _recorder.errors_only and not options.errors_only:
         stop()
@@ -81,8 +85,7 @@ def start_for_errors(torch: Any, path: str) -> Any:
 
 
 def current_recorder() -> Any:
-    """Return the recorder of this process, or None if nothing but errors is being
-    recorded."""
+    """Return the recorder of this process, or None if only errors are recorded."""
     recorder = _recorder
     return (
         recorder
@@ -101,8 +104,10 @@ def stop() -> None:
 
 
 def _write_marker(directory: str, stage: str, text: str = "") -> None:
-    """Note how far this process came: `ebbtide profile` uses it to explain why nothing
-    was recorded."""
+    """Note how far this process came.
+
+    `ebbtide profile` uses it to explain why nothing was recorded.
+    """
     with (
         contextlib.suppress(OSError),
         open(os.path.join(directory, f"{stage}-{os.getpid()}"), "w") as file,

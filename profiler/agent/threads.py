@@ -1,5 +1,7 @@
-"""Tells threads that train from those that only run modules, such as a thread that
-loads data."""
+"""Tells threads that train from threads that only run modules.
+
+A thread that loads data, for example, only runs modules.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,18 @@ class _Writer:
 
 
 class TrainingThreads:
-    """The threads of a process that have had a phase of their own (replicas and
-    autograd's never have), and those that may replace gradients. Autograd does so
-    without the interpreter's lock, and a thread that reads one meanwhile may crash the
-    process: tensors of the job are read in `quiet` moments only."""
+    """The threads of a process that train, and those that may replace gradients.
+
+    A thread trains once it had a phase of its own (replicas and autograd's threads
+    never have). Autograd replaces gradients without the interpreter's lock, and a
+    thread that reads one meanwhile may crash the process: tensors of the job are read
+    in `quiet` moments only.
+    """
 
     def __init__(self, torch: Any) -> None:
         self._local = _thread._local()
         self._numbers: set[int] = set()
-        # -1 outside of a backward; on autograd's threads the backward is that of
+        # -1 outside of a backward; on autograd's threads the backward belongs to
         # another thread.
         self._backward_number = torch._C._current_graph_task_id
         # A thread-local object dies with its thread.
@@ -67,8 +72,10 @@ class TrainingThreads:
 
     @property
     def writes(self) -> bool:
-        """Whether the current thread has had a phase, or a backward that is not a part
-        of another thread's."""
+        """Whether the current thread has had a phase.
+
+        A backward counts, too, unless it is a part of another thread's.
+        """
         return hasattr(self._local, "writer")
 
     @property
@@ -78,8 +85,10 @@ class TrainingThreads:
 
     @contextmanager
     def quiet(self) -> Iterator[bool]:
-        """Give whether tensors of the job can be read in the block: no other thread
-        trains, and no backward runs."""
+        """Give whether tensors of the job can be read in the block.
+
+        They can while no other thread trains, and no backward runs.
+        """
         with self._reading:
             own = getattr(self._local, "writer", None)
             yield self._backward_number() < 0 and all(
@@ -87,8 +96,10 @@ class TrainingThreads:
             )
 
     def has(self, number: int) -> bool:
-        """Return whether the thread of this number, or one that had the number before,
-        has had a phase."""
+        """Return whether the thread of this number has had a phase.
+
+        A thread that had the number before counts as well.
+        """
         return number in self._numbers
 
     @property

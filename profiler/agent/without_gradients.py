@@ -1,5 +1,7 @@
-"""Records forwards without gradients: those of reference models, generation and
-evaluation."""
+"""Records forwards without gradients.
+
+Reference models, generation and evaluation run such forwards.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,12 @@ _MAX_GAP_NS = 100_000
 
 
 class ForwardsWithoutGradients:
-    """Records the outermost forwards of the threads that train, while grad mode is off
-    and no phase is open, in the table `ops`: none before the first phase, so a process
-    that only infers stays without a trace."""
+    """Records the outermost forwards without gradients, in the table `ops`.
+
+    They are forwards of the threads that train, while grad mode is off and no phase is
+    open. None are recorded before the first phase, so a process that only infers stays
+    without a trace.
+    """
 
     def __init__(self, recorder: Any) -> None:
         # Whether one runs, to which belong the modules that it calls.

@@ -1,5 +1,6 @@
-"""Callbacks that put the figures of `ebbtide.metrics` into the logs of training
-frameworks, and record out of memory.
+"""Callbacks for the logs of training frameworks.
+
+They put the figures of `ebbtide.metrics` into the logs, and record out of memory.
 
 Each is imported with its own framework.
 """
@@ -18,10 +19,12 @@ _MODULES = {
 
 
 def record_out_of_memory(path: str = "oom.ebb") -> None:
-    """Record the out-of-memory errors of this process from now on, into a trace that
-    the first one creates, for `ebbtide memory PATH --at oom`; where one exists, the
-    path gets a number (oom-2.ebb). Does nothing in a process that is recorded, and
-    never raises."""
+    """Record the out-of-memory errors of this process from now on.
+
+    The first error creates a trace, for `ebbtide memory PATH --at oom`; where one
+    exists, the path gets a number (oom-2.ebb). Does nothing in a process that is
+    recorded, and never raises.
+    """
     import torch
 
     from ebbtide.profiler.agent.start import start_for_errors

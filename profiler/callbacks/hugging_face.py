@@ -10,14 +10,15 @@ from ebbtide.profiler.callbacks import record_out_of_memory
 
 
 class HuggingFaceCallback(TrainerCallback):
-    """Adds the figures of `ebbtide.metrics` to the logs of training steps; adds nothing
-    where nothing is recorded.
+    """Adds the figures of `ebbtide.metrics` to the logs of training steps.
+
+    It adds nothing where nothing is recorded.
 
     `HuggingFaceCallback.add_to(trainer)` puts it before the callbacks of the loggers
     (`report_to`), which see what was in the logs when their turn comes. In
     `Trainer(callbacks=[...])` its turn comes after theirs: the figures then reach
     `trainer.state.log_history` and the progress bar only. Under several ranks the
-    figures are those of the rank that logs, rank zero.
+    figures describe the rank that logs, rank zero.
 
     Args:
         out_of_memory: Trace for `record_out_of_memory`; None: none. For trainers of
@@ -56,8 +57,7 @@ class HuggingFaceCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the figures to the logs of a step, and to the entry that the Trainer has
-        made of them."""
+        """Add the figures to the logs of a step, and to the Trainer's entry of them."""
         # Logs without a loss are results of the evaluation or of the whole training,
         # which the Trainer returns.
         if logs is not None and "loss" in logs:

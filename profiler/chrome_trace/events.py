@@ -60,8 +60,10 @@ class JsonWindow:
         self._error: UserError | None = None
 
     def extend(self) -> None:
-        """Read a chunk, or as many bytes as are unread: the cost of a long value grows
-        with its length alone."""
+        """Read a chunk, or as many bytes as are unread.
+
+        The cost of a long value grows with its length alone.
+        """
         unread = self.data[self.position :]
         if len(unread) > _MAX_VALUE_BYTES:
             raise UnreadableJson(
@@ -83,15 +85,16 @@ class JsonWindow:
             return b""
 
     def peek(self) -> bytes:
-        """Return the next byte that is neither space nor comma, without consuming
-        it."""
+        """Return the next byte that is not space or comma, without consuming it."""
         while self.skip_separators() == len(self.data):
             self.extend()
         return self.data[self.position : self.position + 1]
 
     def skip_separators(self) -> int:
-        """Move to the next byte in the window that is neither space nor comma, and
-        return its position."""
+        """Move to the next byte that is not space or comma, and return its position.
+
+        The position is in the window.
+        """
         self.position = _SPACE.match(self.data, self.position).end()  # type: ignore[union-attr]
         return self.position
 
@@ -109,8 +112,11 @@ class JsonWindow:
         return value
 
     def buffered_value(self) -> bytes | None:
-        """Consume the next value if all of it is in the window, and return its text,
-        `]` or `}` at the end of a list or object; None if more data is needed."""
+        """Consume the next value if all of it is in the window, and return its text.
+
+        Return `]` or `}` at the end of a list or object, and None if more data is
+        needed.
+        """
         begin = self.skip_separators()
         end = _value_end(self.data, begin)
         if end is None:
@@ -120,8 +126,10 @@ class JsonWindow:
 
 
 def _value_end(data: bytes, begin: int) -> int | None:
-    """Return the end of the value that begins at `begin`, or None if `data` does not
-    contain it."""
+    """Return the end of the value that begins at `begin`.
+
+    Return None if `data` does not contain it.
+    """
     if data[begin : begin + 1] not in _OPENING:
         scalar = _SCALAR.match(data, begin)
         if scalar is None:
@@ -144,9 +152,11 @@ def _value_end(data: bytes, begin: int) -> int | None:
 
 
 def repair_json(text: bytes) -> bytes:
-    """Turn nearly valid JSON into valid JSON: bytes that are not UTF-8, NaN and
-    infinities, single backslashes and bare control characters, which strings may
-    lose."""
+    """Turn nearly valid JSON into valid JSON.
+
+    It repairs bytes that are not UTF-8, NaN and infinities, single backslashes and bare
+    control characters, which strings may lose.
+    """
     repaired = _CONTROL.sub(" ", text.decode("utf-8", "replace"))
     repaired = _ESCAPE.sub(lambda escape: escape[0] if escape[1] else r"\\", repaired)
     return _NO_NUMBER.sub("null", repaired).encode()
@@ -164,8 +174,10 @@ _fields = cache(msgspec.structs.fields)
 
 
 class IntTable:
-    """Table of int64 columns that grows by blocks of rows and takes 8 bytes per
-    value."""
+    """Table of int64 columns that grows by blocks and takes 8 bytes per value.
+
+    Blocks consist of rows.
+    """
 
     def __init__(self, *names: str) -> None:
         self._names = names
@@ -222,8 +234,10 @@ class Event(msgspec.Struct, gc=False, frozen=True):
 
 
 class _ExactEvent(Event, gc=False, frozen=True):
-    """Event with decimal times, for Unix times whose nanoseconds no float can
-    represent."""
+    """Event with decimal times, for Unix times too exact for a float.
+
+    No float can represent their nanoseconds.
+    """
 
     ts: Decimal | UnsetType = UNSET  # type: ignore[assignment]
     dur: Decimal = Decimal(0)  # type: ignore[assignment]
@@ -259,8 +273,10 @@ def _has_valid_times(event: Event) -> bool:
 
 
 def read_event(text: bytes) -> Event | None:
-    """Decode one event with those of its fields that are valid. Return None if its time
-    is invalid."""
+    """Decode one event, with its valid fields alone.
+
+    Return None if its time is invalid.
+    """
     events = read_events(text)
     if events:
         return events[0]

@@ -1,5 +1,7 @@
-"""Collects the GPU activities of a Chrome trace and the calls that launched them, as
-columns of the trace's tables."""
+"""Collects the GPU activities of a Chrome trace and the calls that launched them.
+
+They become columns of the trace's tables.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ _TRANSFER_NAME = re.compile(r"Memcpy (HtoD|DtoH)(?: \((\w+) -> (\w+)\))?")
 _HOST_MEMORY = {"Pinned": "pinned", "Pageable": "pageable"}
 # Calls between two ranks of a group: the other ranks of the group do not take part.
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv")
-# No copy has so many bytes, and no trace has so many copies that their sum overflows.
+# No copy has this many bytes, and no trace has enough copies that their sum overflows.
 _MAX_BYTES = 1 << 44
 
 
@@ -64,8 +66,10 @@ def kind_of(category: str, name: str) -> int:
 
 
 def _transfer_kind(name: str) -> tuple[str, str | None]:
-    """Return direction and host memory (None where the name does not say) of a copy
-    whose `kind_of` is TRANSFER."""
+    """Return the direction and host memory of a copy whose `kind_of` is TRANSFER.
+
+    The host memory is None where the name does not say.
+    """
     kind, source, target = _TRANSFER_NAME.match(name).groups()  # type: ignore[union-attr]
     return (
         ("h2d", _HOST_MEMORY.get(source))
@@ -129,9 +133,11 @@ def labels(
 
 
 def process_group(args: Args) -> str | None:
-    """Return a label of the process group of a collective, such as `3 [0, 1]`: its
-    name, then its ranks. None where the kernel states no group (torch before 2.4,
-    ROCm), and for a call between two ranks."""
+    """Return a label of the process group of a collective.
+
+    It is the group's name, then its ranks, such as `3 [0, 1]`. Return None where the
+    kernel states no group (torch before 2.4, ROCm), and for a call between two ranks.
+    """
     if args.group_name is None or str(args.collective).lower() in _POINT_TO_POINT:
         return None
     return (
@@ -209,9 +215,12 @@ class GpuActivities:
 
     @cached_property
     def work(self) -> pd.DataFrame:
-        """All activities, each once: start, end (ns), correlation, device, stream, kind
-        (a position in KINDS, or TRANSFER), name and group (numbers), bytes, and the
-        columns of `with_launches`."""
+        """All activities, each once.
+
+        The columns are start, end (ns), correlation, device, stream, kind (a position
+        in KINDS, or TRANSFER), name and group (numbers), bytes, and the columns of
+        `with_launches`.
+        """
         work = self._activities.table()
         # One stream runs one activity at a time: the same one at the same time is the
         # same event.
@@ -222,8 +231,7 @@ class GpuActivities:
         return with_launches(work, self._calls.table())
 
     def busiest(self) -> list[int]:
-        """Return the numbers of the devices that ran anything, by busy time in
-        descending order."""
+        """Return the numbers of the devices that ran anything, the busiest first."""
         busy = (
             (self.work["end"] - self.work["start"])
             .groupby(self.work["device"].clip(lower=0))
@@ -235,8 +243,10 @@ class GpuActivities:
         ]
 
     def transfers(self, base_ns: int) -> dict[str, Any]:
-        """Return the columns of the table `transfers`. base_ns: added to the times of
-        the events."""
+        """Return the columns of the table `transfers`.
+
+        base_ns: added to the times of the events.
+        """
         copies = self.work[self.work["kind"] == TRANSFER]
         (stated,), recorded = matching(self._sizes.table(), copies["correlation"])
         sizes = copies["bytes"].mask((copies["bytes"] == MISSING) & recorded, stated)
@@ -244,14 +254,18 @@ class GpuActivities:
         return transfer_columns(copies, [*self._names], base_ns)
 
     def kernels(self, base_ns: int) -> dict[str, Any]:
-        """Return the columns of the table `kernels`. base_ns: added to the times of the
-        events."""
+        """Return the columns of the table `kernels`.
+
+        base_ns: added to the times of the events.
+        """
         groups = [group for group in self._groups if group is not None]
         codes = self.work.loc[self.work["kind"] != TRANSFER, "group"]
         columns = kernel_columns(self.work, [*self._names], base_ns)
         return {**columns, "group": pd.Categorical.from_codes(codes, groups)}
 
     def calls(self, base_ns: int) -> dict[str, Any]:
-        """Return the columns of the table `calls`. base_ns: added to the times of the
-        events."""
+        """Return the columns of the table `calls`.
+
+        base_ns: added to the times of the events.
+        """
         return self._calls.columns(self.work["correlation"].to_numpy(), base_ns)

@@ -1,5 +1,7 @@
-"""Collects the calls by which the host launches work and waits for the device, as
-columns of the table `calls`."""
+"""Collects the calls by which the host launches work and waits for the device.
+
+They become columns of the table `calls`.
+"""
 
 import re
 from typing import Any
@@ -129,9 +131,11 @@ def thread_number(tid: Any) -> int:
 
 
 def with_launches(work: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
-    """Return work with the start of the first call with its correlation as `launched`,
-    missing where there is none, and the thread of that call, MISSING where it is not
-    known."""
+    """Return work with the time and thread of the call that launched it.
+
+    `launched` is the start of the first call with the work's correlation, missing where
+    there is none; the thread is MISSING where it is not known.
+    """
     (launched, threads), recorded = matching(
         calls[["correlation", "start", "thread"]], work["correlation"]
     )
@@ -142,9 +146,11 @@ def with_launches(work: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
 def matching(
     calls: pd.DataFrame, correlations: npt.ArrayLike
 ) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """Return the values of the first call with each correlation, (values,
-    correlations), and whether there is one. `calls`: columns correlation and values.
-    `correlations`: only positive ones state a call."""
+    """Return the first call with each correlation, and whether there is one.
+
+    The values of calls have the shape (values, correlations). `calls`: columns
+    correlation and values. `correlations`: only positive ones state a call.
+    """
     wanted = np.asarray(correlations, np.int64)
     if calls.empty:
         return np.zeros((calls.shape[1] - 1, len(wanted)), np.int64), np.zeros(

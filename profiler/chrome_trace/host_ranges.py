@@ -1,5 +1,7 @@
-"""Collects the operators and named ranges of the host, and finds the one that launched
-work."""
+"""Collects the operators and named ranges of the host.
+
+It finds the range that launched work.
+"""
 
 import re
 
@@ -49,8 +51,10 @@ class HostRanges:
         )
 
     def rows(self, category: str | None = None) -> pd.DataFrame:
-        """Return start, end (ns), name and thread of the ranges of a category; None: of
-        all."""
+        """Return start, end (ns), name and thread of ranges.
+
+        They are of a category, or of all if it is None.
+        """
         rows = self._rows.table()
         if category is None or rows.empty:
             return rows
@@ -60,9 +64,12 @@ class HostRanges:
 def operators(
     work: pd.DataFrame, ranges: pd.DataFrame, names: list[str]
 ) -> pd.Categorical:
-    """Return the operator of each kernel: the innermost range in which its thread
-    launched it, missing where none. `work`: as of `with_launches`, without copies.
-    `ranges`: start, end, thread, name (a position in `names`)."""
+    """Return the operator of each kernel, missing where there is none.
+
+    It is the innermost range in which the kernel's thread launched it. `work`: as of
+    `with_launches`, without copies. `ranges`: start, end, thread, name (a position in
+    `names`).
+    """
     kernels = work[work["kind"] != TRANSFER]
     launched = kernels["launched"].fillna(MISSING).to_numpy(np.int64)
     rows = innermost(ranges, launched, kernels["thread"].to_numpy(np.int64))
@@ -78,9 +85,11 @@ def _operator(name: str) -> str | None:
 
 
 def innermost(ranges: pd.DataFrame, times: IntArray, threads: IntArray) -> IntArray:
-    """Return the row of the innermost range of a thread that contains each time,
-    MISSING where none does, or the thread is. `ranges`: start, end and thread; those of
-    a thread are nested or disjoint."""
+    """Return the row of the innermost range of a thread that contains each time.
+
+    It is MISSING where no range does, or the thread is. `ranges`: start, end and
+    thread; the ranges of a thread are nested or disjoint.
+    """
     rows = np.full(len(times), MISSING)
     own_threads = ranges["thread"].to_numpy(np.int64)
     starts, ends = (ranges[side].to_numpy(np.int64) for side in ("start", "end"))
@@ -96,12 +105,14 @@ def innermost(ranges: pd.DataFrame, times: IntArray, threads: IntArray) -> IntAr
 def _innermost(
     starts: IntArray, ends: IntArray, times: IntArray
 ) -> npt.NDArray[np.int64]:
-    """Return the position of the innermost range around each time; -1 where there is
-    none. No range is empty."""
+    """Return the position of the innermost range at each time; -1 where there is none.
+
+    No range is empty.
+    """
     order = np.lexsort((-ends, starts))
     starts, closed, count = starts[order], np.sort(ends), len(starts)
     depths = np.arange(1, count + 1) - np.searchsorted(closed, starts, side="right")
-    # Ranges by depth, those of a depth in order: a number for each.
+    # Ranges by depth, the ranges of one depth in order: a number for each.
     keys = np.sort(depths * count + np.arange(count))
     begun = np.searchsorted(starts, times, side="right")
     depth = begun - np.searchsorted(closed, times, side="right")

@@ -1,5 +1,7 @@
-"""Reads Chrome traces (JSON, as torch's profiler writes them) in constant memory, up to
-where the file breaks off."""
+"""Reads Chrome traces in constant memory, up to where the file breaks off.
+
+They are JSON, as torch's profiler writes them.
+"""
 
 import re
 from collections.abc import Iterator
@@ -46,8 +48,10 @@ class ChromeTrace:
 
     @property
     def base_ns(self) -> int:
-        """Unix time in ns at which the trace's times begin, valid after the last batch;
-        0 if they are Unix times."""
+        """Unix time in ns at which the trace's times begin.
+
+        It is valid after the last batch, and 0 if the times are Unix times.
+        """
         base = self.meta.get("baseTimeNanoseconds")
         return base if isinstance(base, int) and abs(base) <= MAX_BASE_NS else 0
 

@@ -1,6 +1,9 @@
-"""Loads the agent by its path, under its own name: ebbtide need not be installed where
-the job runs, and is not imported where it is. A program that both `sitecustomize.py`
-and `ebbtide-agent.pth` run; `__file__` is its path."""
+"""Loads the agent by its path, under its own name.
+
+Ebbtide need not be installed where the job runs, and is not imported where it is. A
+program that both `sitecustomize.py` and `ebbtide-agent.pth` run; `__file__` is its
+path.
+"""
 
 import importlib.util
 import os

@@ -1,2 +1,1 @@
-"""Reads snapshots of torch's memory allocator, and makes the table `allocations` from
-them."""
+"""Reads snapshots of torch's memory allocator, for the table `allocations`."""

@@ -1,5 +1,7 @@
-"""Makes rows of the tables `allocations` and `memory` from the events of a snapshot, a
-block of events at a time."""
+"""Makes rows of `allocations` and `memory` from the events of a snapshot.
+
+It takes a block of events at a time.
+"""
 
 from typing import Any, NamedTuple
 
@@ -77,8 +79,10 @@ def pool_timeline(snapshot: Snapshot, device: int, pool: str) -> PoolTimeline:
 
 
 def start_ns(snapshot: Snapshot, device: int) -> int:
-    """Return the Unix time of a device's first event, in ns; of the first one of all
-    devices if it has none."""
+    """Return the Unix time of a device's first event, in ns.
+
+    It is the first event of all devices if this one has none.
+    """
     own = snapshot.events_of(device)
     return own.start_us * 1000 if len(own) else snapshot.span_ns[0]
 
@@ -94,8 +98,10 @@ def pool_rows(snapshot: Snapshot, device: int) -> pd.DataFrame:
 
 
 def allocator_state(snapshot: Snapshot, device: int) -> dict[str, int]:
-    """Return the entry of `allocators` in meta.json for a device at the end of a
-    snapshot (docs/trace-format.md)."""
+    """Return a device's entry of `allocators` in meta.json.
+
+    It describes the end of a snapshot (docs/trace-format.md).
+    """
     segments = snapshot.segments[snapshot.segments["device"] == device]
     blocks = snapshot.blocks[snapshot.blocks["device"] == device]
     free = blocks[blocks["state"] == STATES["inactive"]]
@@ -127,8 +133,9 @@ def blocks_in_use(snapshot: Snapshot, device: int) -> pd.DataFrame:
 
 
 def allocation_rows(snapshot: Snapshot, device: int, start_ns: int) -> pd.DataFrame:
-    """Return each block that a device held at any time of a snapshot: at each time they
-    add up to the pool `requested`.
+    """Return each block that a device held at any time of a snapshot.
+
+    At each time they add up to the pool `requested`.
 
     `start_ns`: the start of blocks that were allocated before the first event. Columns:
     start_ns, end_ns (missing: held at the end), bytes (as requested), address, and
@@ -199,8 +206,7 @@ def allocation_rows(snapshot: Snapshot, device: int, start_ns: int) -> pd.DataFr
 def _neighbors(
     address: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """Return the rows of the next and of the previous event of each event's address, or
-    -1."""
+    """Return the rows of the next and previous event of each event's address, or -1."""
     order = np.argsort(address, kind="stable")
     same = np.flatnonzero(address[order[1:]] == address[order[:-1]])
     after, before = np.full((2, len(address)), -1)

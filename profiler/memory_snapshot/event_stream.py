@@ -1,5 +1,6 @@
-"""Takes the events out of a snapshot while its pickle is read, so that they need no
-memory as objects.
+"""Takes the events out of a snapshot while its pickle is read.
+
+They then need no memory as objects.
 
 An event is a dict of some names, numbers and a list of frames, written with the same
 opcodes each time. So an event is read opcode by opcode, and a regular expression is
@@ -60,8 +61,11 @@ class _Stack(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """Opcodes of one event, of many and what follows, the names of groups, and the
-    groups that add to the memo."""
+    """Opcodes of an event and of a run of events, and their groups.
+
+    `run` matches many events and what follows, `names` are the names of groups, and
+    `added` are the groups that add to the memo.
+    """
 
     event: re.Pattern[bytes]
     run: re.Pattern[bytes]
@@ -167,8 +171,10 @@ class SnapshotPickle(PlainPickle):
         self._rows_added()
 
     def _form_of(self, opcodes: bytes) -> _Form | None:
-        """Return the form of an event; None where it has something that no earlier one
-        had."""
+        """Return the form of an event.
+
+        Return None where it has something that no earlier one had.
+        """
         names: list[str] = []
         patterns, added = [], []
         for key, value in (
@@ -235,8 +241,10 @@ class SnapshotPickle(PlainPickle):
         self._rows_added()
 
     def _new_stack(self, opcodes: bytes) -> int:
-        """Return the number of a stack that is referred to, or of a new list of frames,
-        which is remembered."""
+        """Return the number of a stack that is referred to, or of a new list of frames.
+
+        A new list is remembered.
+        """
         if opcodes[0] != _LIST_OPCODE:
             return self._number_of(self._referred(opcodes))
         frames = [
@@ -248,8 +256,10 @@ class SnapshotPickle(PlainPickle):
 
 
 def _integers(opcodes: Sequence[bytes]) -> Iterable[int]:
-    """Return integers: all at once if they are long ones of one size, below 2**63, as
-    times and addresses are."""
+    """Return integers, all at once if they are long ones of one size.
+
+    Times and addresses are such integers, below 2**63.
+    """
     joined, count, size = b"".join(opcodes), len(opcodes), opcodes[0][1]
     step = size + 2
     if size > 8 or (joined[::step], joined[1::step]) != (

@@ -1,5 +1,7 @@
-"""Reads pickles of numbers, text, lists, tuples and dicts as a stream, and runs nothing
-that they ask for."""
+"""Reads pickles of plain values as a stream, and runs nothing that they ask for.
+
+Plain values are numbers, text, lists, tuples and dicts.
+"""
 
 import struct
 from array import array
@@ -67,8 +69,10 @@ class PlainPickle:
             self.data, self.at = self._without_frames(self.data[self.at :] + chunk), 0
 
     def _without_frames(self, data: bytes) -> bytes:
-        """Remove the opcodes of frames that follow each other, which may be anywhere
-        between two others."""
+        """Remove the opcodes of frames that follow each other.
+
+        They may be anywhere between two others.
+        """
         parts, begin, end = [], 0, self._frame_end
         while 0 <= end <= len(data) - 9 and data[end] == _FRAME:
             parts.append(data[begin:end])

@@ -1,5 +1,4 @@
-"""Reads a memory snapshot through a separate process, which a harmful file may
-crash."""
+"""Reads a memory snapshot in a separate process, which a harmful file may crash."""
 
 import json
 import os
@@ -56,9 +55,10 @@ class SnapshotError(ValueError):
 
 
 class Events:
-    """The events of a device in order, without those of unknown actions: arrays with
-    the fields EVENT_COLUMNS and `position`, read block by block from the unpickler's
-    answer, as all of them take too much memory.
+    """The events of a device in order, without events of unknown actions.
+
+    They are arrays with the fields EVENT_COLUMNS and `position`, read block by block
+    from the unpickler's answer, as all of them take too much memory.
 
     Events without times (of torch before 2.2) have their positions as times. `release`:
     the action that ends a block: the request of its release, as in torch's
@@ -151,10 +151,12 @@ _NO_EVENTS = Events(-1, range(0))
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A memory snapshot as integers; the names of columns are in
-    `sandboxed_unpickler.TABLES` and `EVENT_COLUMNS`."""
+    """A memory snapshot as integers.
 
-    # Those of each device that has some; `stack` is a position in `stacks`, or -1.
+    The names of columns are in `sandboxed_unpickler.TABLES` and `EVENT_COLUMNS`.
+    """
+
+    # The events of each device that has some; `stack` is a position in `stacks`, or -1.
     events: dict[int, Events]
     blocks: pd.DataFrame  # Its blocks at the end; `segment` is a row of `segments`.
     # Its segments at the end; `pool` is 1 in a private pool (of a CUDA graph).
@@ -260,8 +262,11 @@ def _run_unpickler(
 
 
 def _check_range(rows: npt.NDArray[Any], totals: Counter[str]) -> None:
-    """Raise SnapshotError for numbers that no allocator counts, so that no sum
-    overflows; `totals`: of the rows so far. Events without a time have the time -1."""
+    """Raise SnapshotError for numbers that no allocator counts.
+
+    No sum then overflows. `totals` are the sums over the rows so far. Events without a
+    time have the time -1.
+    """
     for name in _LIMITS.keys() & {*(rows.dtype.names or ())}:
         values, limit = rows[name], _LIMITS[name]
         low, high = int(values.min(initial=0)), int(values.max(initial=0))

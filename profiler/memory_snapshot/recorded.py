@@ -1,5 +1,7 @@
-"""Reads the allocations that a recorded job captured, with what the job knew of its
-blocks."""
+"""Reads the allocations that a recorded job captured.
+
+It adds what the job knew of its blocks.
+"""
 
 import json
 import re
@@ -22,8 +24,7 @@ _OWNER_COLUMNS = ["address", "bytes", "category", "module"]
 _CPU = 0
 _MEMORY = "[memory]"
 _PYTHON = "python_function"
-# `model.py(12): forward`; other names are those of functions that are built in, and of
-# modules.
+# `model.py(12): forward`; other names belong to built-in functions, and to modules.
 _FRAME = re.compile(r"(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)$")
 # The evaluation of a node by the autograd engine.
 _NODE = "autograd::engine::evaluate_function: "
@@ -70,8 +71,11 @@ def read_recorded(description_file: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
 def _profiled_rows(
     path: Path, shift_ns: int, owners: list[tuple[int, pd.DataFrame]]
 ) -> pd.DataFrame:
-    """Return the blocks of the CPU: those allocated in the profile, and older ones that
-    the job owned when it began."""
+    """Return the blocks of the CPU.
+
+    They are those allocated in the profile, and older ones that the job owned when it
+    began.
+    """
     events = profiled_events(path)
     events["t_ns"] += shift_ns
     end_ns = events.groupby("address")["t_ns"].shift(-1, fill_value=_NEVER)
@@ -96,8 +100,9 @@ def _profiled_rows(
 def _last_owned(
     address: int, made: pd.DataFrame, owners: list[tuple[int, pd.DataFrame]]
 ) -> int:
-    """Return when a block that is older than the profile was seen last; `_NEVER` if it
-    was there at the end.
+    """Return when a block that is older than the profile was seen last.
+
+    It is `_NEVER` if the block was there at the end.
 
     Its release is not in the profile. It was released before another block was
     allocated at its address."""
@@ -114,8 +119,10 @@ def _last_owned(
 def _with_owners(
     rows: pd.DataFrame, owners: list[tuple[int, pd.DataFrame]]
 ) -> pd.DataFrame:
-    """Add category and module of the blocks that the job owned: by address, at a time
-    when the block was there."""
+    """Add category and module of the blocks that the job owned.
+
+    They are found by address, at a time when the block was there.
+    """
     category = np.full(len(rows), None, dtype=object)
     module = np.full(len(rows), None, dtype=object)
     ends = rows["end_ns"].fillna(_NEVER).to_numpy(np.int64)
@@ -137,8 +144,10 @@ def _with_owners(
 
 
 def _modules(rows: pd.DataFrame, calls: list[tuple[int, str | None]]) -> pd.Series:
-    """Return the innermost module whose forward ran when each block was allocated; None
-    outside of modules."""
+    """Return the innermost module whose forward ran when each block was allocated.
+
+    The module is None outside of modules.
+    """
     times, innermost = [], []
     stack: list[str | None] = []
     for t_ns, name in calls:
@@ -170,8 +179,7 @@ def _timeline(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def profiled_events(path: Path) -> pd.DataFrame:
-    """Read the allocations and releases of the CPU from a trace with
-    `profile_memory=True`.
+    """Read allocations and releases of the CPU from a `profile_memory=True` trace.
 
     Releases of blocks that are older than the profile are not in it.
 
@@ -212,8 +220,10 @@ def profiled_events(path: Path) -> pd.DataFrame:
 def _stacks(
     changes: list[Event], times: IntArray, calls: list[Event]
 ) -> Iterator[str | None]:
-    """Yield the stack of each change, in order: the calls of its thread that are open
-    at its time."""
+    """Yield the stack of each change, in order.
+
+    A stack is the calls of the change's thread that are open at its time.
+    """
     starts, ends = (
         spans(calls) if calls else (np.empty(0, np.int64), np.empty(0, np.int64))
     )
@@ -255,8 +265,11 @@ def _line(call: Event) -> str | None:
 
 
 def _text(lines: tuple[str, ...]) -> str | None:
-    """Return a stack as text. Of one in the backward, what the engine evaluates and
-    what is inside of it."""
+    """Return a stack as text.
+
+    Of a stack in the backward, this is what the engine evaluates and what is inside of
+    that.
+    """
     nodes = [number for number, line in enumerate(lines) if line.startswith(_NODE)]
     if nodes:
         node = lines[nodes[-1]].removeprefix(_NODE)

@@ -1,5 +1,6 @@
-"""Program that reads memory snapshots: a pickle from stdin, and columns of numbers to
-stdout.
+"""Program that reads memory snapshots.
+
+It reads a pickle from stdin, and writes columns of numbers to stdout.
 
 No class of a pickle is called, so none can run code. That does not prevent endless
 work, or tens of GB of memory. So the snapshot is read in a process of its own with
@@ -90,8 +91,10 @@ class StackTable:
         self._chars = 0
 
     def number(self, frames: list[dict[str, Any]] | None) -> int:
-        """Return the position of a stack in `texts`; -1 for one without frames, or
-        where there are too many."""
+        """Return the position of a stack in `texts`.
+
+        Return -1 for one without frames, or where there are too many.
+        """
         if not frames:
             return -1
         number = self._by_identity.get(id(frames))
@@ -111,8 +114,10 @@ class StackTable:
 
 
 def _stack_text(frames: list[dict[str, Any]]) -> str:
-    """Return the Python frames of a stack, one per line as `function (file:line)`; of
-    C++ frames only the backward."""
+    """Return the frames of a stack, one per line as `function (file:line)`.
+
+    These are all Python frames, and of C++ frames only the backward.
+    """
     # Innermost frame first, as in the snapshot.
     lines: list[str] = []
     engine, node, workspace = False, None, False
@@ -173,8 +178,7 @@ def device_events(snapshot: dict[str, Any]) -> list[int]:
 
 
 def block_columns(snapshot: dict[str, Any], stacks: StackTable) -> dict[str, Columns]:
-    """Return the blocks and segments of a snapshot, and add their stacks to
-    `stacks`."""
+    """Return a snapshot's blocks and segments, and add their stacks to `stacks`."""
     tables = {
         table: {column: array("q") for column in columns}
         for table, columns in TABLES.items()
@@ -201,8 +205,10 @@ def block_columns(snapshot: dict[str, Any], stacks: StackTable) -> dict[str, Col
 
 
 def annotation_rows(snapshot: dict[str, Any]) -> list[tuple[str, str, int, int]]:
-    """Return the annotations of a snapshot as (name, START or END, device, time in us),
-    in order."""
+    """Return the annotations of a snapshot in order.
+
+    Each is (name, START or END, device, time in us).
+    """
     entries = snapshot.get("external_annotations", ())
     return [
         (
@@ -221,8 +227,10 @@ def _append(columns: list[array[int]], *row: int) -> None:
 
 
 def _frames(block: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the stack that allocated a block; torch 2.0 has it in the block's
-    history."""
+    """Return the stack that allocated a block.
+
+    Torch 2.0 has it in the block's history.
+    """
     history = block.get("history")
     frames: list[dict[str, Any]] | None = block.get("frames") or (
         history[0].get("frames") if history else None
@@ -231,8 +239,10 @@ def _frames(block: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _requested_bytes(block: dict[str, Any]) -> int:
-    """Return the requested size of a block, which torch 2.0 keeps in the block's
-    history."""
+    """Return the requested size of a block.
+
+    Torch 2.0 keeps it in the block's history.
+    """
     history = block.get("history")
     size: int = block.get(
         "requested_size", history[0]["real_size"] if history else block["size"]
@@ -321,8 +331,10 @@ def _write_error(reason: str) -> None:
 
 
 def _printable(text: str, max_chars: int) -> str:
-    """Return text of the file without control characters, on which a terminal would
-    act."""
+    """Return text of the file without control characters.
+
+    A terminal would act on them.
+    """
     text = text[:max_chars]
     return (
         text

@@ -1,5 +1,6 @@
-"""The collector: a detached process that samples while a recorded job runs, and
-finishes its trace.
+"""The collector: a detached process that samples, and finishes the trace.
+
+It samples while a recorded job runs.
 
 `ebbtide profile` starts it and then executes the job in its own place: so the job has
 the process id that its user knows, receives each signal exactly once, and ends with its
@@ -90,8 +91,10 @@ class Collector:
         self._failure = failure
 
     def cancel(self, reason: str) -> None:
-        """Make the collector remove the trace, since the job could not be executed;
-        return when it has ended."""
+        """Make the collector remove the trace, and return when the collector has ended.
+
+        Call it when the job could not be executed.
+        """
         os.write(self._failure, reason.encode())
         os.close(self._failure)
         with contextlib.suppress(OSError):
@@ -112,11 +115,13 @@ class RecordedCommand:
 
 
 def start_collector(command: RecordedCommand, finished: int | None = None) -> Collector:
-    """Start the collector of the job that this process is about to become; return once
-    the trace exists. It keeps the descriptor `finished` open until the trace is
-    finished. Executing another program in this process closes a pipe, which
-    begins the sampling. The job does not get the socket of the service. Raises
-    TraceError, and leaves nothing behind, if the trace cannot be created."""
+    """Start the collector of this process's future job; return once the trace exists.
+
+    The job is what this process is about to become. It keeps the descriptor `finished`
+    open until the trace is finished. Executing another program in this process closes a
+    pipe, which begins the sampling. The job does not get the socket of the service.
+    Raises TraceError, and leaves nothing behind, if the trace cannot be created.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     status_read, status_write = os.pipe()
@@ -174,8 +179,10 @@ def _run(
 
 
 def _keep_descriptors(*kept: int) -> None:
-    """Close inherited descriptors but stderr and `kept`: who reads the job's pipes must
-    not wait for the collector."""
+    """Close inherited descriptors but stderr and `kept`.
+
+    Whoever reads the job's pipes must not wait for the collector.
+    """
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
@@ -235,8 +242,10 @@ def _say(line: str) -> None:
 
 
 def job_continues(spools: Path) -> bool:
-    """Return whether a process runs that is recorded, has imported torch, or has begun
-    only just now."""
+    """Return whether a process of the job runs that is, or may yet be, recorded.
+
+    Such a process is recorded, has imported torch, or has begun only just now.
+    """
     with_torch = {process_id(path.name) for path in spools.glob("torch-*")}
     # The environments of all processes of the host are read only where these have
     # ended.
@@ -269,8 +278,10 @@ def _age_s(pid: int) -> float:
 
 
 def wait_status(pid: int, pidfd: int) -> int | None:
-    """Return the wait status of an ended process; None if the kernel (before 6.15) has
-    given it to the parent."""
+    """Return the wait status of an ended process.
+
+    Return None if the kernel (before 6.15) has given it to the parent.
+    """
     info = bytearray(_PIDFD_INFO.size)
     struct.pack_into("<Q", info, 0, _PIDFD_INFO_EXIT)
     try:
@@ -282,15 +293,19 @@ def wait_status(pid: int, pidfd: int) -> int | None:
 
 
 def _status_of_zombie(pid: int) -> int | None:
-    """Return the last field of /proc/PID/stat, which is there until the parent has
-    waited for the process."""
+    """Return the last field of /proc/PID/stat, the wait status.
+
+    It is there until the parent has waited for the process.
+    """
     fields = stat_fields(pid)
     return int(fields[-1]) if fields and fields[0] == "Z" else None
 
 
 def exit_meta(status: int | None) -> dict[str, int] | None:
-    """Return `exit` of a trace's metadata for a wait status: {"code": n} or {"signal":
-    n}; None if not known."""
+    """Return `exit` of a trace's metadata for a wait status.
+
+    It is {"code": n} or {"signal": n}; None if not known.
+    """
     if status is None:
         return None
     return (

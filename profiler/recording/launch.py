@@ -1,5 +1,8 @@
-"""Records a command: starts the collector of its trace, then executes the job, in its
-own place or beside itself."""
+"""Records a command.
+
+It starts the collector of its trace, then executes the job, in its own place or beside
+itself.
+"""
 
 import contextlib
 import errno
@@ -72,9 +75,11 @@ def profile(
 
 
 def profile_in_terminal(job: RecordedCommand) -> int:
-    """Record a job in a child of this process, which gets the keys of the terminal, and
-    return its exit code once its trace is finished; end as the job if a signal has
-    ended it. Raises TraceError in the child as `profile` does."""
+    """Record a job in a child of this process, and return its exit code.
+
+    The child gets the keys of the terminal. Return once its trace is finished; end as
+    the job if a signal has ended it. Raises TraceError in the child as `profile` does.
+    """
     finished_read, finished_write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -118,8 +123,10 @@ def _why_not(program: str) -> str:
 
 
 def job_environment(options: Options, spools: Path) -> dict[str, str]:
-    """Return this process's environment, with the agent first on the path of every
-    Python that starts in the job."""
+    """Return this process's environment, with the agent first on Python's path.
+
+    This is the path of every Python that starts in the job.
+    """
     inject = str(Path(__file__).resolve().parents[1] / "inject")
     path = os.environ.get("PYTHONPATH")
     return {
@@ -130,10 +137,12 @@ def job_environment(options: Options, spools: Path) -> dict[str, str]:
 
 
 class BackgroundJob:
-    """A recorded job in a process group of its own, without the terminal's keys;
-    signals are passed on to it. Its output is in `log`, RUN.log beside RUN.ebb, which
+    """A recorded job in a process group of its own, without the terminal's keys.
+
+    Signals are passed on to it. Its output is in `log`, RUN.log beside RUN.ebb, which
     `force` replaces, too. Raises TraceError, and leaves nothing behind, if the command
-    cannot be executed or a file cannot be created."""
+    cannot be executed or a file cannot be created.
+    """
 
     def __init__(self, job: RecordedCommand) -> None:
         self.log = job.output.with_suffix(".log")
@@ -173,14 +182,15 @@ class BackgroundJob:
         return self._is_finished and _has_ended(self.pid)
 
     def interrupt(self) -> None:
-        """Send SIGINT to all processes of the job's group, as Ctrl-C in its terminal
-        would."""
+        """Send SIGINT to all processes of the job's group, as Ctrl-C would."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGINT)
 
     def exit_code(self) -> int:
-        """Return the exit code of the finished job; of one that a signal has ended 128
-        plus its number."""
+        """Return the exit code of the finished job.
+
+        If a signal has ended it, this is 128 plus the signal's number.
+        """
         for number in _FORWARDED:
             signal.signal(number, signal.SIG_DFL)
         _, status = os.waitpid(self.pid, 0)

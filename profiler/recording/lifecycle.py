@@ -1,5 +1,7 @@
-"""Opens the trace of a recording, and finishes it; shared by `ebbtide profile` and
-`Tracer`."""
+"""Opens the trace of a recording, and finishes it.
+
+`ebbtide profile` and `Tracer` share it.
+"""
 
 import contextlib
 import errno
@@ -41,8 +43,7 @@ _NO_SPACE = (
 
 @dataclass
 class RecordingResult:
-    """A trace for each training that was recorded; if there is none, no file is
-    left."""
+    """A trace for each recorded training; if there is none, no file is left."""
 
     traces: list[Trace]
     warnings: list[str] = field(default_factory=list)
@@ -68,8 +69,10 @@ class OpenRecording:
 
 
 def require_linux() -> None:
-    """Raise TraceError if this is not Linux: the clock, /proc and the signals of a
-    recording are Linux's."""
+    """Raise TraceError if this is not Linux.
+
+    The clock, /proc and the signals of a recording are Linux's.
+    """
     if sys.platform != "linux":
         raise TraceError(
             f"ebbtide records on Linux only, and this is {sys.platform}: record on a "
@@ -131,8 +134,10 @@ def first_meta(
 def finish_recording(
     recording: OpenRecording, changes: dict[str, Any], first_iteration: int = 0
 ) -> RecordingResult:
-    """Turn the spools into finished traces, as far as possible; each thing that they
-    lack becomes a warning."""
+    """Turn the spools into finished traces, as far as possible.
+
+    Each thing that they lack becomes a warning.
+    """
     output, warnings = recording.output, list(recording.sampler.notes)
     if not recording.is_in_place:
         return RecordingResult(
@@ -183,8 +188,10 @@ def _no_iterations(trace: Trace) -> str | None:
 
 
 def _out_of_memory(trace: Trace) -> str | None:
-    """Return the line on ranks that ran out of memory, with the command that explains
-    it."""
+    """Return the line on ranks that ran out of memory.
+
+    It has the command that explains this.
+    """
     ranks = [rank for rank in trace.ranks if trace.rank(rank).out_of_memory]
     if not ranks:
         return None
@@ -211,8 +218,10 @@ def explain_empty_recording(
     first_iteration: int = 0,
     job_failed: bool = False,
 ) -> str:
-    """Return why no process recorded itself, from the marker files that the agent
-    writes as it starts."""
+    """Return why no process recorded itself.
+
+    It is read from the marker files that the agent writes as it starts.
+    """
     if any(spools.glob("nested-*")):
         return "the job is recorded by another `ebbtide profile` inside this command"
     failed = sorted(spools.glob("failed-*"))
@@ -246,10 +255,12 @@ def explain_empty_recording(
 
 
 def finish(path: Path, changes: dict[str, Any]) -> list[Trace]:
-    """Convert the spools of a recording into tables, then delete them; `changes`: keys
-    to set in meta.json. Returns the trace, and one more for each further training of
-    the command: RUN-2.ebb, RUN-3.ebb, ... Raises OSError where no space is left: the
-    trace then still opens from its spools."""
+    """Convert the spools of a recording into tables, then delete them.
+
+    `changes` are keys to set in meta.json. Returns the trace, and one more for each
+    further training of the command: RUN-2.ebb, RUN-3.ebb, ... Raises OSError where no
+    space is left: the trace then still opens from its spools.
+    """
     first, *others = recovered_traces(path, read_meta(path) | changes)
     for other in others:
         with new_trace(other.path):

@@ -1,5 +1,7 @@
-"""The lock of a trace that is being recorded: held by the process that will finish
-it."""
+"""The lock of a trace that is being recorded.
+
+The process that will finish the trace holds it.
+"""
 
 import fcntl
 import json
@@ -20,8 +22,10 @@ _PERIOD_S = 0.02
 
 
 def lock_recording(path: Path, job: int) -> int:
-    """Lock a trace until the descriptor is closed, or this process ends; `job`: process
-    id, for the waiting."""
+    """Lock a trace until the descriptor is closed, or this process ends.
+
+    `job`: process id, for the waiting.
+    """
     fd = os.open(path / SPOOL / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.write(
@@ -34,8 +38,10 @@ def lock_recording(path: Path, job: int) -> int:
 
 
 def collector_runs(path: Path) -> bool:
-    """Return whether the process that will finish a trace runs, on this host, without
-    taking the lock."""
+    """Return whether the process that will finish a trace runs, without locking.
+
+    The process is one on this host.
+    """
     try:
         return process_runs(
             int(json.loads((path / SPOOL / LOCK).read_bytes())["collector"])
@@ -45,16 +51,20 @@ def collector_runs(path: Path) -> bool:
 
 
 def wait_until_finished(path: Path) -> None:
-    """Wait for a recording whose job has ended to be finished; return at once if the
-    job still runs."""
+    """Wait for a recording whose job has ended to be finished.
+
+    Return at once if the job still runs.
+    """
     deadline_s = time.monotonic() + _WAIT_SECONDS
     while is_locked(path) and not job_runs(path) and time.monotonic() < deadline_s:
         time.sleep(_PERIOD_S)
 
 
 def job_runs(path: Path) -> bool:
-    """Return whether the job of a trace that is being recorded, or one of its recorded
-    processes, still runs."""
+    """Return whether the job of a trace that is being recorded still runs.
+
+    One of its recorded processes counts, too.
+    """
     try:
         lock = json.loads((path / SPOOL / LOCK).read_bytes())
         if (

@@ -137,8 +137,9 @@ class Tracer:
 
     @contextlib.contextmanager
     def phase(self, phase: Literal["forward", "backward", "update"]) -> Iterator[None]:
-        """Mark a phase by hand, where it cannot be detected (for example, a step
-        compiled as one function).
+        """Mark a phase by hand, where it cannot be detected.
+
+        An example is a step compiled as one function.
 
         Phases detected inside it belong to it. An update that follows a backward ends
         an iteration, as an optimizer's step does.

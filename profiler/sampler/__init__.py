@@ -1,2 +1,1 @@
-"""Samples from outside of the job: GPU memory and link counters (NVML), and host
-memory."""
+"""Samples GPU memory, link counters (NVML) and host memory from outside the job."""

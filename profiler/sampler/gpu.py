@@ -1,4 +1,4 @@
-"""Values of one GPU, or of one MIG device of it, through NVML."""
+"""Values of one GPU, or of a MIG device on one GPU, through NVML."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ class LinkState:
 
 
 class Gpu:
-    """One card, or the MIG device `mig_device` of it, which has a name, a UUID and
-    memory of its own; everything else is that of its card. Every method that reads a
-    value raises NvmlError if NVML does not give it."""
+    """One card, or its MIG device `mig_device`.
+
+    A MIG device has a name, a UUID and memory of its own; everything else is its
+    card's. Every method that reads a value raises NvmlError if NVML does not give it.
+    """
 
     def __init__(self, nvml: Nvml, card: int, mig_device: int | None = None) -> None:
         self._nvml = nvml
         self._card = self._handle = nvml.call("nvmlDeviceGetHandleByIndex", card)
-        # The number of the card in traces is NVML's own; that of a MIG device is unique
-        # as well.
+        # The number of the card in traces is NVML's own; the number of a MIG device is
+        # unique as well.
         self.index, self.title = card, f"GPU {card}"
         self._is_mig_device = mig_device is not None
         if mig_device is not None:
@@ -45,8 +47,10 @@ class Gpu:
             self.title += f" MIG device {mig_device}"
 
     def describe(self) -> dict[str, Any]:
-        """Return the description of the card for the trace's metadata; null for what it
-        does not report."""
+        """Return the description of the card for the trace's metadata.
+
+        Values are null for what it does not report.
+        """
         memory = self._try("nvmlDeviceGetMemoryInfo", self._handle)
         pci = self._try("nvmlDeviceGetPciInfo")
         generation = self._try("nvmlDeviceGetMaxPcieLinkGeneration")
@@ -78,13 +82,18 @@ class Gpu:
         return as_text(self._try("nvmlDeviceGetUUID", self._handle))
 
     def read_card_uuid(self) -> str | None:
-        """Return the UUID of the card, also where this is a MIG device of it; None if
-        NVML does not give it."""
+        """Return the UUID of the card.
+
+        This works also where this is a MIG device of the card. Return None if NVML does
+        not give it.
+        """
         return as_text(self._try("nvmlDeviceGetUUID"))
 
     def mig_devices(self) -> list[Gpu]:
-        """Return the MIG devices of the card that this user may see; an empty list if
-        it is not partitioned."""
+        """Return the MIG devices of the card that this user may see.
+
+        Return an empty list if it is not partitioned.
+        """
         if not self._is_partitioned():
             return []
         devices = []
@@ -98,8 +107,10 @@ class Gpu:
         return devices
 
     def link_obstacle(self) -> str | None:
-        """Return why PCIe counters say nothing about copies of this GPU; None where
-        they count them."""
+        """Return why PCIe counters say nothing about copies of this GPU.
+
+        Return None where they count them.
+        """
         if self._copies_over_c2c():
             return "copies go over NVLink-C2C, which PCIe counters do not count"
         if self._is_mig_device or self._is_partitioned():
@@ -125,8 +136,10 @@ class Gpu:
         return received, sent
 
     def read_fields(self, *names: str, scope: int = 0) -> list[int]:
-        """Return the values of fields, by the names of their constants in NVML;
-        `scope`: the link that they are of."""
+        """Return the values of fields, by the names of their constants in NVML.
+
+        `scope`: the link that they are of.
+        """
         fields = [(self._nvml.constant(name), scope) for name in names]
         return [
             self._field(value)
@@ -134,8 +147,10 @@ class Gpu:
         ]
 
     def read_pcie_throughput(self) -> tuple[float, float]:
-        """Return (h2d, d2h) bytes/s over two windows of 20 ms, one after the other;
-        blocks for about 42 ms."""
+        """Return (h2d, d2h) bytes/s over two windows of 20 ms.
+
+        The windows come one after the other; blocks for about 42 ms.
+        """
         library = self._nvml.library
         received = self.call(
             "nvmlDeviceGetPcieThroughput", library.NVML_PCIE_UTIL_RX_BYTES
@@ -144,8 +159,10 @@ class Gpu:
         return received * 1e3, sent * 1e3
 
     def take_gpm_sample(self) -> Any:
-        """Take a snapshot of the performance monitor (Hopper or newer); free it with
-        `free_gpm_sample`."""
+        """Take a snapshot of the performance monitor (Hopper or newer).
+
+        Free it with `free_gpm_sample`.
+        """
         sample = self._nvml.call("nvmlGpmSampleAlloc")
         try:
             self.call("nvmlGpmSampleGet", sample)
@@ -158,8 +175,10 @@ class Gpu:
         self._nvml.call("nvmlGpmSampleFree", sample)
 
     def read_gpm_rates(self, first: Any, second: Any) -> tuple[float, float]:
-        """Return (h2d, d2h) bytes/s, the mean between two snapshots; NVML gives
-        MiB/s."""
+        """Return (h2d, d2h) bytes/s, the mean between two snapshots.
+
+        NVML gives MiB/s.
+        """
         library = self._nvml.library
         request = library.c_nvmlGpmMetricsGet_t()
         request.version = library.NVML_GPM_METRICS_GET_VERSION
@@ -178,8 +197,10 @@ class Gpu:
         return answer is not None and bool(answer.isSupportedDevice)
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """Call a function of NVML for this card, also where this is a MIG device of
-        it."""
+        """Call an NVML function for this card.
+
+        This works also where this is a MIG device of the card.
+        """
         return self._nvml.call(function, self._card, *arguments)
 
     def constant(self, name: str) -> Any:
@@ -192,8 +213,10 @@ class Gpu:
         return mode is not None and bool(mode[0])
 
     def _copies_over_c2c(self) -> bool:
-        """Return whether a link of NVLink-C2C to the host is active; by the card's name
-        where drivers do not say."""
+        """Return whether a link of NVLink-C2C to the host is active.
+
+        Where drivers do not say, the card's name decides.
+        """
         try:
             (links,) = self.read_fields("NVML_FI_DEV_C2C_LINK_COUNT")
             return any(
@@ -208,8 +231,10 @@ class Gpu:
             )
 
     def _try(self, function: str, handle: Any = None) -> Any:
-        """Call a function for the card, or for `handle`; return None if NVML refuses
-        it."""
+        """Call a function for the card, or for `handle`.
+
+        Return None if NVML refuses it.
+        """
         try:
             return self._nvml.call(function, self._card if handle is None else handle)
         except GpuLost:
@@ -231,16 +256,20 @@ class Gpu:
 
 
 class OpenedGpus(NamedTuple):
-    """Result of `open_gpus`: the cards and MIG devices, and a line for each card that
-    cannot be opened."""
+    """Result of `open_gpus`.
+
+    It has the cards and MIG devices, and a line for each card that cannot be opened.
+    """
 
     gpus: list[Gpu]
     unavailable: list[str]
 
 
 def open_gpus(nvml: Nvml, visible: str = "") -> OpenedGpus:
-    """Open all cards, or their MIG devices; only those MIG devices that `visible`,
-    CUDA_VISIBLE_DEVICES, names."""
+    """Open all cards, or their MIG devices.
+
+    Of MIG devices, only those that `visible`, CUDA_VISIBLE_DEVICES, names are opened.
+    """
     named = tuple(
         name for name in map(str.strip, visible.split(",")) if name.startswith("MIG-")
     )
@@ -281,8 +310,10 @@ def _read_utilization(gpu: Gpu) -> tuple[int, ...]:
 
 
 def _number(function: str, *constants: str) -> _Call:
-    """Return a call of an NVML function that gives one number; `constants` are names of
-    its further arguments."""
+    """Return a call of an NVML function that gives one number.
+
+    `constants` are names of its further arguments.
+    """
     return lambda gpu: (int(gpu.call(function, *map(gpu.constant, constants))),)
 
 
@@ -327,8 +358,10 @@ class GpuStateReader:
         return values
 
     def refusals(self) -> str | None:
-        """Return the quantities that the card refuses, with reasons; None if none, or
-        if `read` has raised them."""
+        """Return the quantities that the card refuses, with reasons.
+
+        Return None if none, or if `read` has raised them.
+        """
         return self._reasons() if self.refused and self._calls else None
 
     def _reasons(self) -> str:
@@ -344,8 +377,10 @@ class GpuStateReader:
     def _read_together(
         self, quantities: tuple[str, ...], values: dict[str, int]
     ) -> None:
-        """Add the values of some quantities to `values`, and drop the calls that the
-        card refuses."""
+        """Add the values of some quantities to `values`.
+
+        Drop the calls that the card refuses.
+        """
         calls, reason = self._calls[quantities], ""
         while calls:
             try:

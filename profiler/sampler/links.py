@@ -1,5 +1,7 @@
-"""Link throughput of one GPU, from the best counter that it has (docs/recording.md
-lists them with their limits)."""
+"""Link throughput of one GPU, from the best counter that it has.
+
+The counters and their limits are in docs/recording.md.
+"""
 
 import time
 from collections.abc import Callable
@@ -80,15 +82,19 @@ class CounterSource(LinkSource):
 
 
 class GpmSource(LinkSource):
-    """The performance monitor of Hopper and newer: means between two samples, at least
-    100 ms apart."""
+    """The performance monitor of Hopper and newer.
+
+    It gives means between two samples, at least 100 ms apart.
+    """
 
     name = LINK_SOURCES[1]
     period_s = 0.12
 
     def read(self) -> LinkSample | None:
-        """Return the mean since the sample before; None also where it is too early for
-        another one."""
+        """Return the mean since the sample before.
+
+        Return None also where it is too early for another one.
+        """
         if (
             self._last is not None
             and self._clock() - self._last[0] < _MIN_GPM_WINDOW_NS
@@ -108,15 +114,16 @@ class GpmSource(LinkSource):
 
 
 class ThroughputSource(LinkSource):
-    """`nvmlDeviceGetPcieThroughput`: a window of 20 ms per direction, one after the
-    other."""
+    """`nvmlDeviceGetPcieThroughput`: a window of 20 ms per direction, in turn."""
 
     name = LINK_SOURCES[2]
     period_s = 0.0  # it blocks long enough by itself
 
     def read(self) -> LinkSample | None:
-        """Return a sample; blocks for about 42 ms, and for a window at least where the
-        driver answers at once."""
+        """Return a sample; blocks for about 42 ms.
+
+        Where the driver answers at once, it blocks for a window at least.
+        """
         begin_s = time.monotonic()
         rates = self._gpu.read_pcie_throughput()
         time.sleep(max(0.0, begin_s + _THROUGHPUT_WINDOW_NS / 1e9 - time.monotonic()))
@@ -124,8 +131,10 @@ class ThroughputSource(LinkSource):
 
 
 def best_source(gpu: Gpu) -> tuple[LinkSource | None, list[str]]:
-    """Return the first source that answers (None: none counts this GPU's traffic), and
-    why those before do not."""
+    """Return the first source that answers, and why those before do not.
+
+    The source is None if none counts this GPU's traffic.
+    """
     obstacle = gpu.link_obstacle()
     if obstacle is not None:
         return None, [obstacle]

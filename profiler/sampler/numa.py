@@ -26,8 +26,10 @@ _MAX_COST_SHARE = 1e-3
 
 
 def describe_nodes(root: Path = Path("/")) -> list[dict[str, Any]]:
-    """Return the NUMA nodes of the host for a trace's metadata; an empty list if the
-    host does not report them."""
+    """Return the NUMA nodes of the host for a trace's metadata.
+
+    Return an empty list if the host does not report them.
+    """
     return [
         {
             "node": node.number,
@@ -46,10 +48,12 @@ class _Process:
 
 
 class NumaReader:
-    """Reads the placement of processes, and keeps it in a file per process in the
-    folder of the spools: of memory, where the host has several nodes with cores, the
-    largest reading, since a process that ends has released much. `root` holds `sys` and
-    `proc`."""
+    """Reads the placement of processes, and keeps it in a file per process.
+
+    The files are in the folder of the spools. Placement of memory is read where the
+    host has several nodes with cores; the largest reading counts, since a process that
+    ends has released much. `root` holds `sys` and `proc`.
+    """
 
     def __init__(
         self,
@@ -114,6 +118,8 @@ class NumaReader:
 
 
 def placement_file(directory: Path, pid: int) -> Path:
-    """Return the file of a process in the folder of the spools: `cpu_nodes` and
-    `memory_bytes` as in the metadata."""
+    """Return a process's placement file in the folder of the spools.
+
+    It has `cpu_nodes` and `memory_bytes` as in the metadata.
+    """
     return directory / f"numa-{pid}.json"

@@ -79,6 +79,8 @@ class Nvml:
 
 
 def as_text(value: Any) -> str | None:
-    """Return a text of NVML, which versions of nvidia-ml-py give as bytes or as str;
-    None stays None."""
+    """Return a text of NVML as str; None stays None.
+
+    Versions of nvidia-ml-py give it as bytes or as str.
+    """
     return value.decode() if isinstance(value, bytes) else value

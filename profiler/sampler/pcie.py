@@ -14,7 +14,9 @@ _LANE_BYTES_PER_S = {
 
 
 def link_peak_bytes_per_s(generation: int | None, width: int | None) -> float | None:
-    """Return the peak of a PCIe link in one direction, before headers, in bytes/s; None
-    if it is not known."""
+    """Return the peak of a PCIe link in one direction.
+
+    The peak is before headers, in bytes/s; None if it is not known.
+    """
     lane = _LANE_BYTES_PER_S.get(generation or 0)
     return lane * width if lane and width else None

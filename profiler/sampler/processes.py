@@ -16,15 +16,19 @@ def process_runs(pid: int) -> bool:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None for one that has
-    ended."""
+    """Return when a process started, in clock ticks since boot.
+
+    Return None for one that has ended.
+    """
     fields = stat_fields(pid)
     return int(fields[19]) if fields and fields[0] not in ("Z", "X") else None
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; empty for a process that
-    does not exist."""
+    """Return the fields of /proc/PID/stat from the state on.
+
+    It is empty for a process that does not exist.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

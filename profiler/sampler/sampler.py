@@ -1,5 +1,4 @@
-"""Threads of the collector that sample while the job runs, into a spool of their
-own."""
+"""Threads of the collector that sample into a spool while the job runs."""
 
 import math
 import os
@@ -38,11 +37,13 @@ WARNING_SHARE = 0.9
 
 
 class Sampler:
-    """Samples each card's memory, link and state (utilization, power, clocks,
-    temperature), and the resident memory of recorded processes: those with a spool in
-    `directory`. A source that fails stops alone. `max_bytes`: limit of the samples'
-    spool; None: none. `root` holds `sys` and `proc`. `warn` gets warnings while the job
-    runs, which are notes, too."""
+    """Samples each card and the resident memory of recorded processes.
+
+    Of a card it samples memory, link and state (utilization, power, clocks,
+    temperature). Recorded processes have a spool in `directory`. A source that fails
+    stops alone. `max_bytes`: limit of the samples' spool; None: none. `root` holds
+    `sys` and `proc`. `warn` gets warnings while the job runs, which are notes, too.
+    """
 
     def __init__(
         self,
@@ -168,8 +169,10 @@ class Sampler:
         period_s: float,
         gpu: Gpu | None = None,
     ) -> None:
-        """Call `read` once per period on a thread of its own, until `stop` or a fault
-        that does not pass."""
+        """Call `read` once per period on a new thread.
+
+        It goes on until `stop` or a fault that does not pass.
+        """
         subject = subject if gpu is None else f"{subject} of {gpu.title}"
 
         def loop() -> None:
@@ -248,8 +251,10 @@ class Sampler:
             )
 
     def _sample_processes(self) -> None:
-        """Read the resident memory of each recorded process; once a second also its
-        swap, and which are recorded."""
+        """Read the resident memory of each recorded process.
+
+        Once a second, also read its swap, and which processes are recorded.
+        """
         now_s = time.monotonic()
         scan = now_s >= self._next_scan_s
         if scan:
@@ -280,8 +285,10 @@ class Sampler:
 
 
 def _by_reason(reasons: Iterable[tuple[Gpu, str]]) -> dict[str, str]:
-    """Return the titles of the GPUs of each reason, as one text: the cards of a host
-    mostly lack the same."""
+    """Return the titles of the GPUs of each reason, as one text.
+
+    The cards of a host mostly lack the same.
+    """
     titles: dict[str, list[str]] = {}
     for gpu, reason in reasons:
         titles.setdefault(reason, []).append(gpu.title)
@@ -312,8 +319,10 @@ def describe_host() -> dict[str, Any]:
 
 
 def read_rss_bytes(pid: int) -> int | None:
-    """Return the resident bytes of a process; None if it has ended (one that is not yet
-    reaped has none)."""
+    """Return the resident bytes of a process; None if it has ended.
+
+    A process that has ended and is not yet reaped has none.
+    """
     try:
         with open(f"/proc/{pid}/statm", "rb") as file:
             return int(file.read().split()[1]) * _PAGE_BYTES or None
@@ -322,8 +331,10 @@ def read_rss_bytes(pid: int) -> int | None:
 
 
 def read_swap_bytes(pid: int) -> int | None:
-    """Return the bytes of a process that are in swap; None if it has ended or the
-    kernel does not report them."""
+    """Return the bytes of a process that are in swap.
+
+    Return None if it has ended or the kernel does not report them.
+    """
     kib = _search(f"/proc/{pid}/status", r"VmSwap:\s+(\d+) kB")
     return int(kib) * 1024 if kib else None
 
@@ -334,9 +345,12 @@ def _search(path: str, pattern: str) -> str | None:
 
 
 class HostLimitWatch:
-    """Reads how much of its limit a job uses, and warns once per control group before
-    the kernel ends the job. `root` holds `sys` and `proc`; `description`: the limit for
-    the trace's metadata, None before a process with one."""
+    """Watches how much of its limit of host memory a job uses.
+
+    It warns once per control group before the kernel ends the job. `root` holds `sys`
+    and `proc`; `description`: the limit for the trace's metadata, None before a process
+    with one.
+    """
 
     def __init__(self, root: Path = Path("/")) -> None:
         self.description: dict[str, Any] | None = None
@@ -346,8 +360,10 @@ class HostLimitWatch:
         self._warnings: list[str] = []
 
     def read(self, pids: Iterable[int], regular: bool) -> Iterator[tuple[int, int]]:
-        """Yield (process, bytes in use in its group); unless `regular`, only of those
-        near their limit."""
+        """Yield (process, bytes in use in its group).
+
+        Unless `regular`, it yields only processes near their limit.
+        """
         members: dict[MemoryGroup, list[int]] = {}
         for pid in pids:
             if pid not in self._groups:

@@ -1,5 +1,4 @@
-"""The trace format: schema, typed metadata, reader, builder, merge and the recovery of
-spools."""
+"""The trace format: schema, typed metadata, reader, builder, merge, spool recovery."""
 
 from ebbtide.errors import TraceError, UserError
 from ebbtide.profiler.trace.builder import RankBuilder, TraceBuilder

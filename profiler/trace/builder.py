@@ -58,8 +58,10 @@ class RankBuilder:
         return _joined(table, self._columns[table], self._rows[table])
 
     def frames_of(self, table: str) -> Iterator[pd.DataFrame]:
-        """Yield the rows so far as frames in the order of time, of a large table
-        several: one takes too much memory."""
+        """Yield the rows so far as frames in the order of time.
+
+        A large table gives several: one takes too much memory.
+        """
         parts = self._columns[table]
         times = [np.asarray(part[SORT[table]]) for part in parts]
         longest = max(times, key=np.size, default=np.empty(0))
@@ -95,8 +97,10 @@ class RankBuilder:
         gpu_start_ns: int | None = None,
         gpu_end_ns: int | None = None,
     ) -> RankBuilder:
-        """Add a phase and return the builder. The GPU's times are those of the same two
-        points on the device."""
+        """Add a phase and return the builder.
+
+        `gpu_start_ns` and `gpu_end_ns` are the same two points on the device.
+        """
         if phase not in PHASES:
             raise ValueError(f"{phase!r} is not a phase: {', '.join(PHASES)}")
         if end_ns < start_ns:
@@ -125,8 +129,9 @@ class RankBuilder:
         device: str = "cuda:0",
         **rates: Any,
     ) -> RankBuilder:
-        """Add a sample of a link's counters, of the window that ends at `t_ns`, and
-        return the builder.
+        """Add a sample of a link's counters, and return the builder.
+
+        The sample covers the window that ends at `t_ns`.
 
         `source`: `nvml-counters`, `gpm` or `nvml-throughput`. `rates`: h2d_bytes_per_s,
         d2h_bytes_per_s, generation and width, where they were recorded."""
@@ -140,8 +145,10 @@ class RankBuilder:
         )
 
     def gpu(self, t_ns: int, device: str = "cuda:0", **values: Any) -> RankBuilder:
-        """Add a sample of a GPU's state, columns of the table `gpu`, and return the
-        builder."""
+        """Add a sample of a GPU's state, and return the builder.
+
+        Its values are columns of the table `gpu`.
+        """
         return self.add("gpu", t_ns=t_ns, device=device, **values)
 
     def kernel(
@@ -186,8 +193,9 @@ class RankBuilder:
         device: str = "cuda:0",
         **columns: Any,
     ) -> RankBuilder:
-        """Add a copy between host and device, in device time, and return the builder;
-        the rank then counts as recording transfers.
+        """Add a copy between host and device, and return the builder.
+
+        Times are the device's; the rank then counts as recording transfers.
 
         `direction`: `h2d` or `d2h`. `size`: None where not recorded. `columns`:
         host_memory ("pinned", "pageable"), stream, launch_ns and name, where they were
@@ -224,8 +232,10 @@ class TraceBuilder:
         self._ranks: dict[int, RankBuilder] = {}
 
     def rank(self, rank: int = 0, **meta: Any) -> RankBuilder:
-        """Return the builder of one rank. meta: `devices` and further keys of its
-        entry, which replace earlier ones."""
+        """Return the builder of one rank.
+
+        meta: `devices` and further keys of its entry, which replace earlier ones.
+        """
         if rank not in self._ranks:
             self._ranks[rank] = RankBuilder(
                 {"rank": rank, "devices": [], "transfers_recorded": False}

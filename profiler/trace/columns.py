@@ -1,5 +1,7 @@
-"""The rows of a table as NumPy arrays, without pandas: importing it takes as long as a
-short command."""
+"""The rows of a table as NumPy arrays, without pandas.
+
+To import pandas takes as long as a short command.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,7 @@ class Columns:
     them."""
 
     def __init__(self, table: str, rows: pa.Table | pd.DataFrame) -> None:
-        """Take rows: an Arrow table as `typed_rows` returns it, or a frame of the
-        table."""
+        """Take rows: an Arrow table as of `typed_rows`, or a frame of the table."""
         self._table = table
         self._kept: dict[str, Any] = {}
         if isinstance(rows, pa.Table):
@@ -83,8 +84,10 @@ class Columns:
         return _recorded(self._array(name))
 
     def matches(self, name: str, selects: Callable[[str], bool]) -> Bools:
-        """Return which texts of a column a function of a text selects; never those that
-        are missing."""
+        """Return which texts of a column a function of a text selects.
+
+        It never selects those that are missing.
+        """
         codes, labels = self.codes(name)
         return np.array([*map(selects, labels), False])[codes]
 
@@ -105,8 +108,10 @@ class Columns:
         return self._once(f"{name}:arrow", lambda: _one_array(self._arrow.column(name)))
 
     def codes(self, name: str) -> Codes:
-        """Return the different texts of a column, and the position of each value among
-        them; -1 where it is missing."""
+        """Return the different texts of a column, and each value's position among them.
+
+        The position is -1 where the value is missing.
+        """
         codes: Codes = self._once(
             f"{name}:codes", lambda: _text_codes(self._array(name))
         )
@@ -166,8 +171,10 @@ def distinct_texts(values: pa.Array | pa.ChunkedArray) -> list[str]:
 
 
 def _numbers(values: pa.Array) -> npt.NDArray[Any]:
-    """Return the numbers of an array without copying them; Arrow itself makes integers
-    floats next to a missing one."""
+    """Return the numbers of an array without copying them.
+
+    Arrow itself makes integers floats next to a missing one.
+    """
     if not len(values):
         return np.empty(0, values.type.to_pandas_dtype())
     numbers = np.frombuffer(values.buffers()[1], values.type.to_pandas_dtype())

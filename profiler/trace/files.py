@@ -122,8 +122,7 @@ def _undo(path: Path, backup: Path | None, new_folders: list[Path]) -> None:
 
 
 def _other_trainings(path: Path) -> list[Path]:
-    """Return the traces RUN-2.ebb, RUN-3.ebb, ... that were recorded together with
-    RUN.ebb."""
+    """Return the traces RUN-2.ebb, RUN-3.ebb, ... recorded together with RUN.ebb."""
     numbered = re.compile(
         rf"{re.escape(path.stem)}-[0-9]+{re.escape(path.suffix)}"
     ).fullmatch
@@ -136,8 +135,10 @@ def _other_trainings(path: Path) -> list[Path]:
 
 
 def _recording_begin(path: Path) -> tuple[Any, ...] | None:
-    """Return both clocks at the beginning of a recording, and their host; None if
-    `path` is none."""
+    """Return both clocks at the beginning of a recording, and their host.
+
+    Return None if `path` is none.
+    """
     meta = read_meta(path) if is_trace(path) else {}
     return (meta["started_ns"], meta.get("clock")) if meta.get("started_ns") else None
 
@@ -172,8 +173,10 @@ def is_trace(path: Path) -> bool:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """Read the object of a trace's meta.json and check that this version of ebbtide
-    reads its schema."""
+    """Read the object of a trace's meta.json, and check its schema.
+
+    This version of ebbtide must be able to read the schema.
+    """
     if not os.path.exists(path):
         raise TraceError(
             f"{path} does not exist: name a trace that `ebbtide profile` has written"
@@ -235,8 +238,10 @@ def write_rank(path: Path, rank: int, tables: Mapping[str, pd.DataFrame]) -> Non
 def write_table(
     path: Path, rank: int, table: str, frames: Iterable[pd.DataFrame]
 ) -> None:
-    """Write a table of one rank as Parquet (zstd) from frames of its rows in order, as
-    they come."""
+    """Write a table of one rank as Parquet (zstd).
+
+    Its rows come in order, in frames.
+    """
     file, schema = _parquet(path, rank, table), arrow_schema(table)
     file.parent.mkdir(exist_ok=True)
     # Times hardly repeat: a dictionary of them would only take memory.
@@ -350,8 +355,7 @@ def _read_from(table: str, source: pa.NativeFile, size: int) -> Columns:
 
 
 def _joined(column: pa.ChunkedArray) -> pa.Array:
-    """Return a column as one array, and few different texts with a byte for each
-    row."""
+    """Return a column as one array; few different texts have a byte for each row."""
     values = column.unify_dictionaries().combine_chunks()
     if pa.types.is_dictionary(values.type) and len(values.dictionary) < 1 << 7:
         return pa.DictionaryArray.from_arrays(
@@ -366,8 +370,10 @@ def _no_rows(table: str) -> Columns:
 
 
 def _labels(path: Path, rank: int, table: str, column: str) -> list[str]:
-    """Return the different values of a text column without reading the others, in order
-    of appearance."""
+    """Return the different values of a text column, in order of appearance.
+
+    Other columns are not read.
+    """
     file = _parquet(path, rank, table)
     if table in OPTIONAL_TABLES and not os.path.lexists(file):
         return []
@@ -394,8 +400,9 @@ def _labels(path: Path, rank: int, table: str, column: str) -> list[str]:
 def _parquet_file(
     source: pa.NativeFile, size: int, text: Sequence[str]
 ) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file of `size` bytes whose rows may be read; `text`: columns that
-    are text.
+    """Open a Parquet file of `size` bytes for reading rows.
+
+    `text` are the columns that are text.
 
     `source` is a file of pyarrow, which reads it in this thread: a thread of its own
     that lets go of a file of Python while the process ends would abort it

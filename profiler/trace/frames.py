@@ -31,13 +31,15 @@ def frame(table: str, rows: Any = ()) -> pd.DataFrame:
 
 @cache
 def empty_frame(table: str) -> pd.DataFrame:
-    """Return a frame of a table without rows, which callers share and must not
-    change."""
+    """Return a table's frame without rows, which callers share and must not change."""
     return frame(table)
 
 
 def sort_by_time(table: str, rows: pd.DataFrame) -> pd.DataFrame:
-    """Return rows of a table sorted by time; those of one time keep their order."""
+    """Return rows of a table sorted by time.
+
+    Rows with the same time keep their order.
+    """
     if rows[SORT[table]].is_monotonic_increasing:
         return rows
     return rows.sort_values(SORT[table], kind="stable", ignore_index=True)
@@ -65,8 +67,10 @@ def _dtype(column: TraceColumn) -> str:
 
 
 def arrow_frame(table: str, rows: pa.Table) -> pd.DataFrame:
-    """Return the frame that `frame` returns for the same rows, without copying numbers;
-    `rows`: see `typed_rows`."""
+    """Return the frame that `frame` returns for the same rows.
+
+    It does so without copying numbers; `rows`: see `typed_rows`.
+    """
     typed = typed_rows(table, rows)
     columns = {
         name: _array(typed.column(name), dtype)

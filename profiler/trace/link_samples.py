@@ -14,8 +14,9 @@ _ABOVE_PEAK = 1.02
 def sample_starts(
     ends: npt.NDArray[np.int64], windows: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Return the start of the time that each sample of one device and direction covers,
-    ns.
+    """Return the start of the time that each sample covers, in ns.
+
+    The samples are of one device and direction.
 
     A sample covers the time since the one before, even if its window is only a part of
     that time. `ends`: ends of the windows, ascending, at least one."""

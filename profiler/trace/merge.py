@@ -27,8 +27,9 @@ _TIMES = (
 def merge(
     traces: Sequence[Trace], output: Path, force: bool = False, align: str | None = None
 ) -> Trace:
-    """Write one trace with the ranks of all, on the monotonic clock of the first
-    trace's host.
+    """Write one trace with the ranks of all.
+
+    It is on the monotonic clock of the first trace's host.
 
     Clocks are aligned by their offsets from Unix time, so ranks of different hosts are
     aligned as well as the wall clocks of the hosts are (NTP: about a millisecond).
@@ -106,8 +107,10 @@ def _shifts(traces: Sequence[Trace], align: str | None) -> list[int]:
 
 
 def refuse_gaps(spans: Iterable[tuple[Any, ...]], error: type[UserError]) -> None:
-    """Raise an error if one of several (start ns, end ns, path) shares no time with the
-    others."""
+    """Raise an error if one of several spans shares no time with the others.
+
+    A span is (start ns, end ns, path).
+    """
     first, *others = sorted(spans) or [(0, 0, None)]
     _, reached, last = first
     for start, end, path in others:

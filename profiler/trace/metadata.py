@@ -1,5 +1,6 @@
-"""The typed metadata of a trace: the keys of its meta.json, which docs/trace-format.md
-specifies.
+"""The typed metadata of a trace: the keys of its meta.json.
+
+They are specified in docs/trace-format.md.
 
 What was not recorded is None or empty. Keys that the format does not specify are not
 here; they stay in `Trace.raw_meta`, from which traces are written again.
@@ -28,8 +29,10 @@ class _Section(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LinkInfo(_Section, frozen=True, kw_only=True):
-    """The PCIe link of a GPU: as it was when described, and at most. The peak is that
-    of one direction."""
+    """The PCIe link of a GPU: as it was when described, and at most.
+
+    The peak is for one direction.
+    """
 
     generation: Count | None = None
     width: Count | None = None
@@ -59,8 +62,10 @@ class DeviceInfo(_Section, frozen=True, kw_only=True):
 
 
 class NumaNodeInfo(_Section, frozen=True, kw_only=True):
-    """A NUMA node of a host. cpus: its logical cores as Linux writes them
-    (`0-15,64-79`), empty for memory alone."""
+    """A NUMA node of a host.
+
+    cpus: its logical cores as Linux writes them (`0-15,64-79`), empty for memory alone.
+    """
 
     node: Count
     cpus: str = ""
@@ -75,16 +80,20 @@ class NumaPlacement(_Section, frozen=True, kw_only=True):
 
 
 class MemoryLimitInfo(_Section, frozen=True, kw_only=True):
-    """The limit of host memory for the job: that of the nearest control group with
-    one."""
+    """The limit of host memory for the job.
+
+    It is the limit of the nearest control group that has one.
+    """
 
     control_group: str | None = None
     bytes: Count | None = None
 
 
 class HostInfo(_Section, frozen=True, kw_only=True):
-    """The host of the recording. nvml: why NVML could not be used, None where it
-    could."""
+    """The host of the recording.
+
+    `nvml` says why NVML could not be used; None where it could.
+    """
 
     name: str | None = None
     kernel: str | None = None
@@ -130,7 +139,7 @@ class ExitStatus(_Section, frozen=True, kw_only=True):
 
 
 class ThreadInfo(_Section, frozen=True, kw_only=True):
-    """Threads of a process: those of torch, and OMP_NUM_THREADS as it was set."""
+    """Threads of a process: torch's numbers, and OMP_NUM_THREADS as it was set."""
 
     torch: Count | None = None
     omp: int | str | None = None
@@ -149,8 +158,10 @@ class ModelInfo(_Section, frozen=True, kw_only=True):
 
 
 class FrameworkInfo(_Section, frozen=True, kw_only=True):
-    """The framework that trains, and the samples and tokens of its micro-step on a
-    rank."""
+    """The framework that trains.
+
+    It has the samples and tokens of the framework's micro-step on a rank.
+    """
 
     name: str | None = None
     version: str | None = None
@@ -161,7 +172,7 @@ class FrameworkInfo(_Section, frozen=True, kw_only=True):
 class OptimizerInfo(_Section, frozen=True, kw_only=True):
     """The optimizers of one class on a rank."""
 
-    # The class; under ZeRO that of the optimizer inside. The JSON key is `class`.
+    # The class; under ZeRO the class of the optimizer inside. The JSON key is `class`.
     class_name: str | None = msgspec.field(default=None, name="class")
     count: Count | None = None
     # Whether they are ebbtide's, whose state includes masters that are not parameters.
@@ -173,16 +184,18 @@ class OptimizerInfo(_Section, frozen=True, kw_only=True):
     # Bytes of state; None where it is stored on a disk or in another process.
     state_bytes: Count | None = None
     state_dtypes: dict[str, Count] = {}  # The number of state elements by dtype.
-    # The same by name, as in state dicts. Only that of ebbtide's optimizers may have a
-    # `master`.
+    # The same by name, as in state dicts. Only the state of ebbtide's optimizers may
+    # have a `master`.
     state_names: dict[str, Count] = {}
     # Devices that hold state: `cpu`, `cuda`, `nvme`.
     state_devices: tuple[str, ...] = ()
 
 
 class HeldMemory(_Section, frozen=True, kw_only=True):
-    """Bytes of a device that a module holds. category: `parameter`, `buffer`,
-    `gradient` or `optimizer_state`."""
+    """Bytes of a device that a module holds.
+
+    `category` is `parameter`, `buffer`, `gradient` or `optimizer_state`.
+    """
 
     device: str
     category: str
@@ -191,8 +204,10 @@ class HeldMemory(_Section, frozen=True, kw_only=True):
 
 
 class Inventory(_Section, frozen=True, kw_only=True):
-    """Parameters, buffers, gradients and optimizer state at one time. reason: `update`
-    or `out of memory`."""
+    """Parameters, buffers, gradients and optimizer state at one time.
+
+    `reason` is `update` or `out of memory`.
+    """
 
     t_ns: TimeNs
     iteration: Count | None = None
@@ -202,8 +217,7 @@ class Inventory(_Section, frozen=True, kw_only=True):
 
 
 class AllocatorState(_Section, frozen=True, kw_only=True):
-    """The segments of torch's allocator on a device, at the end of a memory
-    snapshot."""
+    """The segments of torch's allocator on a device when a memory snapshot ended."""
 
     device: str
     segments: Count
@@ -270,14 +284,18 @@ class RankInfo(_Section, frozen=True, kw_only=True):
 
     @property
     def main_device(self) -> DeviceInfo:
-        """The device that the figures of this rank describe: its first one; an empty
-        entry where it has none."""
+        """The device that the figures of this rank describe.
+
+        It is the first one; an empty entry where there is none.
+        """
         return self.devices[0] if self.devices else DeviceInfo()
 
 
 class PredictedTime(_Section, frozen=True, kw_only=True):
-    """The range of the time of a part of an iteration: `iteration`, a phase, or
-    `other`."""
+    """The range of the time of a part of an iteration.
+
+    The part is `iteration`, a phase, or `other`.
+    """
 
     rank: Count
     iteration: Count
@@ -373,8 +391,10 @@ def _malformed_sections(raw: dict[str, Any]) -> set[str]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop the keys whose value is null: null and a missing key both mean that
-    something was not recorded."""
+    """Drop the keys whose value is null.
+
+    Null and a missing key both mean that something was not recorded.
+    """
     if isinstance(value, dict):
         return {
             key: without_nulls(item) for key, item in value.items() if item is not None

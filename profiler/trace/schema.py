@@ -192,8 +192,10 @@ def typed_rows(table: str, rows: pa.Table) -> pa.Table:
 
 
 def _typed(values: pa.ChunkedArray, column: TraceColumn) -> pa.ChunkedArray:
-    """Return values with the type of their column; raise ValueError where they are of
-    another kind."""
+    """Return values with the type of their column.
+
+    Raise ValueError where they are of another kind.
+    """
     kind, target = values.type, column.read_type
     if kind == target:
         return values
@@ -223,7 +225,10 @@ def _typed(values: pa.ChunkedArray, column: TraceColumn) -> pa.ChunkedArray:
 
 
 def _nulls(count: int, column: TraceColumn) -> pa.Array:
-    """Return missing values. Those of text are a dictionary, which takes half of the
-    memory, as those in files are."""
+    """Return missing values.
+
+    Missing texts are a dictionary, which takes half of the memory, as texts in files
+    are.
+    """
     kind = column.read_type
     return pa.nulls(count, pa.dictionary(pa.int32(), kind) if is_text(kind) else kind)

@@ -53,8 +53,9 @@ _CONTENTS = {
 
 
 class Trace:
-    """A trace: its metadata, and the tables of each rank, which are read when they are
-    used.
+    """A trace: its metadata, and the tables of each rank.
+
+    Tables are read when they are used.
 
     Tables stay in memory up to 256 MiB, those used last; others are read again. Several
     threads may read.
@@ -94,8 +95,10 @@ class Trace:
 
     @cached_property
     def meta(self) -> TraceMeta:
-        """The typed metadata; its keys are those of meta.json, which
-        docs/trace-format.md specifies."""
+        """The typed metadata.
+
+        Its keys are the keys of meta.json, which docs/trace-format.md specifies.
+        """
         return parse_meta(self.raw_meta, self.path)
 
     @cached_property
@@ -150,8 +153,10 @@ class Trace:
         )
 
     def span_ns(self, rank: int | None = None) -> tuple[int, int] | None:
-        """Return the first and the last time of anything recorded of all ranks (None)
-        or one; None if nothing was."""
+        """Return the first and the last time of anything recorded, in ns.
+
+        It is of one rank, or of all if it is None; return None if nothing was recorded.
+        """
         times = []
         for number in self.ranks if rank is None else [rank]:
             for name, (start, end) in _SPANS.items():
@@ -165,8 +170,10 @@ class Trace:
         return (min(times), max(times)) if times else None
 
     def table(self, rank: int, name: str) -> pd.DataFrame:
-        """Return a table of one rank, sorted by time, with the columns of
-        docs/trace-format.md. Do not change it."""
+        """Return a table of one rank, sorted by time.
+
+        It has the columns of docs/trace-format.md. Do not change it.
+        """
         return self.columns(rank, name).frame
 
     def columns(self, rank: int, name: str) -> Columns:
@@ -197,8 +204,10 @@ class Trace:
         return table
 
     def labels(self, rank: int, name: str, column: str) -> list[str]:
-        """Return the different values of a text column of a table of one rank, in order
-        of appearance."""
+        """Return the different values of a rank's text column, in order of appearance.
+
+        The column is of a table of one rank.
+        """
         self.rank(rank)
         if self._load_labels is None or (rank, name) in self._tables:
             return self.columns(rank, name).labels(column)
@@ -232,8 +241,10 @@ class Trace:
         return self.table(rank, "gpu")
 
     def kernels(self, rank: int) -> pd.DataFrame:
-        """Return the table `kernels` of one rank; empty where kernels were not
-        recorded."""
+        """Return the table `kernels` of one rank.
+
+        It is empty where kernels were not recorded.
+        """
         return self.table(rank, "kernels")
 
     def calls(self, rank: int) -> pd.DataFrame:
@@ -241,24 +252,29 @@ class Trace:
         return self.table(rank, "calls")
 
     def iteration_marks(self, rank: int) -> pd.DataFrame:
-        """Return the table `iteration_marks` of one rank; empty where the source does
-        not mark iterations."""
+        """Return the table `iteration_marks` of one rank.
+
+        It is empty where the source does not mark iterations.
+        """
         return self.table(rank, "iteration_marks")
 
     def annotations(self, rank: int) -> pd.DataFrame:
-        """Return the table `annotations` of one rank; empty where none were
-        recorded."""
+        """Return the table `annotations` of a rank; empty where none were recorded."""
         return self.table(rank, "annotations")
 
     def allocations(self, rank: int) -> pd.DataFrame:
-        """Return the table `allocations` of one rank; empty where allocations were not
-        recorded one by one."""
+        """Return the table `allocations` of one rank.
+
+        It is empty where allocations were not recorded one by one.
+        """
         return self.table(rank, "allocations")
 
 
 def closing_lines(trace: Trace) -> list[str]:
-    """Return the last lines of a command that writes a trace: its path, what it has,
-    and the command to run next."""
+    """Return the last lines of a command that writes a trace.
+
+    They give the trace's path, what it has, and the command to run next.
+    """
     return [
         f"trace: {shlex.quote(str(trace.path))}, "
         f"{counted(_iterations(trace), 'iteration')} on "
@@ -270,9 +286,11 @@ def closing_lines(trace: Trace) -> list[str]:
 
 
 def next_line(trace: Trace, follow_up: str) -> str:
-    """Return the line with the command to go on with, `follow_up` with {} for the
-    trace; where the trace has nothing of training or of a GPU, which no command can
-    explain, it is the one that records some."""
+    """Return the line with the next command to run.
+
+    This is `follow_up` with {} for the trace; where the trace has nothing of training
+    or of a GPU, which no command can explain, it is the command that records some.
+    """
     if (
         _iterations(trace)
         or {*_recorded_tables(trace)} - {"phases", "memory"}

@@ -1,5 +1,7 @@
-"""Bounds on the files of a trace, which may come from anybody: what they are, how
-large, and which values they hold."""
+"""Bounds on the files of a trace, which may come from anybody.
+
+They bound which files there are, how large, and which values they hold.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ MAX_META_BYTES = 32 << 20
 _MAX_RATIO = 200
 _FLOOR_BYTES = 64 << 20
 _VALUE_BYTES = 8
-# Ten years: times are those of one recording.
+# Ten years: times are relative to one recording.
 _MAX_SPAN_NS = 10 * 366 * 86_400 * 10**9
 _MAX_TIME_NS = 1 << 62
 _MAX_BYTES = 1 << 50
@@ -34,8 +36,9 @@ _ANY_NUMBER = ("stream", "thread", "throttle_reasons")
 
 
 def open_regular(path: Path, max_bytes: int | None = None) -> BufferedReader:
-    """Open a regular file that is not a link, of at most so many bytes; never wait for
-    another process.
+    """Open a regular file of at most `max_bytes` that is not a link.
+
+    Never wait for another process.
 
     Raises:
         OSError: It is none, or cannot be opened.
@@ -56,15 +59,18 @@ def open_regular(path: Path, max_bytes: int | None = None) -> BufferedReader:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Read a regular file that is not a link, of at most so many bytes. Raises OSError
-    as `open_regular`."""
+    """Read a regular file that is not a link, of at most `max_bytes`.
+
+    Raises OSError as `open_regular`.
+    """
     with open_regular(path, max_bytes) as file:
         return file.read(max_bytes)
 
 
 def check_size(metadata: Any, file_bytes: int) -> None:
-    """Check the memory that a Parquet file says it will take, before it is read;
-    `metadata`: its footer.
+    """Check the memory that a Parquet file says it will take, before it is read.
+
+    `metadata` is its footer.
 
     Raises ValueError where that is out of proportion to the file."""
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]

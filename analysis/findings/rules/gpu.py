@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 
 class LostTime(NamedTuple):
-    """Time that the GPU of a rank loses by some causes: in the median iteration, or in
-    a trace without iterations."""
+    """Time that the GPU of a rank loses by some causes.
+
+    It is in the median iteration, or in a trace without iterations.
+    """
 
     rank: int  # The rank on which it has the largest share.
     ms: float
@@ -41,8 +43,10 @@ class LostTime(NamedTuple):
 def lost_time(
     metrics: JobMetrics, causes: Iterable[str], min_share: float
 ) -> LostTime | None:
-    """Return the time of some causes without compute; None if it is less than a share
-    of the total, or not known."""
+    """Return the time of some causes without compute.
+
+    Return None if it is less than a share of the total, or not known.
+    """
     iteration = metrics.iteration_ms
     table = (
         metrics.iteration_activity().assign(total=iteration)
@@ -66,8 +70,10 @@ def lost_time(
 
 
 def _whole_trace(metrics: JobMetrics) -> pd.DataFrame:
-    """Return the times of each rank with recorded kernels, of a trace without
-    iterations."""
+    """Return the times of each rank with recorded kernels.
+
+    The trace has no iterations.
+    """
     rows = {}
     for rank in metrics.by_rank:
         activity = rank.activity
@@ -84,8 +90,10 @@ def _whole_trace(metrics: JobMetrics) -> pd.DataFrame:
 
 
 def phase_times_text(metrics: JobMetrics, rank: int, column: str) -> str:
-    """Return the time of a column of `phase_activity` in each phase, as in `forward 3.2
-    ms`; empty without one."""
+    """Return the time of a column of `phase_activity` in each phase.
+
+    An example is `forward 3.2 ms`; it is empty without such a time.
+    """
     total = metrics.iteration_ms
     if total is None:
         return ""
@@ -267,8 +275,10 @@ def throttled_clocks(metrics: JobMetrics) -> Finding | None:
 
 
 def _loss(metrics: JobMetrics, rank: int) -> tuple[float, float]:
-    """Return (ms that an iteration loses by lowered clocks, ms in which they are
-    lowered) of a rank."""
+    """Return how much time a rank loses by lowered clocks.
+
+    It is (ms that an iteration loses, ms in which clocks are lowered).
+    """
     by_quantity: dict[str, dict[str, GpuFigure]] = {}
     for figure in metrics.gpu([rank]).figures:
         by_quantity.setdefault(figure.quantity, {})[figure.phase or ""] = figure
@@ -284,8 +294,10 @@ def _loss(metrics: JobMetrics, rank: int) -> tuple[float, float]:
 
 
 def _reasons(metrics: JobMetrics, rank: int) -> Mapping[str, float]:
-    """Return the share of the steady iterations' samples in which each limit was
-    reached, of those that were."""
+    """Return the share of samples in which each limit was reached.
+
+    They are the steady iterations' samples, for limits that were reached.
+    """
     from ebbtide.analysis.metrics.gpu_state import LIMITS
     from ebbtide.analysis.metrics.iterations import intervals
 

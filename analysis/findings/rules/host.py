@@ -59,7 +59,7 @@ def too_few_threads(metrics: JobMetrics) -> Finding | Unknown | None:
     )
 
 
-# Less memory elsewhere is that of libraries and of the interpreter.
+# Less memory elsewhere belongs to libraries and the interpreter.
 _MIN_REMOTE_BYTES = 1 << 30
 _MIN_REMOTE_SHARE = 0.1
 
@@ -98,8 +98,10 @@ def remote_numa_node(metrics: JobMetrics) -> Finding | Unknown | None:
 
 
 def _is_recorded(metrics: JobMetrics, rank: int) -> bool:
-    """Return whether the trace has the GPU's node, the cores' nodes, and (unless all
-    cores are there) the memory's."""
+    """Return whether the trace has the nodes of the GPU, the cores and the memory.
+
+    The memory's node is not needed where all cores are there.
+    """
     node, placement = (
         first_device(metrics.trace, rank).numa_node,
         metrics.trace.rank(rank).numa,
@@ -110,8 +112,10 @@ def _is_recorded(metrics: JobMetrics, rank: int) -> bool:
 
 
 def _remote(metrics: JobMetrics, rank: int) -> str | None:
-    """Return what a rank uses of other nodes; None if that is too little to matter, or
-    was not recorded."""
+    """Return what a rank uses of other nodes.
+
+    Return None if that is too little to matter, or was not recorded.
+    """
     node, placement = (
         first_device(metrics.trace, rank).numa_node,
         metrics.trace.rank(rank).numa,

@@ -119,7 +119,7 @@ def one_direction(metrics: JobMetrics) -> Finding | Unknown | None:
 
 
 # Copies of at least this size measure a link's rate; the time of smaller ones is mostly
-# that of a launch.
+# launch time.
 _LARGE_BYTES = 1 << 20
 # Ranks share a link if their copies run this many times faster alone than together with
 # another rank's.
@@ -185,8 +185,10 @@ def shared_link(metrics: JobMetrics) -> Finding | Unknown | None:
 
 
 def _large_copies(metrics: JobMetrics) -> tuple[SteadyCopies, Floats]:
-    """Return large copies, and the share of each in which another rank of the host
-    copied in the same direction."""
+    """Return large copies, and the share of each beside copies of other ranks.
+
+    It is the share in which another rank of the host copied in the same direction.
+    """
     rows = metrics.steady_copies
     rows = rows.only(
         (rows.copies.bytes >= _LARGE_BYTES) & (rows.copies.ends > rows.copies.starts)

@@ -275,10 +275,12 @@ def fragmentation(metrics: JobMetrics) -> Finding | Unknown | None:
 
 
 def needless_growth(trace: Trace, rank: int) -> int:
-    """Return the bytes by which `reserved` grew although tensors did not fill what was
-    reserved before: `allocated` stays at the former size or below until `reserved`
-    changes again. What is reserved first, and growth for a short-lived tensor that
-    fills it, do not count."""
+    """Return the bytes by which `reserved` grew without need.
+
+    Tensors did not fill what was reserved before: `allocated` stays at the former size
+    or below until `reserved` changes again. What is reserved first, and growth for a
+    short-lived tensor that fills it, do not count.
+    """
     spans = memory_spans(trace, rank, "reserved")
     timelines = memory_timeline(trace, rank, "reserved"), _tensors(trace, rank)
     if spans is None:
@@ -328,8 +330,10 @@ def _gaps(metrics: JobMetrics, phase: str | None) -> list[int]:
 
 
 def _tensors(trace: Trace, rank: int) -> tuple[Ints, Ints]:
-    """Return (times ns, bytes) of the blocks of tensors, or of what they requested
-    where blocks were not recorded."""
+    """Return (times ns, bytes) of the blocks of tensors.
+
+    Where blocks were not recorded, it is what the tensors requested.
+    """
     allocated = memory_timeline(trace, rank, "allocated")
     return allocated if len(allocated[0]) else memory_timeline(trace, rank, "requested")
 

@@ -1,2 +1,4 @@
-"""Activity of a GPU over time: compute, communication, copies, idle time and its
-causes."""
+"""Activity of a GPU over time: compute, communication, copies, and idle time.
+
+Idle time has its causes.
+"""

@@ -1,5 +1,7 @@
-"""Activity of the GPU of one rank: per phase, over the whole trace, by cause, kernel
-and collective."""
+"""Activity of the GPU of one rank.
+
+It is per phase, over the whole trace, by cause, kernel and collective.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,10 @@ _TIMED_KINDS = ("compute", "communication")
 
 @dataclass(frozen=True)
 class KernelTime:
-    """All kernels of one name, or of one operator, on the first device of a rank, over
-    the whole trace."""
+    """All kernels of one name, or of one operator, over the whole trace.
+
+    They are on the first device of a rank.
+    """
 
     # Name of the kernel or of the operator; None: its operator is not known.
     name: str | None
@@ -61,8 +65,10 @@ class KernelTime:
 
 
 def kernel_times(trace: Trace, rank: int, label: str, count: int) -> list[KernelTime]:
-    """Return the `count` kernels with most time, by `name` or `operator`, the largest
-    first; empty if unknown."""
+    """Return the `count` kernels with most time, the largest first.
+
+    They are by `name` or `operator`; empty if unknown.
+    """
     rows = trace.columns(rank, "kernels")
     if busy_time(trace, rank) is None or not rows.recorded(label).any():
         return []
@@ -101,8 +107,10 @@ def kernel_times(trace: Trace, rank: int, label: str, count: int) -> list[Kernel
 
 
 def kernels_ms(trace: Trace, rank: int) -> dict[str, dict[str, float]]:
-    """Return mean milliseconds per steady iteration by `name` and by `operator`; empty
-    where not known."""
+    """Return mean milliseconds per steady iteration by `name` and by `operator`.
+
+    It is empty where not known.
+    """
     usable = set(steady_iterations(trace).numbers) & set(
         recorded_iterations(trace, rank).tolist()
     )
@@ -167,9 +175,11 @@ def kernel_launches(trace: Trace, rank: int) -> KernelLaunches | None:
 
 
 def queue_length(trace: Trace, rank: int) -> tuple[Ints, Ints]:
-    """Return times, ns, and from each on the number of kernels and copies of the first
-    device that were launched and have not begun; empty where launches were not
-    recorded."""
+    """Return times, ns, and from each on the number of queued kernels and copies.
+
+    Queued ones were launched on the first device and have not begun. It is empty where
+    launches were not recorded.
+    """
     work = all_work(trace, rank)
     work = work.only(work.launched & (work.starts > work.launches))
     edges, position = np.unique(
@@ -213,8 +223,7 @@ def stream_times(trace: Trace, rank: int) -> list[StreamTime]:
 
 @dataclass(frozen=True)
 class PhaseActivity:
-    """GPU time of one phase: medians over the steady iterations, None where not
-    recorded.
+    """GPU time of a phase: medians of the steady iterations, None if not recorded.
 
     A kernel belongs to the phase that launched it. Compute, communication and copies
     may overlap."""

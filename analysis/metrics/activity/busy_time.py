@@ -48,8 +48,10 @@ def main_kernels(trace: Trace, rank: int) -> pd.DataFrame:
 
 
 class GpuWork(NamedTuple):
-    """Kernels or copies of the rank's first device as arrays, an entry each, in order
-    of time."""
+    """Kernels or copies of the rank's first device as arrays, in order of time.
+
+    They have an entry each.
+    """
 
     starts: Ints  # ns
     ends: Ints  # ns
@@ -64,8 +66,10 @@ class GpuWork(NamedTuple):
 
 @recent_per_trace
 def main_work(trace: Trace, rank: int, table: str) -> GpuWork:
-    """Return the kernels or copies of a rank's first device; `table`: `kernels` or
-    `transfers`."""
+    """Return the kernels or copies of a rank's first device.
+
+    `table` is `kernels` or `transfers`.
+    """
     rows, kinds = (
         trace.columns(rank, table),
         "kind" if table == "kernels" else "direction",
@@ -94,8 +98,10 @@ def all_work(trace: Trace, rank: int) -> GpuWork:
 
 @once_per_trace
 def busy_time(trace: Trace, rank: int) -> BusyTime | None:
-    """Return the times in which the first device of a rank is busy; None where kernels
-    were not recorded."""
+    """Return the times in which the first device of a rank is busy.
+
+    Return None where kernels were not recorded.
+    """
     if not len(trace.columns(rank, "kernels")):
         return None
     kernels, copies = (

@@ -43,10 +43,12 @@ class CollectiveSkew:
 
 @once_per_trace
 def collective_skew(trace: Trace) -> CollectiveSkew | None:
-    """Compare the n-th collective of one rank with the n-th of every other, in each
-    process group where kernels name theirs, else in all ranks. None unless at least two
-    ranks of a group recorded collectives; groups whose ranks did not launch the same
-    operations in the same order are left out."""
+    """Compare the n-th collective of one rank with the n-th of every other.
+
+    This is in each process group where kernels name theirs, else in all ranks. None
+    unless at least two ranks of a group recorded collectives; groups whose ranks did
+    not launch the same operations in the same order are left out.
+    """
     count = 0
     waits: dict[int, CollectiveWait] = {}
     for group in common_collectives(trace, trace.ranks):
@@ -74,9 +76,11 @@ def collective_skew(trace: Trace) -> CollectiveSkew | None:
 def common_collectives(
     trace: Trace, ranks: Sequence[int]
 ) -> list[dict[int, pd.DataFrame]]:
-    """Return the collectives of each process group of which at least two ranks recorded
-    the same: those of each rank in the order of their launches, as rows of
-    `main_kernels`."""
+    """Return the collectives of each process group that its ranks share.
+
+    At least two ranks of a group recorded the same. They are given by rank in the order
+    of their launches, as rows of `main_kernels`.
+    """
     if len(ranks) < 2:
         return []
     tables = {rank: _collectives(trace, rank) for rank in ranks}
@@ -117,7 +121,7 @@ def _collectives(trace: Trace, rank: int) -> pd.DataFrame:
         "start_ns": rows.ints("start_ns")[own],
         "end_ns": rows.ints("end_ns")[own],
     }
-    # The index is that of `main_kernels`.
+    # The index is the index of `main_kernels`.
     return pd.DataFrame(columns, index=(np.cumsum(on_main) - 1)[own])
 
 

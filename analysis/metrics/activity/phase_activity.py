@@ -1,5 +1,7 @@
-"""Activity of a GPU per iteration and phase, and the causes of the time in which it
-does not compute."""
+"""Activity of a GPU per iteration and phase.
+
+Also the causes of the time in which it does not compute.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +54,13 @@ _MAX_LAUNCH_GAP_NS = 100_000
 
 @once_per_trace
 def time_without_compute(trace: Trace, rank: int) -> dict[str, Union]:
-    """Split the time in which the first device of a rank does not compute by its cause,
-    the first that applies of `communication`, `copy` and `memset` (these run) and those
-    of an idle device. `late_launch`, `host_busy`: the host launched the next work after
-    the gap began, at most or more than 0.1 ms later. `queue`: it had launched it
-    before, or the work needed more than 0.1 ms from its launch to its start, and most
-    of the gap. `unknown`: the launch was not recorded.
+    """Split the time in which a rank's first device does not compute by its cause.
+
+    It is the first that applies of `communication`, `copy` and `memset` (these run) and
+    the causes of an idle device. `late_launch`, `host_busy`: the host launched the next
+    work after the gap began, at most or more than 0.1 ms later. `queue`: it had
+    launched it before, or the work needed more than 0.1 ms from its launch to its
+    start, and most of the gap. `unknown`: the launch was not recorded.
 
     Returns disjoint intervals for each of CAUSES within `BusyTime.recorded`; none where
     kernels were not recorded."""
@@ -101,8 +104,7 @@ COLUMNS = (
 
 
 class PhaseActivityTimes(NamedTuple):
-    """Activity of a GPU in each phase of each iteration that was recorded as a
-    whole."""
+    """Activity of a GPU in each phase of each completely recorded iteration."""
 
     numbers: Ints  # The iterations.
     # Whether an iteration has a phase; a column for each of ITERATION_PARTS.
@@ -114,10 +116,12 @@ class PhaseActivityTimes(NamedTuple):
 
 @once_per_trace
 def phase_times(trace: Trace, rank: int) -> PhaseActivityTimes | None:
-    """Measure the first device of a rank in each phase of each iteration; None where
-    kernels were not recorded. A kernel belongs to the phase that launched it, wherever
-    it runs; without a recorded launch, to the phases in which it runs. Copies, idle
-    time and the causes belong to the phase in whose time they are."""
+    """Measure the first device of a rank in each phase of each iteration.
+
+    Return None where kernels were not recorded. A kernel belongs to the phase that
+    launched it, wherever it runs; without a recorded launch, to the phases in which it
+    runs. Copies, idle time and the causes belong to the phase in whose time they are.
+    """
     busy, on_device = busy_time(trace, rank), intervals(trace, rank).times_with_other
     on_device = on_device.only(
         np.isin(on_device.iterations, recorded_iterations(trace, rank))
@@ -167,8 +171,10 @@ def recorded_iterations(trace: Trace, rank: int) -> Ints:
 def _assigned(
     trace: Trace, rank: int, kind: str, numbers: Ints
 ) -> tuple[Ints, Ints, Ints]:
-    """Return (group of `_groups`, starts, ends) of the kernels of a kind, or of parts
-    of one without a launch."""
+    """Return (group, starts, ends) of the kernels of a kind.
+
+    Groups are of `_groups`. A kernel without a launch is divided into parts.
+    """
     kernels = main_work(trace, rank, "kernels")
     kernels = kernels.only(kernels.kinds == kind)
     by_launch, by_time = kernels.only(kernels.launched), kernels.only(~kernels.launched)
@@ -200,8 +206,11 @@ def _ordered(phases: PhaseArrays, numbers: Ints) -> PhaseArrays:
 
 
 def _groups(phases: PhaseArrays, numbers: Ints) -> Ints:
-    """Return the group of each phase: position of its iteration in `numbers` times
-    parts, plus that of its part."""
+    """Return the group of each phase.
+
+    It is the position of its iteration in `numbers` times the number of parts, plus the
+    position of its part.
+    """
     parts = np.select(
         [phases.phases == part for part in ITERATION_PARTS], range(len(ITERATION_PARTS))
     )
@@ -213,9 +222,12 @@ def _groups(phases: PhaseArrays, numbers: Ints) -> Ints:
 
 @once_per_trace
 def iteration_activity(trace: Trace, phase: str | None = None) -> pd.DataFrame:
-    """Return milliseconds per iteration (COLUMNS), medians over the steady ones: a row
-    per rank with recorded kernels. `compute` and `communication` count time in which
-    kernels of several phases run once for each. `phase` None: all."""
+    """Return milliseconds per iteration (COLUMNS).
+
+    They are medians over the steady ones: a row per rank with recorded kernels.
+    `compute` and `communication` count time in which kernels of several phases run once
+    for each. `phase` None: all.
+    """
     import pandas as pd
 
     rows, steady = {}, steady_iterations(trace).numbers

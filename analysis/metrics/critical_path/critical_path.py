@@ -1,5 +1,8 @@
-"""The critical path of an iteration: the chain of work, calls and waits that ends with
-it and takes all of its time."""
+"""The critical path of an iteration.
+
+It is the chain of work, calls and waits that ends with the iteration and takes all of
+its time.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -77,8 +80,10 @@ class CriticalPath:
     segments: list[Segment]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object `critical_path` of `ebbtide summary --by activity
-        --critical-path --json`."""
+        """Return the object `critical_path` of a summary's JSON.
+
+        The command is `ebbtide summary --by activity --critical-path --json`.
+        """
         return {
             "iteration": self.iteration,
             "length_ms": self.length_ms,
@@ -105,8 +110,10 @@ class RankPath:
     path: CriticalPath | None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object that `ebbtide summary --by activity --critical-path --json`
-        prints."""
+        """Return the object of a summary's JSON with critical paths.
+
+        The command is `ebbtide summary --by activity --critical-path --json`.
+        """
         return {
             **self.activity.as_json(),
             "critical_path": None if self.path is None else self.path.as_json(),
@@ -115,8 +122,10 @@ class RankPath:
 
 @once_per_trace
 def critical_path(trace: Trace, rank: int) -> CriticalPath | None:
-    """Return the critical path of a rank's median steady iteration; None without
-    kernels or iterations."""
+    """Return the critical path of a rank's median steady iteration.
+
+    Return None without kernels or iterations.
+    """
     if busy_time(trace, rank) is None:
         return None
     times = intervals(trace, rank)
@@ -162,8 +171,10 @@ def _ms(segments: Iterable[Segment]) -> float:
 
 
 def path_segments(trace: Trace, rank: int, start_ns: int, end_ns: int) -> list[Segment]:
-    """Return the critical path that ends at `end_ns`, on the clock of a rank: it covers
-    the time from `start_ns` on."""
+    """Return the critical path that ends at `end_ns`, on the clock of a rank.
+
+    It covers the time from `start_ns` on.
+    """
     built, of_ranks = path_graph(trace, rank, start_ns, end_ns)
     namer = _Namer(trace, of_ranks)
     segments = []
@@ -181,8 +192,10 @@ def path_segments(trace: Trace, rank: int, start_ns: int, end_ns: int) -> list[S
 def path_graph(
     trace: Trace, rank: int, start_ns: int, end_ns: int
 ) -> tuple[BuiltGraph, list[RankNodes]]:
-    """Return the graph of the time from `start_ns` to `end_ns` on the clock of a rank,
-    which stands first."""
+    """Return the graph of the time from `start_ns` to `end_ns` on the clock of a rank.
+
+    The rank stands first.
+    """
     builder = GraphBuilder(start_ns, end_ns)
     shifts, groups = _joined_ranks(trace, rank)
     of_ranks = {
@@ -199,9 +212,11 @@ def path_graph(
 def _joined_ranks(
     trace: Trace, rank: int
 ) -> tuple[dict[int, int], list[dict[int, Ints]]]:
-    """Return the ranks that a path may lead to with what to add to their times, and for
-    each group of ranks the rows of their common collectives. A collective ends on all
-    ranks at once, which aligns the clocks of hosts."""
+    """Return the ranks that a path may lead to, and their common collectives.
+
+    Each rank has what to add to its times; the collectives are rows for each group of
+    ranks. A collective ends on all ranks at once, which aligns the clocks of hosts.
+    """
     if not 1 < len(trace.ranks) <= MAX_RANKS:
         return {rank: 0}, []
     common = [
@@ -228,8 +243,8 @@ class _Namer:
         self._owners: dict[int, tuple[RankNodes, Any]] = {}
         self._ranges: dict[int, tuple[Ints, Ints, Any]] = {}
         for nodes in of_ranks:
-            # Starts, ends and names of the ranges that the job named, without those of
-            # the profiler.
+            # Starts, ends and names of the ranges that the job named, without the
+            # profiler's own.
             rows = trace.columns(nodes.rank, "annotations")
             own = ~rows.matches("name", lambda name: name.startswith("ProfilerStep"))
             self._ranges[nodes.rank] = (

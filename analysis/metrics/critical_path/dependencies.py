@@ -1,5 +1,7 @@
-"""The points in time of a rank's work and calls within a span, and what each depends
-on."""
+"""The points in time of a rank's work and calls, and what each depends on.
+
+They are within a span.
+"""
 
 from bisect import bisect_right
 from collections.abc import Callable
@@ -55,8 +57,10 @@ class Step(IntEnum):
 
 @dataclass(frozen=True)
 class RankNodes:
-    """Work and calls of a rank within a span, in order of their starts, with the
-    numbers of their nodes."""
+    """Work and calls of a rank within a span, in order of their starts.
+
+    They have the numbers of their nodes.
+    """
 
     rank: int
     # start_ns, end_ns, stream, launch_ns (UNKNOWN: not recorded), kind, name, row of
@@ -152,8 +156,10 @@ def _work(trace: Trace, rank: int, span: tuple[int, int]) -> pd.DataFrame:
 
 
 def _calls(trace: Trace, rank: int, span: tuple[int, int]) -> pd.DataFrame:
-    """Return the calls in a span; where only the times of launches are known, these as
-    calls without length."""
+    """Return the calls in a span.
+
+    Where only the times of launches are known, return these as calls without length.
+    """
     calls = trace.calls(rank)
     work = all_work(trace, rank)
     launches = np.unique(work.launches[work.launched])
@@ -193,8 +199,10 @@ def _calls(trace: Trace, rank: int, span: tuple[int, int]) -> pd.DataFrame:
 def _part_finder(
     trace: Trace, rank: int, device_times: bool
 ) -> Callable[[int], str | None]:
-    """Return a function from a time to the phase, or `other`, in which it is; None
-    outside of iterations."""
+    """Return a function from a time to its phase, or `other`.
+
+    It is None outside of iterations.
+    """
     parts = intervals(trace, rank, device_times).times_with_other
     rows = sorted(
         zip(parts.starts.tolist(), parts.ends.tolist(), parts.phases, strict=True)
@@ -237,8 +245,7 @@ def _add_host_order(builder: GraphBuilder, nodes: RankNodes) -> None:
 
 
 def _add_streams(builder: GraphBuilder, nodes: RankNodes) -> None:
-    """Add the order of work on each stream, launches, and waits of streams for each
-    other."""
+    """Add the order of work on each stream, launches, and waits between streams."""
     work, calls = nodes.work, nodes.calls
     starts, ends = _times(work)
     previous = (
@@ -286,8 +293,7 @@ def _add_streams(builder: GraphBuilder, nodes: RankNodes) -> None:
 
 
 def _add_waits(builder: GraphBuilder, nodes: RankNodes) -> None:
-    """Add the waits of the host for the device, and the recorded waits of streams for
-    each other."""
+    """Add the waits of the host for the device, and recorded waits between streams."""
     work, calls = nodes.work, nodes.calls
     ends, streams = work["end_ns"].to_numpy(np.int64), work["stream"].to_numpy(np.int64)
     launches = work["launch_ns"].to_numpy(np.int64) + nodes.shift_ns
@@ -324,16 +330,16 @@ def _add_waits(builder: GraphBuilder, nodes: RankNodes) -> None:
 
 
 def _latest(selected: Ints, ends: Ints) -> Ints:
-    """Return the position of the latest of the selected ends; empty where there is
-    none."""
+    """Return the position of the latest selected end; empty where there is none."""
     positions = np.flatnonzero(selected)
     return positions[[int(np.argmax(ends[positions]))]] if len(positions) else positions
 
 
 def add_joins(builder: GraphBuilder, group: list[tuple[RankNodes, Ints]]) -> None:
-    """Move the joins of common collectives to the time at which the last rank has begun
-    them. `group`: of each rank the rows of these collectives in its table of
-    kernels."""
+    """Move the joins of common collectives to when the last rank has begun them.
+
+    `group`: of each rank the rows of these collectives in its table of kernels.
+    """
     places = []
     for nodes, rows in group:
         position = pd.Series(np.arange(len(nodes.work)), nodes.work["row"])

@@ -10,8 +10,10 @@ from ebbtide.analysis.timeseries.step_functions import Ints
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes in an order in which every edge leads to a later one; the first is the
-    start, the last the end."""
+    """Nodes in an order in which every edge leads to a later one.
+
+    The first is the start, the last the end.
+    """
 
     sources: Ints  # Node before each edge.
     targets: Ints  # Node after each edge, ascending.
@@ -19,8 +21,10 @@ class Graph:
     count: int  # Number of nodes.
 
     def times(self) -> Ints:
-        """Return the earliest time of each node after the start, ns, if every edge
-        takes its time."""
+        """Return the earliest time of each node after the start, ns.
+
+        Every edge takes its time.
+        """
         return np.array(self._earliest()[0], np.int64)
 
     def longest_path(self) -> list[int]:
@@ -33,8 +37,10 @@ class Graph:
         return path[::-1]
 
     def _earliest(self) -> tuple[list[int], list[int]]:
-        """Return the earliest time of each node, and the edge that determines it (-1:
-        none)."""
+        """Return the earliest time of each node, and the edge that determines it.
+
+        The edge is -1 where there is none.
+        """
         times, last_edges = [0] * self.count, [-1] * self.count
         edges = zip(
             self.sources.tolist(),
@@ -60,9 +66,11 @@ class BuiltGraph:
 
 
 class GraphBuilder:
-    """Collects points in time and what they depend on, and makes a graph in which every
-    point has its recorded time. The edge from the latest that a point depends on takes
-    the time between both, all others take none."""
+    """Collects points in time and what they depend on, and makes a graph of them.
+
+    In the graph every point has its recorded time. The edge from the latest that a
+    point depends on takes the time between both, all others take none.
+    """
 
     def __init__(self, start_ns: int, end_ns: int) -> None:
         self.start_ns, self.end_ns = start_ns, end_ns

@@ -1,2 +1,5 @@
-"""Holders of device memory: what holds it at a time, by category, module and call site,
-and what keeps growing."""
+"""Holders of device memory.
+
+They say what holds it at a time, by category, module and call site, and what keeps
+growing.
+"""

@@ -1,5 +1,7 @@
-"""Categories of recorded allocations (parameter, gradient, ...), and call sites that
-leave blocks behind."""
+"""Categories of recorded allocations, and call sites that leave blocks behind.
+
+A category is parameter, gradient, ...
+"""
 
 import re
 from dataclasses import dataclass
@@ -52,8 +54,11 @@ FORWARD, BACKWARD, STEP, MODEL, LIBRARY = _PARTS = (
 
 
 def part_of_step(stack: str) -> str:
-    """Return where a stack was taken: BACKWARD, STEP (of an optimizer), MODEL (its
-    construction), LIBRARY (which allocates for itself), else FORWARD."""
+    """Return the part of the step in which a stack was taken.
+
+    It is BACKWARD, STEP (of an optimizer), MODEL (its construction), LIBRARY (which
+    allocates for itself), else FORWARD.
+    """
     if stack.endswith(WORKSPACE):
         return LIBRARY
     if stack.startswith(ENGINE):
@@ -67,7 +72,7 @@ def part_of_step(stack: str) -> str:
 
 @cache
 def _optimizer_frames() -> list[re.Pattern[str]]:
-    """Return the patterns of frames in an optimizer, those of features included."""
+    """Return the patterns of frames in an optimizer, with the patterns of features."""
     return [_OPTIMIZER, *seams.load_all("frames")]
 
 
@@ -77,15 +82,20 @@ def in_module_call(stack: str) -> bool:
 
 
 def in_loss(stack: str) -> bool:
-    """Return whether a stack passes through a loss or its backward: such blocks are as
-    large as the logits."""
+    """Return whether a stack passes through a loss or its backward.
+
+    Such blocks are as large as the logits.
+    """
     return _LOSS.search(stack) is not None
 
 
 def call_site(stack: str) -> str:
-    """Return the innermost frame of a stack that is neither of torch nor of Python, as
-    `function (file:line)`, else the innermost one; in the backward without Python
-    frames, the node, as in `backward of MulBackward0`."""
+    """Return the innermost frame of a stack that is neither of torch nor of Python.
+
+    It is written as `function (file:line)`. Without such a frame, return the innermost
+    one; in the backward without Python frames, the node, as in `backward of
+    MulBackward0`.
+    """
     lines = stack.splitlines()
     if lines[-1] == WORKSPACE:
         return WORKSPACE
@@ -121,8 +131,9 @@ _NEVER = np.iinfo(np.int64).max
 
 @once_per_trace
 def categorized_allocations(trace: Trace, rank: int, device: str) -> pd.DataFrame:
-    """Return the allocations of a device, each with its category where it is recorded
-    or can be inferred.
+    """Return the allocations of a device, with categories.
+
+    Categories are there where they are recorded or can be inferred.
 
     Recorded categories are kept. The others are inferred from where the block was
     allocated (its call stack, else the phase or the optimizer step at that time) and
@@ -198,9 +209,11 @@ def _replaced_parameters(
     step_starts: Ints,
     step_ends: Ints,
 ) -> list[int]:
-    """Return parameters that optimizer steps release, and the blocks that take their
-    place: of those of the same size that are made in the step and held when it ends,
-    the last one before the release."""
+    """Return parameters that optimizer steps release, and their replacements.
+
+    A replacement is a block of the same size that is made in the step and held when it
+    ends: the last such block before the release.
+    """
     replaced: list[int] = []
     model = np.flatnonzero((part == MODEL) & (ends != _NEVER))
     for begin, end in zip(np.sort(step_starts), step_ends, strict=False):
@@ -222,8 +235,10 @@ def _replaced_parameters(
 def _parts(
     trace: Trace, rank: int, starts: Ints, stack: pd.Categorical
 ) -> pd.Categorical:
-    """Return the part of the step in which each block was allocated; missing where that
-    is not known."""
+    """Return the part of the step in which each block was allocated.
+
+    It is missing where that is not known.
+    """
     part = pd.Categorical(
         [*map(part_of_step, stack.categories), None], categories=_PARTS
     )[stack.codes]
@@ -258,8 +273,10 @@ def _parts(
 def _optimizer_steps(
     trace: Trace, rank: int, part: pd.Categorical, starts: Ints
 ) -> tuple[Ints, Ints]:
-    """Return starts and ends of optimizer steps: from phases, else from annotations,
-    else from the stacks."""
+    """Return starts and ends of optimizer steps.
+
+    They are from phases, else from annotations, else from the stacks.
+    """
     phases = trace.phases(rank)
     updates = phases[phases["phase"] == "update"]
     if updates.empty:
@@ -288,8 +305,10 @@ def _backward_starts(
 
 
 def _next(times: Ints, moments: Ints) -> Ints:
-    """Return the first of `times` after each moment; just before the end of time where
-    there is none."""
+    """Return the first of `times` after each moment.
+
+    It is just before the end of time where there is none.
+    """
     following: Ints = np.append(times, _NEVER - 1)[
         np.searchsorted(times, moments, side="right")
     ]
@@ -313,11 +332,13 @@ class Growth:
 
 @once_per_trace
 def memory_growth(trace: Trace, rank: int) -> list[Growth] | None:
-    """Find call sites whose blocks stay: each recorded iteration allocates some that
-    are held past the next one. Gradients that the next iteration releases or writes
-    again do not count, nor do parameters, buffers and optimizer state. The largest
-    sites come first; None where allocations of fewer than three iterations were
-    recorded."""
+    """Find call sites whose blocks stay.
+
+    Each recorded iteration allocates some that are held past the next one. Gradients
+    that the next iteration releases or writes again do not count, nor do parameters,
+    buffers and optimizer state. The largest sites come first; None where allocations of
+    fewer than three iterations were recorded.
+    """
     device = main_device(trace, rank)
     if device is None or not len(trace.columns(rank, "allocations")):
         return None

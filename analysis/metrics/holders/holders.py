@@ -35,11 +35,13 @@ _KEYS = ["category", "module", "site"]
 
 @dataclass(frozen=True)
 class Holder:
-    """Bytes held at a time by one category, module and call site; None where not
-    known."""
+    """Bytes held at a time by one category, module and call site.
 
-    # `parameter`, `gradient`, `optimizer_state`, `activation` or `temporary`; those of
-    # torch's profiler in an imported memory timeline.
+    These are None where not known.
+    """
+
+    # `parameter`, `gradient`, `optimizer_state`, `activation` or `temporary`; in an
+    # imported memory timeline, the categories of torch's profiler.
     category: str | None
     module: str | None  # Dotted name of the module.
     # The place in the user's code that allocated it, as `function (file:line)`.
@@ -74,8 +76,10 @@ class Holders(TabularResult, table="holders"):
         return entries
 
     def by(self, key: str) -> list[tuple[str | None, int]]:
-        """Return (value, bytes) for each value of `category`, `module` or `site`, the
-        largest first."""
+        """Return (value, bytes) for each value of a field, the largest first.
+
+        The field is `category`, `module` or `site`.
+        """
         sums: dict[str | None, int] = {}
         for holder in self.holders:
             value = getattr(holder, key)
@@ -86,10 +90,13 @@ class Holders(TabularResult, table="holders"):
 def holders_at(
     trace: Trace, rank: int, at_ns: int | None = None, device: str | None = None
 ) -> Holders | None:
-    """Divide the memory of a device (None: the rank's first one) at a time, ns (None:
-    that of the largest use), by what holds it: recorded allocations where they include
-    that time, else what the recorder found of parameters, gradients and optimizer
-    state. None if no memory of the device was recorded at that time."""
+    """Divide the memory of a device at a time by what holds it.
+
+    Device None is the rank's first one; time, in ns, None is the time of the largest
+    use. Holders are recorded allocations where they include that time, else what the
+    recorder found of parameters, gradients and optimizer state. None if no memory of
+    the device was recorded at that time.
+    """
     device = device or main_device(trace, rank)
     if device is None:
         return None
@@ -119,9 +126,11 @@ def holders_at(
 def memory_by_category(
     trace: Trace, rank: int, device: str
 ) -> dict[str | None, tuple[Ints, Ints]]:
-    """Return (times in ns, bytes) of each category of the recorded allocations of a
-    device, None for those without one; at each time they add up to the pool `requested`
-    (`tensors` on the CPU). Empty where none were recorded."""
+    """Return (times in ns, bytes) of each category of a device's allocations.
+
+    None is the category of recorded allocations without one. At each time the bytes add
+    up to the pool `requested` (`tensors` on the CPU). Empty where none were recorded.
+    """
     rows = categorized_allocations(trace, rank, device)
     categories = rows["category"].where(rows["category"].notna(), None)
     timelines: dict[str | None, tuple[Ints, Ints]] = {}
@@ -140,8 +149,10 @@ def memory_by_category(
 
 
 def recorded_span(trace: Trace, rank: int, device: str) -> tuple[int, int]:
-    """Return the first and last time at which the pool of the recorded allocations of a
-    device is known, ns."""
+    """Return the first and last time at which a pool is known, in ns.
+
+    It is the pool of the recorded allocations of a device.
+    """
     times, _ = memory_timeline(
         trace, rank, _detailed_pool(trace, rank, device) or "", device
     )
@@ -149,8 +160,7 @@ def recorded_span(trace: Trace, rank: int, device: str) -> tuple[int, int]:
 
 
 def _detailed_pool(trace: Trace, rank: int, device: str) -> str | None:
-    """Return the pool that recorded allocations add up to; None where there are
-    none."""
+    """Return the pool that recorded allocations add up to, None without any."""
     if device not in trace.labels(rank, "allocations", "device"):
         return None
     pools = (
@@ -164,8 +174,10 @@ def _detailed_pool(trace: Trace, rank: int, device: str) -> str | None:
 def _reading(
     trace: Trace, rank: int, pool: str, device: str, at_ns: int | None = None
 ) -> tuple[int, int] | None:
-    """Return a time and the bytes of a pool at it: those of its peak, if no time is
-    given. None where not known."""
+    """Return a time and the bytes of a pool at that time.
+
+    If no time is given, it is the time of the pool's peak. None where not known.
+    """
     times, sizes = memory_timeline(trace, rank, pool, device)
     if at_ns is None and len(times):
         at_ns = int(times[np.argmax(sizes)])
@@ -203,8 +215,10 @@ def _from_allocations(trace: Trace, rank: int, device: str, at_ns: int) -> list[
 
 
 def _from_inventory(trace: Trace, rank: int, device: str, at_ns: int) -> list[Holder]:
-    """Return what the recorder found of parameters and optimizer state, and in an
-    update of gradients."""
+    """Return what the recorder found of parameters and optimizer state.
+
+    In an update, also return what it found of gradients.
+    """
     inventories = trace.rank(rank).inventories
     if not inventories:
         return []
@@ -225,8 +239,10 @@ def _from_inventory(trace: Trace, rank: int, device: str, at_ns: int) -> list[Ho
 def holders_of(
     inventory: Inventory, device: str | None, with_gradients: bool
 ) -> list[Holder]:
-    """Return the holders of a device in an inventory; gradients come and go, so those
-    of another time are left out."""
+    """Return the holders of a device in an inventory.
+
+    Gradients come and go, so the gradients of another time are left out.
+    """
     return [
         Holder(entry.category, entry.module, None, entry.bytes)
         for entry in inventory.holders

@@ -48,7 +48,7 @@ class RankQuantity:
     name: str  # Its name in JSON.
     label: str  # Its name for people.
     cause: str  # The cause of a difference, as in `slow link`.
-    higher_is_worse: bool  # Whether more of it is worse.
+    higher_is_worse: bool  # Whether a higher value is worse.
     text: Callable[[float], str]  # A function from a value to text with its unit.
     # Whether only ranks of one host are compared, which share a clock.
     within_host: bool = False
@@ -180,8 +180,10 @@ class RankDifferences(TabularResult, table="differences"):
         )
 
     def as_json(self) -> list[dict[str, Any]] | None:
-        """Return the value of `rank_differences` in JSON; None where ranks were not
-        compared."""
+        """Return the value of `rank_differences` in JSON.
+
+        It is None where ranks were not compared.
+        """
         return (
             [asdict(difference) for difference in self.differences]
             if self.compared
@@ -239,8 +241,10 @@ def rank_differences(trace: Trace) -> RankDifferences:
 
 
 def _values(tables: Sequence[IterationTable], quantity: RankQuantity) -> Floats:
-    """Return a row of values per rank, a column per iteration; NaN of ranks that are
-    not compared."""
+    """Return a row of values per rank, a column per iteration.
+
+    It is NaN for ranks that are not compared.
+    """
     values = np.stack([table.columns[quantity.column] for table in tables])
     values[(~np.isnan(values)).sum(axis=1) < MIN_ITERATIONS] = np.nan
     recorded = ~np.isnan(values).all(axis=1)
@@ -352,8 +356,10 @@ def _difference(
 
 
 def unusual_facts(trace: Trace, rank: int) -> tuple[str, ...]:
-    """Return the facts in which a rank is unlike more than half of the ranks, as in
-    `link lanes 8 (usual: 16)`."""
+    """Return the facts in which a rank is unlike more than half of the ranks.
+
+    An example is `link lanes 8 (usual: 16)`.
+    """
     usual = _usual_facts(trace)
     own = _facts(trace, rank)
     return tuple(

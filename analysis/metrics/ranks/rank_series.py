@@ -96,8 +96,10 @@ def rank_series(trace: Trace, rank: int) -> IterationTable:
 
 @once_per_trace
 def origin_ns(trace: Trace) -> int:
-    """Return the time that starts of phases count from: the first iteration of the
-    first rank."""
+    """Return the time that starts of phases count from.
+
+    It is the first iteration of the first rank.
+    """
     starts = [
         int(start)
         for rank in trace.ranks[:1]
@@ -133,8 +135,7 @@ def _moved(
 
 
 def _highest(ends: Ints, rates: Floats, spans: Intervals) -> Floats:
-    """Return the highest of the samples that end in each span; NaN where there is
-    none."""
+    """Return the highest of the samples that end in each span, NaN without any."""
     first = np.searchsorted(ends, spans.starts, side="right")
     after = np.searchsorted(ends, spans.ends, side="right")
     highest = np.full(len(spans.numbers), np.nan)
@@ -180,8 +181,10 @@ def hosts_of(trace: Trace) -> npt.NDArray[np.str_]:
 def centered_rows(
     values: Floats, groups: npt.NDArray[Any], of_pairs: Callable[..., Any]
 ) -> Floats:
-    """Subtract in each column the median of the group's rows, of two rows `of_pairs`;
-    NaN in groups of one row."""
+    """Subtract in each column the median of the group's rows.
+
+    Of two rows, subtract `of_pairs`; NaN in groups of one row.
+    """
     result = np.full_like(values, np.nan)
     for group in np.unique(groups):
         rows = values[groups == group]

@@ -1,8 +1,8 @@
 """Computes a result part by part, a few ranks at a time, here or in other processes.
 
-The tables of a large job do not fit into memory together. Of each part, the whole
-result is computed of its ranks alone and kept by rank: that of all ranks then needs no
-table again.
+The tables of a large job do not fit into memory together. For each part, the whole
+result is computed from its ranks alone and kept by rank: the result of all ranks then
+needs no table again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,12 +24,12 @@ from ebbtide.workers import WorkerDied
 # Computes a result of a trace. Figures of ranks that it reads must be kept by
 # `once_per_trace`.
 Read = Callable[[Trace], object]
-# Two ranks of a part are compared with each other, as those of the whole trace are.
+# Two ranks of a part are compared with each other, as the ranks of the whole trace are.
 _MIN_RANKS_PER_PART = 2
 # Each task opens the trace again, which takes as long as a part of a rank.
 _MIN_RANKS_PER_TASK = 4
-# Of ranks with small tables, a part has as many as have so many bytes on disk, and
-# there are so many parts at least.
+# A part has as many ranks with small tables as take this many bytes on disk, and there
+# are at least this many parts.
 _PART_BYTES = 16e6
 _MIN_PARTS = 16
 # Of ranks with fewer bytes, threads wait for each other. So do more threads, and each
@@ -50,8 +50,8 @@ class ScanTask:
     kept: KeptResults  # Results of the whole trace, which all ranks need.
 
 
-# Runs a function on tasks by key, and yields (key, outcome) as each is finished, as
-# those of `ebbtide.workers` do.
+# Runs a function on tasks by key, and yields (key, outcome) as each is finished, as the
+# runners of `ebbtide.workers` do.
 ScanRunner: TypeAlias = Callable[
     [Callable[[ScanTask], KeptResults], Mapping[str, ScanTask]],
     Iterator[tuple[str, KeptResults | WorkerDied]],
@@ -87,10 +87,12 @@ def scan_ranks(
     runner: ScanRunner,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> None:
-    """Compute a result part by part elsewhere, and keep what was computed of each rank
-    here. Workers open the trace by its path. `progress`: called with the numbers of
-    finished and of all ranks, at the start and after each task. Raises UserError if a
-    worker died, TraceError if the trace is damaged or workers cannot read its path."""
+    """Compute a result part by part elsewhere, and keep each rank's results here.
+
+    Workers open the trace by its path. `progress`: called with the numbers of finished
+    and of all ranks, at the start and after each task. Raises UserError if a worker
+    died, TraceError if the trace is damaged or workers cannot read its path.
+    """
     path, kept = trace.path.resolve(), _of_all_ranks(trace)
     tasks = {
         str(part[0]): ScanTask(path, part, read, kept)
@@ -122,7 +124,7 @@ def _parts(trace: Trace, min_ranks: int) -> list[tuple[int, ...]]:
 
 
 def _of_all_ranks(trace: Trace) -> KeptResults:
-    """Return the figures of the whole trace that those of each rank depend on."""
+    """Return the figures of the whole trace that the figures of each rank depend on."""
     for of_all_ranks in (steady_iterations, free_pool, peak_pool, origin_ns):
         of_all_ranks(trace)
     return kept_results(trace)

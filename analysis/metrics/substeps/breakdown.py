@@ -38,8 +38,7 @@ _HOST_MEMORY = ("pinned", "pageable")
 
 @dataclass(frozen=True)
 class ConcurrentTransfers:
-    """Copies in one direction during a sub-step; None for figures that were not
-    recorded.
+    """Copies in one direction during a sub-step, with None for unrecorded figures.
 
     Counters give bytes only, and none for a sub-step that is shorter than the spacing
     of their samples."""
@@ -55,8 +54,10 @@ class ConcurrentTransfers:
 
 @dataclass(frozen=True)
 class SubStep:
-    """One sub-step, or kind of operation, in a phase of a rank, over the steady
-    iterations that have any."""
+    """One sub-step, or kind of operation, in a phase of a rank.
+
+    Figures are over the steady iterations that have any.
+    """
 
     rank: int
     phase: str  # The phase, or `other`.
@@ -93,8 +94,7 @@ class SubstepAggregator:
     def __init__(
         self, trace: Trace, rank: int, pool: str | None, phases: pd.DataFrame
     ) -> None:
-        """Prepare link and memory of the rank; `phases` are those of
-        `split_by_phase`."""
+        """Prepare link and memory of the rank; `phases` are from `split_by_phase`."""
         self._rank = rank
         self._timeline = memory_timeline(trace, rank, pool) if pool else None
         self._memory_spans = memory_spans(trace, rank, pool) if pool else None
@@ -115,8 +115,10 @@ class SubstepAggregator:
                     )
 
     def steps(self, rows: pd.DataFrame, keys: list[str], tiles: bool) -> list[SubStep]:
-        """Return a SubStep per combination of the keys, in the order of their starts;
-        `rows`: of `split_by_phase`."""
+        """Return a SubStep per combination of the keys, in the order of their starts.
+
+        The rows are from `split_by_phase`.
+        """
         rows = remove_overlaps(rows, [*keys, "iteration"])
         starts, ends = (
             rows["start_ns"].to_numpy(np.int64),
@@ -177,8 +179,10 @@ class SubstepAggregator:
         return figures
 
     def _moved(self, direction: str, starts: Ints, ends: Ints) -> dict[str, Any]:
-        """Return what moved in each interval: bytes, and ms in which copies ran, in all
-        and by kind of host memory."""
+        """Return what moved in each interval.
+
+        It is bytes, and ms in which copies ran, in all and by kind of host memory.
+        """
         moved = self._traffic[direction]
         figures: dict[str, Any] = {
             f"{direction} bytes": np.nan if moved is None else moved.bytes(starts, ends)
@@ -296,8 +300,10 @@ class SubstepAggregator:
 
 
 def _order(table: pd.DataFrame, keys: list[str]) -> Any:
-    """Return the sort key of sub-steps: phase, subgroup, start; the remainder `rest`
-    comes last in its phase."""
+    """Return the sort key of sub-steps: phase, subgroup, start.
+
+    The remainder `rest` comes last in its phase.
+    """
     begins = table.assign(
         start=table["start"] - table.groupby("iteration")["start"].transform("min")
     )
@@ -349,8 +355,10 @@ class SubSteps(TabularResult, table="steps"):
 def sub_steps(
     trace: Trace, ranks: Sequence[int] | None = None, by_subgroup: bool = True
 ) -> SubSteps:
-    """Measure the sub-steps of all ranks (None) or some; none where the steady
-    iterations have no sub-steps."""
+    """Measure the sub-steps of some ranks, or of all if None.
+
+    There are none where the steady iterations have no sub-steps.
+    """
     numbers = steady_iterations(trace).numbers
     pool = peak_pool(trace)
     tiles, steps, subgroups, resources = True, [], [], []

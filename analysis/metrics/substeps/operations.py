@@ -1,5 +1,7 @@
-"""Prepares the table `ops` for analyses: plain names, split at the edges of phases,
-without overlaps."""
+"""Prepares the table `ops` for analyses.
+
+It has plain names, is split at the edges of phases, and has no overlaps.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,11 @@ STORAGE = "storage_"
 
 
 def run_in_sequence(ops: pd.DataFrame) -> bool:
-    """Return whether ops are the sub-steps of DeepSpeed's own step, which follow each
-    other on the host, as forwards without gradients do. The operations of a schedule
-    also use the link, and run at the same time."""
+    """Return whether ops are the sub-steps of DeepSpeed's own step.
+
+    These follow each other on the host, as forwards without gradients do. The
+    operations of a schedule also use the link, and run at the same time.
+    """
     used = set(ops["resource"][ops["name"] != WITHOUT_GRADIENTS])
     return len(ops) > 0 and (
         not used or ("host" in used and not used & set(DIRECTIONS))
@@ -44,9 +48,11 @@ def op_names(trace: Trace, rank: int) -> frozenset[str]:
 
 
 def named_ops(trace: Trace, rank: int) -> pd.DataFrame:
-    """Return the table `ops` with plain names (a schedule's have the number of the
-    subgroup), subgroup -1 for None, and a column `within`: the name of the parent,
-    empty where there is none."""
+    """Return the table `ops` with plain names.
+
+    A schedule's names have the number of the subgroup. The subgroup is -1 for None, and
+    the column `within` is the name of the parent, empty where there is none.
+    """
     ops = trace.ops(rank)
     names = ops["name"].where(
         ops["subgroup"].isna(), ops["name"].str.replace(r" \d+$", "", regex=True)
@@ -84,8 +90,10 @@ def split_by_phase(
 
 
 def _split(ops: pd.DataFrame, phases: pd.DataFrame) -> pd.DataFrame:
-    """Split ops at the edges of disjoint phases in order; leave out parts outside
-    phases and parts without length."""
+    """Split ops at the edges of disjoint phases in order.
+
+    Leave out parts outside phases and parts without length.
+    """
     import pandas as pd
 
     begins, ends = (
@@ -111,8 +119,10 @@ def _split(ops: pd.DataFrame, phases: pd.DataFrame) -> pd.DataFrame:
 
 
 def remove_overlaps(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """Shorten each row to the part that no earlier row of its group covers, so that
-    times can be added."""
+    """Shorten each row to the part that no earlier row of its group covers.
+
+    Times can then be added.
+    """
     rows = rows.sort_values("start_ns", kind="stable")
     groups = rows.groupby(keys, sort=False)["end_ns"]
     reached = (
@@ -126,9 +136,11 @@ def remove_overlaps(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 
 @once_per_trace
 def without_gradients_ms(trace: Trace, rank: int | None = None) -> float | None:
-    """Return the time of `other` in which forwards without gradients run: the median
-    over the steady iterations, on a rank, or the slowest one (None); None where none
-    were recorded."""
+    """Return the time of `other` in which forwards without gradients run.
+
+    It is the median over the steady iterations, on a rank, or on the slowest one if the
+    rank is None; None where none were recorded.
+    """
     numbers = steady_iterations(trace).numbers
     longest = np.zeros(len(numbers))
     ranks = [

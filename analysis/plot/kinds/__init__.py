@@ -1,5 +1,7 @@
-"""Kinds of pictures of `ebbtide plot`: a file per kind, whose docstring says what it
-draws."""
+"""Kinds of pictures of `ebbtide plot`.
+
+Each has a file, whose docstring says what it draws.
+"""
 
 from __future__ import annotations
 

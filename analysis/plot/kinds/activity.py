@@ -47,8 +47,10 @@ class ActivityDrawing(PanelDrawing):
 
 
 def activity_panels(view: View, height: float, required: bool) -> list[ActivityDrawing]:
-    """Return the panel of a view; none where kernels were not recorded, which raises
-    TraceError if it is `required`."""
+    """Return the panel of a view, none where kernels were not recorded.
+
+    That raises TraceError if the panel is `required`.
+    """
     lanes = activity_lanes(view.trace, view.rank, view.axis, PICTURE)
     if required and not lanes:
         raise TraceError(f"rank {view.rank} of {view.trace.path}: {NO_KERNELS}")

@@ -15,8 +15,10 @@ CONTENT = "memory and link"
 def panels(
     view: View, layout: Layout, with_all: bool = False
 ) -> Sequence[PanelDrawing]:
-    """Return the panels of what was recorded; `with_all`: also of host memory, and of
-    activity in any case."""
+    """Return the panels of what was recorded.
+
+    `with_all`: also of host memory, and of activity in any case.
+    """
     memory = memory_panels(view, layout.tall, with_host=with_all)
     drawn: list[PanelDrawing] = [
         *memory,

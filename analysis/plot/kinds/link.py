@@ -68,8 +68,10 @@ class LinkDrawing(PanelDrawing):
         return drawn
 
     def _mark_above_peak(self, axes: Axes, scale: Scale) -> Iterator[Artist]:
-        """Mark every rate above the peak at the edge: such rates are impossible and do
-        not set the scale."""
+        """Mark every rate above the peak at the edge.
+
+        Such rates are impossible and do not set the scale.
+        """
         for direction, marked in self.panel.above_peak_ns.items():
             sign = next(
                 line.sign for line in self.panel.lines if line.name == direction
@@ -88,8 +90,11 @@ class LinkDrawing(PanelDrawing):
 
 
 def link_panels(view: View, height: float, required: bool) -> list[LinkDrawing]:
-    """Return the panel of the link; none where neither copies nor counters were
-    recorded, which raises TraceError if it is `required`."""
+    """Return the panel of the link, none where it was not recorded.
+
+    Neither copies nor counters were recorded then, and TraceError is raised if the
+    panel is `required`.
+    """
     content = link_panel(view.trace, view.rank, view.axis, PICTURE)
     if required and content is None:
         raise TraceError(

@@ -73,9 +73,11 @@ class MemoryDrawing(PanelDrawing):
 
 
 def memory_panels(view: View, height: float, with_host: bool) -> list[MemoryDrawing]:
-    """Return the panel of the device's memory, and below it that of the host's; those
-    for which memory was recorded. Host memory is included `with_host`, and always
-    without memory of the device."""
+    """Return the panel of the device's memory, and below it the panel of the host's.
+
+    Only memory that was recorded has a panel. Host memory is included `with_host`, and
+    always without memory of the device.
+    """
     device = device_memory_panel(view.trace, view.rank, view.axis, PICTURE)
     host = host_memory_panel(view.trace, view.rank, view.axis, PICTURE)
     panels = [] if device.is_empty else [MemoryDrawing(view, height, device)]

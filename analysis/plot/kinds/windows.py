@@ -105,8 +105,10 @@ class WindowsDrawing(MemoryDrawing):
 
 @dataclass(frozen=True)
 class IdleDrawing(PanelDrawing):
-    """A row per direction: the box of each window is filled to the share in which the
-    link is idle."""
+    """A row per direction, with the windows' boxes.
+
+    The box of each window is filled to the share in which the link is idle.
+    """
 
     windows: pd.DataFrame
     directions: Sequence[str]

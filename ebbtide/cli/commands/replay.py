@@ -267,7 +267,7 @@ def replay(
 
 
 def _only(option: str, values: list[Value] | None) -> Value | None:
-    """Return the value of an option, of which a sweep takes several."""
+    """Return the value of an option that a sweep takes several values for."""
     if len(values or ()) > 1:
         raise typer.BadParameter(
             f"{option} is given more than once: `ebbtide sweep` is for several values"

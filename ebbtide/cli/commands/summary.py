@@ -1,5 +1,7 @@
-"""`ebbtide summary`: figures of a trace by phase, direction of the link, sub-step,
-activity, iteration or rank."""
+"""`ebbtide summary`: figures of a trace by phase or another key.
+
+Keys are phase, direction of the link, sub-step, activity, iteration or rank.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 _ALWAYS = frozenset({"trace", "by", "verbose", "as_json"})
 
 
-# Options that each table has beside those of all, and the command to go on with.
+# Options that each table has beside the common ones, and the next command to run.
 _TABLES = {
     "phase": ({"rank", "jobs", "scheduler"}, "findings {}"),
     "link": ({"rank"}, "plot {} --kind link -o link.png"),

@@ -1,2 +1,4 @@
-"""Rates of kernels on a GPU by the class of their work, and the efficiencies that were
-measured."""
+"""Rates of kernels on a GPU by the class of their work.
+
+Also the efficiencies that were measured.
+"""

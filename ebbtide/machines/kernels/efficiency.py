@@ -1,5 +1,6 @@
-"""Shares of the rates of its data sheet that a GPU reaches, by card, kernel and size:
-for dry runs and for plans.
+"""Shares of the rates of its data sheet that a GPU reaches.
+
+They are by card, kernel and size, for dry runs and for plans.
 
 A share is a posterior: a prior for any card, corrected by what others measured on this
 card and, trusted less, on cards of its class. Errors are standard errors of the
@@ -43,15 +44,19 @@ class CardClass(Enum):
 
 
 class RateShare(NamedTuple):
-    """A share of a data sheet's rate: its median, and one standard error of its
-    logarithm."""
+    """A share of a data sheet's rate.
+
+    It has a median, and one standard error of its logarithm.
+    """
 
     median: float
     error: float
 
     def cases(self, factor: float = 1.0) -> PriorRange:
-        """Return the share times a factor in each of the cases, which end a range with
-        a probability of 80 %."""
+        """Return the share times a factor in each of the cases.
+
+        They end a range with a probability of 80 %.
+        """
         side = math.exp(DEVIATIONS_OF_RANGE * self.error)
         return PriorRange(*(factor * self.median * side**sign for sign in (1, 0, -1)))
 
@@ -138,8 +143,10 @@ _HEAD_EXPONENTS = {CardClass.AMPERE: 0.1, CardClass.GEFORCE: -0.4}
 
 @cache
 def kernel_share(kernel: str, name: str, card_class: CardClass) -> RateShare:
-    """Return the share that a kernel reaches in large sizes on a GPU of a name and
-    class."""
+    """Return the share that a kernel reaches in large sizes on a GPU.
+
+    The GPU has a name and a class.
+    """
     used = [_PRIORS[kernel]]
     for evidence in EVIDENCE:
         if evidence.kernel == kernel and evidence.card_class is card_class:
@@ -158,8 +165,10 @@ def kernel_share(kernel: str, name: str, card_class: CardClass) -> RateShare:
 
 
 def posterior(shares: Iterable[RateShare]) -> RateShare:
-    """Return what independent estimates of a share, normal in the logarithm, give
-    together."""
+    """Return what independent estimates of a share give together.
+
+    They are normal in the logarithm.
+    """
     weights = [(1 / share.error**2, math.log(share.median)) for share in shares]
     total = sum(weight for weight, _ in weights)
     return RateShare(
@@ -187,8 +196,10 @@ def card_class_of(gpu: GpuCompute) -> CardClass:
 def product_factor(
     result_elements: float, smallest_dimension: float, is_aligned: bool = True
 ) -> float:
-    """Return the share of the rate of large products in half precision that one of this
-    size reaches."""
+    """Return the share of large products' rate that one of this size reaches.
+
+    It is the rate in half precision.
+    """
     waves = result_elements / _WAVE_ELEMENTS
     filled = waves / (waves + 1) if waves > 1 else math.sqrt(waves) / 2
     return (
@@ -200,8 +211,10 @@ def product_factor(
 
 
 def attention_factor(sequence: float, head_size: float, card_class: CardClass) -> float:
-    """Return the share of the rate on long sequences and heads of 128 that attention of
-    this size reaches."""
+    """Return the share of a rate that attention of this size reaches.
+
+    It is the rate on long sequences and heads of 128.
+    """
     heads = math.pow(
         min(1.0, head_size / _FULL_HEAD),
         _HEAD_EXPONENTS.get(card_class, _HEAD_EXPONENT),

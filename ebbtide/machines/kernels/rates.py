@@ -1,5 +1,7 @@
-"""The work of a kernel, and the time that a GPU takes for it, under fast, typical and
-slow assumptions."""
+"""The work of a kernel, and the time that a GPU takes for it.
+
+The time is under fast, typical and slow assumptions.
+"""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -23,8 +25,10 @@ _NEXT_TYPE = {
 
 
 class ProductSize(NamedTuple):
-    """The size of a matrix product: elements of its result, and the smallest of its
-    three dimensions."""
+    """The size of a matrix product.
+
+    It has the elements of its result, and the smallest of its three dimensions.
+    """
 
     result_elements: float
     smallest_dimension: float
@@ -62,8 +66,8 @@ class KernelWork:
 class GpuRates:
     """Times of work on a GPU, and on its host's memory.
 
-    `machine`: the machine; None, or one without rates of its GPU: those that it lacks
-    are those of an H100."""
+    `machine`: the machine; None, or one without rates of its GPU: rates that it lacks
+    are an H100's."""
 
     def __init__(self, machine: Machine | None = None) -> None:
         stated = machine.gpu if machine is not None else None
@@ -75,8 +79,10 @@ class GpuRates:
         ) or priors.HOST_BYTES_PER_S
 
     def kernel_ns(self, work: KernelWork) -> list[int]:
-        """Return the time of a kernel in each case: max(FLOPs / rate, bytes / rate) and
-        a fixed time per launch."""
+        """Return the time of a kernel in each case.
+
+        It is max(FLOPs / rate, bytes / rate) and a fixed time per launch.
+        """
         if work.work_class is WorkClass.COLLECTIVE:
             rate = self.gpu.peer_bytes_per_s or _DEFAULT.peer_bytes_per_s or 0.0
             return _times(
@@ -100,8 +106,7 @@ class GpuRates:
         )
 
     def host_ns(self, size: int) -> list[int]:
-        """Return the time in which the host reads and writes `size` bytes, in each
-        case."""
+        """Return the time in each case for the host to read and write `size` bytes."""
         return _times(
             0.0,
             None,
@@ -112,8 +117,10 @@ class GpuRates:
         )
 
     def peak(self, precision: str) -> float:
-        """Return the peak of a type in FLOP/s; that of the next one where it is not
-        known."""
+        """Return the peak of a type in FLOP/s.
+
+        Where it is not known, return the peak of the next one.
+        """
         rates = self.gpu.flops_per_s
         while precision not in rates and precision in _NEXT_TYPE:
             precision = _NEXT_TYPE[precision]
@@ -125,8 +132,10 @@ class GpuRates:
 
     @property
     def fused_attention(self) -> list[str]:
-        """The fused implementations of attention that were measured on GPUs of this
-        class."""
+        """The fused implementations of attention that were measured for this class.
+
+        It is a class of GPUs.
+        """
         named = {
             one.kernel
             for one in efficiency.EVIDENCE

@@ -1,5 +1,6 @@
-"""Stated priors for the times of a dry run, each with a fast, a typical and a slow
-value.
+"""Stated priors for the times of a dry run.
+
+Each has a fast, a typical and a slow value.
 
 They are not fitted to a job. Their sources are measurements that others published:
 
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 
 class PriorRange(NamedTuple):
-    """Values of a quantity in the three cases, whose indices are those of `CASES`."""
+    """Values of a quantity in the three cases, with the indices of `CASES`."""
 
     fast: float
     typical: float

@@ -50,9 +50,11 @@ _IDENTIFIED = 0.5
 
 
 def machine_of(paths: Sequence[Path], name: str) -> Machine:
-    """Return the machine that explains these traces best, with the key `fit`; rates
-    that follow from the sub-steps of jobs are not fitted. Raises MachineError where a
-    trace does not record its offload, or GPUs differ."""
+    """Return the machine that explains these traces best, with the key `fit`.
+
+    Rates that follow from the sub-steps of jobs are not fitted. Raises MachineError
+    where a trace does not record its offload, or GPUs differ.
+    """
     traces = [open_trace(path) for path in paths]
     steps_of_traces = [step_rates(trace) for trace in traces]
     if any(_on_cpu(trace) for trace in traces):
@@ -107,8 +109,10 @@ def _notes(result: MachineFit, samples: Sequence[FitSample]) -> list[str]:
 
 
 def _rounded(result: MachineFit) -> Machine:
-    """Return the fitted machine with four digits per rate: no fit is accurate to
-    more."""
+    """Return the fitted machine with four digits per rate.
+
+    No fit is accurate to more.
+    """
     machine, box = result.machine, result.machine.box
     rates: dict[str, Any] = {
         key: _with_four_digits(getattr(machine, key))
@@ -131,8 +135,10 @@ def _with_four_digits(value: float) -> float:
 
 
 def _sample(trace: Trace, steps: StepRates | None) -> FitSample:
-    """Return the measurements of a trace, without the passes of DeepSpeed that no plan
-    has."""
+    """Return the measurements of a trace.
+
+    Passes of DeepSpeed that no plan has are left out.
+    """
     sample = sample_of(trace)
     return (
         replace(sample, update_s=sample.update_s - steps.not_in_plans_s)
@@ -158,8 +164,10 @@ def _on_cpu(trace: Trace) -> bool:
 def _machine_without_gpu(
     traces: Sequence[Trace], steps_of_traces: Sequence[StepRates | None], name: str
 ) -> Machine:
-    """Return what jobs without a GPU show of a machine: rates from their sub-steps, no
-    link, nothing fitted."""
+    """Return what jobs without a GPU show of a machine.
+
+    It has rates from their sub-steps, no link, and nothing fitted.
+    """
     for trace, steps in zip(traces, steps_of_traces, strict=True):
         if not _on_cpu(trace):
             raise MachineError(
@@ -228,8 +236,7 @@ def _gpu_memory(traces: Sequence[Trace]) -> float | None:
 
 
 def _host_memory(traces: Sequence[Trace]) -> float | None:
-    """Return a rank's share of the host's memory; None if the host's memory was not
-    recorded."""
+    """Return a rank's share of the host's memory; None if it was not recorded."""
     shares = []
     for trace in traces:
         capacity = trace.meta.host.cpu.capacity_bytes
@@ -275,20 +282,21 @@ class MachineFit:
     # The factor within which each rate is known (one standard error);
     # `box.one_rank_...`: while others are idle.
     uncertainty: dict[str, float]
-    # Rates that these traces do not determine; their values are those of the priors.
+    # Rates that these traces do not determine; their values are the priors.
     unidentified: tuple[str, ...]
 
 
 def fit(
     samples: Sequence[FitSample], measured: Machine | None = None, name: str = "fitted"
 ) -> MachineFit:
-    """Fit a machine: the maximum a posteriori for errors that are normal in the
-    logarithm.
+    """Fit a machine: the maximum a posteriori.
+
+    Errors are normal in the logarithm.
 
     Minimises the squared relative errors of the updates (and of backwards that waited
     for gradients), over 2 %, plus the squared distances from the priors, over their
     widths; the covariance is the inverse of J'J. Rates are those with the most ranks on
-    a host; samples with several numbers also give those of a rank alone. Raises
+    a host; samples with several numbers also give the rates of a rank alone. Raises
     MachineError."""
     if not samples:
         raise MachineError("a machine cannot be fitted from no trace")
@@ -387,8 +395,10 @@ def fit(
 
 
 def _ranks_of(samples: Sequence[FitSample]) -> tuple[int, bool]:
-    """Return the largest number of ranks on a host, and whether there are several
-    numbers."""
+    """Return the largest number of ranks on a host.
+
+    Return also whether there are several numbers.
+    """
     numbers = {sample.ranks for sample in samples}
     if None in numbers and len(numbers) > 1:
         unknown = next(sample.name for sample in samples if sample.ranks is None)
@@ -402,8 +412,10 @@ def _ranks_of(samples: Sequence[FitSample]) -> tuple[int, bool]:
 
 
 def box_of_ranks(machine: Machine, ranks: int, alone: dict[str, float]) -> Box | None:
-    """Return the totals of a box from the rates of one rank while all update, and of
-    one alone; None for one rank."""
+    """Return the totals of a box from the rates of one rank.
+
+    These are the rates while all ranks update, and of one alone; None for one rank.
+    """
     if ranks == 1:
         return None
     totals = {
@@ -414,8 +426,11 @@ def box_of_ranks(machine: Machine, ranks: int, alone: dict[str, float]) -> Box |
 
 
 def _priors_of(samples: Sequence[FitSample]) -> dict[str, Prior]:
-    """Return the priors of all rates: those of the link from its peak, of the overhead
-    from steps that tell it."""
+    """Return the priors of all rates.
+
+    The priors of the link follow from its peak, those for the overhead from steps that
+    tell it.
+    """
     priors = dict(PRIORS)
     if link_peak := next(
         (sample.link_peak for sample in samples if sample.link_peak), None
@@ -430,8 +445,10 @@ def _priors_of(samples: Sequence[FitSample]) -> dict[str, Prior]:
 
 
 def _memory_share_error(machine: Machine, workload: Workload) -> float:
-    """Return how far the CPU's share of the memory bandwidth is from its prior, over
-    the prior's width."""
+    """Return how far the CPU's share of the memory bandwidth is from its prior.
+
+    The unit is the prior's width.
+    """
     assert machine.cpu_update_params_per_s is not None
     assert machine.host_memory_bytes_per_s is not None
     share = (

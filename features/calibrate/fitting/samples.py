@@ -1,5 +1,7 @@
-"""Measurements of traces for a fit: samples, and rates that follow from the sub-steps
-of recorded DeepSpeed jobs."""
+"""Measurements of traces for a fit.
+
+They are samples, and rates that follow from the sub-steps of recorded DeepSpeed jobs.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,8 +39,10 @@ class FitSample:
     overhead_s: float | None = None
 
     def simulate(self, machine: Machine) -> Schedule:
-        """Return the schedule on a machine, with the rates of as many ranks on a host
-        as the trace had."""
+        """Return the schedule on a machine.
+
+        The machine has the rates of as many ranks on a host as the trace had.
+        """
         shared = (
             machine.for_ranks(self.ranks)
             if machine.box is not None and self.ranks is not None
@@ -104,9 +108,11 @@ class StepRates:
 
 
 def step_rates(trace: Trace) -> StepRates | None:
-    """Return the rates that follow from the sub-steps of a trace: DeepSpeed's kernel
-    updates fp32 state alone in `update`; `parameters` converts, and on a GPU also makes
-    a pageable copy. None without an update on the CPU."""
+    """Return the rates that follow from the sub-steps of a trace.
+
+    DeepSpeed's kernel updates fp32 state alone in `update`; `parameters` converts, and
+    on a GPU also makes a pageable copy. None without an update on the CPU.
+    """
     metrics = JobMetrics(trace)
     update, parameters = (
         metrics.sub_step("update", ("cpu",)),

@@ -1,7 +1,8 @@
-"""Detects DeepSpeed's phases: the engine's backward and update, and the sub-steps of
-the ZeRO optimizers.
+"""Detects DeepSpeed's phases.
 
-`profiler/agent/phase_hooks.py` detects those of PyTorch, the forward among them.
+They are the engine's backward and update, and the sub-steps of the ZeRO optimizers.
+
+`profiler/agent/phase_hooks.py` detects PyTorch's phases, the forward among them.
 DeepSpeed is never imported here: its classes are wrapped once the job has imported
 them, as far as its version has them, until `DeepSpeedHooks.remove`.
 """
@@ -38,8 +39,10 @@ _UNOBSERVED_NOTE = (
 
 
 class DeepSpeedHooks:
-    """Reports DeepSpeed's phases and sub-steps to `recorder`, from creation to
-    `remove`."""
+    """Reports DeepSpeed's phases and sub-steps to `recorder`, until `remove`.
+
+    It does so from creation on.
+    """
 
     def __init__(self, recorder: Recorder, torch: Any) -> None:
         self._recorder = recorder
@@ -70,8 +73,10 @@ class DeepSpeedHooks:
         self._patches.set(engine, "_INSTRUCTION_MAP", instructions)
 
     def _wrappers(self) -> dict[str, Wrappers]:
-        """Return the wrappers by module, class ("": functions of the module) and
-        name."""
+        """Return the wrappers by module, class and name.
+
+        The class is "" for functions of the module.
+        """
         partial, reduction = functools.partial, self._reduction
         update = partial(self._wrap_update, False, False)
         storage = StorageRecorder(
@@ -144,8 +149,11 @@ class DeepSpeedHooks:
     def _wrap_step(
         self, original: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Wrap the engine's step: with ZenFlow it updates the selected columns after
-        its optimizer has stepped."""
+        """Wrap the engine's step.
+
+        With ZenFlow, the engine updates the selected columns after its optimizer has
+        stepped.
+        """
         step = (
             self._wrap_update(True, False, original)
             if _ends_zenflow_interval(engine)
@@ -164,8 +172,10 @@ class DeepSpeedHooks:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Wrap a method of an optimizer or an engine as an update, in which the
-        engine's optimizer may step."""
+        """Wrap a method of an optimizer or an engine as an update.
+
+        The engine's optimizer may step in it.
+        """
         recorder = self._recorder
         outermost = recorder.enter(UPDATE)
         # ebbtide's own engine records its operations itself.
@@ -183,8 +193,10 @@ class DeepSpeedHooks:
                 recorder.leave(end_ns=end_ns)
 
     def _record_step(self, engine: Any, outermost: bool) -> None:
-        """Note a step of the engine's optimizer, for those in it, which step once per
-        subgroup or not at all."""
+        """Note a step of the engine's optimizer, for the optimizers in it.
+
+        These step once per subgroup or not at all.
+        """
         recorder, optimizer = self._recorder, engine.optimizer
         if outermost or _ends_zenflow_interval(engine):
             recorder.stepped.clear()
@@ -206,8 +218,10 @@ class DeepSpeedHooks:
     def _wrap_load(
         self, original: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Wrap the engine's method that loads a checkpoint, after which moments on
-        storage may be lost."""
+        """Wrap the engine's method that loads a checkpoint.
+
+        Moments on storage may be lost after it.
+        """
         result = original(engine, *args, **kwargs)
         try:
             if swaps_to_disk(engine.optimizer):
@@ -237,8 +251,10 @@ class DeepSpeedHooks:
 
 
 def _ends_zenflow_interval(engine: Any) -> bool:
-    """Return whether the engine uses ZenFlow, and its optimizer steps after this
-    micro-step."""
+    """Return whether ZenFlow's optimizer steps after this micro-step.
+
+    The engine must use ZenFlow.
+    """
     try:
         return bool(
             getattr(engine, "zenflow", False)
@@ -252,9 +268,11 @@ def _ends_zenflow_interval(engine: Any) -> bool:
 def wrap_worker(
     original: Callable[..., Any], tasks: Any, results: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap the main function of SuperOffload's worker process, which stays importable
-    under its own name: the agent in the worker adds the time of each task to its
-    result."""
+    """Wrap the main function of SuperOffload's worker process.
+
+    It stays importable under its own name. The agent in the worker adds the time of
+    each task to its result.
+    """
     get_task, put_result, received_ns = tasks.get, results.put, 0
 
     @hidden
@@ -283,8 +301,10 @@ def wrap_receive(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap the method that returns the next result of the worker, or None: an update or
-    a rollback is recorded then."""
+    """Wrap the method that returns the next result of the worker, or None.
+
+    With a result, an update or a rollback is recorded.
+    """
     result = original(owner, *args, **kwargs)
     if isinstance(result, dict):
         times = result.pop(_TIMES, None)

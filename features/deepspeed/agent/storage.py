@@ -1,5 +1,7 @@
-"""Records what ZeRO-Infinity reads from storage and writes to it, and how long the job
-waits for that."""
+"""Records what ZeRO-Infinity reads from and writes to storage.
+
+Also how long the job waits for that.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ _CountBytes = Callable[..., "int | None"]
 
 
 class GradientReduction:
-    """Records `reduce` and, inside it, `gradient down`; inside a recorded update they
-    are its sub-steps.
+    """Records `reduce` and, inside it, `gradient down`.
+
+    Inside a recorded update they are its sub-steps.
 
     `stage_3`, `stage_1_and_2`: wrappers by the name of the method of these stages'
     optimizer that they wrap."""
@@ -86,8 +89,10 @@ class GradientReduction:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Wrap a copy of gradients to the host; `count_bytes` returns its bytes (None:
-        none) before it."""
+        """Wrap a copy of gradients to the host.
+
+        `count_bytes` returns its bytes (None: none) before it.
+        """
         recorder, substeps = self._recorder, self._substeps
         nbytes = None
         if not self._compiling() and recorder.recording and not self._copying:
@@ -113,8 +118,10 @@ class GradientReduction:
 
 
 def _copied_bytes(count_bytes: _CountBytes, optimizer: Any, args: Any) -> int | None:
-    """Return the bytes that a call copies to host memory; None if none, or if this
-    DeepSpeed version hides them."""
+    """Return the bytes that a call copies to host memory.
+
+    Return None if none, or if this DeepSpeed version hides them.
+    """
     if not offloads_state(optimizer):
         return None
     try:
@@ -124,8 +131,10 @@ def _copied_bytes(count_bytes: _CountBytes, optimizer: Any, args: Any) -> int | 
 
 
 def _stage_3_bytes(optimizer: Any, parameters: Any, gradients: Any) -> int | None:
-    """Stage 3: each partition goes into a buffer on the host, and at the boundary into
-    the fp32 gradient too."""
+    """Stage 3: return the bytes of a partition that goes into a buffer on the host.
+
+    At the boundary it goes into the fp32 gradient too.
+    """
     elements = [gradient.numel() for gradient in gradients]
     buffer = optimizer.grad_partitions_flat_buffer
     nbytes = sum(elements) * buffer.element_size() if buffer.device.type == "cpu" else 0
@@ -143,8 +152,10 @@ def _stage_3_bytes(optimizer: Any, parameters: Any, gradients: Any) -> int | Non
 def _stage_3_boundary_bytes(
     optimizer: Any, parameter: Any, gradient: Any, *_: Any
 ) -> int | None:
-    """Stage 3, at the boundary: one parameter's part of the fp32 gradient, if that is
-    in host memory."""
+    """Stage 3, at the boundary: one parameter's part of the fp32 gradient.
+
+    It counts if the gradient is in host memory.
+    """
     subgroup = optimizer.grad_position[optimizer.get_param_id(parameter)][0]
     master = optimizer.fp32_partitioned_groups_flat[subgroup]
     if master.device.type != "cpu":
@@ -153,8 +164,10 @@ def _stage_3_boundary_bytes(
 
 
 def _accumulated_bytes(optimizer: Any, parameter: Any) -> int:
-    """Stages 1 and 2, before the boundary: the whole gradient in the model's
-    precision."""
+    """Stages 1 and 2, before the boundary: the gradient in the model's precision.
+
+    It is the whole gradient.
+    """
     return int(parameter.numel() * parameter.element_size())
 
 
@@ -211,9 +224,12 @@ class _Request(NamedTuple):
 
 
 class StorageRecorder:
-    """Records a row per subgroup and submission, to the end of the wait for the handle
-    that submitted it: DeepSpeed learns no sooner that a request has ended. In an update
-    the waits are sub-steps; elsewhere they are rows of their own."""
+    """Records a row per subgroup and submission.
+
+    It lasts to the end of the wait for the handle that submitted it: DeepSpeed learns
+    no sooner that a request has ended. In an update the waits are sub-steps; elsewhere
+    they are rows of their own.
+    """
 
     def __init__(
         self,
@@ -235,8 +251,10 @@ class StorageRecorder:
     def wrap_swap(
         self, original: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Wrap a method of the optimizer that submits requests, to learn the names of
-        its subgroups."""
+        """Wrap a method of the optimizer that submits requests.
+
+        The names of its subgroups are learned from it.
+        """
         if self._recorder.recording:
             masters = getattr(optimizer, "fp32_partitioned_groups_flat", ())
             self._subgroups = {
@@ -254,8 +272,10 @@ class StorageRecorder:
         paths: Any,
         /,
     ) -> Any:
-        """Wrap the function that submits reads or writes: `resource` is `storage_read`
-        or `storage_write`."""
+        """Wrap the function that submits reads or writes.
+
+        `resource` is `storage_read` or `storage_write`.
+        """
         start_ns = time.monotonic_ns()
         result = original(handle, buffers, paths)
         if self._recorder.recording:
@@ -269,8 +289,10 @@ class StorageRecorder:
     def wrap_allocate(
         self, original: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Wrap the method that reserves buffers, which returns None if there are too
-        few: DeepSpeed then fails."""
+        """Wrap the method that reserves buffers.
+
+        It returns None if there are too few: DeepSpeed then fails.
+        """
         buffers = original(*args, **kwargs)
         if buffers is None:
             self._recorder.note_once(_NO_BUFFERS_NOTE)

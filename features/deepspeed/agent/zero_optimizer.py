@@ -1,5 +1,7 @@
-"""Reads the state of DeepSpeed's optimizers and engines, across ZeRO's stages and
-DeepSpeed's versions."""
+"""Reads the state of DeepSpeed's optimizers and engines.
+
+It works across ZeRO's stages and DeepSpeed's versions.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +29,25 @@ _CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
 
 def is_deepspeed_object(value: Any) -> bool:
-    """Return whether an object is an instance of a class of DeepSpeed, or of a subclass
-    of one."""
+    """Return whether an object is an instance of a DeepSpeed class or its subclass."""
     return any(
         str(kind.__module__).startswith("deepspeed.") for kind in type(value).__mro__
     )
 
 
 def fp32_masters(optimizer: Any) -> Any:
-    """Return the flat fp32 parameters of each subgroup that this rank updates; None if
-    it is not a ZeRO optimizer."""
+    """Return the flat fp32 parameters of each subgroup that this rank updates.
+
+    Return None if it is not a ZeRO optimizer.
+    """
     return _first_attribute(optimizer, _MASTERS)
 
 
 def subgroup_sizes(optimizer: Any) -> Any:
-    """Return this rank's parameters in each subgroup, with padding; None if it is not a
-    ZeRO optimizer."""
+    """Return this rank's parameters in each subgroup, with padding.
+
+    Return None if it is not a ZeRO optimizer.
+    """
     return (
         _first_attribute(optimizer, _SIZES)
         if fp32_masters(optimizer) is not None
@@ -72,8 +77,10 @@ class ZeroReader(FrameworkReader):
         return subgroup_sizes(optimizer)
 
     def state_device(self, optimizer: Any) -> str | None:
-        """Return `nvme` if state is swapped, `cpu` if it is in the process of an update
-        on the CPU."""
+        """Return `nvme` if state is swapped, `cpu` if another process has it.
+
+        The process is one that updates on the CPU.
+        """
         if swaps_to_disk(optimizer):
             return "nvme"
         return "cpu" if has_state_in_other_process(optimizer) else None
@@ -109,8 +116,10 @@ def swaps_to_disk(optimizer: Any) -> bool:
 
 
 def has_state_in_other_process(optimizer: Any) -> bool:
-    """Return whether the moments are in another process: SuperOffload's worker, or
-    ZenFlow's optimizer process."""
+    """Return whether the moments are in another process.
+
+    It is SuperOffload's worker, or ZenFlow's optimizer process.
+    """
     attributes = getattr(optimizer, "__dict__", {})
     return "superoffload_cpu_optimizer" in attributes or bool(
         attributes.get("process_optimizer_established")
@@ -118,8 +127,7 @@ def has_state_in_other_process(optimizer: Any) -> bool:
 
 
 def offloads_state(optimizer: Any) -> bool:
-    """Return whether at least a part of the optimizer's state is outside of the
-    accelerator."""
+    """Return whether some of the optimizer's state is outside of the accelerator."""
     return bool(
         getattr(optimizer, "offload_optimizer", False)
         or getattr(optimizer, "cpu_offload", False)
@@ -132,15 +140,19 @@ def compute_resource(tensor: Any) -> str:
 
 
 def _first_attribute(owner: Any, names: tuple[str, ...]) -> Any:
-    """Return the first of the attributes in the object's own `__dict__`, since reading
-    a property may have effects."""
+    """Return the first of the attributes in the object's own `__dict__`.
+
+    Reading a property may have effects.
+    """
     attributes = getattr(owner, "__dict__", {})
     return next((attributes[name] for name in names if name in attributes), None)
 
 
 def largest_gradient_bytes(optimizer: Any) -> int | None:
-    """Return the bytes of the largest piece of a gradient that is swapped to storage;
-    None if there is none."""
+    """Return the bytes of the largest piece of a gradient that is swapped.
+
+    It is swapped to storage; None if there is none.
+    """
     swapper = getattr(optimizer, "optimizer_swapper", None)
     infos = getattr(swapper, "swap_params_info", {}).values()
     lengths = [
@@ -156,9 +168,11 @@ def largest_gradient_bytes(optimizer: Any) -> int | None:
 
 
 def has_lost_moments(engine: Any) -> bool:
-    """Return whether an engine that has loaded a checkpoint of trained steps has no
-    moments of a swapped subgroup. DeepSpeed copies the files of the moments, but a new
-    process does not know of them: it begins with zeros."""
+    """Return whether an engine has no moments of a swapped subgroup.
+
+    The engine has loaded a checkpoint of trained steps. DeepSpeed copies the files of
+    the moments, but a new process does not know of them: it begins with zeros.
+    """
     swapper = getattr(engine.optimizer, "optimizer_swapper", None)
     infos = getattr(swapper, "swap_params_info", {}).values()
     return int(engine.global_steps) > 0 and any(
@@ -199,8 +213,10 @@ def describe_engine(
 
 
 def to_json_value(value: Any, depth: int = 8) -> Any:
-    """Convert a configuration to values of JSON; what JSON cannot represent becomes
-    text."""
+    """Convert a configuration to values of JSON.
+
+    What JSON cannot represent becomes text.
+    """
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -214,8 +230,10 @@ def to_json_value(value: Any, depth: int = 8) -> Any:
 
 
 def _pinned(tensors: Iterable[Any]) -> bool | None:
-    """Return whether all tensors in host memory are pinned; None if none is in host
-    memory."""
+    """Return whether all tensors in host memory are pinned.
+
+    Return None if none is in host memory.
+    """
     pinned = [
         bool(tensor.is_pinned())
         for tensor in tensors

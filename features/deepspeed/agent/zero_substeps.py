@@ -1,5 +1,7 @@
-"""The methods of DeepSpeed's ZeRO optimizers that are recorded as sub-steps of an
-update."""
+"""The methods of DeepSpeed's ZeRO optimizers that are sub-steps of an update.
+
+They are recorded as such.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,11 @@ class _Row:
 
 
 class SubstepRecorder:
-    """Records what the open update does, from `begin` to `end`, which the thread that
-    runs it calls. A row is recorded once the next has run for a while, since that may
-    turn out to be a part of it. Rows on a GPU get their device times from marks on the
-    job's stream, as phases do.
+    """Records what the open update does, from `begin` to `end`.
+
+    The thread that runs the update calls these. A row is recorded once the next has run
+    for a while, since the next row may turn out to be a part of the first. Rows on a
+    GPU get their device times from marks on the job's stream, as phases do.
 
     `updates`: how many updates of a subgroup have begun in it."""
 
@@ -51,8 +54,10 @@ class SubstepRecorder:
         self._previous: _Row | None = None
 
     def begin(self) -> None:
-        """Start with the recorder's open phase, an update; its first sub-step is
-        `rest`."""
+        """Start with the recorder's open phase, an update.
+
+        Its first sub-step is `rest`.
+        """
         if self._recorder.recording:
             self.running, self.updates = True, 0
             self._row = self._begin_row(_REST, self._recorder.started_ns)
@@ -95,8 +100,10 @@ class SubstepRecorder:
         self._row = self._begin_row(substep, now_ns)
 
     def end(self) -> int | None:
-        """Record the last rows of the update, and return its end in ns; None if it was
-        not recorded. Never raises."""
+        """Record the last rows of the update, and return its end in ns.
+
+        Return None if it was not recorded. Never raises.
+        """
         if not self.running or self._row is None:
             return None
         now_ns = time.monotonic_ns()
@@ -189,8 +196,10 @@ class SubstepMethod(NamedTuple):
 
 
 def _is_on_cpu(args: Any) -> bool:
-    """Return whether SuperOffload's update leaves out a subgroup, whose state is on the
-    CPU."""
+    """Return whether SuperOffload's update leaves out a subgroup.
+
+    The state of such a subgroup is on the CPU.
+    """
     try:
         return bool(args[0].subgroup_to_device[args[1]] == "cpu")
     except Exception:
@@ -203,8 +212,10 @@ def _argument(substeps: SubstepRecorder, args: Any) -> int:
 
 
 def _owner_of_gradient(substeps: SubstepRecorder, args: Any) -> int:
-    """Return the subgroup of the gradient that stages 1 and 2 unscale: ZenFlow unscales
-    all before any update."""
+    """Return the subgroup of the gradient that stages 1 and 2 unscale.
+
+    ZenFlow unscales all before any update.
+    """
     gradient = args[1][0]
     for subgroup, master in enumerate(fp32_masters(args[0])):
         if any(gradient is buffer for buffer in getattr(master, "overlap_grad", ())):
@@ -222,8 +233,10 @@ def _gradient_resource(optimizer: Any, subgroup: int) -> str:
 
 
 def _upload_bytes(optimizer: Any, subgroup: int) -> int | None:
-    """Return the bytes of a subgroup's parameters that are copied to the device; None
-    if its state is there."""
+    """Return the bytes of a subgroup's parameters that are copied to the device.
+
+    Return None if its state is there.
+    """
     if _master_resource(optimizer, subgroup) != "cpu":
         return None
     return int(subgroup_sizes(optimizer)[subgroup] * optimizer.dtype.itemsize)

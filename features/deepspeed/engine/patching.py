@@ -1,5 +1,7 @@
-"""Patches DeepSpeed so that `deepspeed.initialize` builds InterleavedStage3, and undoes
-it."""
+"""Patches DeepSpeed so that `deepspeed.initialize` builds InterleavedStage3.
+
+It also undoes the patches.
+"""
 
 import functools
 import gc
@@ -43,8 +45,9 @@ def enable(
     beside: bool = False,
     **options: Unpack[EnableArguments],
 ) -> AbstractContextManager[object]:
-    """Let `deepspeed.initialize` create engines whose optimizer follows a policy of
-    ebbtide; call this before it.
+    """Let `deepspeed.initialize` create engines that follow a policy of ebbtide.
+
+    Their optimizer follows it. Call this before `deepspeed.initialize`.
 
     The configuration stays as it is (ZeRO stage 3, offload_optimizer to the cpu); its
     `ratio` has no effect.

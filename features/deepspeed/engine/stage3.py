@@ -143,8 +143,7 @@ class InterleavedStage3(StateAccess):
     # ----------------------------------------------------------------------------------
 
     def backward_prologue(self) -> None:
-        """Start the plan, if it is not running and there are no gradients of this
-        step."""
+        """Start the plan, unless it runs or there are gradients of this step."""
         super().backward_prologue()
         if (
             self._runner is not None
@@ -156,8 +155,10 @@ class InterleavedStage3(StateAccess):
     def partition_grads(
         self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]
     ) -> Any:
-        """Offload gradients directly if the step has one micro-step, without
-        DeepSpeed's buffer on the host."""
+        """Offload gradients directly if the step has one micro-step.
+
+        DeepSpeed's buffer on the host is not used.
+        """
         if self.micro_step_id != 0 or not self.is_gradient_accumulation_boundary():
             return super().partition_grads(params_to_release, grad_partitions)
         for param, partition in zip(params_to_release, grad_partitions, strict=True):
@@ -208,8 +209,10 @@ class InterleavedStage3(StateAccess):
     def _get_fp32_grad_state_partition(
         self, param: Any, release_swap_buffers: bool
     ) -> tuple[torch.Tensor, int]:
-        """Return a gradient for the functions of DeepSpeed that get and set it before
-        the step."""
+        """Return a gradient for DeepSpeed's functions that get and set it.
+
+        They do so before the step.
+        """
         number = self.get_param_id(param)
         if number not in self._exposed:
             self._recall()
@@ -220,8 +223,10 @@ class InterleavedStage3(StateAccess):
         return self._exposed[number], self.grad_position[number][0]
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Check the gradients by their norms, since they are not in DeepSpeed's
-        buffer."""
+        """Check the gradients by their norms.
+
+        They are not in DeepSpeed's buffer.
+        """
         norms = list(self.norm_for_param_grads.values())
         finite = not norms or bool(torch.isfinite(torch.stack(norms)).all())
         flag = torch.tensor(
@@ -245,8 +250,10 @@ class InterleavedStage3(StateAccess):
         self._ready_params = 0
 
     def _apply_muon_to_accumulated_grads(self) -> None:
-        """Replace the gradients of matrices by their updates, which DeepSpeed clips
-        then."""
+        """Replace the gradients of matrices by their updates.
+
+        DeepSpeed clips these then.
+        """
         assert self._runner is not None
         self._apply_exposed_gradients()
         kernel, parts, factors = self._runner.kernel, {}, {}
@@ -303,8 +310,11 @@ class InterleavedStage3(StateAccess):
     # ---------------------------------------
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
-        """Compute the factor for each gradient by DeepSpeed's formula: one over the
-        loss scale times max(1, (norm + 1e-6) / clip_grad). The kernel applies it."""
+        """Compute the factor for each gradient by DeepSpeed's formula.
+
+        It is one over the loss scale times max(1, (norm + 1e-6) / clip_grad). The
+        kernel applies it.
+        """
         combined = self.loss_scale
         if self.clip_grad > 0:
             clip = (total_norm / self.loss_scale + 1e-6) / self.clip_grad
@@ -364,8 +374,12 @@ class InterleavedStage3(StateAccess):
         self._exposed.clear()
 
     def _extents(self) -> dict[int, subgroup_slices.SubgroupSlice]:
-        """Return the extents of the parameters that this rank has elements of that are
-        not padding."""
+        """Return the extents of the parameters with elements on this rank.
+
+        Padding does not count.
+
+        Real elements are not padding.
+        """
         extents = {}
         for param in (param for group in self.fp16_groups for param in group):
             if (

@@ -32,8 +32,9 @@ from ebbtide.interleave.engine.runtime.layout import MASTER, Subgroup
 
 
 class CpuAdamScalars:
-    """Computes the scalars of DeepSpeed's CPU Adam, so that a job trains as it did with
-    DeepSpeed.
+    """Computes the scalars of DeepSpeed's CPU Adam.
+
+    A job then trains as it did with DeepSpeed.
 
     DeepSpeed's CPU Adam computes its scalars in fp32 (so 1 - beta2 is off by 1.3e-5).
     It multiplies the powers of its betas up step by step, and computes them anew if the
@@ -47,8 +48,10 @@ class CpuAdamScalars:
         self._powers = (np.float32(1), np.float32(1))
 
     def scalars(self, group: Group, step: int, scale: float) -> Scalars:
-        """Return the scalars of a step, counted from 1, whose gradients are multiplied
-        with `scale`."""
+        """Return the scalars of a step, counted from 1.
+
+        Its gradients are multiplied with `scale`.
+        """
         beta1, beta2 = betas = (
             np.float32(group["betas"][0]),
             np.float32(group["betas"][1]),
@@ -142,8 +145,10 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         return self._runner.engine
 
     def _open(self, commit: Mapping[str, Any] | None = None) -> None:
-        """Open the engine with the state of a commit; without one, with masters that
-        are the parameters."""
+        """Open the engine with the state of a commit.
+
+        Without one, open it with masters that are the parameters.
+        """
         assert self._runner is not None
         engine = self._runner.rebuild(
             self._subgroups, len(self._slices), self._views.slice_buffers, commit
@@ -173,15 +178,16 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         ]
 
     def _start_plan(self) -> None:
-        """Start the plan, with what was changed in masters and moments since it
-        stopped."""
+        """Start the plan, with changes in masters and moments since it stopped."""
         self._views.write_back(self._engine.store.states)
         assert self._runner is not None
         self._runner.set_plan()
 
     def _show(self, groups: Iterable[int]) -> None:
-        """Let the masters and moments of DeepSpeed's subgroups have their values, until
-        the plan starts again."""
+        """Let the masters and moments of DeepSpeed's subgroups have their values.
+
+        They have them until the plan starts again.
+        """
         if self._runner is None:
             return
         self._runner.check_process()
@@ -205,13 +211,17 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self._clear_fp32_optimizer_param_groups()
 
     def initialize_optimizer_states(self) -> None:
-        """Do nothing: gradients have no fp32 buffers on the host here, and moments are
-        views of other memory."""
+        """Do nothing: gradients have no fp32 buffers on the host here.
+
+        Moments are views of other memory.
+        """
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """The masters; reading them moves all state to the host and recalls offloaded
-        gradients."""
+        """The masters.
+
+        Reading them moves all state to the host and recalls offloaded gradients.
+        """
         self._show(range(len(self._masters)))
         return self._masters
 
@@ -222,8 +232,10 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def _get_fp32_opt_state_partition(
         self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[torch.Tensor, int]:
-        """Return the master or a moment of a parameter for the functions of DeepSpeed
-        that get and set it."""
+        """Return the master or a moment of a parameter for DeepSpeed's functions.
+
+        These functions get and set it.
+        """
         group, begin, length = self.grad_position[self.get_param_id(param)]
         self._show([group])
         master = self._masters[group]
@@ -237,10 +249,11 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def load_state_dict(
         self, state_dict_list: Any, load_optimizer_states: bool = True, **kwargs: Any
     ) -> None:
-        """Load a state dict of DeepSpeed. torch replaces the moments by new tensors;
-        they are copied.
+        """Load a state dict of DeepSpeed.
 
-        Raises EngineError if that of this rank lacks a part of the state, or is of
+        Torch replaces the moments by new tensors; they are copied.
+
+        Raises EngineError if this rank's state dict lacks a part of the state, or is of
         another stage, model or number of ranks; nothing is changed."""
         if not kwargs.get("checkpoint_folder"):
             self._check_saved(
@@ -252,8 +265,10 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self._views.collect()
 
     def _check_saved(self, saved: Any, has_moments: bool) -> None:
-        """Raise EngineError unless a state dict of DeepSpeed has all masters, and all
-        moments if some."""
+        """Raise EngineError unless a state dict of DeepSpeed is complete.
+
+        It must have all masters, and all moments if some.
+        """
         for key, own in (
             (ZERO_STAGE, int(ZeroStageEnum.weights)),
             (PARTITION_COUNT, self.partition_count),
@@ -309,8 +324,9 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     # ----------------------------------------------------------------------------------
 
     def commit(self) -> dict[str, Any]:
-        """Make the state in storage the one to resume from, and return a small dict of
-        this rank for `load_commit`.
+        """Make the state in storage the one to resume from.
+
+        Return a small dict of this rank for `load_commit`.
 
         It includes parameters, since they are rounded masters, hyperparameters and the
         loss scale. It can be loaded with the same storage, ranks and subgroups, until
@@ -334,8 +350,9 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         return commit
 
     def load_commit(self, commit: Mapping[str, Any]) -> None:
-        """Go on from what `commit` has returned on this rank, in this process or after
-        a crash.
+        """Go on from what `commit` has returned on this rank.
+
+        It may be in this process or after a crash.
 
         Gradients of this step are dropped. Frozen parameters and buffers of the model
         are not in it. Raises EngineError if it is not a commit of this model, or the
@@ -395,8 +412,10 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self._runner.backing.check(self._subgroups, commit["storage"])
 
     def _commit_details(self, steps: Sequence[int]) -> dict[str, Any]:
-        """Return what a commit of this rank says of itself, with the numbers of updates
-        of DeepSpeed's subgroups."""
+        """Return what a commit of this rank says of itself.
+
+        It has the numbers of updates of DeepSpeed's subgroups.
+        """
         shapes = [
             [tuple(param.ds_shape) for param in params] for params in self.fp16_groups
         ]
@@ -411,8 +430,9 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     # ----------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Wait until the last step has written all parameters; with late updates it may
-        not have when it returned.
+        """Wait until the last step has written all parameters.
+
+        With late updates it may not have when it returned.
 
         Raises EngineError if an operation of the step failed."""
         if self._runner is not None:
@@ -444,8 +464,10 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         super().offload_states(*args, **kwargs)
 
     def destroy(self) -> None:
-        """Destroy DeepSpeed's part, and close the engine, after the last step has
-        ended."""
+        """Destroy DeepSpeed's part, and close the engine.
+
+        This is after the last step has ended.
+        """
         try:
             self.synchronize()
         finally:
@@ -462,17 +484,20 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     @property
     def _is_late(self) -> bool:
-        """Whether updates may be late: the same on all ranks, as it decides which
-        collectives run."""
+        """Whether updates may be late, the same on all ranks.
+
+        It decides which collectives run.
+        """
         return self.settings.supported.forward
 
     def _gate_gathers(self, params: Iterable[Any]) -> None:
-        """Let gathers of parameters wait, if updates may be late: of modules,
-        prefetches and GatheredParameters.
+        """Let gathers of parameters wait, if updates may be late.
 
-        A gather reads the parts of all parameters in its list, before autograd sees
-        anything of it. DeepSpeed calls the function of any one in the list. A gate
-        delays it; it never leaves one out or changes the order."""
+        Modules, prefetches and GatheredParameters gather.
+
+        A gather reads the parts of all parameters in its list, before autograd sees any
+        of them. DeepSpeed calls the function of any one in the list. A gate delays it;
+        it never leaves one out or changes the order."""
         gates = []
         for param in params if self._is_late else ():
 
@@ -506,8 +531,9 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         )
 
     def _post_step(self, timer_names: Any) -> None:
-        """Leave small ("persistent") parameters to the modules that use them, if
-        updates may be late.
+        """Leave small ("persistent") parameters to the modules that use them.
+
+        Do so if updates may be late.
 
         DeepSpeed gathers all of them at the end of a step, which would have to wait for
         all late updates. In its first step and after an overflow, it gathers them by

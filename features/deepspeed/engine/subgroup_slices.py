@@ -1,5 +1,7 @@
-"""Slices of DeepSpeed's subgroups, which the engine moves and updates, and the
-gradients of slices."""
+"""Slices of DeepSpeed's subgroups, and the gradients of slices.
+
+The engine moves and updates them.
+"""
 
 import ctypes
 import mmap
@@ -17,8 +19,9 @@ from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 
 @dataclass(frozen=True)
 class SubgroupSlice:
-    """A run of elements of one of DeepSpeed's subgroups, by its number: what the engine
-    updates as one, or a parameter.
+    """A run of elements of one of DeepSpeed's subgroups, by its number.
+
+    The engine updates it as one; it may also be a parameter.
 
     `end` is the element after the last one."""
 
@@ -33,8 +36,10 @@ class SubgroupSlice:
 
 
 def cut_subgroups(sizes: Sequence[int], max_params: int) -> list[SubgroupSlice]:
-    """Cut DeepSpeed's subgroups of these sizes into slices of at most so many elements,
-    in order."""
+    """Cut DeepSpeed's subgroups of these sizes into slices, in order.
+
+    A slice has at most `max_params` elements.
+    """
     return [
         SubgroupSlice(group, begin, min(size, begin + max_params))
         for group, size in enumerate(sizes)
@@ -65,8 +70,9 @@ def engine_subgroups(
 
 
 class SliceGradients:
-    """Collects the gradients of parameters, whose extents are this rank's parts of
-    them, into gradients of slices.
+    """Collects the gradients of parameters into gradients of slices.
+
+    The extents of parameters are this rank's parts of them.
 
     The gradient of a slice is in a buffer on the device. The buffer exists from the
     first gradient of the slice that is added until the gradient is taken out. Elements
@@ -98,8 +104,10 @@ class SliceGradients:
         return param in self._extents
 
     def slices_of(self, param: int) -> Sequence[int]:
-        """Return the slices that have elements of a parameter; none if this rank has
-        none."""
+        """Return the slices that have elements of a parameter.
+
+        There are none if this rank has none.
+        """
         return self._slices_of.get(param, ())
 
     @property
@@ -118,8 +126,9 @@ class SliceGradients:
         return param in self._added
 
     def add(self, param: int, gradient: torch.Tensor) -> list[int]:
-        """Add the gradient of a parameter, flat, and return the slices whose gradient
-        is complete with it.
+        """Add the gradient of a parameter, flat.
+
+        Return the slices whose gradient is complete with it.
 
         It is shorter than the extent if that ends in padding."""
         completed = []
@@ -136,8 +145,10 @@ class SliceGradients:
         return completed
 
     def param_gradient(self, param: int, device: torch.device) -> torch.Tensor:
-        """Return the gradient of a parameter, flat, in new memory; zero if it was not
-        added."""
+        """Return the gradient of a parameter, flat, in new memory.
+
+        It is zero if it was not added.
+        """
         extent = self._extents[param]
         gradient = torch.zeros(extent.params, dtype=self._dtype, device=device)
         for number, slice_span, param_span in self._overlaps(param, gradient.numel()):
@@ -172,8 +183,10 @@ class SliceGradients:
         ]
 
     def _overlaps(self, param: int, length: int) -> Iterator[tuple[int, slice, slice]]:
-        """Yield (number of the slice, span in it, span in the parameter) for the first
-        elements of a parameter."""
+        """Yield the overlaps of a parameter's first elements with slices.
+
+        Each is (number of the slice, span in it, span in the parameter).
+        """
         extent = self._extents[param]
         for number in self._slices_of[param]:
             part = self._slices[number]
@@ -190,8 +203,10 @@ class SliceGradients:
 
 
 class HeldMasters:
-    """Masters and moments that are views of host buffers, in which the engine keeps its
-    state."""
+    """Masters and moments that are views of the engine's host buffers.
+
+    The engine keeps its state there.
+    """
 
     def __init__(
         self,
@@ -219,8 +234,10 @@ class HeldMasters:
         ]
 
     def show(self, states: SubgroupStates, groups: Iterable[int]) -> None:
-        """Give masters and moments their values, which the caller may change: all state
-        moves to the host."""
+        """Give masters and moments their values, which the caller may change.
+
+        All state moves to the host.
+        """
         states.move_all_to_host()
 
     def write_back(self, states: SubgroupStates) -> None:
@@ -238,8 +255,10 @@ class HeldMasters:
 
 
 class StoredMasters:
-    """Masters and moments without elements, which have host memory only from `show` to
-    `write_back`; `sizes`: their elements then."""
+    """Masters and moments without elements, except from `show` to `write_back`.
+
+    They have host memory only then; `sizes` are their elements.
+    """
 
     # The engine has its own.
     slice_buffers = None
@@ -263,8 +282,10 @@ class StoredMasters:
             _bind(optimizer, rule, master, self._empty(0))
 
     def show(self, states: SubgroupStates, groups: Iterable[int]) -> None:
-        """Read the state of DeepSpeed's subgroups into new host memory, which the
-        caller may change."""
+        """Read the state of DeepSpeed's subgroups into new host memory.
+
+        The caller may change it.
+        """
         shown = set(groups) - self._buffers.keys()
         for group in shown:
             buffer = self._empty(self._sizes[group])
@@ -306,8 +327,10 @@ class StoredMasters:
 
 
 def release_pages(zeros: torch.Tensor) -> None:
-    """Return the memory of zeros on the host, which is not pinned, to the system until
-    something writes to it."""
+    """Give the memory of zeros on the host back to the system.
+
+    It is not pinned, and stays with the system until something writes to it.
+    """
     if zeros.device.type != "cpu":
         return
     begin, end = zeros.data_ptr(), zeros.data_ptr() + zeros.nbytes
@@ -322,8 +345,9 @@ def release_pages(zeros: torch.Tensor) -> None:
 def _use_host_buffer(
     optimizer: Any, rule: UpdateRule, master: torch.Tensor, buffer: torch.Tensor
 ) -> torch.Tensor:
-    """Make a master and its moments views of a host buffer with their values, and
-    return it. New moments are zero.
+    """Make a master and its moments views of a host buffer, and return it.
+
+    They have their values in it. New moments are zero.
 
     The optimizer is the one that DeepSpeed calls, and has the moments; the buffer is
     fp32, (rows, elements)."""
@@ -341,8 +365,10 @@ def _use_host_buffer(
 def _bind(
     optimizer: Any, rule: UpdateRule, master: torch.Tensor, buffer: torch.Tensor
 ) -> torch.Tensor:
-    """Make a master and its moments views of a host buffer, whose values they take, and
-    return it."""
+    """Make a master and its moments views of a host buffer, and return it.
+
+    They take the values of the buffer.
+    """
     master.data = buffer[MASTER]
     master.grad = None
     state = optimizer.state[master]

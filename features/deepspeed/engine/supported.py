@@ -1,5 +1,4 @@
-"""Checks of the DeepSpeed version, configuration and optimizer; each error is one
-line."""
+"""Checks of DeepSpeed's version, configuration and optimizer, with one-line errors."""
 
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -89,8 +88,11 @@ def check_engine(engine: Any) -> None:
 
 
 def rules_of(optimizer: Any) -> list[UpdateRule]:
-    """Return the rule of each parameter group of the optimizer that DeepSpeed would
-    use. Raises EngineError if there is none, and for options that are not supported."""
+    """Return the rule of each parameter group of DeepSpeed's optimizer.
+
+    It is the optimizer that DeepSpeed would use. Raises EngineError if there is none,
+    and for options that are not supported.
+    """
     name = type(optimizer).__name__
     if name not in _RULES:
         raise EngineError(

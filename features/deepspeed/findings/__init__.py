@@ -1,2 +1,4 @@
-"""Rules on jobs that DeepSpeed runs, and on what it does by itself: transfers, updates,
-state on storage."""
+"""Rules on jobs that DeepSpeed runs, and on what it does by itself.
+
+They are about transfers, updates, and state on storage.
+"""

@@ -25,8 +25,10 @@ MarkedPhase = tuple[str, bool]
 
 
 class UpdatePart(NamedTuple):
-    """Timer of a part of an update; `t_ns`: time of the line, None if the line has no
-    time."""
+    """Timer of a part of an update.
+
+    `t_ns`: time of the line, None if the line has no time.
+    """
 
     name: str
     ms: float
@@ -34,8 +36,10 @@ class UpdatePart(NamedTuple):
 
 
 class HostMemory(NamedTuple):
-    """Memory in use on the whole host; `share` of the host's memory, with one decimal
-    of a percent."""
+    """Memory in use on the whole host.
+
+    `share` of the host's memory has one decimal of a percent.
+    """
 
     used_bytes: int
     share: float
@@ -43,8 +47,10 @@ class HostMemory(NamedTuple):
 
 @dataclass
 class MicroStep:
-    """Timers and marks of one micro-step; `ended_ns`: time of the line with its timers,
-    None without one."""
+    """Timers and marks of one micro-step.
+
+    `ended_ns`: time of the line with its timers, None without one.
+    """
 
     ms: dict[str, float]
     marked_ns: dict[MarkedPhase, int]
@@ -154,16 +160,20 @@ class TimerReader:
             self.marks[-1].host = HostMemory(round(used * GIB), percent / 100)
 
     def finish(self, accumulation: int | None) -> None:
-        """Derive steps where the log has no timers of whole ones; `accumulation` as
-        configured, None if not known."""
+        """Derive steps where the log has no timers of whole ones.
+
+        `accumulation` is as configured, None if not known.
+        """
         if not self.steps:
             self.steps = steps_of_micro_steps(
                 self._micro_steps, self.marks, accumulation
             )
 
     def _boundary_at(self, phase: str, begins: bool) -> PhaseBoundary:
-        """Return the boundary of a mark; `Engine after step` is printed after the
-        timers of the (micro-)step."""
+        """Return the boundary of a mark.
+
+        `Engine after step` is printed after the timers of the (micro-)step.
+        """
         iteration, micro_step = len(self.steps), len(self._micro_steps)
         if phase == UPDATE and not begins:
             if self._micro_steps:
@@ -229,8 +239,7 @@ class TimerReader:
 
 
 def _read_timers(text: str) -> dict[str, float]:
-    """Read ` | fwd: 1.23 | bwd: 4.56` in ms, up to the first field that does not
-    fit."""
+    """Read ` | fwd: 1.23 | bwd: 4.56` in ms, up to the first unfitting field."""
     timers = {}
     before, *timer_texts = text.split("|")
     for timer_text in timer_texts if not before.strip() else ():
@@ -270,9 +279,11 @@ def _of_step(
 def steps_of_micro_steps(
     micro_steps: Sequence[MicroStep], marks: list[MemoryMark], accumulation: int | None
 ) -> list[StepTimers]:
-    """Group all micro-steps into complete steps, and number the boundaries of the marks
-    by step. `marks`: their boundaries count micro-steps from 0; they are replaced.
-    `accumulation`: None if not known."""
+    """Group all micro-steps into complete steps.
+
+    Number the boundaries of the marks by step. `marks`: their boundaries count
+    micro-steps from 0; they are replaced. `accumulation`: None if not known.
+    """
     updates_ms = [micro_step.ms.get(UPDATE, 0.0) for micro_step in micro_steps]
     longest_ms = max(updates_ms, default=0.0)
     steps: list[StepTimers] = []

@@ -1,5 +1,7 @@
-"""Imports logs of DeepSpeed training: timers (`wall_clock_breakdown`), memory marks,
-configuration, ranks."""
+"""Imports logs of DeepSpeed training.
+
+They have timers (`wall_clock_breakdown`), memory marks, configuration, and ranks.
+"""
 
 from __future__ import annotations
 
@@ -156,8 +158,10 @@ def add_metadata(
     marks: list[MemoryMark],
     monitors: Sequence[Source],
 ) -> dict[int, RankBuilder]:
-    """Add the settings to a trace, and an entry for each rank; return the builders of
-    the ranks, rank 0 first."""
+    """Add the settings to a trace, and an entry for each rank.
+
+    Return the builders of the ranks, rank 0 first.
+    """
     meta: dict[str, Any] = builder.meta
     if settings.command is not None:
         try:
@@ -198,8 +202,10 @@ def add_metadata(
 
 @dataclass(frozen=True)
 class TimedPhase:
-    """Phase with its times in ns on the log's clock, or on a clock that begins at 0 if
-    the log has no times."""
+    """Phase with its times in ns on the log's clock.
+
+    If the log has no times, the clock begins at 0.
+    """
 
     iteration: int
     micro_step: int
@@ -213,8 +219,10 @@ PhaseKey = tuple[int, int, str]
 
 
 def has_times(steps: list[StepTimers], marks: list[MemoryMark]) -> bool:
-    """Return whether the log has times for its steps, or for its memory marks if it has
-    no steps."""
+    """Return whether the log has times for its steps.
+
+    If it has no steps, return whether it has times for its memory marks.
+    """
     micro_steps = [micro_step for step in steps for micro_step in step.micro_steps]
     if not micro_steps:
         return any(mark.t_ns is not None for mark in marks)
@@ -225,11 +233,13 @@ def has_times(steps: list[StepTimers], marks: list[MemoryMark]) -> bool:
 
 
 def time_phases(steps: list[StepTimers]) -> Iterator[TimedPhase]:
-    """Yield the phases of all steps with their times. Durations are those of the log. A
-    phase begins at the mark before it, unless it would then end after the mark that
-    follows it: DeepSpeed takes the marks of the backward within its timer. (A mark has
-    the time of its end.) Without marks a phase ends where the next begins, and a step
-    at the line with its timers."""
+    """Yield the phases of all steps with their times.
+
+    Durations are taken from the log. A phase begins at the mark before it, unless it
+    would then end after the mark that follows it: DeepSpeed takes the marks of the
+    backward within its timer. (A mark has the time of its end.) Without marks a phase
+    ends where the next begins, and a step at the line with its timers.
+    """
     next_start_ns: int | None = None
     starts = []
     for step in reversed(steps):
@@ -256,8 +266,10 @@ def time_phases(steps: list[StepTimers]) -> Iterator[TimedPhase]:
 def boundary_time_ns(
     boundary: PhaseBoundary | None, phases: dict[PhaseKey, TimedPhase]
 ) -> int | None:
-    """Return the time of a boundary (None: no such phase); without an update it is the
-    end of the backward."""
+    """Return the time of a boundary (None: no such phase).
+
+    Without an update, it is the end of the backward.
+    """
     if boundary is None:
         return None
     phase = phases.get((boundary.iteration, boundary.micro_step, boundary.phase))
@@ -283,8 +295,10 @@ def _phases(step: StepTimers) -> list[tuple[int, str]]:
 
 
 def _latest_starts(step: StepTimers, next_start_ns: int | None) -> list[int | None]:
-    """Return the latest start of each phase; `next_start_ns`: start of the next step,
-    None: by this step's times."""
+    """Return the latest start of each phase.
+
+    `next_start_ns` is the start of the next step; None: by this step's times.
+    """
     starts = []
     for (number, phase), length in zip(
         reversed(_phases(step)), reversed(_lengths_ns(step)), strict=True
@@ -375,8 +389,10 @@ def add_memory(
     timed: bool,
     offset_ns: int,
 ) -> int:
-    """Add the memory of the marks, at boundaries of phases unless `timed`; return how
-    many have no time."""
+    """Add the memory of the marks, at boundaries of phases unless `timed`.
+
+    Return how many have no time.
+    """
     device = entry.meta["devices"][0]["device"]
     by_key = {
         (phase.iteration, phase.micro_step, phase.phase): phase for phase in phases

@@ -19,8 +19,7 @@ _MIN_SHARE = 0.5
 
 @check("cores")
 def cores(host: JobHost) -> Iterator[Answer]:
-    """Compare the cores that the job may use with its ranks, and with those of the
-    host."""
+    """Compare the cores that the job may use with its ranks, and the host's cores."""
     online = parse_cpus(read_text(host.root / "sys/devices/system/cpu/online") or "")
     total = max(len(online), len(host.cpus))
     text = (
@@ -51,8 +50,10 @@ def cores(host: JobHost) -> Iterator[Answer]:
 
 @check("threads")
 def threads(host: JobHost) -> Iterator[Answer]:
-    """Compare the threads of OpenMP, which DeepSpeedCPUAdam uses, with the cores of a
-    rank."""
+    """Compare the threads of OpenMP with the cores of a rank.
+
+    DeepSpeedCPUAdam uses these threads.
+    """
     own, possible = host.job.threads, host.rank_cores
     own_text = f"ebbtide's own update takes {possible} whatever it is"
     remedy = f"OMP_NUM_THREADS={possible} in the environment of the job"
@@ -99,8 +100,7 @@ def threads(host: JobHost) -> Iterator[Answer]:
 
 @check("numa")
 def numa(host: JobHost) -> Iterator[Answer]:
-    """Check whether ranks are bound to one of several NUMA nodes, where their GPU
-    is."""
+    """Check whether ranks are bound to the one of several NUMA nodes with their GPU."""
     nodes = host.nodes
     if not nodes:
         yield (

@@ -23,7 +23,7 @@ _MIN_SHARED_BYTES = 1 << 30
 
 @check("memory")
 def memory(host: JobHost) -> Iterator[Answer]:
-    """Compare the memory that the job may use with that of the host."""
+    """Compare the memory that the job may use with the host's memory."""
     total, limit = (
         host_limits.meminfo_bytes("MemTotal", host.root),
         host_limits.memory_bytes(host.root),
@@ -83,8 +83,10 @@ def swap(host: JobHost) -> Iterator[Answer]:
 
 @check("huge-pages")
 def huge_pages(host: JobHost) -> Iterator[Answer]:
-    """Check whether pinned memory, for which the engine asks for huge pages, gets
-    them."""
+    """Check whether pinned memory gets huge pages.
+
+    The engine asks for them.
+    """
     chosen = re.search(
         r"\[(\w+)\]", host.text("sys/kernel/mm/transparent_hugepage/enabled")
     )
@@ -123,8 +125,10 @@ def locked_memory(host: JobHost) -> Iterator[Answer]:
 
 @check("shared-memory")
 def shared_memory(host: JobHost) -> Iterator[Answer]:
-    """Check the size of /dev/shm, through which workers of a DataLoader pass batches,
-    and NCCL data of ranks."""
+    """Check the size of /dev/shm.
+
+    Workers of a DataLoader pass batches through it, and NCCL data of ranks.
+    """
     try:
         space = os.statvfs(host.root / "dev/shm")
     except OSError:

@@ -26,8 +26,11 @@ def gpu(host: JobHost) -> Iterator[Answer]:
 
 @check("link")
 def link(host: JobHost) -> Iterator[Answer]:
-    """Compare each link's lanes with those of card and slot, and its generation (lower
-    at rest) with the slot's."""
+    """Compare each link's lanes and generation with what card and slot have.
+
+    Lanes are compared with those of card and slot, the generation (lower at rest) with
+    the slot's.
+    """
     if not host.cards:
         yield "unknown", "no GPU, no link"
     for card in host.cards:
@@ -69,8 +72,10 @@ def link(host: JobHost) -> Iterator[Answer]:
 
 @check("unified-memory")
 def unified_memory(host: JobHost) -> Iterator[Answer]:
-    """Check for GPUs that share the memory of the host: offload moves nothing out of
-    it."""
+    """Check for GPUs that share the memory of the host.
+
+    Offload moves nothing out of that memory.
+    """
     shared = [card for card in host.cards if _shares_host_memory(card)]
     for card in shared:
         text = (
@@ -87,8 +92,10 @@ def unified_memory(host: JobHost) -> Iterator[Answer]:
 
 
 def _shares_host_memory(card: Card) -> bool:
-    """Return whether a GPU has the memory of the CPU: by the data sheet of its name,
-    else by what is not reported."""
+    """Return whether a GPU has the memory of the CPU.
+
+    This is known by the data sheet of its name, else by what is not reported.
+    """
     links = {sheet.compute.name: sheet.link for sheet in GPU_SHEETS.values()}
     if card.device["name"] in links:
         return links[card.device["name"]] == UNIFIED

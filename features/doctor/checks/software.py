@@ -97,8 +97,10 @@ def deepspeed(host: JobHost) -> Iterator[Answer]:
 
 @check("libaio")
 def libaio(host: JobHost) -> Iterator[Answer]:
-    """Check for the library with which DeepSpeed offloads to NVMe; ebbtide's own
-    storage does not need it."""
+    """Check for the library with which DeepSpeed offloads to NVMe.
+
+    Ebbtide's own storage does not need it.
+    """
     if host.packages.get("deepspeed") is None:
         return
     if ctypes.util.find_library("aio"):

@@ -21,8 +21,10 @@ _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p")
 
 @check("storage")
 def storage(host: JobHost) -> Iterator[Answer]:
-    """Check file system and direct I/O of the folder; nothing is wrong where state
-    stays in memory."""
+    """Check file system and direct I/O of the folder.
+
+    Nothing is wrong where state stays in memory.
+    """
     folder, kind = host.folder, file_system(host.folder) or "unknown file system"
     space = os.statvfs(folder)
     text = f"{folder}: {kind}, {bytes_text(space.f_bavail * space.f_frsize)} free"

@@ -1,5 +1,7 @@
-"""Imports Chrome traces of torch.profiler (Kineto): phases, memory, copies and kernels
-of one rank per file."""
+"""Imports Chrome traces of torch.profiler (Kineto).
+
+They have phases, memory, copies and kernels of one rank per file.
+"""
 
 import io
 import re
@@ -91,8 +93,10 @@ class KinetoImporter:
 def _read_in_processes(
     builder: TraceBuilder, sources: Sequence[Source], jobs: int
 ) -> None:
-    """Add the contents of traces to a builder without ranks, as `read_trace` does one
-    by one."""
+    """Add the contents of traces to a builder without ranks.
+
+    The result is as if `read_trace` read them one by one.
+    """
     tasks = {
         str(number): (source.path, number) for number, source in enumerate(sources)
     }
@@ -117,8 +121,10 @@ def _read_alone(file: tuple[Path, int]) -> TraceBuilder:
 def _refuse_second_file(
     builder: TraceBuilder, source: Source, rank: int, meta: dict[str, Any]
 ) -> None:
-    """Raise SourceError if another file is of the same rank, or of the same process,
-    whose file states no rank."""
+    """Raise SourceError if another file is of the same rank.
+
+    If its file states no rank, raise it if the process is the same.
+    """
     host, pid = meta.get("host"), meta.get("pid")
     is_anonymous = "world_size" not in meta and None not in (host, pid)
     for number, entry in builder.ranks.items():
@@ -140,8 +146,10 @@ def _refuse_second_file(
 
 
 def read_trace(source: Source, builder: TraceBuilder, number: int) -> None:
-    """Add the contents of a trace to its rank: `number` if neither the file nor its
-    name states one."""
+    """Add the contents of a trace to its rank.
+
+    The rank is `number` if neither the file nor its name states one.
+    """
     contents = _Contents(source)
     trace = contents.trace
     entry = _rank_entry(source, builder, number, contents)
@@ -208,8 +216,10 @@ class _Contents:
 def _rank_entry(
     source: Source, builder: TraceBuilder, number: int, contents: _Contents
 ) -> RankBuilder:
-    """Return the builder of the rank that the file states, else the rank in its name,
-    else `number`."""
+    """Return the builder of a file's rank.
+
+    It is the rank that the file states, else the rank in its name, else `number`.
+    """
     info = contents.trace.meta.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
     in_name = _RANK.search(source.path.name)
@@ -280,9 +290,12 @@ def _add_memory(entry: RankBuilder, contents: _Contents, notes: list[str]) -> li
 def _add_devices(
     entry: RankBuilder, contents: _Contents, allocating: list[str]
 ) -> None:
-    """Add the devices of the rank: those that ran anything, then those that only
-    allocated; the CPU only where it alone did. Without any sign of a device nothing is
-    known of where the job ran: activities are recorded on request."""
+    """Add the devices of the rank.
+
+    They are those that ran anything, then those that only allocated; the CPU only where
+    it alone did. Without any sign of a device nothing is known of where the job ran:
+    activities are recorded on request.
+    """
     used = [f"cuda:{number}" for number in contents.device.busiest()]
     used += [
         device
@@ -387,8 +400,10 @@ class AllocatorMemory:
             self._rows.add(spans(events)[0], *np.array(rows, np.int64).T)
 
     def changes(self) -> pd.DataFrame:
-        """Return t_ns, device, pool and bytes of each change of a pool: of
-        accelerators, or else of the CPU."""
+        """Return t_ns, device, pool and bytes of each change of a pool.
+
+        Pools are of accelerators, or else of the CPU.
+        """
         rows = self._rows.table().sort_values("t_ns", kind="stable")
         if rows.empty:
             return pd.DataFrame(columns=["t_ns", "device", "pool", "bytes"])

@@ -20,7 +20,7 @@ from ebbtide.profiler.chrome_trace.gpu_activities import COMMUNICATION
 from ebbtide.profiler.trace import RankBuilder
 from ebbtide.profiler.trace.iterations import micro_steps
 
-# The category of annotations of the host; those of the device have another.
+# The category of annotations of the host; annotations of the device have another.
 ANNOTATION = "user_annotation"
 OPS = frozenset({"cpu_op", "Operator", ANNOTATION})
 CALLS = "python_function"
@@ -78,9 +78,11 @@ class Marks:
 
     @property
     def evaluated(self) -> pd.DataFrame:
-        """Functions that the autograd engine evaluates, by the number of the op
-        (MISSING: a gradient is accumulated). Versions of torch before 1.10 record only
-        the nodes that these run."""
+        """Functions that the autograd engine evaluates, by the number of the op.
+
+        MISSING: a gradient is accumulated. Versions of torch before 1.10 record only
+        the nodes that these run.
+        """
         functions = self._functions.table()
         return functions if len(functions) else self._nodes.table()
 
@@ -117,8 +119,10 @@ class Marks:
                 self.words.add(*spans(marks), [int(kind)] * len(marks))
 
     def add_calls(self, events: list[Event]) -> None:
-        """Add the calls of modules among Python functions, which are recorded with
-        stacks."""
+        """Add the calls of modules among Python functions.
+
+        They are recorded with stacks.
+        """
         calls = [event for event in events if event.name.startswith(_MODULE)]
         if calls:
             self.calls.add(*spans(calls))
@@ -155,8 +159,10 @@ def interval_index(
 
 
 def outermost(spans: pd.DataFrame) -> pd.DataFrame:
-    """Return the intervals that are not inside another one, in order; one that begins
-    in another begins at its end."""
+    """Return the intervals that are not inside another one, in order.
+
+    One that begins in another begins at its end.
+    """
     spans = spans.sort_values(
         ["start", "end"], ascending=[True, False], ignore_index=True
     )
@@ -175,15 +181,19 @@ class _Launched(NamedTuple):
     intervals: IntArray  # The number of the interval.
 
     def latest(self, selected: npt.NDArray[np.bool_], count: int) -> IntArray:
-        """Return the last end of selected work of each of `count` intervals; the least
-        integer where there is none."""
+        """Return the last end of selected work of each of `count` intervals.
+
+        It is the least integer where there is none.
+        """
         latest = np.full(count, _LEAST)
         np.maximum.at(latest, self.intervals[selected], self.ends[selected])
         return latest
 
     def on_main(self) -> npt.NDArray[np.bool_]:
-        """Return which work is on the main stream, or of an interval that did not use
-        the main stream."""
+        """Return which work is on the main stream.
+
+        Also work of an interval that did not use the main stream.
+        """
         counts = np.bincount(self.streams[self.streams >= 0])
         on_main = np.append(counts == counts.max(initial=-1), False)[self.streams]
         return on_main | ~np.isin(self.intervals, self.intervals[on_main])
@@ -209,12 +219,15 @@ class DeviceTimes:
         self._is_collective = (work["kind"] == COMMUNICATION).to_numpy(bool)
 
     def times(self, phases: pd.DataFrame) -> pd.DataFrame:
-        """Compute when the device ran each phase (start_ns, end_ns, in order and
-        disjoint): gpu_start_ns and gpu_end_ns, from the first start to the last end of
-        the work launched in it; missing for a phase that launched nothing. Only work on
-        the main stream, with the most launches, counts, if the phase used it: that
-        stream waits for what the next phase needs, while copies on others extend into
-        other phases. Collectives that run before the next phase count, too."""
+        """Compute when the device ran each phase: gpu_start_ns and gpu_end_ns.
+
+        Phases (start_ns, end_ns) are in order and disjoint. The times are from the
+        first start to the last end of the work launched in the phase; missing for a
+        phase that launched nothing. Only work on the main stream, with the most
+        launches, counts, if the phase used it: that stream waits for what the next
+        phase needs, while copies on others extend into other phases. Collectives that
+        run before the next phase count, too.
+        """
         launched, count = (
             self._launched_in(phases["start_ns"], phases["end_ns"]),
             len(phases),
@@ -239,9 +252,12 @@ class DeviceTimes:
         )
 
     def ends(self, steps: pd.DataFrame) -> pd.Series[int]:
-        """Compute when the device finished each step (start, end, in order and
-        disjoint): the last end of its work on the main stream; of the last step, on
-        any. Missing for a step that launched nothing."""
+        """Compute when the device finished each step.
+
+        Steps (start, end) are in order and disjoint. It is the last end of the step's
+        work on the main stream; of the last step, on any. Missing for a step that
+        launched nothing.
+        """
         launched, count = self._launched_in(steps["start"], steps["end"]), len(steps)
         ends = launched.latest(
             launched.on_main() | (launched.intervals == count - 1), count
@@ -353,8 +369,10 @@ def find_phases(marks: Marks, notes: list[str]) -> FoundPhases:
 
 
 def _marked_spans(marks: Marks) -> pd.DataFrame:
-    """Return start, end, phase (a MarkKind) and part_of of all spans of phases, in any
-    order; adjacent ones of a phase with the same part_of are one phase."""
+    """Return start, end, phase (a MarkKind) and part_of of all spans of phases.
+
+    They are in any order; adjacent ones of a phase with the same part_of are one phase.
+    """
     words = marks.words.table()
     annotated = {
         kind: _separate(words[words["phase"] == kind], kind)
@@ -395,8 +413,10 @@ def _separate(spans: pd.DataFrame, kind: MarkKind) -> pd.DataFrame:
 
 
 def _differentiated_ops(marks: Marks, engine: pd.DataFrame) -> pd.DataFrame:
-    """Return the ops that the engine evaluates later, without those that the engine
-    itself runs to recompute."""
+    """Return the ops that the engine evaluates later.
+
+    Ops that the engine itself runs to recompute are left out.
+    """
     ops = marks.ops.table()
     if ops.empty:
         return ops
@@ -410,8 +430,10 @@ def _differentiated_ops(marks: Marks, engine: pd.DataFrame) -> pd.DataFrame:
 
 
 def _in_training(forward: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:
-    """Return the forwards without evaluations: those with ops that are differentiated
-    later; all if none is."""
+    """Return the forwards without evaluations.
+
+    They have ops that are differentiated later; return all if none has.
+    """
     starts = np.sort(trained["start"])
     trains = np.searchsorted(starts, forward["end"]) > np.searchsorted(
         starts, forward["start"]
@@ -431,13 +453,17 @@ def _steps_are_iterations(phases: pd.DataFrame) -> bool:
 
 
 class _Optimizer:
-    """An optimizer of the job, as an object for the iteration rule, which keeps weak
-    references."""
+    """An optimizer of the job, as an object for the iteration rule.
+
+    The rule keeps weak references.
+    """
 
 
 def _iterations_by_updates(phases: pd.DataFrame) -> pd.api.extensions.ExtensionArray:
-    """Number the iteration of each phase by the trace's rule, as far as names
-    distinguish optimizers."""
+    """Number the iteration of each phase by the trace's rule.
+
+    This works as far as names distinguish optimizers.
+    """
     rule, optimizers = (
         IterationRule(),
         {number: _Optimizer() for number in phases["optimizer"]},

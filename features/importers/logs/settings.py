@@ -1,5 +1,7 @@
-"""Reads the settings of a job from its log: configuration, versions, ranks, model; and
-adds its ranks to a trace."""
+"""Reads the settings of a job from its log, and adds its ranks to a trace.
+
+Settings are configuration, versions, ranks and model.
+"""
 
 import base64
 import json
@@ -39,8 +41,10 @@ _REPORT = re.compile(
 
 
 class MemoryReport(NamedTuple):
-    """Peaks of memory of a rank since the start of the job, in bytes, as Megatron
-    printed them."""
+    """Peaks of memory of a rank since the start of the job, in bytes.
+
+    They are as Megatron printed them.
+    """
 
     peak_allocated: int
     peak_reserved: int
@@ -75,13 +79,17 @@ class JobSettings:
     reports: dict[int, MemoryReport] = field(default_factory=dict)
 
     def params(self) -> int | None:
-        """Return the parameters of the whole model: the sum of its tensor- and
-        pipeline-parallel parts."""
+        """Return the parameters of the whole model.
+
+        It is the sum of its tensor- and pipeline-parallel parts.
+        """
         return sum(self.model_parallel_params.values()) or self.params_rounded
 
     def hosts(self) -> list[str] | None:
-        """Return the host of each rank; None if the log does not tell, or tells of
-        other ranks."""
+        """Return the host of each rank.
+
+        Return None if the log does not tell, or tells of other ranks.
+        """
         size, local = self.world_size or 1, len(self.visible_devices)
         if not self.slots and 0 < local < size:
             # A launcher shows the ranks of one host their devices.
@@ -125,8 +133,10 @@ def _set_world_size(settings: JobSettings, match: re.Match[str]) -> None:
 
 
 def _set_command(settings: JobSettings, match: re.Match[str]) -> None:
-    """Take the command of a launcher, and the hosts that it names: base64 of JSON with
-    the devices of each host."""
+    """Take the command of a launcher, and the hosts that it names.
+
+    The hosts are base64 of JSON with the devices of each host.
+    """
     settings.command = settings.command or match.group(1).strip()
     if nodes := _NODES.search(match.group(1)):
         _set_nodes(settings, nodes)
@@ -150,8 +160,10 @@ def _set_nodes(settings: JobSettings, match: re.Match[str]) -> None:
 def _set(
     name: str, convert: Callable[..., Any] = str.strip, only_first: bool = False
 ) -> SetValue:
-    """Return a function that sets an attribute to what `convert` returns for the groups
-    of a match."""
+    """Return a function that sets an attribute from the groups of a match.
+
+    It sets it to what `convert` returns for them.
+    """
 
     def set_value(settings: JobSettings, match: re.Match[str]) -> None:
         if not only_first or getattr(settings, name) is None:
@@ -293,8 +305,10 @@ class SettingsReader:
                     break
 
     def _continue_config(self, text: str) -> bool:
-        """Return whether a line is of the configuration, up to an unindented brace;
-        ranks may break into it."""
+        """Return whether a line is of the configuration, up to an unindented brace.
+
+        Ranks may break into it.
+        """
         assert self._config_lines is not None
         config_line = text.removeprefix(self._launcher)
         is_json = text.startswith(self._launcher) and config_line.lstrip().startswith(
@@ -329,9 +343,11 @@ def _parse_config(text: str) -> dict[str, Any] | None:
 def add_ranks(
     builder: TraceBuilder, settings: JobSettings, monitors: Sequence[Source]
 ) -> dict[int, RankBuilder]:
-    """Add an entry for each rank of a job, with its device, and return the builders by
-    rank. Where the log does not state their number, each device of the monitor files is
-    the one of a rank."""
+    """Add an entry for each rank, with its device; return the builders by rank.
+
+    Where the log does not state their number, each device of the monitor files is the
+    one of a rank.
+    """
     devices, world_size = settings.visible_devices, settings.world_size
     if world_size is None:
         devices = devices or sorted(
@@ -393,8 +409,10 @@ def monitored_ranks(
 def add_peaks(
     ranks: dict[int, RankBuilder], reports: dict[int, MemoryReport], start_ns: int
 ) -> None:
-    """Add the peaks that Megatron reported of ranks, from the start of the first
-    iteration on."""
+    """Add the peaks that Megatron reported of ranks.
+
+    They are from the start of the first iteration on.
+    """
     for rank in reports.keys() & ranks.keys():
         entry, report = ranks[rank], reports[rank]
         device = entry.meta["devices"][0]["device"]

@@ -1,5 +1,7 @@
-"""Reads the lines of a training log with their times, and the time zone of its
-clock."""
+"""Reads the lines of a training log with their times, and its time zone.
+
+It is the time zone of the log's clock.
+"""
 
 import datetime
 import re
@@ -33,7 +35,7 @@ _MIN_QUARTERS, _MAX_QUARTERS = -48, 56
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of a log."""
+    """Reads the lines of a training log with their times, and its clock's time zone."""
 
     text: str
     # Its time as if the log's clock were UTC; None if the line has no time
@@ -69,8 +71,10 @@ def only_log(sources: Sequence[Source], name: str) -> Source:
 
 
 def feed_lines(source: Source, *readers: Callable[[LogLine], None]) -> int | None:
-    """Pass each line to all readers, and return the log's offset from UTC in ns, by the
-    first line that has one."""
+    """Pass each line to all readers, and return the log's offset from UTC in ns.
+
+    It is by the first line that has an offset.
+    """
     zone = None
     for line in read_lines(source):
         for read in readers:
@@ -111,8 +115,10 @@ def _stamp_ns(match: re.Match[str]) -> int | None:
 
 
 def zone_ns(line: LogLine) -> int | None:
-    """Return the offset of the log's clock from UTC in ns; None for a line that does
-    not have both times."""
+    """Return the offset of the log's clock from UTC in ns.
+
+    Return None for a line that does not have both times.
+    """
     match = _UNIX.search(line.text) if "<<<" in line.text else None
     unix_ns = int(match.group(1)) if match else line.unix_ns
     if unix_ns is None or line.t_ns is None:
@@ -124,8 +130,10 @@ def zone_ns(line: LogLine) -> int | None:
 
 
 def clock_offset_ns(builder: TraceBuilder, zone: int | None) -> int:
-    """Return how far the log's clock is ahead of UTC: the stated `zone`; 0, with a
-    note, for None."""
+    """Return how far the log's clock is ahead of UTC.
+
+    It is the stated `zone`; 0, with a note, for None.
+    """
     if zone is None:
         builder.note(
             "the log has local times without a time zone: they are read as UTC"

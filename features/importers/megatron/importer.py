@@ -1,5 +1,7 @@
-"""Imports logs of Megatron-LM: iterations, timers (`--timing-log-level`), and the
-report of memory."""
+"""Imports logs of Megatron-LM.
+
+They have iterations, timers (`--timing-log-level`), and the report of memory.
+"""
 
 from __future__ import annotations
 
@@ -203,8 +205,10 @@ def _notes_on_phases(log: IntervalReader, timers: set[str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class PlacedIterations:
-    """The iterations of one interval in time; `first`: number of the first of them in
-    the trace, from 0."""
+    """The iterations of one interval in time.
+
+    `first` is the number of the first of them in the trace, from 0.
+    """
 
     interval: LoggedInterval
     first: int
@@ -235,9 +239,12 @@ def place_iterations(intervals: Sequence[LoggedInterval]) -> list[PlacedIteratio
 def add_iterations(
     entry: RankBuilder, rank: int, placed: Sequence[PlacedIterations], offset_ns: int
 ) -> bool:
-    """Add the iterations to a rank: marks, phases one after the other up to the end,
-    and parts of the update as ops. `offset_ns`: of the log's clock from UTC. Return
-    whether timers that add up to more than the iteration were shortened."""
+    """Add the iterations to a rank.
+
+    They are marks, phases one after the other up to the end, and parts of the update as
+    ops. `offset_ns`: of the log's clock from UTC. Return whether timers that add up to
+    more than the iteration were shortened.
+    """
     shortened = False
     for iterations in placed:
         interval, ends = iterations.interval, iterations.ends_ns - offset_ns
@@ -322,7 +329,7 @@ def _add_op(
 
 @dataclass
 class LoggedInterval:
-    """The iterations since the line before, of which the log has means."""
+    """The iterations since the line before, for which the log has means."""
 
     last_iteration: int  # Number of the last of them, from 1
     iteration_ms: float
@@ -334,8 +341,10 @@ class LoggedInterval:
     count: int = 1
 
     def timer_ms(self, rank: int, *names: str) -> float | None:
-        """Return the first of some timers that the log has, of a rank or as the maximum
-        over ranks; None for none."""
+        """Return the first of some timers that the log has.
+
+        It is of a rank or the maximum over ranks; None for none.
+        """
         for name in names:
             of_ranks = self.timers.get(name)
             if of_ranks:
@@ -394,8 +403,10 @@ class IntervalReader:
             self._in_timers = False
 
     def finish(self) -> None:
-        """Derive how many iterations each interval has; the last one is left out if it
-        lacks timers."""
+        """Derive how many iterations each interval has.
+
+        The last one is left out if it lacks timers.
+        """
         self.incomplete = (
             len(self.intervals) > 1
             and self.intervals[-1].timers.keys() < self.intervals[-2].timers.keys()

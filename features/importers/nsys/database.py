@@ -1,5 +1,7 @@
-"""Reads columns of SQLite databases that others made, without executing what is in
-them."""
+"""Reads columns of SQLite databases that others made.
+
+It does so without executing what is in them.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ _CHUNK_ROWS = 1 << 16
 _MAX_CHARS = 4096
 # No value and no statement of an export is larger.
 _MAX_VALUE_BYTES = 1 << 26
-# A row takes at least so many bytes. A damaged file may lead in circles, and would have
-# rows without end.
+# A row takes at least this many bytes. A damaged file may lead in circles, and would
+# have rows without end.
 _MIN_ROW_BYTES = 3
 
 
@@ -92,8 +94,10 @@ class Database:
         self._columns: dict[str, frozenset[str]] = {}
 
     def columns(self, table: str) -> frozenset[str]:
-        """Return the names of the stored columns of a table; empty if there is no such
-        table."""
+        """Return the names of the stored columns of a table.
+
+        It is empty if there is no such table.
+        """
         if table not in self._columns:
             rows = (
                 self._connection.execute(f"PRAGMA table_xinfo({_quoted(table)})")
@@ -107,9 +111,11 @@ class Database:
     def integers(
         self, table: str, required: Sequence[str], optional: Mapping[str, int]
     ) -> pd.DataFrame:
-        """Read integer columns of a table, in the order of its rows; none if there is
-        no such table. `required` columns have a value in every row; `optional` ones may
-        be missing or null, and then have their value."""
+        """Read integer columns of a table, in the order of its rows.
+
+        There are none if there is no such table. `required` columns have a value in
+        every row; `optional` ones may be missing or null, and then have their value.
+        """
         names = [*required, *optional]
         if table not in self.tables:
             return pd.DataFrame(np.empty((0, len(names)), np.int64), columns=names)
@@ -133,9 +139,11 @@ class Database:
         return pd.DataFrame(np.concatenate(blocks), columns=names)
 
     def texts(self, table: str, *columns: str) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of columns that are text or null, in the table's order; none
-        without such a table, null for a column that it lacks. Raises SourceError for a
-        value that is neither text nor a number."""
+        """Yield the rows of columns that are text or null, in the table's order.
+
+        There are none without such a table, and null stands for a column that the table
+        lacks. Raises SourceError for a value that is neither text nor a number.
+        """
         if table in self.tables:
             stored = self.columns(table)
             names = [

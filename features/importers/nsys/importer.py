@@ -42,7 +42,7 @@ _REPORT = re.compile(
 _RANK = re.compile(r"rank[-_.]?(\d{1,6})(?!\d)", re.IGNORECASE)
 # Names of ranges that a note shows.
 _SHOWN_NAMES = 5
-# No host has so many processes that use GPUs.
+# No host has this many processes that use GPUs.
 _MAX_RANKS = 4096
 # As for torch.profiler: a trace with more would grow by what nobody reads one by one.
 _MAX_RANGES = 200_000
@@ -103,8 +103,10 @@ class NsysImporter:
 def add_capture(
     builder: TraceBuilder, capture: Capture, source: Source, options: ImportOptions
 ) -> None:
-    """Add the contents of a file, or of several that belong together, to the ranks of a
-    trace."""
+    """Add the contents of a file to the ranks of a trace.
+
+    It may be several files that belong together.
+    """
     names = RangeNames(options.phases)
     processes = _processes(capture, source)
     notes = list(capture.notes)
@@ -129,8 +131,10 @@ def add_capture(
 
 
 def _processes(capture: Capture, source: Source) -> list[int]:
-    """Return the ranks' processes in order: those that used a GPU, or, if there is no
-    work of one, with ranges."""
+    """Return the ranks' processes in order.
+
+    They used a GPU, or, if there is no work of one, they have ranges.
+    """
     rows = capture.work if len(capture.work) else capture.ranges.assign(device=0)
     first_device = rows.groupby("process")["device"].min()
     if len(first_device) > _MAX_RANKS:
@@ -147,8 +151,10 @@ def _processes(capture: Capture, source: Source) -> list[int]:
 def _entry(
     builder: TraceBuilder, capture: Capture, source: Source, process: int, alone: bool
 ) -> RankBuilder:
-    """Return the builder of a process's rank: MPI's, else the one in the file's name,
-    else the next free one."""
+    """Return the builder of a process's rank.
+
+    The rank is MPI's, else the one in the file's name, else the next free one.
+    """
     in_name = _RANK.search(source.path.name) if alone else None
     rank = capture.ranks.get(process, int(in_name.group(1)) if in_name else None)
     if rank is None:
@@ -175,8 +181,10 @@ def _meta(builder: TraceBuilder, rank: int) -> dict[str, Any]:
 
 
 def _device(capture: Capture, process: int, number: int) -> dict[str, Any]:
-    """Return what the file states of a device, by the number that it has in the
-    process."""
+    """Return what the file states of a device.
+
+    The device is given by its number in the process.
+    """
     own = capture.devices.get((pid_of(process) or MISSING, number))
     return own or capture.devices.get((MISSING, number), {})
 
@@ -343,9 +351,12 @@ class _Rank:
 
 
 def held_bytes(memory: pd.DataFrame, start: int) -> tuple[pd.DataFrame, int]:
-    """Return columns t and bytes that a process holds on one device, and the bytes
-    before the first row: a block that is released without an allocation among the rows
-    was there from `start` on, at the latest the first row's time."""
+    """Return columns t and bytes that a process holds on one device.
+
+    Return also the bytes before the first row: a block that is released without an
+    allocation among the rows was there from `start` on, at the latest the first row's
+    time.
+    """
     rows = memory.sort_values(["address", "t"], kind="stable")
     releases = rows["released"] != 0
     after_allocation = rows["address"].eq(rows["address"].shift()) & ~releases.shift(

@@ -55,8 +55,10 @@ _NUMBER = re.compile(r"[0-9]{1,15}")
 
 
 class RangeMeaning(Enum):
-    """Meaning of a range for the phases. The values are those of `ebbtide import
-    --phase NAME=MEANING`."""
+    """Meaning of a range for the phases.
+
+    They are the values of `ebbtide import --phase NAME=MEANING`.
+    """
 
     FORWARD = FORWARD
     BACKWARD = BACKWARD
@@ -66,8 +68,10 @@ class RangeMeaning(Enum):
 
 
 class RangeNames:
-    """Determines the meaning of ranges by name; those `stated` by the user come first,
-    with `*` for any text."""
+    """Determines the meaning of ranges by name.
+
+    Names `stated` by the user come first, with `*` for any text.
+    """
 
     def __init__(self, stated: Mapping[str, str]) -> None:
         patterns = [
@@ -89,8 +93,10 @@ class RangeNames:
         return _meaning(name)
 
     def may_surround(self, name: str) -> bool:
-        """Return whether a range is a whole iteration if forward or backward run inside
-        it: `step`, `train_step`."""
+        """Return whether a range is an iteration if forward or backward run inside it.
+
+        Examples are `step` and `train_step`.
+        """
         if any(pattern.fullmatch(name) for _, pattern, _ in self._stated):
             return False
         return not _words(name) & _OPTIMIZER
@@ -130,8 +136,10 @@ _MARK_KINDS = {
 
 
 def phases_of(ranges: pd.DataFrame, texts: list[str], names: RangeNames) -> FoundPhases:
-    """Derive phases and iterations from ranges, the outermost that names a phase;
-    `texts` of the column `name`."""
+    """Derive phases and iterations from ranges.
+
+    A phase is the outermost range that names one; `texts` are for the column `name`.
+    """
     used = np.unique(ranges["name"]).tolist()
     meanings = pd.Series(
         {number: names.meaning(texts[number]) for number in used}, dtype=object
@@ -164,8 +172,10 @@ def phases_of(ranges: pd.DataFrame, texts: list[str], names: RangeNames) -> Foun
 
 
 def _with_starts_inside(ranges: pd.DataFrame, inner: pd.DataFrame) -> pd.Series[bool]:
-    """Return which ranges have others that begin inside them and end with them at the
-    latest."""
+    """Return which ranges have others that begin inside them.
+
+    The others end with them at the latest.
+    """
     starts = np.sort(inner["start"].to_numpy(np.int64))
     first = np.searchsorted(starts, ranges["start"], side="left")
     inside = np.searchsorted(starts, ranges["end"], side="left") > first
@@ -195,9 +205,11 @@ def _marks(ranges: pd.DataFrame, texts: list[str]) -> Marks:
 
 
 def _iterations(candidates: pd.DataFrame, updates: pd.DataFrame) -> pd.DataFrame:
-    """Return the ranges that mark iterations: those of the name with the most ranges.
-    Where there are updates, most ranges of the name must have one inside: others mark
-    micro-steps."""
+    """Return the ranges that mark iterations.
+
+    They have the name with the most ranges. Where there are updates, most ranges of the
+    name must have one inside: others mark micro-steps.
+    """
     has_update = _with_starts_inside(candidates, updates)
     groups = candidates.assign(updated=has_update).groupby("kind", sort=False)[
         "updated"
@@ -211,8 +223,10 @@ def _iterations(candidates: pd.DataFrame, updates: pd.DataFrame) -> pd.DataFrame
 
 
 def _numbers(names: list[str]) -> list[int]:
-    """Return the last number in each name, or, where these do not ascend, the
-    position."""
+    """Return the last number in each name.
+
+    Where these do not ascend, return the position.
+    """
     last = [
         int(numbers[-1]) if (numbers := _NUMBER.findall(name)) else -1 for name in names
     ]

@@ -1,5 +1,6 @@
-"""Reads SQLite exports of Nsight Systems, whose documentation has the schema (SQLite
-schema reference).
+"""Reads SQLite exports of Nsight Systems.
+
+Its documentation has the schema (SQLite schema reference).
 
 Tables without rows are not exported, and columns differ between versions.
 """
@@ -148,7 +149,7 @@ def _with_collectives(work: pd.DataFrame, texts: list[str]) -> pd.DataFrame:
 
 
 class _Names:
-    """Numbers texts: those of StringIds by their ids, others as they come."""
+    """Numbers texts: texts of StringIds by their ids, others as they come."""
 
     def __init__(self) -> None:
         self._ids: dict[int, int] = {}
@@ -214,8 +215,7 @@ def _kernels(database: Database, names: _Names) -> pd.DataFrame:
 
 
 def _graphs(database: Database, names: _Names, notes: list[str]) -> pd.DataFrame:
-    """Return the CUDA graphs that were recorded as wholes: the kernels in them were
-    not."""
+    """Return the CUDA graphs that were recorded as wholes, without their kernels."""
     rows = database.integers(GRAPHS, _ACTIVITY, {**_OPTIONAL, "graphId": MISSING})
     if len(rows):
         notes.append(
@@ -251,8 +251,10 @@ def _copies(database: Database, names: _Names) -> pd.DataFrame:
 
 
 def _kind_and_name(copy: int, source: int, target: int) -> tuple[int, str]:
-    """Return the kind and name of a copy by its kind in CUPTI, or by its memories where
-    that is not known."""
+    """Return the kind and name of a copy by its kind in CUPTI.
+
+    Where that is not known, they follow from its memories.
+    """
     if copy in _H2D or (
         copy == _UNKNOWN_COPY and source in _HOST_MEMORY and target == _DEVICE
     ):
@@ -291,8 +293,11 @@ def _calls(database: Database, names: _Names) -> pd.DataFrame:
 
 
 def _ranges(database: Database, names: _Names) -> pd.DataFrame:
-    """Return RANGE_COLUMNS, and `domain`: the number of the name of the range's domain,
-    MISSING for the default one."""
+    """Return RANGE_COLUMNS, and `domain`.
+
+    The latter is the number of the name of the range's domain, MISSING for the default
+    one.
+    """
     optional = {
         "end": MISSING,
         "eventType": _PUSH_POP,
@@ -324,8 +329,10 @@ def _ranges(database: Database, names: _Names) -> pd.DataFrame:
 
 
 def _with_domains(ranges: pd.DataFrame, texts: list[str]) -> pd.DataFrame:
-    """Put domains before the names of ranges outside the default one
-    (`NCCL:ncclAllReduce`), added to `texts`."""
+    """Put domains before the names of ranges outside the default one.
+
+    An example is `NCCL:ncclAllReduce`; the names are added to `texts`.
+    """
     pairs = ranges[["domain", "name"]].to_numpy()
     unique, positions = np.unique(pairs, axis=0, return_inverse=True)
     numbers = []
@@ -401,8 +408,10 @@ def read_mpi_ranks(database: Database) -> dict[int, int]:
 
 
 def read_session_start(database: Database) -> int | None:
-    """Return the Unix time in ns from which the export's times count; None where it was
-    not recorded."""
+    """Return the Unix time in ns from which the export's times count.
+
+    Return None where it was not recorded.
+    """
     times = database.integers(_SESSION, (), {"utcEpochNs": MISSING})["utcEpochNs"]
     times = times[times.between(_FIRST_TIME, _LAST_TIME)]
     return int(times.iloc[0]) if len(times) else None
@@ -419,13 +428,15 @@ def _are_spans(rows: pd.DataFrame) -> pd.Series[bool]:
 
 
 def _are_devices(numbers: pd.Series) -> pd.Series[bool]:
-    """Return which numbers can be those of devices of a process."""
+    """Return which numbers can be a process's device numbers."""
     return numbers.between(0, _MAX_DEVICES - 1)
 
 
 def _process_of(global_ids: pd.Series) -> pd.Series:
-    """Return the process part of serialized ids (`globalTid`, `globalPid`), which is
-    the same for all its threads."""
+    """Return the process part of serialized ids (`globalTid`, `globalPid`).
+
+    It is the same for all threads of a process.
+    """
     return global_ids.where(global_ids == MISSING, global_ids & ~_ID_MASK)
 
 
@@ -435,6 +446,5 @@ def _thread_of(global_ids: pd.Series) -> pd.Series:
 
 
 def pid_of(process: int) -> int | None:
-    """Return the process id in a serialized process id; None where it was not
-    recorded."""
+    """Return the process id in a serialized one; None where it was not recorded."""
     return None if process < 0 else process >> _THREAD_BITS & _ID_MASK

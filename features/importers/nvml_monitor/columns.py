@@ -1,5 +1,4 @@
-"""Finds the columns of a monitor file by their names, and converts their values to
-numbers."""
+"""Finds the columns of a monitor file by name, and converts values to numbers."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ _TIME_OF_DAY = r"\d\d:\d\d:\d\d(?:\.\d{1,9})?"
 _PREFIX = re.compile(
     rf"\[?(?:[A-Z][a-z]{{2}} [ \d]\d )?({_ISO}|{_UNIX}|{_TIME_OF_DAY})\]?:?"
 )
-# The names that such files give to each figure. Those of the state of a GPU are columns
-# of the table `gpu`.
+# The names that such files give to each figure. The names for the state of a GPU are
+# columns of the table `gpu`.
 STATE = {
     "utilization_percent": (
         "utilization.gpu",
@@ -172,8 +171,8 @@ def _read_times_of_day(stamps: pd.Series[str], device: pd.Series[float]) -> RowT
     ns = pd.Series(pd.NA, stamps.index, dtype="Int64")
     valid = time.notna()
     ns[valid] = time[valid].dt.as_unit("ns").astype("int64")
-    # The time of day falls back at midnight. The rows of one device may follow those of
-    # another.
+    # The time of day falls back at midnight. The rows of one device may follow the rows
+    # of another.
     days = (
         ns[valid]
         .groupby(device[valid])
@@ -206,8 +205,10 @@ def _read_dates(stamps: pd.Series[str]) -> RowTimes:
 
 
 def read_time(text: str) -> str | None:
-    """Return the time that another tool has put before a line; None if a text is
-    something else."""
+    """Return the time that another tool has put before a line.
+
+    Return None if a text is something else.
+    """
     if (match := _PREFIX.fullmatch(text.strip())) is None:
         return None
     return (
@@ -222,8 +223,10 @@ def read_time(text: str) -> str | None:
 def read_figures(
     table: MonitorTable, columns: dict[str, int | None], notes: list[str]
 ) -> pd.DataFrame:
-    """Return each figure in bytes or bytes/s, NaN for none; `columns`: those of
-    FIGURES, None: the file has it not."""
+    """Return each figure in bytes or bytes/s, NaN for none.
+
+    `columns` are the columns of FIGURES; None: the file does not have it.
+    """
     figures = pd.DataFrame(index=table.rows.index)
     for figure, column in columns.items():
         figures[figure] = np.nan
@@ -250,8 +253,10 @@ def read_figures(
 
 
 def _numbers(texts: pd.Series[str]) -> pd.Series[float]:
-    """Return the number at the start of each text, decimal or hexadecimal; NaN for
-    none, and for impossible ones."""
+    """Return the number at the start of each text, decimal or hexadecimal.
+
+    It is NaN for none, and for impossible ones.
+    """
     is_hex = texts.str.fullmatch(r"0x[0-9a-fA-F]{1,16}")
     decimal = texts.where(~is_hex, "").str.extract(
         r"^(\d[\d.]{0,30}(?:[eE][+-]?\d{1,3})?)", expand=False
@@ -274,8 +279,7 @@ def _default_memory_unit(
 
 
 def read_devices(table: MonitorTable, notes: list[str]) -> pd.Series[float]:
-    """Return the number of the device of each row; NaN for a row without a valid
-    one."""
+    """Return the device number of each row; NaN for a row without a valid one."""
     column = table.column(_DEVICE)
     if column is not None:
         numbers = (

@@ -37,9 +37,11 @@ def looks_like_dmon(source: Source) -> bool:
 
 
 def read_dmon(source: Source) -> MonitorTable:
-    """Read output of `nvidia-smi dmon`, with values between spaces, commas (`--format
-    csv`) or semicolons. Lines with `#` are headers, names above units, and recur every
-    few rows."""
+    """Read output of `nvidia-smi dmon`.
+
+    Spaces, commas (`--format csv`) or semicolons are between values. Lines with `#` are
+    headers, names above units, and recur every few rows.
+    """
     headers = [
         line.lstrip("# ").lower()
         for line in first_lines(source)
@@ -100,8 +102,10 @@ def read_query(source: Source) -> MonitorTable:
 
 
 def _separator(header: str) -> str:
-    """Return what is between the fields of a header: spreadsheets of many countries
-    write semicolons."""
+    """Return what is between the fields of a header.
+
+    Spreadsheets of many countries write semicolons.
+    """
     return max(",;", key=header.count)
 
 

@@ -74,8 +74,10 @@ class MonitorImporter:
 
 
 def _add_monitors(monitors: Sequence[Monitor], builder: TraceBuilder) -> None:
-    """Add each device to the first rank that names it; without a job, each device is
-    the rank of its number."""
+    """Add each device to the first rank that names it.
+
+    Without a job, each device is the rank of its number.
+    """
     owners: dict[str, int] = {}
     for rank, entry in builder.ranks.items():
         for device in entry.meta["devices"]:
@@ -119,8 +121,10 @@ def _add_monitors(monitors: Sequence[Monitor], builder: TraceBuilder) -> None:
 
 
 def _refuse_overlaps(monitors: Sequence[Monitor]) -> None:
-    """Raise SourceError if two files have figures, not only states, of one device at
-    the same time."""
+    """Raise SourceError if two files have figures of one device at the same time.
+
+    Files with states alone may overlap.
+    """
     for number, one in enumerate(monitors):
         for other in monitors[:number]:
             figures, other_figures = _sampled(one), _sampled(other)
@@ -183,8 +187,10 @@ def _add_rows(rank: RankBuilder, name: str, rows: pd.DataFrame, tool: Tool) -> N
 
 
 def _spacing_ns(times: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the time since the sample before; of the first sample the median, of a
-    single sample 1 s."""
+    """Return the time since the sample before.
+
+    For the first sample it is the median, for a single sample 1 s.
+    """
     spacing = np.diff(times)
     first = int(np.median(spacing)) if len(spacing) else 1_000_000_000
     return np.append(first, spacing)[: len(times)]

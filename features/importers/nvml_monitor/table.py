@@ -1,5 +1,7 @@
-"""The contents of a monitor file as a table of text, with the names and units of its
-columns."""
+"""The contents of a monitor file as a table of text.
+
+It has the names and units of the file's columns.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import pandas as pd
 
 from ebbtide.features.importers.source import Source, SourceError
 
-# No row is this long: a file without a line end in so many bytes is not a table.
+# No row is this long: a file without a line end in this many bytes is not a table.
 _BLOCK_BYTES = 1 << 20
 _MAX_HEADER_LINES = 50
 # Number of rows with which the last one is compared.
@@ -26,8 +28,8 @@ class Tool:
     # The counter behind its link figures, as in the column `source` of the table
     # `link`.
     link_source: str = "nvml-throughput"
-    # Averaging time of the link figures, here that of nvidia-smi; None: the time since
-    # the sample before.
+    # Averaging time of the link figures, here nvidia-smi's; None: the time since the
+    # sample before.
     link_window_ns: int | None = 20_000_000
     time_hint: str = "dmon -o DT writes them"
     link_hint: str = "nvidia-smi dmon -s t records them"
@@ -48,8 +50,10 @@ class MonitorTable:
     notes: list[str] = field(default_factory=list)
 
     def column(self, names: tuple[str, ...]) -> int | None:
-        """Return the index of the column with the first of these names that the file
-        has."""
+        """Return the index of the first of these columns that the file has.
+
+        They are given by name.
+        """
         return next(
             (self.names.index(name) for name in names if name in self.names), None
         )
@@ -120,8 +124,10 @@ def is_cut(last: str, others: Sequence[str]) -> bool:
 
 
 def mark_cut_row(source: Source, rows: pd.DataFrame, columns: int) -> None:
-    """Give the last row a surplus field, so that it counts as unreadable, if the file
-    was cut off within it."""
+    """Give the last row a surplus field if the file was cut off within it.
+
+    The row then counts as unreadable.
+    """
     if len(rows) < 2 or ends_with_line_end(source):
         return
     *others, last = rows[columns - 1].iloc[-1 - _MAX_COMPARED :].fillna("")

@@ -1,5 +1,7 @@
-"""Imports snapshots of torch's CUDA allocator: files of
-`torch.cuda.memory._dump_snapshot()`, gzipped or not."""
+"""Imports snapshots of torch's CUDA allocator.
+
+They are files of `torch.cuda.memory._dump_snapshot()`, gzipped or not.
+"""
 
 import re
 from collections.abc import Sequence
@@ -54,9 +56,11 @@ class SnapshotImporter:
 
 
 def import_snapshot(source: Source, builder: TraceBuilder, number: int) -> bool:
-    """Add each allocation, and the pools `requested` and `reserved`, of each device in
-    a snapshot. `number`: the rank if no file name contains one. Returns whether the
-    times are Unix times."""
+    """Add the allocations of each device in a snapshot.
+
+    Add also the pools `requested` and `reserved`. `number`: the rank if no file name
+    contains one. Returns whether the times are Unix times.
+    """
     try:
         snapshot = read_snapshot(source.open)
     except SnapshotError as error:
@@ -187,8 +191,10 @@ class _DeviceSnapshot:
         return True
 
     def add_out_of_memory(self) -> None:
-        """Add the first failed allocations, with a note for each, and one for the
-        number of the others."""
+        """Add the first failed allocations, with a note for each.
+
+        One more note has the number of the others.
+        """
         failures = (
             row
             for block in self._events.blocks("oom")

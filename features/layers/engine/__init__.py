@@ -1,2 +1,4 @@
-"""The layers of a model: activations that are kept, recomputed or offloaded, and
-weights that are streamed."""
+"""The layers of a model.
+
+Their activations are kept, recomputed or offloaded, and their weights are streamed.
+"""

@@ -23,8 +23,10 @@ _MAY_RECOMPUTE = ("auto", "recompute", "recompute-offload")
 
 
 class Activations(RecomputedLayers):
-    """The activations of a model's layers; `option`: the choice for all of them, or
-    `auto`."""
+    """The activations of a model's layers.
+
+    `option` is the choice for all of them, or `auto`.
+    """
 
     def __init__(self, model: torch.nn.Module, option: str, on_difference: str) -> None:
         super().__init__(on_difference)
@@ -43,8 +45,10 @@ class Activations(RecomputedLayers):
         measurement: PassMeasurement | None,
         is_first: bool,
     ) -> None:
-        """Begin a pass with its orders; `is_first`: no pass of its kind was measured,
-        and caches may fill."""
+        """Begin a pass with its orders.
+
+        `is_first`: no pass of its kind was measured, and caches may fill.
+        """
         self._pass = None
         if orders.keeps_all:
             # It waits for no copy later: one of a pass that has no backward would hold
@@ -90,8 +94,9 @@ class Activations(RecomputedLayers):
 
 
 class KeptClaim:
-    """The memory that all layers keep in a pass: claimed until the backward of the
-    first one, or the end of its graph.
+    """The memory that all layers keep in a pass.
+
+    It is claimed until the backward of the first one, or the end of its graph.
 
     Hooks of the first layer's saved tensors would know more, and would cost more than 1
     % of a short step."""

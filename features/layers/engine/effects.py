@@ -1,5 +1,6 @@
-"""Sees what a layer's forward changes beside its outputs, so that computing it again
-would change the job.
+"""Sees what a layer's forward changes beside its outputs.
+
+To compute such a forward again would change the job.
 
 Before and after a forward the same places are read: buffers, parameters and inputs
 (versions of tensors); attributes of the layer's modules, of their classes, and of
@@ -296,7 +297,7 @@ def _visit_state(read: Callable[[Any], Any]) -> Callable[[Watch, str, Any], None
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that a function reads or writes, and those of functions in it."""
+    """Yield the names that a function, or a function in it, reads or writes."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -317,8 +318,10 @@ def _slots(kind: type) -> Sequence[str]:
 
 @functools.cache
 def _is_library(module_name: str) -> bool:
-    """Return whether a module is of Python, of an installed package or of ebbtide,
-    which is not looked into."""
+    """Return whether a module belongs to a library, which is not looked into.
+
+    It is of Python, of an installed package or of ebbtide.
+    """
     file = getattr(sys.modules.get(module_name), "__file__", None) or ""
     return _is_opaque(module_name) or file.startswith(_LIBRARIES)
 

@@ -1,5 +1,7 @@
-"""One pass: a forward through the layers and its backwards, in which orders move the
-activations."""
+"""One pass: a forward through the layers and its backwards.
+
+Orders move the activations in it.
+"""
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -35,8 +37,10 @@ class LayerPass:
         measurement: PassMeasurement | None,
         is_trial: bool = False,
     ) -> None:
-        """Initialize; `is_trial`: layers are computed again before what they have saved
-        comes back."""
+        """Initialize.
+
+        `is_trial`: layers are computed again before what they have saved comes back.
+        """
         self.orders = orders
         self.is_trial = is_trial
         self._transfers = transfers
@@ -109,15 +113,17 @@ class LayerPass:
         return tensor
 
     def _moved_storage(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
-        """Return the storage of a tensor on the device; None of parameters, and of what
-        is more than its bytes."""
+        """Return the storage of a tensor on the device.
+
+        Return None for parameters, and for what is more than its bytes.
+        """
         if tensor.device != self._torch_device or not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
         return None if self.is_own(storage._cdata) else storage
 
     def is_own(self, key: int) -> bool:
-        """Return whether a storage is that of a parameter or a buffer."""
+        """Return whether a storage belongs to a parameter or a buffer."""
         return key in self._own or key in self.own_of_layer
 
     def keep(self, layer: int) -> None:
@@ -149,9 +155,11 @@ class LayerPass:
             ) from error
 
     def evict(self, is_last: bool) -> bool:
-        """Offload what layers keep that do not compute, where plans have counted too
-        little. Return whether there is any. `is_last`: no other forward has begun
-        since."""
+        """Offload what layers keep that do not compute.
+
+        This is for plans that have counted too little. Return whether there is any.
+        `is_last`: no other forward has begun since.
+        """
         layer = (
             self.last_layer
             if self._backward_of is None and is_last
@@ -173,8 +181,10 @@ class LayerPass:
         return bool(kept)
 
     def _assign(self, storage: SavedStorage, layer: int) -> None:
-        """Let a storage be one of a later layer, which uses it before the ones that
-        have saved it."""
+        """Let a storage be one of a later layer.
+
+        This layer uses it before the ones that have saved it.
+        """
         if (
             storage.layer != layer
             and (former := self._of_layer.get(storage.layer)) is not None
@@ -221,8 +231,10 @@ class LayerPass:
             return tensor
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that was computed again, for whatever stream of the job uses
-        it."""
+        """Return a tensor that was computed again.
+
+        It is for whatever stream of the job uses it.
+        """
         self._transfers.device.share(tensor)
         return tensor
 

@@ -65,16 +65,20 @@ class PassMeasurement:
         self._transfers.waits.clear()
 
     def _passes(self) -> "list[PassMeasurement]":
-        """Return this pass and those before it, the last one first, without the very
-        first: it has not warmed up."""
+        """Return this pass and those before it, the last one first.
+
+        The very first is left out: it has not warmed up.
+        """
         passes: list[PassMeasurement] = [self]
         while (before := passes[-1]._before) is not None:
             passes.append(before)
         return passes[:-1] or passes
 
     def outside(self) -> PassTimes:
-        """Return the medians of the times outside of layers, of passes before the one
-        that begins now."""
+        """Return the medians of the times outside of layers.
+
+        They are of passes before the one that begins now.
+        """
         passes = self._passes()
         following = [
             self._transfers.device.record("job"),
@@ -100,8 +104,11 @@ class PassMeasurement:
         self._input_bytes[layer] = sum(storages.values())
 
     def look(self, storages: Iterable[SavedStorage]) -> None:
-        """See which storages of layers whose copies have ended, and which the caller of
-        layers has left, still live."""
+        """See which storages still live.
+
+        They are storages of layers whose copies have ended, and storages that the
+        caller of layers has left.
+        """
         self.left |= {one.first for one in storages if one.is_of_others}
 
     def end_forward(self, of_layer: Mapping[int, Collection[SavedStorage]]) -> None:
@@ -123,8 +130,10 @@ class PassMeasurement:
     def layers(
         self, names: Sequence[str], weights: Sequence[tuple[int, int]] = ()
     ) -> list[MeasuredLayer]:
-        """Return the layers; `weights`: the bytes of the streamed weights of each, and
-        of their gradients."""
+        """Return the layers.
+
+        `weights` are the bytes of the streamed weights of each, and of their gradients.
+        """
         return [
             MeasuredLayer(
                 name,
@@ -140,8 +149,10 @@ class PassMeasurement:
         ]
 
     def _comparison_s(self, layer: int) -> float:
-        """Return the seconds of the fingerprints of what a layer saves, in the forward
-        and again in the backward."""
+        """Return the seconds of the fingerprints of what a layer saves.
+
+        They are taken in the forward and again in the backward.
+        """
         marks = self.comparisons.get(layer, ())
         return 2 * sum(map(_seconds_between, zip(marks[::2], marks[1::2], strict=True)))
 

@@ -1,5 +1,7 @@
-"""Memory of activations and weights: counted on the device until torch frees it, and
-used again on the host."""
+"""Memory of activations and weights.
+
+It is counted on the device until torch frees it, and used again on the host.
+"""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,8 +32,10 @@ class _Counted(weakref.ref):  # type: ignore[type-arg]
 
 
 class LayerMemoryCount:
-    """Counts the device memory of what layers hold, against a limit, which may be None,
-    and on the device itself."""
+    """Counts the device memory of what layers hold, against a limit.
+
+    The limit may be None. It is also counted on the device itself.
+    """
 
     def __init__(self, device: Device, limit_bytes: float | None) -> None:
         self._device = device
@@ -82,8 +86,9 @@ class LayerMemoryCount:
 
 
 class HostCopy:
-    """Pinned host memory (uint8) with copies of storages, and the marks of its last
-    uses.
+    """Pinned host memory (uint8) with copies of storages.
+
+    It has the marks of its last uses.
 
     The arena has the memory again when the last of these storages is gone."""
 
@@ -138,8 +143,10 @@ class HostArena:
             return HostCopy(self, memory, ())
 
     def lend(self, like: torch.Tensor) -> tuple[torch.Tensor, HostCopy]:
-        """Return a contiguous tensor of the same shape and dtype, and its block, which
-        comes back when the tensor's storage is freed."""
+        """Return a contiguous tensor of the same shape and dtype, and its block.
+
+        The block comes back when the tensor's storage is freed.
+        """
         block = self.take(like.nbytes)
         lent = block.memory[: like.nbytes].numpy().view(_LentBytes)
         lent.block = block

@@ -17,8 +17,9 @@ NOT_RUN = 2**62
 
 
 class LayerForward:
-    """Stands in for the forward of a layer, in this module alone: copies and pickles of
-    it have their own again.
+    """Stands in for the forward of a layer, in this module alone.
+
+    Copies and pickles of the module have their own again.
 
     Attributes:
         number: The layer's number in the order of the forward; NOT_RUN before its first

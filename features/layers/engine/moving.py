@@ -1,5 +1,7 @@
-"""One pass over the layers of a model, whose weights and activations move by one plan
-in one budget."""
+"""One pass over the layers of a model.
+
+Their weights and activations move by one plan in one budget.
+"""
 
 import logging
 import math
@@ -135,8 +137,10 @@ class LayerMover:
             self._update()
 
     def _update(self) -> None:
-        """Take what the open calls say: the last one for weights, and the last one for
-        activations."""
+        """Take what the open calls say.
+
+        It is the last one for weights, and the last one for activations.
+        """
         deciding: dict[str, MovedLayers] = {}
         for call in self._calls:
             deciding |= dict.fromkeys(call.options, call)
@@ -241,8 +245,10 @@ class LayerMover:
         return output
 
     def _is_saved_otherwise(self) -> bool:
-        """Return whether the job itself decides what is saved; transforms of torch.func
-        do not allow hooks."""
+        """Return whether the job itself decides what is saved.
+
+        Transforms of torch.func do not allow hooks.
+        """
         has_hooks = (
             other_hooks() is not None
             or torch._C._functorch.peek_interpreter_stack() is not None
@@ -267,8 +273,8 @@ class LayerMover:
         gpus = (one.device for one in inputs if one.device.type != "cpu")
         transfers = self._open(next(gpus, torch.device("cpu")))
         if not self._kinds_of_pass:
-            # Of the calls that are open. Before, the backward of a pass may have needed
-            # that of closed ones.
+            # The limit of the calls that are open. Before, the backward of a pass may
+            # have needed the limit of closed ones.
             transfers.memory.limit_bytes = self._limit_bytes
         kind = self._kind_of_pass(layer, inputs)
         if kind.measured is not None:
@@ -332,8 +338,9 @@ class LayerMover:
         return kind
 
     def _larger_kind(self, key: PassKey) -> _KindOfPass | None:
-        """Return a kind of passes with orders whose inputs are larger in each
-        dimension, the smallest one of them.
+        """Return a kind of passes with orders whose inputs are larger.
+
+        They are larger in each dimension; it is the smallest one of them.
 
         Its memory suffices, and jobs whose lengths vary do not begin again with each of
         them."""
@@ -388,8 +395,10 @@ class LayerMover:
         )
 
     def choices(self) -> dict[str, tuple[str, str]]:
-        """Return what the orders of the last pass say of the weights and the
-        activations of each layer, in order."""
+        """Return what the orders of the last pass say of each layer, in order.
+
+        They are about weights and activations.
+        """
         choices = {}
         # While all is kept, layers do not count themselves.
         for layer in sorted(self.layers, key=attrgetter("number")):
@@ -407,8 +416,9 @@ class LayerMover:
 
 
 class MovedLayers:
-    """Weights and activations of a model's layers that move, until `close` or the end
-    of a `with` block.
+    """Weights and activations of a model's layers that move.
+
+    They do until `close` or the end of a `with` block.
 
     Attributes:
         options: The choices of the call by what it moves: `weights` and `activations`.
@@ -434,14 +444,19 @@ class MovedLayers:
 
     @property
     def weights(self) -> dict[str, str]:
-        """By layer, in the order of the forward, of the last pass: `resident` or
-        `streamed`."""
+        """The choice for weights by layer: `resident` or `streamed`.
+
+        Layers are in the order of the forward, of the last pass.
+        """
         return {name: weights for name, (weights, _) in self._mover.choices().items()}
 
     @property
     def activations(self) -> dict[str, str]:
-        """By layer, in the order of the forward, of the last pass: `keep`, `recompute`,
-        `offload` or `recompute-offload`."""
+        """The choice for activations by layer.
+
+        It is `keep`, `recompute`, `offload` or `recompute-offload`. Layers are in the
+        order of the forward, of the last pass.
+        """
         return {
             name: activations
             for name, (_, activations) in self._mover.choices().items()
@@ -449,8 +464,11 @@ class MovedLayers:
 
     @property
     def choices(self) -> dict[str, str]:
-        """By layer: both, as `streamed, recompute`; the activations alone of
-        `offload_activations`, and the weights alone of `stream_weights`."""
+        """By layer: both choices, as `streamed, recompute`.
+
+        `offload_activations` has the activations alone, `stream_weights` the weights
+        alone.
+        """
         if self._shown is None:
             return {
                 name: ", ".join(both) for name, both in self._mover.choices().items()
@@ -459,9 +477,11 @@ class MovedLayers:
 
     @property
     def kept(self) -> list[str]:
-        """Names of parameters and buffers of layers with streamed weights that stay on
-        the device: shared parameters, adapters of frozen layers, those that are no
-        plain tensors, and quantized weights in buffers."""
+        """Names of streamed layers' parameters and buffers that stay on the device.
+
+        They are shared parameters, adapters of frozen layers, parameters that are no
+        plain tensors, and quantized weights in buffers.
+        """
         return [] if self._mover.weights is None else self._mover.weights.kept
 
     @property
@@ -479,14 +499,18 @@ class MovedLayers:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the last pass; None of the first passes, and where nothing limits
-        the memory."""
+        """The plan of the last pass.
+
+        It is None for the first passes, and where nothing limits the memory.
+        """
         return self._mover.orders.plan
 
     @property
     def predicted(self) -> Schedule | None:
-        """The simulated iteration of the plan: from one pass to the next, one forward
-        and backward."""
+        """The simulated iteration of the plan.
+
+        It is from one pass to the next, one forward and backward.
+        """
         return self._mover.orders.predicted
 
     @property
@@ -519,7 +543,7 @@ class MovedLayers:
     def close(self) -> None:
         """Move what other open calls for the model say, and nothing without one.
 
-        Backwards of passes that have begun still work, but for those of layers whose
+        Backwards of passes that have begun still work, except backwards of layers whose
         weights were streamed."""
         self._mover.close_call(self)
 
@@ -564,8 +588,9 @@ def move_layers(
     device: DeviceArgument | None = None,
     on_difference: str = "error",
 ) -> MovedLayers:
-    """Move weights and activations of a model's layers between the device and the host,
-    with the same bits as without.
+    """Move weights and activations of a model's layers.
+
+    They move between the device and the host, with the same bits as without.
 
     The layers are the entries of the list of modules (ModuleList, Sequential) with most
     parameters. Streamed weights are on the host, where optimizers and state dicts see
@@ -633,8 +658,10 @@ def offload_activations(
     activations: str = "auto",
     on_difference: str = "error",
 ) -> MovedLayers:
-    """Keep, recompute or offload the activations of each layer: `move_layers` with
-    resident weights."""
+    """Keep, recompute or offload the activations of each layer.
+
+    This is `move_layers` with resident weights.
+    """
     moved = move_layers(
         model,
         weights="resident",
@@ -654,8 +681,10 @@ def stream_weights(
     device: DeviceArgument | None = None,
     weights: str = "auto",
 ) -> MovedLayers:
-    """Stream the weights of layers from the host: `move_layers` with activations that
-    are kept, and not counted."""
+    """Stream the weights of layers from the host.
+
+    This is `move_layers` with activations that are kept, and not counted.
+    """
     moved = move_layers(
         model,
         weights=weights,

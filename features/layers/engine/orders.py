@@ -1,5 +1,7 @@
-"""The plan for the activations of layers as orders for each layer, from what its first
-passes have shown."""
+"""The plan for the activations of layers as orders for each layer.
+
+It follows from what the first passes of a layer have shown.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,8 +33,11 @@ LEAST_S = 1e-9
 
 
 class MeasuredLayer(NamedTuple):
-    """A layer in one pass: times, bytes that it saves and of its inputs, and whether it
-    can be computed again."""
+    """A layer in one pass.
+
+    It has times, bytes that it saves and of its inputs, and whether it can be computed
+    again.
+    """
 
     name: str
     forward_s: float
@@ -66,15 +71,19 @@ class MeasuredLayer(NamedTuple):
 
 
 class LayerOptions(NamedTuple):
-    """The choices that a plan has: `activations` and `weights` as of policies; without
-    weights None."""
+    """The choices that a plan has: `activations` and `weights` as of policies.
+
+    Without weights, they are None.
+    """
 
     activations: str = "auto"
     weights: str | None = None
 
     def policy(self, fits: bool) -> Policy:
-        """Return the policy; `fits`: whether all layers fit, so that there is nothing
-        to choose."""
+        """Return the policy.
+
+        `fits`: whether all layers fit, so that there is nothing to choose.
+        """
         activations = (
             "keep" if fits and self.activations == "auto" else self.activations
         )
@@ -86,8 +95,10 @@ class LayerOptions(NamedTuple):
 
 
 class PassTimes(NamedTuple):
-    """Seconds of a pass outside of layers: between forward and backward, and from there
-    to the next pass."""
+    """Seconds of a pass outside of layers.
+
+    They are between forward and backward, and from there to the next pass.
+    """
 
     turn_s: float = 0.0
     other_s: float = 0.0
@@ -99,8 +110,8 @@ class LayerOrders:
     order of the forward.
 
     Attributes:
-        plan: The plan that these orders are from; None for those of the first passes,
-            and without a limit.
+        plan: The plan that these orders are from; None for the orders of the first
+            passes, and without a limit.
         recomputed: Layers that are computed again.
         copied: Layers whose activations go to the host; None for all.
         awaited: By layer: those whose copies to the host must have ended before its
@@ -211,8 +222,9 @@ def workload_of_layers(
     options: LayerOptions,
     outside: PassTimes,
 ) -> Workload:
-    """Return a job of these layers alone: its optimizer has no state on the device, and
-    takes no time there.
+    """Return a job of these layers alone.
+
+    Its optimizer has no state on the device, and takes no time there.
 
     Weights count as one byte of each layer where they are not streamed."""
     in_workload = [layer.in_workload() for layer in layers]
@@ -237,8 +249,10 @@ def workload_of_layers(
 
 
 def orders_of_plan(plan: Plan, layers: LayerPlan, placed: Workload) -> LayerOrders:
-    """Translate the operations of a plan: points of the iteration become layers whose
-    compute starts or ends there."""
+    """Translate the operations of a plan.
+
+    Points of the iteration become layers whose compute starts or ends there.
+    """
     stretches = stretches_of(placed, layers)
     starts = {one.start: one.layer for one in stretches if not one.is_backward}
     ends = {one.end: one.layer for one in stretches if one.is_backward}

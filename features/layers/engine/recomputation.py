@@ -1,5 +1,6 @@
-"""Forwards of layers that are computed again in the backward, which compares all that
-it uses.
+"""Forwards of layers that are computed again in the backward.
+
+The backward compares all that it uses.
 
 A layer's forward saves tensors. They are held until it ends: if it has changed anything
 beside its outputs (effects.py), they stay, and it is not computed again. Else they are
@@ -140,8 +141,8 @@ class Recomputation:
         self._again: list[_Print] | None = None
         # Where the streams of the layer were after each of these.
         self._ends: list[Mark] = []
-        # Those of the storages of this forward, by place; they are held, since others
-        # could have the same place.
+        # Fingerprints of the storages of this forward, by place; they are held, since
+        # others could have the same place.
         self._prints: dict[Any, tuple[torch.Tensor, _Print]] = {}
         self._marks: list[Mark] = []
         self._inputs: set[int] = set()
@@ -176,8 +177,10 @@ class Recomputation:
         return output
 
     def _effect(self, watches: Sequence[Watch], states: Sequence[Any]) -> str:
-        """Return why a forward cannot be computed again; an empty text if nothing is
-        known against it."""
+        """Return why a forward cannot be computed again.
+
+        Return an empty text if nothing is known against it.
+        """
         if global_states() != states:
             return "its forward draws from the generator of random or NumPy"
         changes = [change for watch in watches if (change := watch.change())]
@@ -245,8 +248,7 @@ class Recomputation:
         return tensor
 
     def _print(self, tensor: torch.Tensor) -> _Print:
-        """Return the type, the shape and the fingerprint of a tensor that the forward
-        saves."""
+        """Return type, shape and fingerprint of a tensor that the forward saves."""
         if (
             type(tensor) not in (torch.Tensor, torch.nn.Parameter)
             or tensor.layout != torch.strided
@@ -336,8 +338,7 @@ class Recomputation:
         )
 
     def _is_same(self) -> bool:
-        """Return whether recomputation has saved the same bits; waits for the
-        device."""
+        """Return whether recomputation saved the same bits; waits for the device."""
         assert self._again is not None
         # Computing a layer again ends with what it saves last, before it lets its own
         # streams meet.

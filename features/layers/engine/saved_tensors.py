@@ -1,5 +1,7 @@
-"""Tensors that autograd saves, as references to storages that may be on the host, with
-a check for later edits."""
+"""Tensors that autograd saves, as references to storages.
+
+The storages may be on the host; later edits are checked for.
+"""
 
 import torch
 
@@ -25,8 +27,9 @@ class TensorVersion:
 
 
 class PackedTensor:
-    """A tensor in a storage that a layer has saved; without a storage the tensor is
-    kept as it is.
+    """A tensor in a storage that a layer has saved.
+
+    Without a storage the tensor is kept as it is.
 
     Autograd does not compare versions of tensors that it saves through hooks, so this
     does."""
@@ -40,7 +43,8 @@ class PackedTensor:
         self.layer = layer
         self._version = TensorVersion(tensor)
         self._dtype = tensor.dtype
-        # Detached: a tensor of the graph, inside the graph, would keep all of it alive.
+        # Detached: a tensor of the graph, inside the graph, would keep the whole graph
+        # alive.
         self._kept = tensor.detach() if storage is None else None
         self._geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
 
@@ -72,8 +76,10 @@ class PackedTensor:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is its storage, size and strides, so that a copy of its
-    bytes is a copy of it."""
+    """Return whether a tensor is its storage, size and strides.
+
+    A copy of the bytes is then a copy of the tensor.
+    """
     return (
         type(tensor) is torch.Tensor
         and tensor.layout == torch.strided

@@ -1,5 +1,7 @@
-"""Storages of activations, on the device, on the host or on both, and their copies over
-the link."""
+"""Storages of activations, and their copies over the link.
+
+They are on the device, on the host or on both.
+"""
 
 import gc
 import threading
@@ -73,21 +75,24 @@ class SavedStorage:
         return self._storage is None and self._alive() is not None
 
     def release(self) -> None:
-        """Hold the storage on the device no longer, if there is a copy and no layer
-        keeps it."""
+        """Release the storage on the device, if a copy exists and no layer keeps it."""
         if self.host is not None and not self.stays:
             self._storage = None
 
     def forget(self) -> None:
-        """Hold the storage on the device no longer, and do not use it if others do: its
-        values may be old."""
+        """Hold the storage on the device no longer.
+
+        Do not use it if others do: its values may be old.
+        """
         self._storage = None
         self._alive = lambda: None
 
 
 class Flight(NamedTuple):
-    """Copies that have been issued, with what they read or write, until the job has
-    waited for them."""
+    """Copies that have been issued, with what they read or write.
+
+    They are held until the job has waited for them.
+    """
 
     direction: Direction
     start: Mark
@@ -99,15 +104,16 @@ class Flight(NamedTuple):
 
 
 class StorageTransfers:
-    """Copies storages to the host and back on the streams of a device, within the
-    memory of activations.
+    """Copies storages to the host and back on the streams of a device.
+
+    It stays within the memory of activations.
 
     Memory that a copy uses is not freed before the job's stream has waited for the
     copy: so it may be allocated again in the order of that stream.
 
     Attributes:
-        measures: Whether the times of copies are kept, for `rates`, and those of the
-            job's waiting for them.
+        measures: Whether the times of copies are kept, for `rates`, and the times that
+            the job waits for them.
         waits: The starts and ends of that.
         evict: Issues copies to the host where the plan has not counted all memory.
             Returns whether there are any.
@@ -137,13 +143,17 @@ class StorageTransfers:
             self.memory.count(storage)
 
     def _claim(self, nbytes: int, is_needed: bool = True) -> None:
-        """Claim device memory, and wait for copies to the host that free some, where
-        there is too little."""
+        """Claim device memory.
+
+        Where there is too little, wait for copies to the host that free some.
+        """
         self._take(lambda: self.memory.claim(nbytes), is_needed)
 
     def _take(self, take: Callable[[], T], is_needed: bool) -> T:
-        """Take device memory, and wait for copies to the host that free some, where
-        there is too little."""
+        """Take device memory.
+
+        Where there is too little, wait for copies to the host that free some.
+        """
         while True:
             try:
                 return take()
@@ -243,8 +253,10 @@ class StorageTransfers:
             raise
 
     def use(self, saved: SavedStorage, tensor: torch.Tensor) -> None:
-        """Let the job's current stream use a tensor in a storage that another one may
-        have waited for."""
+        """Let the job's current stream use a tensor in a storage.
+
+        Another stream may have waited for the storage.
+        """
         if saved.arrival is not None:
             self.device.wait("job", [saved.arrival])
             self.device.share(tensor)
@@ -256,8 +268,10 @@ class StorageTransfers:
         copies: Collection[HostCopy] = (),
         storages: Sequence[SavedStorage] = (),
     ) -> Flight:
-        """Issue copies of each (source, target), after what the job has issued and what
-        used their host blocks."""
+        """Issue copies of each (source, target).
+
+        They come after what the job has issued and what used their host blocks.
+        """
         device = self.device
         marks = chain.from_iterable(copy.marks for copy in copies)
         nbytes, memory = (
@@ -304,8 +318,10 @@ class StorageTransfers:
     def wait(
         self, direction: Direction, is_awaited: Callable[[SavedStorage], bool]
     ) -> None:
-        """Let the job wait for all copies in a direction of storages that a function
-        selects."""
+        """Let the job wait for all copies in a direction of selected storages.
+
+        A function selects them.
+        """
         for flight in [one for one in self._flights if one.direction == direction]:
             if any(map(is_awaited, flight.storages)):
                 self.land(flight)
@@ -316,8 +332,10 @@ class StorageTransfers:
         self.wait(direction, lambda one: id(one) in wanted)
 
     def finish(self, direction: Direction) -> None:
-        """Return when all copies in a direction are done, also those that only the
-        job's stream waits for."""
+        """Return when all copies in a direction are done.
+
+        Copies that only the job's stream waits for count, too.
+        """
         self.device.record(direction).synchronize()
 
     def release_passed(self) -> None:
@@ -342,8 +360,10 @@ class StorageTransfers:
             self._ended.append(flight._replace(storages=(), memory=()))
 
     def rates(self) -> dict[Direction, float | None]:
-        """Return the measured rates of the copies so far, in bytes per second; None
-        where there were none."""
+        """Return the measured rates of the copies so far, in bytes per second.
+
+        Return None where there were none.
+        """
         for flight in self._ended:
             flight.end.synchronize()
             nbytes, seconds = self._moved[flight.direction]

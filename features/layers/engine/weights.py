@@ -1,5 +1,7 @@
-"""Weights of a model's layers that are in host memory, and on the device while the
-layer computes."""
+"""Weights of a model's layers in host memory.
+
+They are on the device while the layer computes.
+"""
 
 import gc
 import logging
@@ -118,8 +120,10 @@ class _Weight:
         self.forget()
 
     def forget(self) -> None:
-        """Release the device's copy, which the optimizer may be about to make an old
-        one."""
+        """Release the device's copy.
+
+        The optimizer may be about to make it an old one.
+        """
         self.storage.host = bytes_of(self.param.detach().untyped_storage())
         self.storage.forget()
         self._empty_leaf()
@@ -131,13 +135,17 @@ class _Weight:
             _set_data(self._leaf, self._absent)
 
     def _references(self) -> tuple[int, int]:
-        """Return the numbers of references in Python and in C++ to what the layer
-        sees."""
+        """Return how many references there are to what the layer sees.
+
+        They are counted in Python and in C++.
+        """
         return sys.getrefcount(self._leaf), getattr(self._leaf, "_use_count", int)()
 
     def check_copies(self) -> None:
-        """Raise EngineError if the layer has kept a copy whose values are no longer
-        those of the parameter."""
+        """Raise EngineError if the layer has kept an outdated copy.
+
+        The values of the copy are no longer the parameter's.
+        """
         if not self._has_old_copy():
             return
         # Cycles of references may hold one.
@@ -161,8 +169,10 @@ class _Weight:
 
     @property
     def is_old(self) -> bool:
-        """Whether the parameter was written since its copy to the device, or has other
-        memory."""
+        """Whether the parameter was written since its copy to the device.
+
+        Also whether it has other memory.
+        """
         host = self.storage.host
         return (
             host is None
@@ -171,8 +181,10 @@ class _Weight:
         )
 
     def is_of(self, params: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether a layer has the parameter: the job may have replaced it, moved
-        it or changed its dtype."""
+        """Return whether a layer has the parameter.
+
+        The job may have replaced it, moved it or changed its dtype.
+        """
         is_here = (
             self.param.device.type == "cpu"
             and self.param.untyped_storage().nbytes() == self.storage.nbytes
@@ -182,8 +194,8 @@ class _Weight:
     def arrive(self, has_grad: bool) -> _DeviceWeight:
         """Return the parameter on the device for a forward.
 
-        Gradients are added in the order of the plain job: to those of a later forward,
-        and as reducers of several ranks get them."""
+        Gradients are added in the order of the plain job: to the gradients of a later
+        forward, and as reducers of several ranks get them."""
         tensor: _DeviceWeight = self.on_device()
         if not self.param.requires_grad:
             return tensor
@@ -207,8 +219,10 @@ class _Weight:
         return tensor
 
     def _as_leaf(self, tensor: _DeviceWeight) -> _DeviceWeight:
-        """Return the values as the leaf that stands for the parameter: autocast keeps
-        casts of leaves alone."""
+        """Return the values as the leaf that stands for the parameter.
+
+        Autocast keeps casts of leaves alone.
+        """
         if self._leaf is None:
             # Of the same shape, so that a gradient fits.
             self._absent = tensor.new_full((), float("nan")).expand(tensor.shape)
@@ -243,8 +257,10 @@ class _Weight:
 
 
 def _adapters_in(module: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """Return the adapters of a frozen layer: its trained parameters, if they are fewer
-    bytes than the frozen ones."""
+    """Return the adapters of a frozen layer.
+
+    They are its trained parameters, if they are fewer bytes than the frozen ones.
+    """
     trained = {param for param in module.parameters() if param.requires_grad}
     trained_bytes = sum(param.nbytes for param in trained)
     return (
@@ -255,8 +271,10 @@ def _adapters_in(module: torch.nn.Module) -> set[torch.nn.Parameter]:
 
 
 def _quantized_buffers(module: torch.nn.Module) -> list[str]:
-    """Return the names of buffers that are matrices of integers, as weights of GPTQ and
-    AWQ are."""
+    """Return the names of buffers that are matrices of integers.
+
+    Weights of GPTQ and AWQ are such.
+    """
     return [
         name
         for name, buffer in module.named_buffers()
@@ -325,8 +343,8 @@ class _Landing:
 class _Landed(torch.autograd.Function):  # type: ignore[misc]
     """The parameter itself; its gradient has arrived before anything reads it.
 
-    On a GPU this waits in the thread that accumulates gradients on the host, not in
-    that of the backward."""
+    On a GPU this waits in the thread that accumulates gradients on the host, not in the
+    thread of the backward."""
 
     @staticmethod
     def forward(ctx: Any, param: torch.Tensor, landing: _Landing) -> torch.Tensor:
@@ -346,8 +364,10 @@ class _Landed(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Arrival(torch.autograd.Function):  # type: ignore[misc]
-    """The parameter on the device; its gradient goes to the host as it comes, or to the
-    arrival before."""
+    """The parameter on the device.
+
+    Its gradient goes to the host as it comes, or to the arrival before.
+    """
 
     @staticmethod
     def forward(
@@ -387,8 +407,10 @@ class _Former(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Departure(torch.autograd.Function):  # type: ignore[misc]
-    """A gradient on the host, whose copy is issued; its own gradient, of a second
-    backward, goes to the device."""
+    """A gradient on the host, whose copy is issued.
+
+    Its own gradient, of a second backward, goes to the device.
+    """
 
     @staticmethod
     def forward(
@@ -407,16 +429,20 @@ class _Departure(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _SavedWeight(NamedTuple):
-    """A tensor in the device's copy of a weight, which comes again for the backward,
-    and the forward that saved it."""
+    """A tensor in the device's copy of a weight, and the forward that saved it.
+
+    The copy comes again for the backward.
+    """
 
     tensor: PackedTensor
     use: _Use
 
 
 class _Departed(NamedTuple):
-    """A gradient of a layer whose copy was issued; with a weight, its parameter gets
-    the gradient from here."""
+    """A gradient of a layer whose copy was issued.
+
+    With a weight, its parameter gets the gradient from here.
+    """
 
     layer: int
     flight: Flight
@@ -428,7 +454,7 @@ class StreamedWeights:
     """The weights of some layers of a model on the host.
 
     Attributes:
-        moved: Layers of which some do.
+        moved: Layers with some weights that move.
         kept: Names of parameters and buffers of chosen layers that stay on the device:
             shared parameters, adapters of frozen layers, those that are no plain
             tensors, and quantized weights in buffers.
@@ -483,8 +509,10 @@ class StreamedWeights:
         }
 
     def choose(self, option: str) -> None:
-        """Stream the weights of as many layers as an option says, and bring other
-        streamed weights back."""
+        """Stream the weights of as many layers as an option says.
+
+        Bring other streamed weights back.
+        """
         count = streamed_count(option)
         is_chosen = spread(
             len(self._layers) if count is None else count, len(self._layers)
@@ -552,8 +580,10 @@ class StreamedWeights:
     def _take_layer(
         self, layer: LayerForward, stays: Collection[torch.nn.Parameter]
     ) -> None:
-        """Move the weights of a layer to the host, but for some, for its adapters, and
-        for what is no plain tensor."""
+        """Move the weights of a layer to the host.
+
+        Some weights, its adapters, and what is no plain tensor stay.
+        """
         params, weights = dict(layer.module.named_parameters()), self._weights[layer]
         own = {one.name: one for one in weights if one.is_of(params)}
         weights.clear()
@@ -582,8 +612,10 @@ class StreamedWeights:
         return [one.storage for one in chain.from_iterable(self._weights.values())]
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Return the bytes of the weights of each layer, in the order of the forward,
-        and of their gradients."""
+        """Return the bytes of the weights of each layer, and of their gradients.
+
+        They are in the order of the forward.
+        """
         sizes = []
         for layer in self._order:
             trained = (
@@ -602,14 +634,18 @@ class StreamedWeights:
         measurement: PassMeasurement | None,
         end: Callable[[PassMeasurement | None], None] | None,
     ) -> None:
-        """Take the orders of a pass that begins now; `end`: called when its backward
-        has ended."""
+        """Take the orders of a pass that begins now.
+
+        `end` is called when its backward has ended.
+        """
         self.orders, self._measurement, self._end = orders, measurement, end
         self._number_streamed()
 
     def close(self) -> None:
-        """Put the weights back where they were, and release the host memory of
-        gradients."""
+        """Put the weights back where they were.
+
+        Release the host memory of gradients.
+        """
         for layer in self._layers:
             self._restore(layer)
         self._gradients.release()
@@ -655,8 +691,10 @@ class StreamedWeights:
         return output
 
     def _expect_backward(self, layer: LayerForward, is_differentiated: bool) -> None:
-        """Note whether a backward follows a layer's forward; frozen layers before all
-        others have none."""
+        """Note whether a backward follows a layer's forward.
+
+        Frozen layers before all others have none.
+        """
         if is_differentiated:
             self._differentiated.add(layer.number)
             return
@@ -766,8 +804,10 @@ class StreamedWeights:
             self._land(lambda _: True)
 
     def _land(self, is_passed: Callable[[int], bool]) -> None:
-        """Let the job wait for gradients of layers that a function selects, so that
-        their memory is used again."""
+        """Let the job wait for gradients of selected layers.
+
+        A function selects them. Their memory is then used again.
+        """
         for departed in [one for one in self._departed if is_passed(one.layer)]:
             self._departed = [one for one in self._departed if one is not departed]
             if departed.weight is not None:
@@ -805,8 +845,9 @@ class StreamedWeights:
 
     @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     def _fetch(self, layer: LayerForward, number: int, is_backward: bool) -> None:
-        """Bring the weights of a layer to the device, and issue the copies of those
-        that are needed next.
+        """Bring the weights of a layer to the device.
+
+        Issue the copies of the weights that are needed next.
 
         Streamed layers beyond the slots are released first. Resident ones are copied
         before a streamed one behind them, so that copies are issued in the order of
@@ -857,8 +898,7 @@ class StreamedWeights:
         return bool(others)
 
     def _storages(self, layer: LayerForward) -> list[SavedStorage]:
-        """Return the storages of a layer's weights, without old values on the
-        device."""
+        """Return the storages of a layer's weights, without old values on a device."""
         weights = self._weights[layer]
         for weight in weights:
             weight.check_copies()
@@ -948,8 +988,10 @@ class StreamedWeights:
         return layer.number in self.orders.recomputed
 
     def _check_writes(self) -> None:
-        """Raise EngineError if a weight was written on the device after the forward of
-        its layer."""
+        """Raise EngineError if a weight was written after its layer's forward.
+
+        It was written on the device.
+        """
         for weight in chain.from_iterable(self._weights.values()):
             copies = weight.copies
             weight.copies = [one for one in copies if one.storage() is not None]
@@ -963,8 +1005,10 @@ class StreamedWeights:
 
 
 class _WeightHooks:
-    """Hooks of a layer's forward: weights are not saved, and all else as the hooks
-    around it do."""
+    """Hooks of a layer's forward.
+
+    Weights are not saved, and all else as the hooks around it do.
+    """
 
     def __init__(
         self,

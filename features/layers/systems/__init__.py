@@ -1,2 +1,4 @@
-"""Policies of other systems that move weights and activations of layers, as their
-authors run them."""
+"""Policies of other systems that move weights and activations of layers.
+
+They are as their authors run them.
+"""

@@ -1,5 +1,7 @@
-"""ml_dataflow: weights, gradients, activations and state of all layers are streamed,
-and the GPU updates."""
+"""ml_dataflow: everything of all layers is streamed, and the GPU updates.
+
+Everything means weights, gradients, activations and state.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -39,8 +41,10 @@ def ml_dataflow(workload: Workload, machine: Machine, policy: Policy) -> Plan:
 
 
 class Slots(NamedTuple):
-    """The number of layers' weights, layers' gradients and chunks' activations that the
-    device holds at a time."""
+    """The number of slots that the device has at a time.
+
+    They are for layers' weights, layers' gradients and chunks' activations.
+    """
 
     weights: int
     gradients: int
@@ -48,8 +52,10 @@ class Slots(NamedTuple):
 
 
 def _rounds(workload: Workload) -> int:
-    """Return the fewest rounds, all alike, whose activations of a layer are about as
-    large as its weights."""
+    """Return the fewest rounds, all alike, for activations of a fitting size.
+
+    The activations of a layer are about as large as its weights.
+    """
     layer, count = workload.layers[0], len(workload.chunk_shares)
     wanted = max(
         1, round(workload.param_bytes * layer.params / (layer.forms[0].nbytes / count))
@@ -62,8 +68,10 @@ def _rounds(workload: Workload) -> int:
 
 
 def slots_in(workload: Workload, rounds: int) -> Slots:
-    """Return what the device has memory for: whole layers first, then one more layer's
-    weights, then activations."""
+    """Return the slots that the device has memory for.
+
+    Whole layers come first, then one more layer's weights, then activations.
+    """
     layers, chunks = workload.layers, len(workload.chunk_shares) // rounds
     weights, gradients = (
         width * max(layer.params for layer in layers)
@@ -93,8 +101,10 @@ def slots_in(workload: Workload, rounds: int) -> Slots:
 def _forms(
     workload: Workload, machine: Machine, rounds: int, slots: Slots
 ) -> list[int]:
-    """Return how many activations on the host are kept in each form: the next larger
-    one for as many as fit, when all are in the one before."""
+    """Return how many activations on the host are kept in each form.
+
+    The next larger form is for as many as fit, when all are in the one before.
+    """
     sizes = [
         form.nbytes / len(workload.chunk_shares) for form in workload.layers[0].forms
     ]
@@ -153,8 +163,10 @@ def dataflow_layers(
 
 
 def _spread(numbers: Sequence[int], count: int, chunks: int) -> list[int]:
-    """Return the form of each activation on the host: the smallest one for the first
-    chunks of every layer, the rest in turns."""
+    """Return the form of each activation on the host.
+
+    It is the smallest one for the first chunks of every layer; the rest are in turns.
+    """
     smallest, others = len(numbers) - 1, [*numbers[:-1]]
     forms: list[int | None] = [None] * count
     order = sorted(range(count), key=lambda index: (index % chunks, index // chunks))
@@ -199,8 +211,10 @@ def dataflow_plan(text: str, workload: Workload, layers: LayerPlan) -> Plan:
 
 
 class _DataflowOperations(LayerOperations):
-    """The operations in the order in which they are issued; each resource waits for the
-    first one."""
+    """The operations in the order in which they are issued.
+
+    Each resource waits for the first one.
+    """
 
     def __init__(self, workload: Workload, plan: LayerPlan) -> None:
         super().__init__(workload, plan, in_order=True)
@@ -229,8 +243,10 @@ class _DataflowOperations(LayerOperations):
         return self.ops
 
     def _send_gradient(self, stretch: Stretch) -> None:
-        """Copy a gradient to the host; those of the first layers stay on the device
-        before the update."""
+        """Copy a gradient to the host.
+
+        Gradients of the first layers stay on the device before the update.
+        """
         layer, slots = stretch.layer, self._plan.gradient_slots
         is_last_round = stretch.round == self._plan.rounds - 1
         if is_last_round and layer < slots:
@@ -250,8 +266,10 @@ class _DataflowOperations(LayerOperations):
         )
 
     def _fetch_gradient(self, stretch: Stretch) -> None:
-        """Copy a gradient of the rounds before into a slot, when it is free: the last
-        layers' within the forward."""
+        """Copy a gradient of the rounds before into a slot, when it is free.
+
+        The last layers' gradients come within the forward.
+        """
         count, slots = len(self._workload.layers), self._plan.gradient_slots
         if not stretch.round:
             return
@@ -277,8 +295,11 @@ class _DataflowOperations(LayerOperations):
         )
 
     def _update(self) -> None:
-        """Update layer by layer: each waits until the one before is on the host again,
-        and frees slots for others."""
+        """Update layer by layer.
+
+        Each waits until the one before is on the host again, and frees slots for
+        others.
+        """
         workload, slots = self._workload, self._plan
         layers, width = workload.layers, workload.state_bytes
         clip: tuple[int, ...] = ()

@@ -1,5 +1,7 @@
-"""Systems that keep all weights on the host and update there: MegaTrain, RoundPipe, and
-DeepSpeed's `offload_param`."""
+"""Systems that keep all weights on the host and update there.
+
+They are MegaTrain, RoundPipe, and DeepSpeed's `offload_param`.
+"""
 
 from dataclasses import replace
 
@@ -27,8 +29,7 @@ from ebbtide.interleave.policies.plan_builder import PlanBuilder
 from ebbtide.interleave.policies.registry import Policy, system
 from ebbtide.machines.machine import Machine
 
-# MegaTrain's default of checkpoint_interval: layers of a block, of which the input is
-# kept.
+# MegaTrain's default of checkpoint_interval: layers of a block, whose input is kept.
 _BLOCK = 4
 
 
@@ -38,8 +39,8 @@ def megatrain(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     after the backward, as MegaTrain does.
 
     The backward computes the forward of each block of four layers again, which keeps
-    the inputs of its layers, and then that of each layer, with gradients: weights cross
-    the link three times in each micro-batch."""
+    the inputs of its layers, and then the forward of each layer, with gradients:
+    weights cross the link three times in each micro-batch."""
     _check(workload, policy)
     inputs = [layer.forms[-1].nbytes for layer in workload.layers]
     blocks = range(0, len(inputs), _BLOCK)
@@ -70,8 +71,10 @@ def megatrain(workload: Workload, machine: Machine, policy: Policy) -> Plan:
 
 
 class _MegatrainOperations(LayerOperations):
-    """Weights come twice for a backward; gradients of all micro-batches but the last
-    are added to those on the host."""
+    """Weights come twice for a backward.
+
+    Gradients of all micro-batches but the last are added to the gradients on the host.
+    """
 
     def fetch_weights(self, stretch: Stretch) -> None:
         first = len(self.ops)

@@ -1,5 +1,7 @@
-"""Keeps the figures of the iterations that ended last, for a job that asks for them
-(`ebbtide.metrics`): from the records that the agent writes."""
+"""Keeps the figures of the last ended iterations for `ebbtide.metrics`.
+
+A job asks for them; they are from the records that the agent writes.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class _Phase(NamedTuple):
     sequence: int
     start_ns: int
     end_ns: int
-    on_device: bool  # Whether the device's times of it follow.
+    on_device: bool  # Whether its device times follow.
     memory_read: bool  # Whether memory was read at its end.
 
 
@@ -54,8 +56,10 @@ class _Iteration(NamedTuple):
 
 
 class IterationTimes(NamedTuple):
-    """Times of an iteration in ns of CLOCK_MONOTONIC: those of the device where it ran
-    there, else of the host."""
+    """Times of an iteration in ns of CLOCK_MONOTONIC.
+
+    They are on the device's clock where it ran there, else on the host's.
+    """
 
     number: int
     # End of the iteration before; start of the first phase where there is none.
@@ -172,8 +176,10 @@ class IterationFigures:
             yield _times(*later, later[0].begin_ns or None)
 
     def peaks(self, number: int) -> dict[tuple[int, int], int]:
-        """Return peaks in bytes by pool and device: of the last iteration up to
-        `number` that was wholly read."""
+        """Return peaks in bytes by pool and device.
+
+        They are of the last iteration up to `number` that was wholly read.
+        """
         iterations = [
             iteration for iteration in self._finished if iteration.number <= number
         ]
@@ -191,8 +197,10 @@ class IterationFigures:
 def _bounds(
     phases: Sequence[_Phase], spans: dict[int, tuple[int, int]]
 ) -> list[tuple[int, int]] | None:
-    """Return start and end of each phase, on the device if all ran there; None until it
-    has passed them all."""
+    """Return start and end of each phase, on the device if all ran there.
+
+    Return None until the device has passed them all.
+    """
     if not all(phase.on_device for phase in phases):
         return [(phase.start_ns, phase.end_ns) for phase in phases]
     bounds = [spans.get(phase.sequence) for phase in phases]

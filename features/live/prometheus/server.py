@@ -25,7 +25,7 @@ Kind = Literal["counter", "gauge", "info", "summary"]
 _RANK = ("rank",)
 _DEVICE = ("rank", "device")
 _PHASE = (*_DEVICE, "phase")
-# The pools of recordings, and those of other sources. A file may have more.
+# The pools of recordings, and of other sources. A file may have more.
 MEMORY_POOLS = (*POOLS, "cuda", "host", "tensors")
 # A host has fewer. `ebbtide_ranks` counts those beyond it, too.
 MAX_RANKS = 128
@@ -122,8 +122,10 @@ class LiveTraceCollector(Collector):
         self._lock = threading.Lock()
 
     def describe(self) -> Iterable[core.Metric]:
-        """Return all metrics without values, so that a scrape can ask for some of them
-        (`?name[]=...`)."""
+        """Return all metrics without values.
+
+        A scrape can ask for some of them (`?name[]=...`).
+        """
         return [
             core.Metric(name, family.text, family.kind)
             for name, family in FAMILIES.items()
@@ -275,7 +277,7 @@ class _Server(ThreadingHTTPServer):
         self.server_name, self.server_port = self.socket.getsockname()[:2]
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Print nothing: the standard error is that of the job."""
+        """Print nothing: the standard error belongs to the job."""
 
 
 def serve_metrics(text: str) -> MetricsServer:
@@ -316,8 +318,10 @@ class MetricsServer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when the server has been closed. A signal such as that of Ctrl-C
-        raises its exception here."""
+        """Return when the server has been closed.
+
+        A signal, such as of Ctrl-C, raises its exception here.
+        """
         if self._thread is not None:
             self._thread.join()
 

@@ -40,7 +40,7 @@ def metrics() -> dict[str, float]:
         - `ebbtide/peak_bytes/POOL`: largest reading of a memory pool: `allocated`,
           `reserved`, `pinned`, `device`, or, on the CPU, `heap`
         - `ebbtide/capacity_bytes`: memory of the device
-        - `ebbtide/free_bytes`: the least that was free of it
+        - `ebbtide/free_bytes`: the least memory that was free
         - `ebbtide/link_bytes/DIRECTION`: bytes that the link moved, `h2d` and `d2h`
 
         On a GPU times are the device's, so the iteration is the last one that the
@@ -75,8 +75,10 @@ _lock = threading.Lock()
 
 @lru_cache(maxsize=1)
 def _device(job_info: Any) -> tuple[int | None, SampledFigures | None]:
-    """Return the capacity of the device of a recorded process (a forked child has
-    another `job_info`), and its samples; None where it is not sampled."""
+    """Return the capacity of a recorded process's device, and its samples.
+
+    A forked child has another `job_info`. Return None where the device is not sampled.
+    """
     spools = Path(job_info.directory)
     host = json.loads((spools.parent / "meta.json").read_text(encoding="utf-8"))["host"]
     device = next(iter(job_info.devices), host["cpu"])
@@ -90,8 +92,7 @@ def _device(job_info: Any) -> tuple[int | None, SampledFigures | None]:
 def _of_device(
     job_info: Any, figures: IterationFigures, own_peaks: dict[str, int]
 ) -> dict[str, float]:
-    """Return capacity, free memory and the figures of a sampled GPU, as far as they are
-    known."""
+    """Return capacity, free memory and figures of a sampled GPU, as far as known."""
     try:
         with _lock:
             capacity_bytes, samples = _device(job_info)

@@ -15,16 +15,19 @@ from ebbtide.profiler.recording.spools.trainings import group_trainings
 from ebbtide.profiler.trace.schema import SPOOL
 from ebbtide.profiler.trace.trace import Trace
 
-# A look at a long recording reads it in such pieces, and so many of them before it
+# A look at a long recording reads it in such pieces, and this many of them before it
 # returns.
 _PIECE_BYTES = 1 << 23
 _PIECES = 8
 
 
 class RecordingTail:
-    """The last `iterations` of each process of a recording, and counts since its
-    beginning. The spools are read as far as they were written; nothing is locked or
-    written. `behind`: whether there is more than the last call of `poll` has read."""
+    """The last `iterations` of a recording's processes, and counts since it began.
+
+    They are for each process. The spools are read as far as they were written; nothing
+    is locked or written. `behind`: whether there is more than the last call of `poll`
+    has read.
+    """
 
     def __init__(self, path: Path, meta: dict[str, Any], iterations: int) -> None:
         self.path = path
@@ -46,8 +49,10 @@ class RecordingTail:
         self._ranks: dict[int, tuple[ProcessTail, int | None]] = {}
 
     def poll(self) -> bool:
-        """Read what the spools have gained, at most 64 MiB of each (see `behind`);
-        return whether that was anything."""
+        """Read what the spools have gained, at most 64 MiB of each.
+
+        Return whether that was anything; see `behind`.
+        """
         self._discover()
         changed = False
         tails: list[ProcessTail | SamplerTail] = [
@@ -71,10 +76,12 @@ class RecordingTail:
         return changed
 
     def trace(self) -> Trace | None:
-        """Return the training that began last, with the iterations that are kept,
-        without copies and allocations; None if no process has begun. Where iterations
+        """Return the training that began last, with the iterations that are kept.
+
+        It has no copies and allocations; None if no process has begun. Where iterations
         were dropped, the first that was kept is warm-up: its start is known by the
-        host's clock alone."""
+        host's clock alone.
+        """
         samples = [sampler.records for sampler in self._samplers.values()]
         all_samples = np.concatenate(samples) if samples else np.empty(0, RECORD)
         of_process: dict[int, ProcessTail] = {}
@@ -114,8 +121,10 @@ class RecordingTail:
         return self._ranks[rank][0].counts()
 
     def link_bytes(self, rank: int) -> dict[str, int] | None:
-        """Return the bytes that the link of a rank's first device moved per direction
-        so far; None: not sampled."""
+        """Return the bytes that a rank's link moved per direction so far.
+
+        It is the link of the first device; None: not sampled.
+        """
         device = self._ranks[rank][1]
         sampled = (
             [sampler.link_bytes(device) for sampler in self._samplers.values()]

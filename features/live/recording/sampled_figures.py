@@ -29,8 +29,10 @@ _SPACINGS = 512
 
 
 class SamplerTail:
-    """Follows the spool of the sampler; `peaks`: NVML number -> peak bytes/s of its
-    link in one direction."""
+    """Follows the spool of the sampler.
+
+    `peaks`: NVML number -> peak bytes/s of its link in one direction.
+    """
 
     def __init__(self, path: Path, peaks: dict[int, float]) -> None:
         self.spool = SpoolTail(path)
@@ -63,8 +65,10 @@ class SamplerTail:
         self.records = self.records[~(old | outdated_memory(self.records, start_ns))]
 
     def link_bytes(self, device: int) -> dict[str, int] | None:
-        """Return the bytes that the link of a device moved per direction so far; None
-        where nothing was sampled."""
+        """Return the bytes that the link of a device moved per direction so far.
+
+        Return None where nothing was sampled.
+        """
         directions = [
             direction for direction in DIRECTIONS if (device, direction) in self._bytes
         ]
@@ -89,7 +93,7 @@ class SamplerTail:
     ) -> None:
         before = self._ends.get((device, direction), np.empty(0, np.int64))
         ends = np.concatenate([before, samples["x"]])
-        # Only those of the new samples are used; the others make the spacings.
+        # Only the spacings of the new samples are used; the others make the spacings.
         starts = sample_starts(
             ends, np.concatenate([np.zeros_like(before), samples["w"]])
         )[len(before) :]
@@ -115,9 +119,12 @@ class SampledFigures:
         self._link_peak: float | None = (gpu.get("link") or {}).get("peak_bytes_per_s")
 
     def read(self, times: Iterable[IterationTimes]) -> dict[str, float]:
-        """Return `peak_bytes/device`, `link_bytes/h2d` and `link_bytes/d2h` of the
-        newest iteration that has been sampled to its end; without those that were not
-        sampled. `times`: those of iterations, the newest first."""
+        """Return the link figures of the newest iteration that was sampled to its end.
+
+        They are `peak_bytes/device`, `link_bytes/h2d` and `link_bytes/d2h`; figures
+        that were not sampled are left out. `times`: the times of iterations, the newest
+        first.
+        """
         while self._samples.poll(_PIECE_BYTES) and self._samples.spool.behind:
             pass
         records = self._samples.records
@@ -143,8 +150,10 @@ class SampledFigures:
     def _moved(
         self, samples: Records, column: str, iteration: IterationTimes | None
     ) -> int | None:
-        """Return the bytes of an iteration, at the rate of its samples; None where
-        these cover less than half."""
+        """Return the bytes of an iteration, at the rate of its samples.
+
+        Return None where these cover less than half.
+        """
         if iteration is None or not len(samples):
             return None
         ends, rates = samples["x"], samples[column].astype(np.float64)

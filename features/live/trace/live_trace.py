@@ -1,5 +1,7 @@
-"""Follows a trace while it is recorded, until it is finished; opens a finished one in
-the same way."""
+"""Follows a trace while it is recorded, until it is finished.
+
+It opens a finished one in the same way.
+"""
 
 import socket
 import time
@@ -37,12 +39,12 @@ State = Literal[
     "waiting", "recording", "silent", "finishing", "cut off", "complete", "gone"
 ]
 
-# A process that runs is silent if it has recorded nothing for so long, and for so many
-# of its longest iterations.
+# A process that runs is silent if it has recorded nothing for this long, and for this
+# many of its longest iterations.
 _SILENT_S = 10.0
 _SILENT_ITERATIONS = 5.0
-# Samples of the link have a window, and those of the GPU's state hold, for so long at
-# most.
+# Samples of the link have a window, and samples of the GPU's state hold, for this long
+# at most.
 _MARGIN_NS = 1_000_000_000
 _SAMPLED = ("link", "gpu")
 
@@ -70,8 +72,10 @@ class LiveTrace:
 
     @property
     def behind(self) -> bool:
-        """Whether a long recording has not been read to its end yet: figures are those
-        of an earlier time."""
+        """Whether a long recording has not been read to its end yet.
+
+        Figures then describe an earlier time.
+        """
         return self._tail is not None and self._tail.behind
 
     @property
@@ -80,9 +84,11 @@ class LiveTrace:
         return self.trace.ranks if self.trace is not None else []
 
     def poll(self) -> bool:
-        """Read what was recorded since the last call; return whether anything has
-        changed. Raises TraceError where the path is no trace, is damaged, or has a
-        newer schema."""
+        """Read what was recorded since the last call.
+
+        Return whether anything has changed. Raises TraceError where the path is no
+        trace, is damaged, or has a newer schema.
+        """
         before = self.state
         if self._meta_changed():
             self._open()
@@ -147,8 +153,10 @@ class LiveTrace:
         return changed
 
     def _is_new_recording(self) -> bool:
-        """Return whether a folder without meta.json may be that of a recording that
-        begins this moment."""
+        """Return whether a folder without meta.json may be a new recording's.
+
+        The recording begins this moment.
+        """
         try:
             return self.path.is_dir() and {
                 entry.name for entry in self.path.iterdir()
@@ -214,9 +222,11 @@ class LiveTrace:
 
 
 def last_iterations(trace: Trace, count: int) -> Trace:
-    """Return the last iterations of a trace, and one before them as warm-up, since its
-    start is known by the host's clock alone; the same trace where it has not so many,
-    or none."""
+    """Return the last iterations of a trace, and one before them as warm-up.
+
+    The start of the warm-up is known by the host's clock alone. Return the same trace
+    where it has not as many iterations, or none.
+    """
     spans = {
         rank: intervals(trace, rank, device_times=False).spans for rank in trace.ranks
     }
@@ -265,8 +275,10 @@ def _start_ns(spans: pd.DataFrame, first: int) -> int | None:
 def _cut(
     rows: pd.DataFrame, table: str, first: int, start_ns: int | None
 ) -> pd.DataFrame:
-    """Return the rows of a table that belong to the iterations from `first` on, or to
-    times from `start_ns` on."""
+    """Return the rows of a table from an iteration or time on.
+
+    They belong to the iterations from `first` on, or to times from `start_ns` on.
+    """
     if start_ns is None or rows.empty:
         return rows
     if table in ("phases", "ops", "iteration_marks"):
@@ -288,8 +300,10 @@ def _cut(
 
 
 def _memory_from(rows: pd.DataFrame, start_ns: int) -> pd.DataFrame:
-    """Return the samples of memory from a time on, with the last one of each pool
-    before it."""
+    """Return the samples of memory from a time on.
+
+    The last one of each pool before it is included.
+    """
     begin = int(np.searchsorted(rows["t_ns"].to_numpy(), start_ns))
     last = ~rows.iloc[:begin].duplicated(["device", "pool"], keep="last")
     return pd.concat([rows.iloc[:begin][last], rows.iloc[begin:]], ignore_index=True)

@@ -1,5 +1,7 @@
-"""Figures of one rank over the last iterations, and its counters since the recording
-began."""
+"""Figures of a rank over the last iterations, and counters since the beginning.
+
+The beginning is when the recording began.
+"""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -34,8 +36,10 @@ RankState = Literal["recording", "silent", "stopped", "ended", "complete"]
 
 @dataclass(frozen=True)
 class LiveMemory:
-    """Memory of a rank's first device, by the pool that free memory is computed
-    from."""
+    """Memory of a rank's first device, by the pool behind free memory.
+
+    Free memory is computed from it.
+    """
 
     pool: str
     bytes: int  # Its newest value.
@@ -157,8 +161,10 @@ def _memory(trace: Trace, rank: int) -> LiveMemory | None:
 
 
 def _newest(trace: Trace, rank: int, samples: pd.DataFrame) -> dict[str, float]:
-    """Return the newest value of each column of samples of a rank's first device;
-    without those that have none."""
+    """Return the newest value of each column of samples of a rank's first device.
+
+    Columns without a value are left out.
+    """
     rows = (
         samples[samples["device"] == main_device(trace, rank)]
         .select_dtypes("number")

@@ -13,8 +13,10 @@ _MAX_HOLD_NS = 1_000_000_000
 
 
 def time_range(trace: Trace, rank: int, count: int) -> tuple[int, int] | None:
-    """Return (start, end) in ns of a rank's last iterations, or of the whole trace;
-    None if nothing was recorded."""
+    """Return (start, end) in ns of a rank's last iterations.
+
+    Without them, it is the time of the whole trace; None if nothing was recorded.
+    """
     spans = intervals(trace, rank, device_times=False).spans.tail(count)
     if spans.empty:
         return trace.span_ns(rank)
@@ -29,8 +31,10 @@ def column_edges(start_ns: int, end_ns: int, columns: int) -> Ints:
 
 
 def gpu_columns(trace: Trace, rank: int, quantity: str, edges: Ints) -> Floats:
-    """Return the value of a column of the table `gpu` at the end of each column; NaN
-    where it was not sampled."""
+    """Return the value of a column of the table `gpu` at the end of each column.
+
+    It is NaN where it was not sampled.
+    """
     rows = trace.gpu(rank)
     rows = rows[(rows["device"] == main_device(trace, rank)) & rows[quantity].notna()]
     times, values = rows["t_ns"].to_numpy(np.int64), rows[quantity].to_numpy(np.float64)
@@ -43,8 +47,10 @@ def gpu_columns(trace: Trace, rank: int, quantity: str, edges: Ints) -> Floats:
 
 
 def phase_columns(times: Intervals, edges: Ints) -> list[str | None]:
-    """Return the phase, or `other`, that takes most of each column; None outside of
-    iterations."""
+    """Return the phase, or `other`, that takes most of each column.
+
+    Return None outside of iterations.
+    """
     rows = times.with_other
     rows = rows[(rows["end_ns"] > edges[0]) & (rows["start_ns"] < edges[-1])]
     time_ns = np.zeros((len(ITERATION_PARTS), len(edges) - 1))

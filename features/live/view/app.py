@@ -1,5 +1,7 @@
-"""The terminal app: panels of one rank, kept up to date by a thread that reads
-snapshots."""
+"""The terminal app: panels of one rank.
+
+A thread that reads snapshots keeps them up to date.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -36,8 +38,10 @@ _Draw = Callable[[SelectedRank, int, int], Text]
 
 
 class Panel(Widget):
-    """A part of the screen that is drawn from the newest snapshot; it has `count_rows`
-    where its height is `auto`."""
+    """A part of the screen that is drawn from the newest snapshot.
+
+    It has `count_rows` where its height is `auto`.
+    """
 
     def __init__(
         self,
@@ -165,8 +169,10 @@ class LiveView(App[str]):
         self._wake.set()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Show keys of the output only where the view runs the job, and of ranks where
-        there are several."""
+        """Show keys of the output only where the view runs the job.
+
+        Show keys of ranks where there are several.
+        """
         if len(self.screen_stack) > 1:
             # A page lies over the view.
             return action in _PAGE_ACTIONS
@@ -226,7 +232,7 @@ class LiveView(App[str]):
             index = ranks.index(self._rank) if self._rank in ranks else 0
             self._rank = ranks[(index + step) % len(ranks)]
             self._show()
-            # The windows are those of one rank.
+            # The windows are one rank's.
             self._wake.set()
 
     def action_zoom(self, step: int) -> None:

@@ -1,5 +1,8 @@
-"""The panels of the view: charts of phases, memory and link by letters and blocks; text
-on windows, ranks, findings."""
+"""The panels of the view.
+
+They are charts of phases, memory and link by letters and blocks; and text on windows,
+ranks, findings.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -35,8 +38,10 @@ DIM = "dim"
 
 
 def phase_style(phase: str) -> str:
-    """Return the style of a letter of a phase: dark on the colour that the phase has in
-    plots."""
+    """Return the style of a letter of a phase.
+
+    It is dark on the colour that the phase has in plots.
+    """
     foreground = "#d3d9de" if phase == "other" else "#101418"
     return f"{foreground} on {COLORS[phase].dark}"
 
@@ -51,8 +56,10 @@ def legend() -> Text:
 
 
 def level_rows(shares: Iterable[float], height: int) -> list[str]:
-    """Draw columns of blocks from 0 to 1 (NaN: empty; above 0 at least the lowest
-    block), as rows from the top."""
+    """Draw columns of blocks from 0 to 1, as rows from the top.
+
+    NaN is empty; above 0, at least the lowest block is drawn.
+    """
     steps = (len(_LEVELS) - 1) * height
     levels = [
         0 if math.isnan(share) else min(steps, math.ceil(share * steps - 1e-9))
@@ -66,8 +73,10 @@ def level_rows(shares: Iterable[float], height: int) -> list[str]:
 
 
 def lines(rows: Sequence[Text], width: int, height: int) -> Text:
-    """Join rows to a text of at most a width and a height; what does not fit is cut
-    off."""
+    """Join rows to a text of at most a width and a height.
+
+    What does not fit is cut off.
+    """
     kept = list(rows)[: max(height, 0)]
     for row in kept:
         row.plain = masked(row.plain)
@@ -95,8 +104,10 @@ _STATES = {
 
 
 def draw_phases(view: SelectedRank, width: int, height: int) -> Text:
-    """Draw the newest iterations, a row each and the newest first, in the scale of the
-    longest."""
+    """Draw the newest iterations, a row each and the newest first.
+
+    They are in the scale of the longest.
+    """
     times = intervals(view.trace, view.figures.rank)
     spans = times.spans[["iteration", "start_ns", "end_ns"]].tail(
         min(view.iterations, max(height - 1, 1))
@@ -147,8 +158,10 @@ def _letters(phases: Iterable[str | None]) -> Text:
 
 
 def draw_memory(view: SelectedRank, width: int, height: int) -> Text:
-    """Draw memory over time, the capacity at the top, and below it the phases by
-    letters."""
+    """Draw memory over time, the capacity at the top, the phases below.
+
+    Phases are drawn by letters.
+    """
     memory = view.figures.memory
     if memory is None or view.range_ns is None:
         return lines([title("Memory"), Text(NO_MEMORY, DIM)], width, height)
@@ -183,8 +196,10 @@ def draw_memory(view: SelectedRank, width: int, height: int) -> Text:
 
 
 def draw_link(view: SelectedRank, width: int, height: int) -> Text:
-    """Draw the rate of the link per direction as a share of its peak, and the
-    utilization of the GPU."""
+    """Draw the rate of the link per direction, and the utilization of the GPU.
+
+    The rate is a share of the link's peak.
+    """
     rank, figures = view.figures.rank, view.figures
     if view.range_ns is None or not (figures.link or figures.gpu):
         return lines([title("Link", no_link(view.trace, [rank]))], width, height)
@@ -268,8 +283,7 @@ def draw_header(
 
 
 def draw_windows(view: SelectedRank, width: int, height: int) -> Text:
-    """Draw the windows of free memory that recur in every iteration, the longest
-    first."""
+    """Draw windows of free memory that recur in every iteration, the longest first."""
     windows = view.snapshot.windows
     if windows is None:
         return lines([title("Windows", "looking ...")], width, height)
@@ -293,8 +307,10 @@ def draw_windows(view: SelectedRank, width: int, height: int) -> Text:
 
 
 def first_row(table: Table) -> Text:
-    """Return the first row of a table as one line, each figure with its label and
-    unit."""
+    """Return the first row of a table as a line.
+
+    Each figure has its label and unit.
+    """
     figures = {True: "{0.label} {1.text} {0.unit}", False: "{1.text}"}
     parts = [
         figures[column.is_number].format(column, column.cells[0])
@@ -369,8 +385,10 @@ def draw_findings(snapshot: RecordingSnapshot, width: int, height: int) -> Text:
 
 
 def finding_line(seen: SeenFinding) -> str:
-    """Return a finding as one line: its potential gain, its title, and since when it is
-    true."""
+    """Return a finding as one line.
+
+    It has its potential gain, its title, and since when it is true.
+    """
     gain = seen.finding.potential_gain_ms
     since = "" if seen.since is None else f" (since iteration {seen.since:,})"
     return f"{'-' if gain is None else ms_text(gain):>10}  {seen.finding.title}{since}"

@@ -19,9 +19,12 @@ _LAST_LINES = 15
 
 
 def profile_and_show(command: RecordedCommand) -> int:
-    """Record a job until it ends, and show its recording, or its output when the user
-    has left the view; return its exit code, 128 plus the number of a signal. Raises
-    UserError before the job starts: no terminal, or no recording."""
+    """Record a job until it ends, and show its recording; return its exit code.
+
+    Its output is shown when the user has left the view. After a signal, the exit code
+    is 128 plus the signal's number. Raises UserError before the job starts: no
+    terminal, or no recording.
+    """
     require_terminal(
         "--watch",
         f"`ebbtide profile` without it records, and `ebbtide watch {command.output}` "
@@ -48,8 +51,10 @@ def profile_and_show(command: RecordedCommand) -> int:
 
 
 def _follow_output(job: BackgroundJob) -> None:
-    """Print the output of a job from now on until it is finished; print nothing if it
-    is already."""
+    """Print the output of a job from now on until it is finished.
+
+    Print nothing if it is already.
+    """
     if job.is_finished():
         return
     print_note("the job goes on, and its output follows")

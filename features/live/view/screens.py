@@ -46,8 +46,10 @@ Keys      n p, right left   next rank, previous rank
 
 
 class ViewPage(Screen[None]):
-    """A page that scrolls over the view; `from_end`: it begins at its end, and is kept
-    up to date."""
+    """A page that scrolls over the view.
+
+    `from_end`: it begins at its end, and is kept up to date.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "app.pop_screen", "back")

@@ -1,5 +1,8 @@
-"""Reads what the view shows: one snapshot of a recording after the other, and the end
-of the output of its job."""
+"""Reads what the view shows.
+
+It reads one snapshot of a recording after the other, and the end of the output of its
+job.
+"""
 
 import os
 import time
@@ -20,8 +23,8 @@ from ebbtide.profiler.trace.files import META, read_meta
 MAX_ITERATIONS = 100
 # Least free memory of the windows that are shown; the default of `ebbtide windows`.
 MIN_WINDOW_BYTES = 2**30
-# The view, and looks for findings, take at most one part in so many of the time of one
-# core.
+# The view, and looks for findings, take at most one part in this number of the time of
+# one core.
 _LOOK_SHARE = 50
 _FINDINGS_SHARE = 100
 _MIN_PERIOD_S = 1.0
@@ -32,8 +35,10 @@ _TAIL_BYTES = 20_000
 
 @dataclass(frozen=True)
 class SeenFinding:
-    """A finding, and the newest iteration when it was first true; None of a trace that
-    was finished by then."""
+    """A finding, and the newest iteration when it was first true.
+
+    The iteration is None for a trace that was finished by then.
+    """
 
     finding: Finding
     since: int | None
@@ -66,13 +71,15 @@ class SelectedRank:
 
     @cached_property
     def range_ns(self) -> tuple[int, int] | None:
-        """Start and end of these iterations; without iterations those of the trace."""
+        """Start and end of these iterations; without iterations, of the trace."""
         return time_range(self.trace, self.figures.rank, self.iterations)
 
 
 class SnapshotReader:
-    """Reads snapshots; and findings and windows as often as is cheap, but not for the
-    first snapshot."""
+    """Reads snapshots; and findings and windows as often as is cheap.
+
+    They are not read for the first snapshot.
+    """
 
     def __init__(self, live: LiveTrace) -> None:
         self.period_s = 0.0

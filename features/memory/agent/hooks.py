@@ -12,8 +12,10 @@ from .out_of_memory import OutOfMemoryWatch
 
 
 def install(recorder: Recorder) -> Callable[[], None]:
-    """Record out-of-memory errors, and what holds memory in typical updates; return a
-    function that stops that."""
+    """Record out-of-memory errors, and what holds memory in typical updates.
+
+    Return a function that stops that.
+    """
     if not recorder.options.memory:
         return lambda: None
 

@@ -20,8 +20,10 @@ _NOT_OBSERVED_NOTE = (
 
 
 class OutOfMemoryWatch:
-    """Records out-of-memory errors, up to a number: from torch's observer on CUDA, and
-    from exceptions."""
+    """Records out-of-memory errors, up to a number.
+
+    They are from torch's observer on CUDA, and from exceptions.
+    """
 
     def __init__(self, recorder: Recorder, inventories: Inventories) -> None:
         self._recorder = recorder
@@ -59,8 +61,10 @@ class OutOfMemoryWatch:
                 self._recorder.job_info.note(_NOT_OBSERVED_NOTE)
 
     def observe(self, device: int, requested: int, total: int, free: int) -> None:
-        """Record an allocation that failed. Called by torch inside of it, on any
-        thread; never raises."""
+        """Record an allocation that failed.
+
+        Called by torch inside of the allocation, on any thread; never raises.
+        """
         try:
             if not self._recorder.live:
                 return
@@ -80,8 +84,10 @@ class OutOfMemoryWatch:
             self._recorder.fail(error)
 
     def see(self, error: BaseException) -> None:
-        """Record an exception if it says that memory ran out, and was not recorded
-        yet."""
+        """Record an exception if it says that memory ran out.
+
+        Do nothing if it was recorded before.
+        """
         recorder = self._recorder
         if not isinstance(error, RuntimeError) or not recorder.live:
             return
@@ -119,8 +125,10 @@ class OutOfMemoryWatch:
         self._add(device=device, allocated_bytes=heap, message=text)
 
     def _add(self, **figures: Any) -> dict[str, Any] | None:
-        """Add a record and an inventory; return None if there are enough, or nothing is
-        recorded now."""
+        """Add a record and an inventory.
+
+        Return None if there are enough, or nothing is recorded now.
+        """
         recorder = self._recorder
         if len(self._records) >= _MAX_ERRORS or not recorder.begin_error():
             return None

@@ -1,5 +1,7 @@
-"""Captures that are too expensive for a whole job, made over some of its iterations:
-allocations, copies, kernels."""
+"""Captures that are too expensive for a whole job, over some of its iterations.
+
+They are of allocations, copies and kernels.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ _NO_HISTORY = (
 # A slice is at most so long, and about as large (20,000 events); the first one is a
 # single iteration.
 _SLICE_NS, _SLICE_BYTES = 2_000_000_000, 5_000_000
-# Slices may hold up one part in so many of the job's time, with an advance; after
+# Slices may hold up one part in this number of the job's time, with an advance; after
 # _UNPAUSED_NS pauses grow.
 _HELD_SHARE, _ADVANCE_NS, _UNPAUSED_NS = 100, 1_000_000_000, 10_000_000_000
 
@@ -68,8 +70,10 @@ class GuardedProfiler:
             )
 
     def start(self, /, **options: Any) -> bool:
-        """Start a profiler with options of `torch.profiler.profile`; return False if
-        the job has one of its own."""
+        """Start a profiler with options of `torch.profiler.profile`.
+
+        Return False if the job has one of its own.
+        """
         if self._torch._C._autograd._profiler_enabled():
             return False
         self._thread = _thread.get_ident()
@@ -108,8 +112,10 @@ class GuardedProfiler:
 
 @contextlib.contextmanager
 def _without_log_lines() -> Iterator[None]:
-    """Keep Kineto, which reads its level at its first start, from logging to the job's
-    stderr."""
+    """Keep Kineto from logging to the job's stderr.
+
+    Kineto reads its level at its first start.
+    """
     before = os.environ.get(_KINETO_LEVEL)
     os.environ.setdefault(_KINETO_LEVEL, _SILENT)
     try:
@@ -121,8 +127,7 @@ def _without_log_lines() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_allocator_warnings(torch: Any) -> Iterator[None]:
-    """Keep torch's CPU allocator from warning that blocks are older than the
-    profiler."""
+    """Keep torch's CPU allocator from warning of blocks older than the profiler."""
     library = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so")
     try:
         level = ctypes.c_int.in_dll(ctypes.CDLL(library), "FLAGS_caffe2_log_level")
@@ -137,10 +142,13 @@ def without_allocator_warnings(torch: Any) -> Iterator[None]:
 
 
 class AllocationCapture:
-    """Captures the allocations of some iterations: from the history of the CUDA
-    allocator, else from torch's profiler. Writes two files: the allocations as torch
-    gives them, and what only the job knows: the owners of blocks by address, at several
-    times of each iteration, and the calls of all modules."""
+    """Captures the allocations of some iterations.
+
+    They are from the history of the CUDA allocator, else from torch's profiler. Writes
+    two files: the allocations as torch gives them, and what only the job knows: the
+    owners of blocks by address, at several times of each iteration, and the calls of
+    all modules.
+    """
 
     def __init__(self, recorder: Recorder, options: Options) -> None:
         self._recorder = recorder
@@ -162,8 +170,7 @@ class AllocationCapture:
             self._start()
 
     def enter_update(self) -> None:
-        """Note the owners of blocks, gradients among them, at the start of an
-        update."""
+        """Note the owners of blocks, also of gradients, at the start of an update."""
         if self._source is not None:
             self._add_owners()
 
@@ -208,7 +215,7 @@ class AllocationCapture:
         return backend is None or backend() == "native"
 
     def _enter_module(self, name: str | None) -> None:
-        """Note the beginning of a module's call, or its end (None)."""
+        """Note the beginning of a module's call, or its end if the module is None."""
         if len(self._calls) < _MAX_CALLS:
             self._calls.append((time.monotonic_ns(), name))
 
@@ -299,8 +306,10 @@ class _History:
 
 
 class _Profile:
-    """The memory events of torch's profiler, as a Chrome trace; of the CPU's
-    allocator."""
+    """The memory events of torch's profiler for the CPU's allocator.
+
+    They are a Chrome trace.
+    """
 
     suffix = "json"
     device = "cpu"
@@ -337,10 +346,13 @@ class _Profile:
 
 
 class CopyCapture:
-    """Records copies, kernels and the calls that launch them, from CUPTI through
-    torch's profiler, in slices of whole iterations: a Chrome trace each, named for its
-    span. That holds the job up, so slices are short, with pauses unless `last` is set.
-    If the job profiles itself, this capture ends with a note."""
+    """Records copies, kernels and the calls that launch them.
+
+    They come from CUPTI through torch's profiler, in slices of whole iterations: a
+    Chrome trace each, named for its span. That holds the job up, so slices are short,
+    with pauses unless `last` is set. If the job profiles itself, this capture ends with
+    a note.
+    """
 
     def __init__(self, recorder: Recorder, options: Options) -> None:
         self._recorder = recorder

@@ -11,8 +11,10 @@ from .on_demand import DetailedSlices
 
 
 def install(recorder: Recorder) -> Callable[[], None]:
-    """Capture what the options ask for; return a function that ends that. Copies are
-    those of CUDA."""
+    """Capture what the options ask for; return a function that ends that.
+
+    Copies are CUDA's.
+    """
     options = recorder.options
     ends: list[Callable[[], None]] = []
     if options.memory and options.allocator_iterations:

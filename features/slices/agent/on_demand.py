@@ -1,5 +1,7 @@
-"""Records details in slices of the job that `ebbtide profile --attach` asks for while
-it runs."""
+"""Records details in slices of the job while it runs.
+
+`ebbtide profile --attach` asks for them.
+"""
 
 from __future__ import annotations
 

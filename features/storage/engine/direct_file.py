@@ -1,5 +1,7 @@
-"""A file that is read and written without the page cache, in large blocks by several
-threads; its file system."""
+"""A file that is read and written without the page cache.
+
+It is read in large blocks by several threads. Also its file system.
+"""
 
 import errno
 import fcntl
@@ -37,11 +39,13 @@ class NoSpace(EngineError):
 
 
 class DirectFile:
-    """A file that one process reads and writes, with O_DIRECT if the file system has
-    it; created if it does not exist. Offsets are multiples of PAGE, and memory is whole
-    pages. Methods raise EngineError if it is in use or ends early, or the disk is full.
-    With `is_read_only` it must exist, and may be in use by this process with
-    `is_shared`."""
+    """A file that one process reads and writes.
+
+    It has O_DIRECT if the file system has it; it is created if it does not exist.
+    Offsets are multiples of PAGE, and memory is whole pages. Methods raise EngineError
+    if it is in use or ends early, or the disk is full. With `is_read_only` it must
+    exist, and may be in use by this process with `is_shared`.
+    """
 
     def __init__(
         self, path: Path, is_read_only: bool = False, is_shared: bool = False
@@ -73,8 +77,7 @@ class DirectFile:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process has opened the file, and not one that it was forked
-        from."""
+        """Whether this process opened the file, and not one that it was forked from."""
         return self._generation == fork_generation()
 
     @property
@@ -103,8 +106,10 @@ class DirectFile:
         self._move("written", os.pwritev, offset, memory)
 
     def allocate(self, offset: int, nbytes: int) -> None:
-        """Reserve space, so that no write fails later for lack of it. The size of the
-        file is as before if it fails."""
+        """Reserve space, so that no write fails later for lack of it.
+
+        The size of the file is as before if this fails.
+        """
         size = os.fstat(self._file).st_size
         try:
             os.posix_fallocate(self._file, offset, nbytes)
@@ -123,7 +128,7 @@ class DirectFile:
         return space.f_bavail * space.f_frsize
 
     def lacks_space(self, nbytes: int) -> "NoSpace":
-        """Return the error for a file that needs so many bytes more than there are."""
+        """Return the error for a file that needs `nbytes` more than there are."""
         return NoSpace(
             f"{self.path} needs {bytes_text(nbytes)} more, and "
             f"{bytes_text(self.free_bytes)} are free: free space, "
@@ -143,8 +148,7 @@ class DirectFile:
             ) from None
 
     def drop_cache(self, offset: int, nbytes: int) -> None:
-        """Drop a part from the page cache, so that the next read comes from the
-        drive."""
+        """Drop a part from the page cache; the next read comes from the drive."""
         os.posix_fadvise(self._file, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
@@ -166,8 +170,10 @@ class DirectFile:
     def _move(
         self, verb: str, move: Callable[..., int], offset: int, memory: memoryview
     ) -> None:
-        """Move blocks in both threads, and return when all have moved, even if one
-        cannot."""
+        """Move blocks in both threads.
+
+        Return when all have moved, even if one cannot.
+        """
         # As many blocks of the same size for each thread, so that they end together.
         rounds = -(-len(memory) // (THREADS * BLOCK_BYTES))
         block_bytes = max(
@@ -212,15 +218,19 @@ class DirectFile:
 
 
 def memory_file_system(folder: Path) -> str | None:
-    """Return the type of the file system of a folder if its files are in host memory,
-    as in "tmpfs"; else None."""
+    """Return the type of a folder's file system if its files are in host memory.
+
+    An example is "tmpfs"; else return None.
+    """
     kind = file_system(folder)
     return kind if kind in _IN_MEMORY else None
 
 
 def file_system(folder: Path) -> str | None:
-    """Return the type of the file system of a folder, as in "ext4" or "tmpfs"; None if
-    it is not known."""
+    """Return the type of the file system of a folder.
+
+    Examples are "ext4" or "tmpfs"; None if it is not known.
+    """
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:

@@ -1,5 +1,7 @@
-"""Measures how fast a folder's file system reads and writes state, without the page
-cache."""
+"""Measures how fast a folder's file system reads and writes state.
+
+The page cache is not used.
+"""
 
 import mmap
 import os
@@ -26,8 +28,9 @@ _Move = Callable[[int], None]
 
 
 class StorageFiles:
-    """Two files without a name, one to read and one to write, so that nothing is left
-    behind however the process ends.
+    """Two files without a name, one to read and one to write.
+
+    Nothing is left behind however the process ends.
 
     `max_bytes` is the size of each, where the free space for this one of the ranks
     allows it. Raises EngineError if the folder cannot be written, or has too little
@@ -78,8 +81,10 @@ class StorageFiles:
             file.close()
 
     def fill(self, limit_s: float = float("inf")) -> None:
-        """Write both files once, since first writes are slower; they become smaller if
-        that takes too long."""
+        """Write both files once, since first writes are slower.
+
+        They become smaller if that takes too long.
+        """
         end_s = time.perf_counter() + limit_s
         for number in range(self._pieces):
             for file in self._files:
@@ -93,8 +98,9 @@ class StorageFiles:
     def rates(
         self, window_s: float = 0.0, wait: Callable[[], None] = lambda: None
     ) -> tuple[list[float], ...]:
-        """Return the bytes/s of reads, of writes and of both at once, in rounds that
-        share a window for each kind.
+        """Return the bytes/s of reads, of writes and of both at once.
+
+        They are measured in rounds that share a window for each kind.
 
         They take turns, since a drive that others use changes its speed by the second;
         `wait` is called before each."""

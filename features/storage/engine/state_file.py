@@ -41,9 +41,12 @@ _VOID = 254
 
 
 class StateFile:
-    """The state of subgroups, of so many bytes each, in a file, with the commit
-    `sequence` of a run (name of 16 bytes), None: new state. Raises EngineError for
-    commits of another run, or not this one, or too little space."""
+    """The state of subgroups in a file.
+
+    `sizes` are the bytes of each subgroup. The file has the commit `sequence` of a run
+    (name of 16 bytes); None: new state. Raises EngineError for commits of another run,
+    or not this one, or too little space.
+    """
 
     def __init__(
         self,
@@ -70,7 +73,7 @@ class StateFile:
         self._commit: _Commit | None = None
         self._other: _Commit | None = None
         self._current = bytearray([_NO_REGION] * len(sizes))
-        # The regions of which the file has the space.
+        # The regions that the file has space for.
         self._reserved: set[tuple[int, int]] = set()
         try:
             if sequence is None:
@@ -102,14 +105,18 @@ class StateFile:
         )
 
     def read(self, subgroup: int, memory: memoryview) -> None:
-        """Read the newest state of a subgroup into memory of `aligned(size)` bytes,
-        which begins at a page."""
+        """Read the newest state of a subgroup into memory.
+
+        The memory has `aligned(size)` bytes, and begins at a page.
+        """
         self._file.read(self._offset(subgroup, self._current[subgroup]), memory)
         self.read_bytes += len(memory)
 
     def write(self, subgroup: int, memory: memoryview) -> None:
-        """Write the state of a subgroup from memory of `aligned(size)` bytes, which
-        begins at a page."""
+        """Write the state of a subgroup from memory.
+
+        The memory has `aligned(size)` bytes, and begins at a page.
+        """
         region = self._next_region(subgroup)
         if self._other is not None and self._other.regions[subgroup] == region:
             # Before its state is overwritten: it cannot be loaded any more.
@@ -122,9 +129,11 @@ class StateFile:
         self.written_bytes += len(memory)
 
     def commit(self) -> int:
-        """Make the newest state of all subgroups the one to begin with after a crash,
-        and return the commit's number; no read or write may run. Raises EngineError if
-        there is too little space for the next writes; the commit before stays."""
+        """Make the newest state of all subgroups the one to begin with after a crash.
+
+        Return the commit's number; no read or write may run. Raises EngineError if
+        there is too little space for the next writes; the commit before stays.
+        """
         written = [
             (subgroup, region)
             for subgroup, region in enumerate(self._current)
@@ -145,8 +154,10 @@ class StateFile:
             self.path.unlink(missing_ok=True)
 
     def _create(self) -> None:
-        """Begin with new state, in a new file or in that of a run that has never
-        committed."""
+        """Begin with new state.
+
+        The file is new or belongs to a run that has never committed.
+        """
         other = self._headers.read_identity()
         if other is None and self._file.size:
             raise EngineError(
@@ -202,8 +213,10 @@ class StateFile:
         self._current = bytearray(self._commit.regions)
 
     def _next_sequence(self) -> int:
-        """Return the number of the next commit, which is new, and whose header replaces
-        the other one."""
+        """Return the number of the next commit, which is new.
+
+        Its header replaces the other one.
+        """
         last = 0 if self._commit is None else self._commit.sequence
         sequence = 1 + max(last, 0 if self._other is None else self._other.sequence)
         return (
@@ -211,8 +224,10 @@ class StateFile:
         )
 
     def _next_region(self, subgroup: int) -> int:
-        """Return the region that the next write of a subgroup goes to: not the
-        committed one."""
+        """Return the region that the next write of a subgroup goes to.
+
+        It is not the committed one.
+        """
         committed = (
             _NO_REGION if self._commit is None else self._commit.regions[subgroup]
         )
@@ -239,8 +254,10 @@ class StateFile:
 
 @dataclass(frozen=True)
 class _Identity:
-    """The run (16 bytes) that a file has the state of, the number of its subgroups, and
-    the digest of their sizes."""
+    """The run in a file, the number of its subgroups, and the digest of their sizes.
+
+    The run is a name of 16 bytes whose state the file has.
+    """
 
     run: bytes
     count: int
@@ -249,8 +266,10 @@ class _Identity:
 
 @dataclass(frozen=True)
 class _Commit:
-    """A commit, its number (from 1), and the region of each subgroup that has its
-    state, _NO_REGION if none has."""
+    """A commit, its number (from 1), and the region with each subgroup's state.
+
+    The region is _NO_REGION if none has it.
+    """
 
     sequence: int
     regions: bytes
@@ -262,16 +281,17 @@ class _Commit:
 
 
 class _CommitHeaders:
-    """The pages of a state file that say whose state it has (the first one), and its
-    last two commits (headers)."""
+    """The pages of a state file that say whose state it has, and its last commits.
+
+    The first page says whose state; the last two commits have headers.
+    """
 
     def __init__(self, file: DirectFile, identity: _Identity) -> None:
         self._file = file
         self._identity = identity
 
     def read_identity(self) -> _Identity | None:
-        """Return what the file has the state of, None if it is not a whole state
-        file."""
+        """Return whose state the file has, None if it is not a whole state file."""
         content = self._read_pages(0, _IDENTITY.size, b"")
         if content is None:
             return None
@@ -301,16 +321,20 @@ class _CommitHeaders:
         ]
 
     def write(self, commit: _Commit) -> None:
-        """Write the header of a commit to the drive, in place of that of the commit
-        before the last."""
+        """Write the header of a commit to the drive.
+
+        It takes the place of the header of the commit before the last.
+        """
         content = _SEQUENCE.pack(commit.sequence) + commit.regions
         offset = _header_offset(commit.sequence % 2, self._identity.count)
         self._write_pages(offset, content, self._identity.run)
         self._file.synchronize()
 
     def _read_pages(self, offset: int, size: int, key: bytes) -> bytes | None:
-        """Return content that is followed by its CRC, None if it is not whole. key:
-        more that the CRC is of."""
+        """Return content that is followed by its CRC, None if it is not whole.
+
+        key: further bytes that the CRC covers.
+        """
         nbytes = aligned(size + _CRC.size)
         if self._file.size < offset + nbytes:
             return None
@@ -328,6 +352,8 @@ class _CommitHeaders:
 
 
 def _header_offset(slot: int, count: int) -> int:
-    """Return the offset of a header in the file of so many subgroups; that of slot 2 is
-    where the regions begin."""
+    """Return the offset of a header in the file of `count` subgroups.
+
+    The offset of slot 2 is where the regions begin.
+    """
     return PAGE + slot * aligned(_SEQUENCE.size + count + _CRC.size)

@@ -1,5 +1,7 @@
-"""State of subgroups that host memory does not hold: its folders and files, and the
-memory through which it passes."""
+"""State of subgroups that host memory does not hold.
+
+It has the folders and files, and the memory through which state passes.
+"""
 
 import logging
 import mmap
@@ -124,8 +126,10 @@ class StoredStates(BackedStates):
             self._buffers = [self._allocate(size) for size in sizes]
 
     def load(self, subgroup: int, number: int) -> torch.Tensor:
-        """Read a state into a buffer of the plan, by its index, and return it, of
-        `state_shape`, in the buffer."""
+        """Read a state into a buffer of the plan, by its index.
+
+        Return it, of `state_shape`, in the buffer.
+        """
         self._loaded[subgroup] = self._buffers[number][: aligned(self._sizes[subgroup])]
         return self._read(subgroup, self._loaded[subgroup])
 
@@ -161,9 +165,11 @@ class StoredStates(BackedStates):
         del self._path_of[subgroup]
 
     def commit(self, read: Callable[[int], torch.Tensor]) -> dict[str, Any]:
-        """Make the newest state of all subgroups the one to resume from; return what
-        `StorageOptions.open` takes. No operation may run, and no buffer may be in use.
-        `read` returns a state that is not in a file."""
+        """Make the newest state of all subgroups the one to resume from.
+
+        Return what `StorageOptions.open` takes. No operation may run, and no buffer may
+        be in use. `read` returns a state that is not in a file.
+        """
         paths = []
         for subgroup in range(len(self._sizes)):
             path = self._path_of.get(subgroup)
@@ -206,8 +212,10 @@ class StoredStates(BackedStates):
         self._path_of[subgroup] = path
 
     def _free_pages(self, subgroup: int) -> torch.Tensor:
-        """Return the pages of a buffer that a state fits in; of new memory, if none is
-        large enough."""
+        """Return the pages of a buffer that a state fits in.
+
+        If none is large enough, they are of new memory.
+        """
         nbytes = aligned(self._sizes[subgroup])
         large = next(
             (buffer for buffer in self._buffers if len(buffer) >= nbytes), None
@@ -222,7 +230,7 @@ class StoredStates(BackedStates):
         return pages
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        """Return pinned host memory of so many bytes that begins at a page."""
+        """Return pinned host memory of `nbytes` that begins at a page."""
         memory = self._device.allocate_host((nbytes + PAGE,), torch.uint8)
         begin = -memory.data_ptr() % PAGE
         return memory[begin : begin + nbytes]
@@ -236,8 +244,10 @@ class StoredStates(BackedStates):
 
 
 def _pages(nbytes: int) -> torch.Tensor:
-    """Return host memory of so many bytes that begins at a page, and goes back to the
-    system when it is released."""
+    """Return host memory of this many bytes that begins at a page.
+
+    It goes back to the system when it is released.
+    """
     # The allocator behind torch.empty keeps blocks of up to 32 MiB.
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
@@ -252,9 +262,12 @@ def _bytes_of(pages: torch.Tensor) -> memoryview:
 
 
 class StorageOptions(Backing):
-    """Folders for state that host memory does not hold, used at the same time with a
-    file of this rank in each, and bytes of host memory for state and buffers (None:
-    most of what is available). Raises EngineError if one is not valid."""
+    """Folders for state that host memory does not hold.
+
+    They are used at the same time with a file of this rank in each. The bytes are host
+    memory for state and buffers (None: most of what is available). Raises EngineError
+    if one is not valid.
+    """
 
     is_used = True
 
@@ -314,8 +327,10 @@ class StorageOptions(Backing):
         )
 
     def check(self, subgroups: Sequence[Subgroup], commit: Mapping[str, Any]) -> None:
-        """Raise EngineError if the folders do not have a commit of these subgroups, or
-        it is in use by others."""
+        """Raise EngineError if the folders do not have a commit of these subgroups.
+
+        Raise it also if the commit is in use by others.
+        """
         names, run = commit["files"], bytes.fromhex(commit["run"])
         if len(names) != len(self._folders):
             raise EngineError(
@@ -343,8 +358,10 @@ class StorageOptions(Backing):
         device: Device,
         commit: Mapping[str, Any] | None = None,
     ) -> StoredStates:
-        """Open the files, one for each folder, with the state of a commit that was
-        checked; None for new state."""
+        """Open the files, one for each folder, with the state of a checked commit.
+
+        Return None for new state.
+        """
         if commit is not None:
             self._run, names = bytes.fromhex(commit["run"]), commit["files"]
         else:

@@ -1,5 +1,7 @@
-"""Makes plans from the rates and phases that the steps of a job show, and decides when
-a new plan is due."""
+"""Makes plans from the rates and phases that the steps of a job show.
+
+It decides when a new plan is due.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -38,8 +40,8 @@ _CLIP_DRIFT, _CLIP_WEIGHT = 0.15, 0.05
 _PATIENCE, _MAX_PATIENCE = 3, 96
 
 
-# A new plan is due if rates, phases or memory differ by more than this share from those
-# of the last plan.
+# A new plan is due if rates, phases or memory differ by more than this share from the
+# last plan's.
 _DRIFT = 0.15
 # If they differ by more than this share, the patience below does not count.
 _LEAP = 0.5
@@ -50,9 +52,11 @@ _WARM_UP_STEPS = 2
 
 
 class Planner:
-    """Makes plans for a running job, with supported overlaps alone; new ones only for
-    policies that depend on rates. `machine` has the first rates, then those corrected
-    by the steps so far."""
+    """Makes plans for a running job, with supported overlaps alone.
+
+    It makes new ones only for policies that depend on rates. `machine` has the first
+    rates, then the rates corrected by the steps so far.
+    """
 
     def __init__(
         self,
@@ -205,8 +209,10 @@ class Planner:
         self.machine = correct_rates(self.machine, schedule)
 
     def observe_clipping(self, is_active: bool) -> None:
-        """Update the share of steps in which clipping changes updates, or that are
-        skipped."""
+        """Update the share of steps in which clipping changes updates.
+
+        Steps that are skipped count, too.
+        """
         share = self.workload.clip_active_share
         self.workload = replace(
             self.workload, clip_active_share=share + _CLIP_WEIGHT * (is_active - share)
@@ -255,8 +261,10 @@ class Planner:
 
 
 def _mean_state_bytes(subgroups: Sequence[Subgroup]) -> float:
-    """Return the bytes of state per parameter: with several rules, the mean over all
-    parameters."""
+    """Return the bytes of state per parameter.
+
+    With several rules, it is the mean over all parameters.
+    """
     nbytes = torch.float32.itemsize * sum(map(state_elements, subgroups))
     params = sum(own.params for own in subgroups)
     return nbytes / params if params else STATE_BYTES
@@ -279,8 +287,11 @@ def max_budget(budget: Budget | None) -> float | None:
 def _budgets_differ(
     budget: Budget | None, other: Budget | None, tolerance: float
 ) -> bool:
-    """Return whether two budgets differ: by more than a share of the larger one; at
-    all, if one is by phase or None."""
+    """Return whether two budgets differ.
+
+    They do by more than a share of the larger one; by any amount, if one is by phase or
+    None.
+    """
     if (
         isinstance(budget, Mapping)
         or isinstance(other, Mapping)

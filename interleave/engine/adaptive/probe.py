@@ -1,5 +1,7 @@
-"""Measures the rates of a machine in a fraction of a second, for a first plan; the
-steps of the job correct them."""
+"""Measures the rates of a machine in a fraction of a second, for a first plan.
+
+The steps of the job correct them.
+"""
 
 import math
 import threading
@@ -47,10 +49,13 @@ def probe(
     host_bytes: float | None = None,
     rule: UpdateRule = ADAMW,
 ) -> Machine:
-    """Measure the rates of a device and the CPU with at most `params` parameters and
-    `device_bytes` (None: no limit). `host_memory_bytes_per_s` is the traffic of updates
-    and copies at once, or twice that of the update alone if they did not slow each
-    other down. `host_bytes`: host memory of this rank; None: what is available."""
+    """Measure the rates of a device and the CPU.
+
+    It takes at most `params` parameters and `device_bytes` (None: no limit).
+    `host_memory_bytes_per_s` is the traffic of updates and copies at once, or twice the
+    traffic of the update alone if they did not slow each other down. `host_bytes`: host
+    memory of this rank; None: what is available.
+    """
     state_bytes = _state_bytes(rule)
     most_params = params
     if device_bytes is not None:
@@ -96,8 +101,10 @@ def probe(
 
 
 def _is_half(rule: UpdateRule) -> bool:
-    """Return whether fp32 parameters are their own masters, in a rule that rounds:
-    their updates take as much memory traffic as with masters of bfloat16."""
+    """Return whether fp32 parameters are their own masters, in a rule that rounds.
+
+    Their updates take as much memory traffic as with masters of bfloat16.
+    """
     return not rule.has_masters and rule.with_masters.rounds
 
 
@@ -109,14 +116,16 @@ def _first_scalars(rule: UpdateRule) -> Scalars:
     scalars = rule.scalars(rule.defaults, 1)
     if rule.whole_update is None:
         return scalars
-    # Transforms would take too long: the rates are those of the elements.
+    # Transforms would take too long: the rates describe the elements.
     parts: Scalars = rule.whole_update.parts(scalars, (1, 1)).scalars
     return parts
 
 
 class _HostUpdate:
-    """Updates of parameters on the CPU; `traffic_bytes`: memory traffic of a
-    parameter."""
+    """Updates of parameters on the CPU.
+
+    `traffic_bytes` is the memory traffic of a parameter.
+    """
 
     def __init__(self, kernel: CpuKernel, rule: UpdateRule, params: int) -> None:
         self._kernel = kernel
@@ -166,8 +175,10 @@ class _HostUpdate:
 
 
 class _DeviceUpdate:
-    """An update of parameters on the GPU, and copies of their state, of `nbytes`;
-    `blocks` releases its memory."""
+    """An update of parameters on the GPU, and copies of their state.
+
+    The state has `nbytes`; `blocks` releases its memory.
+    """
 
     def __init__(
         self, device: Device, rule: UpdateRule, params: int, blocks: ExitStack
@@ -209,8 +220,10 @@ class _DeviceUpdate:
 
 
 def _cpu_params(host_bytes: float | None, state_bytes: float) -> int:
-    """Return the number of parameters whose update takes four times the caches, or an
-    eighth of this rank's memory."""
+    """Return the number of parameters for a measured update on the CPU.
+
+    Their update takes four times the caches, or an eighth of this rank's memory.
+    """
     nbytes = min(
         4 * (host_limits.cache_bytes() or _CACHE_BYTES),
         (host_bytes or _host_memory_bytes() or math.inf) / 8,

@@ -1,5 +1,7 @@
-"""Rates of a machine that schedules show: those that a running job corrects by its
-steps."""
+"""Rates of a machine that schedules show.
+
+A running job corrects its rates by the schedules of its steps.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -49,8 +51,9 @@ def planning_rates(machine: Machine) -> dict[str, float | None]:
 
 
 def correct_rates(machine: Machine, schedule: Schedule) -> Machine:
-    """Correct the rates of a machine by the measured schedule of a step; not if its
-    plan cannot be simulated on it.
+    """Correct the rates of a machine by the measured schedule of a step.
+
+    Do not correct them if the step's plan cannot be simulated on the machine.
 
     Each rate moves half the way, on a logarithmic scale, to where a simulation shows
     the rate that was measured.

@@ -48,8 +48,10 @@ _CLOSED = "this optimizer is closed, or its state is lost: create a new one"
 
 
 class AdaptiveRunner:
-    """Owns an engine, and replaces its plan when a better one is due or the device runs
-    out of memory."""
+    """Owns an engine, and replaces its plan.
+
+    It does so when a better plan is due or the device runs out of memory.
+    """
 
     def __init__(self, options: OptimizerOptions) -> None:
         self.options = options
@@ -84,8 +86,10 @@ class AdaptiveRunner:
         return self._device
 
     def open_device(self, device: torch.device) -> None:
-        """Use a device from the next `rebuild` on; it is closed together with this
-        object, or by the next call."""
+        """Use a device from the next `rebuild` on.
+
+        It is closed together with this object, or by the next call.
+        """
         self.check_alive()
         opened = open_device(device)
         self._close_engine()
@@ -96,8 +100,10 @@ class AdaptiveRunner:
         self._use_device(opened)
 
     def check_alive(self) -> None:
-        """Raise EngineError after `close`, and in a forked child that cannot have the
-        state."""
+        """Raise EngineError after `close`.
+
+        Raise it also in a forked child that cannot have the state.
+        """
         if not self._close.alive:
             raise EngineError(self._end_reason)
 
@@ -148,8 +154,10 @@ class AdaptiveRunner:
             self._engine = None
 
     def check(self, subgroups: Sequence[Subgroup]) -> None:
-        """Raise EngineError, PolicyError or MachineError if no plan is possible for the
-        subgroups; needs no device."""
+        """Raise an error if no plan is possible for the subgroups.
+
+        It is EngineError, PolicyError or MachineError; no device is needed.
+        """
         options = self.options
         if options.machine is not None or not self._needs_rates:
             machine = options.machine or Machine(name="unknown")
@@ -196,9 +204,12 @@ class AdaptiveRunner:
         host_buffers: Sequence[torch.Tensor] | None = None,
         commit: Mapping[str, Any] | None = None,
     ) -> Engine:
-        """Replace the engine by one for other subgroups; the caller then writes its
-        state and calls `set_plan`. `commit`: the commit whose state it has. EngineError
-        if a file cannot be used; raises as `check`, nothing changed."""
+        """Replace the engine by one for other subgroups.
+
+        The caller then writes its state and calls `set_plan`. `commit`: the commit
+        whose state the engine has. Raises EngineError if a file cannot be used; raises
+        as `check`, with nothing changed.
+        """
         self.check_alive()
         if commit is not None:
             check_digest(commit)
@@ -225,8 +236,11 @@ class AdaptiveRunner:
         return engine
 
     def _rates(self, subgroups: Sequence[Subgroup]) -> Machine:
-        """Return the rates to plan with: those corrected by the steps so far, those of
-        the caller, or measured ones."""
+        """Return the rates to plan with.
+
+        They are the rates corrected by the steps so far, the caller's rates, or
+        measured ones.
+        """
         if self._planner is not None:
             return self._planner.machine
         options = self.options
@@ -251,8 +265,10 @@ class AdaptiveRunner:
         return self.backing.added_to(machine)
 
     def set_plan(self) -> None:
-        """Start the current plan from its beginning; after `rebuild` that is the plan
-        for the new engine."""
+        """Start the current plan from its beginning.
+
+        After `rebuild`, it is the plan for the new engine.
+        """
         self._apply_plan(self._next_plan or self.plan)
 
     def step(
@@ -275,14 +291,18 @@ class AdaptiveRunner:
         self._run_to_end(lambda: self.engine.step(values, scalars), on_done)
 
     def wait_for_params(self, params: Iterable[int]) -> None:
-        """Wait until the late operations of the last step have written parameters, by
-        their indices."""
+        """Wait until late operations of the last step have written parameters.
+
+        The parameters are given by their indices.
+        """
         if self.is_late and not self.engine.wait_for_params(params):
             self.finish_step()
 
     def finish_step(self) -> None:
-        """Wait until the late operations of the last step have ended, and make a new
-        plan if one is due."""
+        """Wait until the late operations of the last step have ended.
+
+        Make a new plan if one is due.
+        """
         if self.is_late:
             self._run_to_end(self.engine.finish_step)
 
@@ -291,8 +311,10 @@ class AdaptiveRunner:
     def _run_to_end(
         self, run: Callable[[], Any], on_done: Callable[[], None] | None = None
     ) -> None:
-        """Run the engine's step or its rest, and what follows when its operations have
-        ended. Interrupts wait."""
+        """Run the engine's step or its rest, and what follows once its operations end.
+
+        Interrupts wait.
+        """
         failure: OperationFailed | None = None
         try:
             run()
@@ -324,9 +346,12 @@ class AdaptiveRunner:
                 self._replace_plan(budget)
 
     def commit(self, **details: Any) -> dict[str, Any]:
-        """Make the state in storage the one to resume from, and return what `rebuild`
-        takes for that, with details of the caller, after the plan has stopped. Raises
-        EngineError if there is no storage, or it is full; the commit before stays."""
+        """Make the state in storage the one to resume from.
+
+        Return what `rebuild` takes for that, with details of the caller, after the plan
+        has stopped. Raises EngineError if there is no storage, or it is full; the
+        commit before stays.
+        """
         states = self.engine.store.states
         return with_digest({**states.backed.commit(states.read), **details})
 
@@ -337,8 +362,10 @@ class AdaptiveRunner:
         self._engine = None
 
     def _handle_failure(self, failure: OperationFailed) -> None:
-        """Continue with less device memory after a step that was completed on the CPU,
-        or raise for other causes."""
+        """Continue with less device memory after a step, or raise for other causes.
+
+        The step was completed on the CPU.
+        """
         cause = failure.__cause__
         if isinstance(cause, DeviceMemoryError):
             try:
@@ -368,8 +395,10 @@ class AdaptiveRunner:
         )
 
     def _replace_plan(self, budget: Budget | None) -> None:
-        """Make a new plan; go on with the current one if it fits and the new one would
-        not."""
+        """Make a new plan.
+
+        Go on with the current one if it fits and the new one would not.
+        """
         try:
             plan = self.planner.plan(budget)
         except EngineError as error:
@@ -384,8 +413,10 @@ class AdaptiveRunner:
         self._apply_plan(self.planner.plan(self._current_budget()))
 
     def _apply_plan(self, plan: Plan) -> None:
-        """Use a plan from now on, or one that needs less if the device has too little
-        memory for it."""
+        """Use a plan from now on, or one that needs less device memory if it must.
+
+        It must if the device has too little memory for the plan.
+        """
         engine = self.engine
         self._next_plan = None
         is_same = plan is engine.plan
@@ -438,9 +469,11 @@ class AdaptiveRunner:
 
 
 def _state_share(subgroup: Subgroup) -> float:
-    """Return the share of the memory that is left for state, if a gradient cannot use
-    the memory of its parameter. Plans count such gradients where updates read the
-    parameters."""
+    """Return the share of the memory that is left for state.
+
+    Some is taken if a gradient cannot use the memory of its parameter. Plans count such
+    gradients where updates read the parameters.
+    """
     if subgroup.rule.reads_params:
         return 1.0
     return state_elements(subgroup) / (

@@ -47,8 +47,10 @@ def _take_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def thread_setup(device: torch.device) -> Iterator[None]:
-    """Return a context in which the calling thread may use a GPU: see
-    `Streams.thread_setup`."""
+    """Return a context in which the calling thread may use a GPU.
+
+    See `Streams.thread_setup`.
+    """
     with torch.cuda.device(device), _relaxed_captures():
         yield
 
@@ -96,8 +98,10 @@ class CudaMark:
 
 
 class CudaStreams:
-    """The streams for copies and updates of one GPU (with its index), and those of the
-    job. Marks order them."""
+    """The streams for copies and updates of one GPU, and the job's streams.
+
+    The GPU is given by its index. Marks order them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -140,8 +144,10 @@ class CudaStreams:
         return CudaMark(self._device, event, self._anchor)
 
     def begin_iteration(self) -> None:
-        """Allocate memory in the order of the calling thread's current stream, from now
-        on, and set the clock again.
+        """Begin an iteration on the calling thread's current stream.
+
+        Memory is allocated in the order of this stream from now on, and the clock is
+        set again.
 
         An anchor is used when it was passed. Nothing waits for it: work of the job may
         be before it."""
@@ -164,8 +170,10 @@ class CudaStreams:
 
 @contextmanager
 def _relaxed_captures() -> Iterator[None]:
-    """Return a context in which a thread may allocate while another captures a CUDA
-    graph: by default it may not."""
+    """Return a context for allocating while another thread captures a CUDA graph.
+
+    By default a thread may not.
+    """
     before = _exchange(_RELAXED)
     try:
         yield
@@ -273,8 +281,10 @@ class CudaDevice(CudaStreams, Device):
             self._job_memory.sample(reserved_bytes, self._used, frees)
 
     def free_bytes(self) -> float | None:
-        """Return the memory that the job leaves free at its peak so far, minus a
-        margin."""
+        """Return the memory that the job leaves free at its peak, minus a margin.
+
+        It is the peak so far.
+        """
         self.sample_memory()
         free, total = torch.cuda.mem_get_info(self._device)
         others = total - free - torch.cuda.memory_reserved(self._device)
@@ -376,14 +386,16 @@ class CudaDevice(CudaStreams, Device):
         start: Callable[[Sequence[torch.Tensor]], Callable[[], list[T]]],
         tensors: Sequence[torch.Tensor],
     ) -> Callable[[], list[T]]:
-        """Start a kernel, and return a function that waits for the results in any
-        thread."""
+        """Start a kernel, and return a function that waits for its results.
+
+        The function may wait in any thread.
+        """
         self._check_capture()
         with self.thread_setup():
             try:
                 results = start(tensors)
             except RuntimeError as error:
-                # That of a launch by Triton is no error of torch.
+                # The error of a launch by Triton is no error of torch.
                 raise EngineError(
                     f"sums or fingerprints on the GPU could not start: {error}"
                 ) from error
@@ -396,9 +408,11 @@ class CudaDevice(CudaStreams, Device):
 
 
 class JobMemory:
-    """Separates the memory that torch has reserved for the optimizer from that for the
-    job, at its peak so far: the former is its own peak since torch last returned memory
-    of the pools that it keeps for each stream."""
+    """Separates memory that torch reserved for the optimizer from the job's memory.
+
+    The job's memory is taken at its peak so far, the optimizer's at its own peak since
+    torch last returned memory of the pools that it keeps for each stream.
+    """
 
     def __init__(self) -> None:
         # The highest sample, in bytes.
@@ -415,8 +429,10 @@ class JobMemory:
         self._recent_own_peak = max(self._recent_own_peak, used_bytes)
 
     def sample(self, reserved_bytes: int, used_bytes: int, frees: int) -> None:
-        """Record memory that torch has reserved, and how often it has returned some,
-        and what the optimizer uses."""
+        """Record how much memory torch has reserved and the optimizer uses.
+
+        Record also how often torch has returned some.
+        """
         if frees != self._frees:
             self._frees = frees
             self._own_peak = self._recent_own_peak
@@ -424,7 +440,9 @@ class JobMemory:
         self._job_peak = max(self._job_peak, reserved_bytes - self._own_peak)
 
     def budget(self, total_bytes: int, others_bytes: int) -> float:
-        """Return what the job's peak so far, other processes and the CUDA context leave
-        to the optimizer, in bytes."""
+        """Return the bytes that are left to the optimizer.
+
+        The job's peak so far, other processes and the CUDA context leave them.
+        """
         left_bytes = int((1 - MARGIN) * total_bytes) - others_bytes - self._job_peak
         return float(max(0, left_bytes // _UNIT * _UNIT))

@@ -1,5 +1,7 @@
-"""The device protocol: the operations that the engine needs; `EmulatedDevice` and
-`CudaDevice` implement it."""
+"""The device protocol: the operations that the engine needs.
+
+`EmulatedDevice` and `CudaDevice` implement it.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -12,8 +14,8 @@ from ebbtide.interleave.engine.rules.adamw import ADAMW
 from ebbtide.interleave.engine.rules.rule import UpdateRule
 
 Direction = Literal["h2d", "d2h"]
-# Queues of work on the device: one for each resource of a plan, that to which the
-# calling thread issues its own work (`job`), and that of the job in whose order memory
+# Queues of work on the device: one for each resource of a plan, the queue to which the
+# calling thread issues its own work (`job`), and the job's queue in whose order memory
 # is allocated (`memory`).
 Stream = Literal["h2d", "d2h", "gpu", "job", "memory"]
 
@@ -39,13 +41,14 @@ class Streams(Protocol):
     """Work on a device: each stream does what is issued to it in order."""
 
     def thread_setup(self) -> AbstractContextManager[None]:
-        """Return a context in which the calling thread may use the device and wait for
-        it: a GPU is the thread's current device, and its calls do not end the capture
-        of a CUDA graph on another thread."""
+        """Return a context in which the calling thread may use the device.
+
+        It may also wait for the device. A GPU is the thread's current device, and its
+        calls do not end the capture of a CUDA graph on another thread.
+        """
 
     def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
-        """Let a stream wait for marks, before it does what is issued to it from now
-        on."""
+        """Let a stream wait for marks, before it runs what is issued from now on."""
 
     def record(self, stream: Stream) -> Mark:
         """Return a mark behind everything that was issued to a stream so far."""
@@ -89,8 +92,10 @@ class Device(Streams, Protocol):
         return
 
     def allocate_bytes(self, nbytes: int) -> torch.Tensor:
-        """Allocate device memory (uint8) in the order of the calling thread's current
-        stream, to be claimed before."""
+        """Allocate device memory (uint8), to be claimed before.
+
+        The memory is allocated in the order of the calling thread's current stream.
+        """
 
     def allocate_host(
         self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool = True
@@ -101,12 +106,13 @@ class Device(Streams, Protocol):
     def copy(
         self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """Issue copies of each (source, target) over the link, one after the other, to
-        the stream of the direction."""
+        """Issue copies of each (source, target) over the link.
+
+        They run one after the other, on the stream of the direction.
+        """
 
     def update(self, updates: Sequence[TensorUpdate]) -> None:
-        """Issue the update of `reference` on tensors on the device, to the stream
-        `gpu`.
+        """Issue `reference`'s update on tensors on the device, to the stream `gpu`.
 
         Raises UpdateNotStarted if nothing was changed. After any other error nobody
         knows what was changed."""
@@ -114,8 +120,9 @@ class Device(Streams, Protocol):
     def sums_of_squares(
         self, gradients: Sequence[torch.Tensor]
     ) -> Callable[[], list[float]]:
-        """Start `norm.sum_of_squares` of gradients on the device, and return a function
-        that waits for the results.
+        """Start `norm.sum_of_squares` of gradients on the device.
+
+        Return a function that waits for the results.
 
         They are of the values that the gradients have now. The thread that computed
         these calls this."""
@@ -125,30 +132,39 @@ class Device(Streams, Protocol):
         dtypes: Collection[tuple[torch.dtype, torch.dtype]],
         rule: UpdateRule = ADAMW,
     ) -> None:
-        """Compile the kernels of `update`, `sums_of_squares` and `fingerprint`, and run
-        them on a few elements.
+        """Compile the device's kernels, and run them on a few elements.
+
+        They are the kernels of `update`, `sums_of_squares` and `fingerprint`.
 
         There is one for each combination of dtypes of gradient and parameter."""
 
     def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[bytes]]:
-        """Start `fingerprint.fingerprint` of flat parameters, and return a function
-        that waits for the results.
+        """Start `fingerprint.fingerprint` of flat parameters.
+
+        Return a function that waits for the results.
 
         They are of the values that the parameters have now. The training thread has
         issued all work on them."""
 
     def is_capturing(self) -> bool:
-        """Return whether the calling thread captures its work in a CUDA graph instead
-        of running it."""
+        """Return whether the calling thread captures its work in a CUDA graph.
+
+        It then does not run the work.
+        """
 
     def share(self, tensor: torch.Tensor) -> None:
-        """Keep the memory of a tensor for the job's current stream, after the tensor is
-        gone: the job may have allocated it on another one."""
+        """Keep the memory of a tensor for the job's current stream.
+
+        It is kept after the tensor is gone: the job may have allocated it on another
+        stream.
+        """
         return
 
     def begin_iteration(self) -> None:
-        """Use the training thread's current stream as `memory`, and set the drifting
-        clock of marks again."""
+        """Use the training thread's current stream as `memory`.
+
+        Set the clock of marks, which drifts, again.
+        """
         return
 
     def sample_memory(self) -> None:
@@ -157,8 +173,10 @@ class Device(Streams, Protocol):
         return
 
     def free_bytes(self) -> float | None:
-        """Return how much device memory state may use in total, in bytes; None if there
-        is no limit."""
+        """Return how much device memory state may use in total, in bytes.
+
+        Return None if there is no limit.
+        """
 
     @property
     def used_bytes(self) -> int:

@@ -1,5 +1,7 @@
-"""Emulated device (host memory with a hard limit, streams with throttled copies) to run
-the engine without a GPU."""
+"""Emulated device to run the engine without a GPU.
+
+It is host memory with a hard limit, and streams with throttled copies.
+"""
 
 import math
 import time
@@ -84,8 +86,10 @@ class EmulatedStreams:
                 self.submit(stream, mark.synchronize)
 
     def record(self, stream: Stream) -> Mark:
-        """Return a mark. That of the job is passed at once, since a job on the CPU
-        issues no work."""
+        """Return a mark.
+
+        A mark of the job is passed at once, since a job on the CPU issues no work.
+        """
         mark = EmulatedMark()
         if stream in ("job", "memory"):
             mark.set()
@@ -111,9 +115,11 @@ class EmulatedStreams:
 
 
 class EmulatedDevice(EmulatedStreams, Device):
-    """A device in host memory with a capacity, throttled copies in two directions and
-    real arithmetic; None: no limit. Streams work as on a GPU, which exposes races and
-    lost bytes; its times say nothing about performance."""
+    """A device in host memory, with throttled copies in two directions.
+
+    Its arithmetic is real. A capacity of None is no limit. Streams work as on a GPU,
+    which exposes races and lost bytes; its times say nothing about performance.
+    """
 
     def __init__(
         self,
@@ -149,8 +155,10 @@ class EmulatedDevice(EmulatedStreams, Device):
         return self._used - self._claimed
 
     def free_bytes(self) -> float | None:
-        """Return the capacity without the memory that the job's activations have
-        claimed at their peak."""
+        """Return the capacity without the memory for activations.
+
+        It is the memory that the job's activations have claimed at their peak.
+        """
         return (
             None
             if self.capacity_bytes is None

@@ -1,5 +1,7 @@
-"""Host memory of exactly the requested size that the GPU copies to and from directly
-(pinned memory)."""
+"""Pinned host memory of exactly the requested size.
+
+The GPU copies to and from it directly.
+"""
 
 import contextlib
 import ctypes
@@ -25,9 +27,10 @@ _CHUNK_BYTES = 64 << 20
 def allocate_pinned(
     shape: tuple[int, ...], dtype: torch.dtype, node: int | None = None
 ) -> torch.Tensor:
-    """Allocate host memory (an element at least) and pin it; it is unpinned and freed
-    with the tensor. It is taken from the NUMA node, if that has room. Raises
-    EngineError if that fails.
+    """Allocate host memory (an element at least) and pin it.
+
+    It is unpinned and freed with the tensor. It is taken from the NUMA node, if that
+    has room. Raises EngineError if that fails.
 
     torch rounds pinned memory up to a power of two; a mapping has the exact size. A
     forked process does not have it: else the next write of this one would move the
@@ -79,8 +82,9 @@ def _touch(memory: npt.NDArray[np.uint8], node: int | None) -> None:
 
 
 def gpu_node(device: torch.device) -> int | None:
-    """Return the NUMA node that a GPU is attached to, to take its pinned memory and CPU
-    threads from.
+    """Return the NUMA node that a GPU is attached to.
+
+    Its pinned memory and CPU threads are taken from there.
 
     None, so that nothing is bound, for the CPU, on a host with one node, and where the
     node is not known."""
@@ -97,8 +101,10 @@ def gpu_node(device: torch.device) -> int | None:
 
 
 def _clear_last_error() -> None:
-    """Clear the last error of the CUDA runtime, which would otherwise be raised by the
-    next kernel of the job."""
+    """Clear the last error of the CUDA runtime.
+
+    Otherwise the next kernel of the job would raise it.
+    """
     # torch has no function for this, so it is called in the library that torch has
     # loaded.
     for line in Path("/proc/self/maps").read_text().splitlines():

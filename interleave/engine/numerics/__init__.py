@@ -1,2 +1,4 @@
-"""Arithmetic of the update: the reference AdamW, kernels with the same bits, gradient
-norm, loss scale."""
+"""Arithmetic of the update.
+
+It has the reference AdamW, kernels with the same bits, gradient norm, and loss scale.
+"""

@@ -92,7 +92,7 @@ def _to_bfloat16(value):
 
 @register_jitable
 def _to_bfloat16_by(value, noise):
-    # The one NaN becomes that of bfloat16, whatever the noise.
+    # The one NaN becomes bfloat16's NaN, whatever the noise.
     return np.uint16(U(F(value).view(U) + noise) >> U(16))
 
 
@@ -157,8 +157,9 @@ def _choose_store(array, i, value):
 
 
 def over_rows(arguments, body, **names):
-    """Return a function of compiled code that does the same with each row of its first
-    argument.
+    """Return a compiled function that does the same with each row.
+
+    Rows are rows of its first argument.
 
     The body is an expression, and the result a tuple, or a statement. K in it stands
     for the index of the row. So LLVM sees the operations of each row, and no loop over
@@ -247,8 +248,10 @@ _ARITHMETIC = {
 
 @cache
 def make_step(rule):
-    """Return a function for loops: the new master and moments of (stored gradient,
-    state, factors, place)."""
+    """Return a function for loops that gives the new master and moments.
+
+    Its arguments are (stored gradient, state, factors, place).
+    """
     formula = register_jitable(rule.formula_with(_ARITHMETIC))
 
     @register_jitable
@@ -350,8 +353,9 @@ def with_functions(code, **functions):
 
 
 def compile_loop(loop, **functions):
-    """Compile a loop on its first call for each combination of types, and cache it on
-    disk if a folder is writable.
+    """Compile a loop on its first call for each combination of types.
+
+    Cache it on disk if a folder is writable.
 
     It calls the functions by these names; `rule` is no function but a rule, whose name
     the cached file has."""
@@ -383,8 +387,10 @@ def loops_of(rule):
 
 
 class Loops(NamedTuple):
-    """The compiled loops of a rule: updates with a parameter, of the state alone, and
-    with masters in two parts."""
+    """The compiled loops of a rule.
+
+    They update with a parameter, the state alone, and with masters in two parts.
+    """
 
     update: Any = None
     update_state: Any = None

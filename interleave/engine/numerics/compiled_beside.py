@@ -1,5 +1,6 @@
-"""Loops that read the old optimizer state and write the new one beside it, compiled
-like those in compiled.py.
+"""Loops that read the old optimizer state and write the new one beside it.
+
+They are compiled like the loops in compiled.py.
 
 They write past the caches where lines of a target are whole, and as usual elsewhere. A
 state is a tuple of master and moments.
@@ -39,7 +40,7 @@ from ebbtide.interleave.engine.numerics.compiled import (
 LINE_BYTES = 64
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
-# Results wait on the stack until they fill lines of any type: so many elements, which
+# Results wait on the stack until they fill lines of any type: this many elements, which
 # LLVM computes side by side in registers.
 _BLOCK = 32
 # Elements of the largest state in a block: master and two moments.
@@ -68,7 +69,7 @@ def put(typing_context, target, target_first, source, source_first, length, stre
         to, begin = lines
         # A line is one vector, which LLVM splits for the processor: its parts are
         # stored one after the other, whatever the width of vectors in the loop. Lines
-        # of which parts are stored at different times are slow.
+        # are slow if their parts are stored at different times.
         values = [
             builder.load(builder.gep(begin, [ir.IntType(32)(number)]), align=item_bytes)
             for number in range(length.literal_value * item_bytes // LINE_BYTES)
@@ -94,8 +95,9 @@ def put(typing_context, target, target_first, source, source_first, length, stre
 
 @intrinsic
 def fence(typing_context):
-    """Order streaming stores before everything that this thread does from now on, such
-    as releasing a lock.
+    """Order streaming stores before everything that this thread does from now on.
+
+    An example is releasing a lock.
 
     On other processors than x86 these stores need no more than a lock."""
 
@@ -150,8 +152,10 @@ def is_line_begin(array, first):
 
 @register_jitable
 def elements_before_line(array, first):
-    """Return how many elements there are from an element to the first one that begins a
-    line of the cache."""
+    """Return how many elements there are before the next line of the cache.
+
+    They are counted from an element to the first one that begins a line.
+    """
     return -(array.ctypes.data + first * array.itemsize) % LINE_BYTES // array.itemsize
 
 

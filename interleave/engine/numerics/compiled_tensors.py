@@ -27,7 +27,7 @@ def _add_block(sums, weight, words, low_keys, high_keys):
 
 
 def _sum_blocks(words, low_keys, high_keys, factor, first_block):
-    """Return both sums over the blocks of words, of which the first has this number."""
+    """Return both sums over the blocks of words, the first of them `first_block`."""
     sums = np.zeros(2, _U)
     size = low_keys.size
     whole = words.size // size

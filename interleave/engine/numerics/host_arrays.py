@@ -1,5 +1,7 @@
-"""Tensors on the host as arrays for the compiled loops, and the checks that kernels
-make of their tensors."""
+"""Tensors on the host as arrays for the compiled loops.
+
+Also the checks that kernels make of their tensors.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -10,8 +12,8 @@ import torch
 
 from ebbtide.interleave.engine.rules.rule import UpdateRule
 
-# Tensors with fewer elements are copied to one array, at most so many at once: an array
-# for each costs more.
+# Tensors with fewer elements are copied to one array, at most this many at once: an
+# array for each costs more.
 _SMALL, _BATCH = 1024, 4096
 
 # The types by which the compiled loops recognize what an array contains.
@@ -25,8 +27,9 @@ _PAGE, _ROW_OFFSET = 4096 // 4, 1344 // 4
 
 
 def row_stride(params: int) -> int:
-    """Return the distance of the rows of a state, in elements, with which updates on
-    the CPU are fastest.
+    """Return the distance of the rows of a state for the fastest updates on the CPU.
+
+    It is in elements.
 
     All rows begin a line of the cache, and at different places of a page: streaming
     stores to several rows at the same place of their pages are slow
@@ -50,8 +53,9 @@ def check_each(device: str, tensors: Sequence[torch.Tensor]) -> None:
 def check_tensors(
     device: str, stored: Sequence[torch.Tensor], state: Sequence[torch.Tensor] = ()
 ) -> None:
-    """Check the tensors of a kernel call, since a kernel would read and write beyond
-    tensors that do not match.
+    """Check the tensors of a kernel call.
+
+    A kernel would read and write beyond tensors that do not match.
 
     Gradient and parameter are stored in any precision of parameters, the state is fp32.
     Raises ValueError if a tensor is of another kind."""
@@ -127,8 +131,9 @@ def check_update(
 def check_disjoint(
     old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], rows: int
 ) -> None:
-    """Check that an update that must not change the old state does not write to it:
-    master and moments of each.
+    """Check that an out-of-place update does not write to the old state.
+
+    It must not change the master and moments of each.
 
     Raises ValueError if they share memory."""
     if len(old) != rows or len(new) != rows:
@@ -159,15 +164,17 @@ class _Memory:
 def as_array(tensor: torch.Tensor) -> Any:
     """Return the same memory as a flat array for the compiled loops.
 
-    Not by `numpy()`, which marks the memory as that of an array for ever."""
+    Not by `numpy()`, which marks the memory as an array's for ever."""
     return np.asarray(
         _Memory(tensor, _STATE_CODES.get(tensor.dtype) or _CODES[tensor.dtype])
     )
 
 
 def as_arrays(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
-    """Yield `as_array` of each tensor; for small tensors of one dtype in a row, the
-    elements of a common copy."""
+    """Yield `as_array` of each tensor.
+
+    For small tensors of one dtype in a row, yield the elements of a common copy.
+    """
     for (is_small, _), run in itertools.groupby(
         tensors, lambda tensor: (tensor.numel() < _SMALL, tensor.dtype)
     ):

@@ -1,5 +1,7 @@
-"""The update on the CPU: one pass over memory, by serial loops without the GIL, on
-slices, in a pool of threads."""
+"""The update on the CPU: one pass over memory, on slices, in a pool of threads.
+
+Serial loops without the GIL run it.
+"""
 
 import itertools
 import os
@@ -71,8 +73,9 @@ class CpuKernel:
         self._start(None)
 
     def bind(self, node: int | None) -> None:
-        """Run the threads on the cores of a NUMA node; by default there are then no
-        more threads than cores.
+        """Run the threads on the cores of a NUMA node.
+
+        By default there are then no more threads than cores.
 
         Nothing may run at the same time. Without a node, or a core on it: all cores
         that this process may use."""
@@ -97,8 +100,9 @@ class CpuKernel:
         position: int = 0,
         shape: tuple[int, int] | None = None,
     ) -> None:
-        """Update the state in place and write the parameter, as `reference.update`;
-        return when all is done.
+        """Update the state in place and write the parameter, as `reference.update`.
+
+        Return when all is done.
 
         All are contiguous CPU tensors with one dimension and the same length. The
         threads that are not in the share leave the host's memory to copies."""
@@ -246,8 +250,9 @@ class CpuKernel:
         share: float = 1.0,
         rule: UpdateRule = ADAMW,
     ) -> None:
-        """Run `update_ranges` out of place: read the old state, and write the new one
-        to other memory.
+        """Run `update_ranges` out of place.
+
+        Read the old state, and write the new one to other memory.
 
         A state is master and moments: a (rows, n) tensor, or tensors as for `update`.
         The old one stays as it is. Elements in no range have the same values in both,
@@ -297,8 +302,9 @@ class CpuKernel:
         )
 
     def sum_of_squares(self, gradient: torch.Tensor) -> float:
-        """Return `norm.sum_of_squares` of a contiguous gradient with one dimension,
-        with the same bits.
+        """Return `norm.sum_of_squares` of a gradient, with the same bits.
+
+        The gradient is contiguous and has one dimension.
 
         It is finite exactly if all elements are."""
         return self.sums_of_squares([gradient])[0]
@@ -331,8 +337,10 @@ class CpuKernel:
         out_of_place: bool = False,
         rule: UpdateRule = ADAMW,
     ) -> None:
-        """Compile the loops for these dtypes of gradient and parameter, and run them on
-        one element."""
+        """Compile the loops for these dtypes, and run them on one element.
+
+        They are the dtypes of gradient and parameter.
+        """
         scalars, shape = (
             rule.scalars(rule.defaults, 1),
             (1, 1) if rule.whole_update is not None else None,
@@ -359,13 +367,14 @@ class CpuKernel:
             self.fingerprint(out)
 
     def fingerprint(self, values: torch.Tensor) -> bytes:
-        """Return `fingerprint.fingerprint` of a contiguous tensor with one
-        dimension."""
+        """Return `fingerprint.fingerprint` of a contiguous one-dimensional tensor."""
         return self.fingerprints([values])[0]
 
     def fingerprints(self, values: Sequence[torch.Tensor]) -> list[bytes]:
-        """Return `fingerprint` of each tensor, by the calling thread where they are
-        small."""
+        """Return `fingerprint` of each tensor.
+
+        The calling thread computes it where they are small.
+        """
         host_arrays.check_each("cpu", values)
         arrays = list(map(memory_words, host_arrays.as_arrays(values)))
         sums = [
@@ -402,8 +411,9 @@ class CpuKernel:
         threads: int,
         min_slice: int = _MIN_SLICE,
     ) -> None:
-        """Call part(begin, end, argument) for slices of (begin, end, argument), of
-        whole units where there are several.
+        """Call part(begin, end, argument) for slices of (begin, end, argument).
+
+        The slices are of whole units where there are several.
 
         Only threads of the pool call it, because their flags are set. Each takes one
         slice after the other."""
@@ -439,8 +449,10 @@ class CpuKernel:
 def _with_gaps(
     ranges: _Ranges, length: int
 ) -> Iterator[tuple[int, int, UpdateRange | None]]:
-    """Yield the ranges in order, and with None those of the other elements of a tensor
-    of this length."""
+    """Yield the ranges in order, and with None the gaps between them.
+
+    Gaps are the other elements of a tensor of this length.
+    """
     end = 0
     for first, last, *others in sorted(ranges, key=lambda each: each[:2]):
         if first > end:

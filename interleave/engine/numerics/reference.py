@@ -1,5 +1,6 @@
-"""The definition of an update with an fp32 master: every kernel on every device gives
-these bits.
+"""The definition of an update with an fp32 master.
+
+Every kernel on every device gives these bits.
 
 All arithmetic is IEEE binary32: each operation rounds once, to nearest with ties to
 even; quotient and root are correctly rounded too, no multiply-add is fused, subnormals
@@ -49,13 +50,14 @@ _INTERVAL = 2000
 
 @dataclass(frozen=True)
 class TensorUpdate:
-    """Tensors of an update: contiguous, on one device, with one dimension and the same
-    length.
+    """Tensors of an update.
+
+    They are contiguous, on one device, with one dimension and the same length.
 
     Gradient and parameter (`out`) are bfloat16, float16 or float32. The state is master
-    and moments as the rule has them; a master may be in two parts, of which one is
-    `out` (see SplitMaster), or `out` itself. `position` is that of the first element
-    (see rounding.py), `shape` that of a whole matrix."""
+    and moments as the rule has them; a master may be in two parts, one of them `out`
+    (see SplitMaster), or `out` itself. `position` is the first element's position (see
+    rounding.py), `shape` the shape of a whole matrix."""
 
     grad: torch.Tensor
     state: Sequence[torch.Tensor]
@@ -80,8 +82,9 @@ def update(
     position: int = 0,
     shape: tuple[int, int] | None = None,
 ) -> None:
-    """Update the state, master and moments, in place and write the parameter `out`,
-    unless it is None.
+    """Update the state in place and write the parameter `out`, unless it is None.
+
+    The state is master and moments.
 
     All are CPU tensors of one shape; `grad` and `out` are bfloat16, float16 or float32.
     The first element is at `position` (see rounding.py). With a shape they are a whole
@@ -169,8 +172,9 @@ def canonical_nan(values: Floats) -> Floats:
 def bfloat16_bits(
     values: Floats, noise: npt.NDArray[np.uint32] | None = None
 ) -> Halves:
-    """Return the bits of the values rounded to bfloat16: to nearest, ties to even, or
-    up by these random 16 bits.
+    """Return the bits of the values rounded to bfloat16.
+
+    They are rounded to nearest, ties to even, or up by these random 16 bits.
 
     The addition before the shift carries into the exponent, up to infinity. NaN is
     excluded, since 0x7fffffff would become -0."""
@@ -184,8 +188,10 @@ def bfloat16_bits(
 
 
 def float16_bits(values: Floats) -> Halves:
-    """Return the bits of the values rounded to float16: to nearest, ties to even;
-    infinite from 65,520 on."""
+    """Return the bits of the values rounded to float16.
+
+    They are rounded to nearest, ties to even; infinite from 65,520 on.
+    """
     with np.errstate(all="ignore"):
         rounded: Any = values.astype(np.float16).view(np.uint16)
     return np.where(np.isnan(values), np.uint16(FLOAT16_NAN), rounded)
@@ -216,8 +222,10 @@ class LossScale:
         self._good_steps = 0
 
     def update(self, finite: bool) -> None:
-        """Adapt a dynamic factor after a step that was done (`finite`), or skipped
-        since a gradient was not finite."""
+        """Adapt a dynamic factor after a step that was done, or skipped.
+
+        `finite`: it was done; it is skipped since a gradient was not finite.
+        """
         if not self._dynamic:
             return
         self._good_steps = self._good_steps + 1 if finite else 0
@@ -264,9 +272,12 @@ def scalars_of(
     updated: Collection[int],
     scale: float,
 ) -> list[Scalars | None]:
-    """Return the factors of the next update of each parameter; None for those that are
-    not `updated` (indices), or in no group. `step_count` returns how often a parameter
-    was updated before; `scale` is the factor of all gradients."""
+    """Return the factors of the next update of each parameter.
+
+    Return None for those that are not `updated` (indices), or in no group. `step_count`
+    returns how often a parameter was updated before; `scale` is the factor of all
+    gradients.
+    """
     groups = {param: group for group in param_groups for param in group["params"]}
     # The same object for all parameters of a group with as many updates.
     scalars: dict[tuple[int, int], Scalars] = {}

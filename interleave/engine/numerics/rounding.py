@@ -1,8 +1,9 @@
-"""Random numbers for the rounding of moments to bfloat16: the same on every device and
-for every division of work.
+"""Random numbers for the rounding of moments to bfloat16.
 
-Those of an element follow from the step and from its position in the optimizer, and
-from nothing else:
+They are the same on every device and for every division of work.
+
+The random numbers of an element follow from the step and from its position in the
+optimizer, and from nothing else:
 
     position = index in the flat parameter + number of the parameter * 0x9E3779B1
     bits     = mixed(position * 0x9E3779B1 xor mixed(seed))
@@ -25,7 +26,10 @@ _Words = npt.NDArray[np.uint32]
 
 
 def random_bits(seed: np.float32, position: int, count: int) -> _Words:
-    """Return the bits of elements, the first of which is at a position."""
+    """Return the random bits of elements from a position on.
+
+    `position` is the position of the first element.
+    """
     positions = np.arange(position, position + count, dtype=np.uint64).astype(np.uint32)
     return _mixed(
         positions * np.uint32(FACTOR)

@@ -1,5 +1,6 @@
-"""Fingerprints of the bits of tensors on any device: 128 bits, without waiting for the
-device.
+"""Fingerprints of the bits of tensors on any device.
+
+They have 128 bits, without waiting for the device.
 
 The elements of a tensor, in the order of its memory, are read as words of 64 bits, with
 zeros behind the last one, in blocks of 1,024 words. For each block there are two sums
@@ -36,8 +37,10 @@ _PART_WORDS = 2**19
 
 
 def fingerprint_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the fingerprint of a tensor's bits as two int64 on its device; None where
-    it is no array of bits."""
+    """Return the fingerprint of a tensor's bits as two int64 on its device.
+
+    Return None where it is no array of bits.
+    """
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         return _together([fingerprint_tensor(getattr(tensor, name)) for name in names])
@@ -55,8 +58,10 @@ def _together(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor with the same elements in the order of memory, without
-    a copy where there is none."""
+    """Return a contiguous tensor with the same elements in the order of memory.
+
+    Memory without gaps is not copied.
+    """
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous():
         return tensor
@@ -68,8 +73,10 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor as int64, the last of them filled with
-    zeros."""
+    """Return the bytes of a contiguous tensor as int64.
+
+    The last one is filled up with zeros.
+    """
     begin, nbytes = (
         tensor.storage_offset() * tensor.element_size(),
         tensor.numel() * tensor.element_size(),
@@ -82,8 +89,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def of_words(words: torch.Tensor) -> torch.Tensor:
-    """Return the fingerprint of words (int64) by operations of torch: the
-    definition."""
+    """Return the fingerprint of words (int64) by torch's operations: the definition."""
     low_keys, high_keys = _keys_on(words.device)
     total = torch.zeros(2, dtype=torch.int64, device=words.device)
     for begin in range(0, len(words), _PART_WORDS):
@@ -129,8 +135,10 @@ def _threads(count: int) -> WorkQueue:
 
 
 def _of_host(words: torch.Tensor) -> torch.Tensor:
-    """Return `of_words` by a compiled loop, which reads memory once, on as many threads
-    as torch has."""
+    """Return `of_words` by a compiled loop.
+
+    It reads memory once, on as many threads as torch has.
+    """
     # numba takes long to import.
     from ebbtide.interleave.engine.numerics.compiled_tensors import sum_blocks
 

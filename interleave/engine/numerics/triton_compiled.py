@@ -1,5 +1,6 @@
-"""Functions that Triton compiles: each kernel works on all tensors of a table
-(launch_tables.py) in one launch.
+"""Functions that Triton compiles.
+
+Each kernel works on all tensors of a table (launch_tables.py) in one launch.
 
 A kernel has one variant for each combination of dtypes, whatever the number, the
 lengths and the alignment of the tensors: all of them are in the table. A block that is
@@ -58,8 +59,10 @@ _WIDE = tl.constexpr(16)
 
 @triton.jit
 def _find_tensor(table, count):
-    """Return the index of the tensor that this program works on, by the first programs
-    of all tensors."""
+    """Return the index of the tensor that this program works on.
+
+    `table` has the first program of each tensor.
+    """
     first = 0
     end = count
     while end - first > 1:
@@ -369,7 +372,7 @@ def update(
 @triton.jit
 def _add_by_halves(lanes):
     # A sum of two numbers does not depend on their order, so the order of all additions
-    # is that of norm.py.
+    # is the order in norm.py.
     for halving in tl.static_range(_HALVINGS):
         lanes = tl.sum(lanes.reshape((2, _LANES >> (halving + 1))), 0)
     return tl.sum(lanes, 0)
@@ -379,8 +382,9 @@ def _add_by_halves(lanes):
     do_not_specialize=["count"], do_not_specialize_on_alignment=["table", "sums"]
 )
 def block_sums(table, sums, count, dtype: tl.constexpr):
-    """Write the sums of squares of all blocks of all tensors of a table, in the order
-    of norm.py.
+    """Write the sums of squares of all blocks of a table's tensors.
+
+    They are added in the order of norm.py.
 
     Columns of a row: address of the gradient; length; index of the tensor's first block
     in `sums`."""

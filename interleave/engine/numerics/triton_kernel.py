@@ -1,5 +1,6 @@
-"""The update on a GPU with the bits of the reference (reference.py), sums of squares,
-and fingerprints, by Triton.
+"""The update on a GPU by Triton, with the bits of the reference.
+
+Also sums of squares, and fingerprints. The reference is in reference.py.
 
 Each function takes any number of tensors and launches one kernel for each combination
 of dtypes, and one that loads the table of the tensors. Quotient and root are rounded to
@@ -52,8 +53,10 @@ class SharedHostMemory:
         return torch.empty(count, dtype=dtype, device="cpu", pin_memory=self._pinned)
 
     def keep(self, *memory: torch.Tensor) -> Callable[[], None]:
-        """Keep memory until the work on the current stream so far is done; return a
-        function that waits for that."""
+        """Keep memory until the work on the current stream so far is done.
+
+        Return a function that waits for that.
+        """
         if not self._pinned or not memory:
             return lambda: None
         done = torch.cuda.Event(blocking=True)
@@ -68,15 +71,20 @@ class SharedHostMemory:
 def table_words(
     programs: Sequence[int], rows: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Return the words of a table, from the number of programs for each tensor and rows
-    of shape (tensors, columns)."""
+    """Return the words of a table.
+
+    They are made from the number of programs for each tensor and rows of shape
+    (tensors, columns).
+    """
     first_programs = list(itertools.accumulate(programs, initial=0))[:-1]
     return np.concatenate([np.array(first_programs, np.int64), rows.reshape(-1)])
 
 
 def scalar_columns(scalars: Sequence[Sequence[np.float32]]) -> npt.NDArray[np.int64]:
-    """Return the fp32 scalars of each tensor as columns, two in each word, of shape
-    (tensors, columns)."""
+    """Return the fp32 scalars of each tensor as columns.
+
+    There are two in each word, of shape (tensors, columns).
+    """
     values = np.array(scalars, np.float32)
     return np.pad(values, ((0, 0), (0, values.shape[1] % 2))).view(np.int64)
 
@@ -94,7 +102,7 @@ _BITS = {
 # others.
 _SUMS_WARPS = 1
 _FINGERPRINT_WARPS = 4
-# Lengths for fingerprints are in units of this size, and a block has so many.
+# Lengths for fingerprints are in units of this size, and a block has this many units.
 _UNIT_BYTES = 2
 _FINGERPRINT_UNITS = FINGERPRINT_BLOCK * 8 // _UNIT_BYTES
 # Elements of the tensors that a warm-up runs on.
@@ -148,8 +156,9 @@ def gpu_update(updates: Sequence[TensorUpdate]) -> None:
 
 
 def gpu_sums_of_squares(gradients: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
-    """Start `CpuKernel.sum_of_squares` of gradients on one GPU, and return a function
-    that waits for the results.
+    """Start `CpuKernel.sum_of_squares` of gradients on one GPU.
+
+    Return a function that waits for the results.
 
     It runs on the current stream, with one launch for each dtype."""
     rows = _BlockRows(gradients, [gradient.numel() for gradient in gradients], BLOCK)
@@ -174,8 +183,9 @@ def gpu_sums_of_squares(gradients: Sequence[torch.Tensor]) -> Callable[[], list[
 
 
 def gpu_fingerprint(values: Sequence[torch.Tensor]) -> Callable[[], list[bytes]]:
-    """Start `CpuKernel.fingerprint` of tensors on one GPU, and return a function that
-    waits for the results.
+    """Start `CpuKernel.fingerprint` of tensors on one GPU.
+
+    Return a function that waits for the results.
 
     It runs on the current stream, with one launch."""
     rows = _BlockRows(
@@ -206,8 +216,9 @@ def warm_up(
     dtypes: Collection[tuple[torch.dtype, torch.dtype]],
     rule: UpdateRule = ADAMW,
 ) -> None:
-    """Compile all kernels for these dtypes of gradient and parameter, load them on a
-    GPU, and run them.
+    """Compile all kernels for these dtypes, load them on a GPU, and run them.
+
+    They are the dtypes of gradient and parameter.
 
     They run on a few elements, and are done when this returns. No launch compiles
     anything after it."""
@@ -228,8 +239,10 @@ def warm_up(
 
 @cache
 def _parts_of(rule: UpdateRule) -> tuple[Any, Any]:
-    """Return the functions of the kernel that join and split masters in two parts; None
-    for a rule without."""
+    """Return the functions of the kernel that join and split masters in two parts.
+
+    Return None for a rule without such masters.
+    """
     if rule.split is None:
         return None, None
     parts = import_module(rule.split.kernels)
@@ -237,8 +250,9 @@ def _parts_of(rule: UpdateRule) -> tuple[Any, Any]:
 
 
 class _BlockRows:
-    """The rows of a kernel that computes one result for each block of tensors, and
-    writes it to host memory.
+    """The rows of a kernel that computes one result for each block of tensors.
+
+    It writes the result to host memory.
 
     Lengths of tensors and of a block are in the unit of the kernel."""
 
@@ -264,8 +278,8 @@ class _BlockRows:
         """Launch a kernel for the tensors of these indices, and return its table."""
         programs = [self._counts[index] for index in indices]
         table = _host_table(programs, self._rows[list(indices)])
-        # A single row is read from the host: no launch to load it, of which streamed
-        # gradients would need one each.
+        # A single row is read from the host, without a launch to load it: streamed
+        # gradients would need a launch each.
         if sum(programs) and len(indices) > 1:
             table = _load_table(table)
         _launch(kernel, sum(programs), table, results, len(indices), **options)
@@ -287,8 +301,10 @@ def _on_device_of(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[obj
 
 
 def _load_updates(updates: Sequence[TensorUpdate]) -> tuple[int, torch.Tensor]:
-    """Return the number of programs and the table of an update, which is in flight to
-    the device."""
+    """Return the number of programs and the table of an update.
+
+    The table is in flight to the device.
+    """
     rows = 1 + len(updates[0].rule.moments)
     addresses = [
         [tensor.data_ptr() for tensor in (item.grad, item.out, *item.state[:rows])]

@@ -1,5 +1,7 @@
-"""The update of a whole parameter: the formula for each element, a transform of all at
-once, and the rule's finish."""
+"""The update of a whole parameter.
+
+It is the formula for each element, a transform of all at once, and the rule's finish.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,8 +30,10 @@ def update_whole(
     update: Update,
     transform: Transform,
 ) -> None:
-    """Update a parameter of a shape, flat, by functions for its elements and for all of
-    them."""
+    """Update a parameter of a shape by functions for its elements and for all.
+
+    The parameter is flat.
+    """
     assert rule.whole_update is not None
     parts = rule.whole_update.parts(scalars, shape)
     values = torch.zeros(grad.numel(), dtype=torch.float32, device="cpu")

@@ -1,2 +1,4 @@
-"""The parameters of an optimizer: their gradients, their state dicts, and whatever
-reads them while updates run."""
+"""The parameters of an optimizer.
+
+Also their gradients, their state dicts, and whatever reads them while updates run.
+"""

@@ -1,5 +1,7 @@
-"""The exchange of parameters between ranks that have parts of them, for rules that
-update a parameter as a whole."""
+"""The exchange of parameters between ranks that have parts of them.
+
+It is for rules that update a parameter as a whole.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -14,8 +16,9 @@ Shape = tuple[int, ...]
 
 
 class Exchange:
-    """Parameters, by index, whose parts ranks have, and which one rank updates as a
-    whole: none here.
+    """Parameters whose parts ranks have, and which one rank updates as a whole.
+
+    They are given by index; there are none here.
 
     Tensors of a parameter are flat: whole on its owner, and empty on the other ranks.
     Every rank must call each method, in the same order.
@@ -32,8 +35,10 @@ class Exchange:
     def gather(
         self, parts: Mapping[int, Tensors], are_read: bool = True
     ) -> dict[int, Tensors]:
-        """Return tensors of parameters, whose parts on this rank are these, flat; or
-        only memory for them."""
+        """Return whole tensors of parameters, or only memory for them, flat.
+
+        Their parts on this rank are given.
+        """
         return {}
 
     def scatter(
@@ -42,13 +47,17 @@ class Exchange:
         """Write this rank's parts of tensors of parameters to tensors, flat."""
 
     def add(self, values: Mapping[int, float]) -> dict[int, float]:
-        """Return for each parameter the sum of a value over the ranks; 0 where a rank
-        does not give it."""
+        """Return for each parameter the sum of a value over the ranks.
+
+        It is 0 where a rank does not give it.
+        """
         return {}
 
     def on_any_rank(self, indices: Iterable[int]) -> set[int]:
-        """Return the parameters whose index any rank gives, when all ranks have called
-        this."""
+        """Return the parameters whose index any rank gives.
+
+        It returns when all ranks have called it.
+        """
         return {
             index
             for index, count in self.add(dict.fromkeys(indices, 1.0)).items()

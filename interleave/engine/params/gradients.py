@@ -1,5 +1,7 @@
-"""Hands gradients to the engine: all at the step, or each as soon as a backward has
-computed it."""
+"""Hands gradients to the engine.
+
+It hands over all at the step, or each as soon as a backward has computed it.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,10 @@ _EPS = 1e-6
 
 
 class GradientNorm:
-    """Adds up the squares of a step's gradients on all ranks, and returns the factor
-    that scales and clips them."""
+    """Adds up the squares of a step's gradients on all ranks.
+
+    It returns the factor that scales and clips them.
+    """
 
     def __init__(
         self, device: Device, exchange: Exchange, max_norm: float | None
@@ -43,9 +47,11 @@ class GradientNorm:
         self._pending: list[tuple[Sequence[int], Callable[[], list[float]]]] = []
 
     def add_all(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Add gradients, by index, with the values that they have now, as work of the
-        calling thread, which computed them: memory that it frees, or writes later,
-        holds them long enough."""
+        """Add gradients, by index, with the values that they have now.
+
+        This is work of the calling thread, which computed them: memory that it frees,
+        or writes later, holds them long enough.
+        """
         if gradients:
             self._pending.append(
                 (
@@ -61,9 +67,11 @@ class GradientNorm:
     def scale_factor(
         self, params: Sequence[torch.Tensor], loss_scale: float = 1.0
     ) -> float | None:
-        """Return the factor to multiply each gradient with, None if one is not finite;
-        drop those that were added. `loss_scale` is the factor that they were multiplied
-        with before."""
+        """Return the factor to multiply each gradient with, None if one is not finite.
+
+        Drop the gradients that were added. `loss_scale` is the factor that they were
+        multiplied with before.
+        """
         sums: dict[int, float] = {}
         # From the last to the first: when the last are there, there is nothing to wait
         # for in the others.
@@ -92,8 +100,10 @@ class GradientNorm:
 def _sum_over_ranks(
     squares: Mapping[torch.Tensor, float], whole: Iterable[float]
 ) -> float:
-    """Return the sum over all gradients and shards, and complete sums of others, with
-    the same bits on every rank. All ranks must call this."""
+    """Return the sum over all gradients and shards, and complete sums of others.
+
+    It has the same bits on every rank. All ranks must call this.
+    """
     sums = list(whole)
     sharded: dict[Any, list[float]] = {}
     for param, square in squares.items():
@@ -132,12 +142,14 @@ _ADDITIONS = (_aten.add.Tensor, _aten.add_.Tensor)
 
 
 class GradientCollector:
-    """Collects the gradients of parameters for an engine, over as many backwards as the
-    step before had. Streamed gradients are offloaded when they are computed for the
-    last time, and `p.grad` is a placeholder. If a job sets that to None, or runs one
-    more backward, they are recalled and submitted at the step. `expected_scalars`
-    returns the factors of a step that is neither clipped nor skipped. Those of an
-    exchange are gathered at the step."""
+    """Collects the gradients of parameters for an engine.
+
+    It collects over as many backwards as the step before had. Streamed gradients are
+    offloaded when they are computed for the last time, and `p.grad` is a placeholder.
+    If a job sets that to None, or runs one more backward, they are recalled and
+    submitted at the step. `expected_scalars` returns the factors of a step that is
+    neither clipped nor skipped. The gradients of an exchange are gathered at the step.
+    """
 
     def __init__(
         self,
@@ -173,8 +185,10 @@ class GradientCollector:
         ]
 
     def collect(self) -> dict[int, torch.Tensor]:
-        """Return the gradients that were not offloaded, flat, by the parameter's
-        index."""
+        """Return the gradients that were not offloaded, flat.
+
+        They are by the parameter's index.
+        """
         self._calls.finish_updates()
         engine = self._engine
         if not (
@@ -188,8 +202,10 @@ class GradientCollector:
         }
 
     def recall(self) -> None:
-        """Put offloaded gradients back into `p.grad`, with what was added to them
-        since, and stop the plan."""
+        """Put offloaded gradients back into `p.grad`, and stop the plan.
+
+        What was added to them since is included.
+        """
         self._calls.finish_updates()
         gradients = self._engine.recall_gradients(
             [local_shard(param).detach() for param in self._params]
@@ -205,8 +221,10 @@ class GradientCollector:
         self._norm.clear()
 
     def end_step(self) -> None:
-        """Expect as many gradients of each parameter as this step had, which was done
-        or skipped."""
+        """Expect as many gradients of each parameter as this step had.
+
+        The step was done or skipped.
+        """
         for placeholder in self._placeholders.values():
             # Nothing can be added to it from now on.
             local_shard(placeholder).used.append(True)
@@ -223,8 +241,7 @@ class GradientCollector:
             handle.remove()
 
     def _is_unchanged(self, index: int) -> bool:
-        """Return whether nobody has set an offloaded gradient to None or added to
-        it."""
+        """Return whether nobody set an offloaded gradient to None or added to it."""
         placeholder = self._placeholders.get(index)
         is_placed = placeholder is not None and self._params[index].grad is placeholder
         return is_placed and not local_shard(placeholder).added
@@ -239,8 +256,10 @@ class GradientCollector:
             self._on_ready(index, self._ready_size / self._total_size)
 
     def _on_ready(self, index: int, ready_share: float) -> None:
-        """Offload a gradient that was computed for the last time in this step, and
-        report the share that is ready."""
+        """Offload a gradient that was computed for the last time in this step.
+
+        Report the share that is ready.
+        """
         engine, param = self._engine, self._params[index]
         if engine.device.is_capturing():
             # The gradients are computed when the graph is replayed, and are submitted
@@ -296,9 +315,12 @@ def _flat_gradient(param: torch.Tensor) -> torch.Tensor:
 
 
 class GradientPlaceholder(torch.Tensor):  # type: ignore[misc]
-    """The `p.grad` of an offloaded gradient: computing with it raises EngineError, what
-    a backward adds to it is stored. It intercepts operations, not function calls, since
-    placeholders are also inside DTensors."""
+    """The `p.grad` of an offloaded gradient.
+
+    Computing with it raises EngineError, and what a backward adds to it is stored. It
+    intercepts operations, not function calls, since placeholders are also inside
+    DTensors.
+    """
 
     added: list[torch.Tensor]
     used: list[bool]

@@ -1,5 +1,7 @@
-"""Local shards (this rank's part of a DTensor, or the whole of an ordinary tensor),
-their checks and flat views."""
+"""Local shards, their checks and flat views.
+
+A local shard is this rank's part of a DTensor, or the whole of an ordinary tensor.
+"""
 
 import math
 import os
@@ -33,8 +35,10 @@ def device_of(params: Sequence[torch.Tensor]) -> torch.device:
 
 
 def wrap_shard(param: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor that is sharded as a parameter is: a DTensor
-    where the parameter is one."""
+    """Return this rank's part of a tensor that is sharded as a parameter is.
+
+    It is a DTensor where the parameter is one.
+    """
     if not hasattr(param, "to_local"):
         return shard
     from torch.distributed.tensor import DTensor
@@ -51,8 +55,10 @@ def wrap_shard(param: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
 
 
 def wrap_blocks(param: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the scales of a tensor's local part, as `wrap_shard`, with zeros up to as
-    many as the longest part has."""
+    """Return the scales of a tensor's local part, as `wrap_shard`.
+
+    Zeros fill them up to as many as the longest part has.
+    """
     if not hasattr(param, "to_local"):
         return scales
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -86,8 +92,10 @@ def parts_of(param: torch.Tensor) -> int:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements of a tensor fill its memory without gaps or overlaps,
-    in any order of dimensions."""
+    """Return whether the elements of a tensor fill its memory.
+
+    They have no gaps or overlaps, in any order of dimensions.
+    """
     length = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != length:
@@ -97,16 +105,20 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def flat_view(param: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a dense tensor, flat, in the order of memory; writes
-    to it keep the version."""
+    """Return this rank's part of a dense tensor, flat, in the order of memory.
+
+    Writes to it keep the version.
+    """
     shard = local_shard(param).data
     # Without `data` it would hold the tensor that it is a view of.
     return shard.as_strided((shard.numel(),), (1,)).data
 
 
 def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the shape of a parameter's local part, flat, in the order of
-    the memory of that part."""
+    """Return a tensor flat, in the memory order of a parameter's local part.
+
+    The tensor has the shape of this part.
+    """
     shard = local_shard(param)
     if tensor.requires_grad:
         tensor = tensor.detach()
@@ -118,8 +130,10 @@ def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def unflatten(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return a view of flat memory with the shape and the order of dimensions of a
-    parameter's local part."""
+    """Return a view of flat memory like a parameter's local part.
+
+    It has the shape and the order of dimensions of that part.
+    """
     shard = local_shard(param)
     return flat.as_strided(shard.shape, shard.stride())
 
@@ -164,8 +178,10 @@ def check_params(params: Sequence[torch.Tensor], streamed: bool) -> None:
 
 
 def check_apart(values: Sequence[torch.Tensor]) -> None:
-    """Raise EngineError if two of these dense tensors of one device share memory: both
-    updates would write it."""
+    """Raise EngineError if two of these dense tensors of one device share memory.
+
+    Both updates would write it.
+    """
     # Those without elements or without memory, as on meta, begin nowhere.
     begins = sorted(
         (value.data_ptr(), number)

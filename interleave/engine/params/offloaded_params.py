@@ -1,5 +1,7 @@
-"""The parameters of an optimizer on an engine, which is opened at the first use and
-follows what the job changes."""
+"""The parameters of an optimizer on an engine.
+
+The engine is opened at the first use and follows what the job changes.
+"""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -76,8 +78,10 @@ class OffloadedParams:
         self._loaded: dict[int, torch.Tensor | None] = {}
 
     def plan_or_open(self, params: Sequence[torch.Tensor]) -> None:
-        """Open the engine for new parameters, or `check` that there is a plan if they
-        may still move."""
+        """Open the engine for new parameters.
+
+        If they may still move, only `check` that there is a plan.
+        """
         self.check(params)
         if (
             self._options.device is None and device_of(params).type == "cpu"
@@ -111,8 +115,10 @@ class OffloadedParams:
             )
 
     def check_rules(self) -> None:
-        """Raise EngineError if the job has given a parameter another rule, whose state
-        it does not have."""
+        """Raise EngineError if the job has given a parameter another rule.
+
+        The parameter does not have the state of that rule.
+        """
         for own_rule, rule in zip(
             self._own_rules, self._rules(self.params), strict=True
         ):
@@ -170,8 +176,11 @@ class OffloadedParams:
         params: Sequence[torch.Tensor],
         states: Sequence[state_dict.ParamState | None],
     ) -> None:
-        """Set the states of all parameters, None before the first update, and recall
-        offloaded gradients. If all are None and the engine is not open, it stays so."""
+        """Set the states of all parameters, and recall offloaded gradients.
+
+        A state is None before the first update. If all are None and the engine is not
+        open, it stays so.
+        """
         if not self.params and not any(states):
             return
         if len(params) > len(self.params) or _layouts(params) != self._layouts:
@@ -182,8 +191,10 @@ class OffloadedParams:
             self._set_states(self._stop(), states)
 
     def commit(self, steps: Sequence[int]) -> dict[str, Any]:
-        """Return `AdaptiveRunner.commit`, with masters that follow the parameters, and
-        recall offloaded gradients. `steps`: the number of updates of each parameter."""
+        """Return `AdaptiveRunner.commit`, with masters that follow the parameters.
+
+        Recall offloaded gradients. `steps`: the number of updates of each parameter.
+        """
         self.calls.finish()
         self._follow_values()
         self._stop()
@@ -214,9 +225,12 @@ class OffloadedParams:
     def begin_step(
         self, params: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], dict[int, torch.Tensor], set[int]]:
-        """Submit the gradients, after the last step has ended and changed parameters
-        are followed. Returns parameters as the engine has them, flat; gradients that
-        were not offloaded, by index; and the indices of all gradients."""
+        """Submit the gradients.
+
+        This is after the last step has ended and changed parameters are followed.
+        Returns parameters as the engine has them, flat; gradients that were not
+        offloaded, by index; and the indices of all gradients.
+        """
         engine = self.open(params)
         self.calls.finish_updates()
         if engine.update.phase is UpdatePhase.SUBMITTED:
@@ -274,14 +288,18 @@ class OffloadedParams:
             self.record_values(values, written)
 
     def end_step(self) -> None:
-        """Prepare for the next step, after a step that was done, perhaps but for late
-        operations."""
+        """Prepare for the next step, after a step that was done.
+
+        It may still have late operations.
+        """
         self._has_stepped = self._has_state = True
         self.collector.end_step()
 
     def discard_step(self) -> None:
-        """Drop the gradients of a step that has submitted them, unless it was done or
-        the state is lost."""
+        """Drop the gradients of a step that has submitted them.
+
+        Keep them if the step was done or the state is lost.
+        """
         if (
             not self._runner.closed
             and self._runner.engine.update.phase is UpdatePhase.SUBMITTED
@@ -293,9 +311,11 @@ class OffloadedParams:
     def record_values(
         self, values: Sequence[torch.Tensor], indices: Iterable[int] | None = None
     ) -> None:
-        """Take the values of parameters, of these indices or all, as those that masters
-        round to. After a step these are those that it has written, since the job may
-        have changed others."""
+        """Take the values of parameters as those that masters round to.
+
+        The parameters are given by indices, or all. After a step they are the
+        parameters that the step has written, since the job may have changed others.
+        """
         recorded = range(len(values)) if indices is None else list(indices)
         own = [
             flat_view(self.params[index])
@@ -319,8 +339,10 @@ class OffloadedParams:
             self._runner.close()
 
     def _stop(self) -> Engine:
-        """Return the engine, after its plan has stopped so that states can be read and
-        written."""
+        """Return the engine, after its plan has stopped.
+
+        States can then be read and written.
+        """
         engine = self._runner.engine
         self.collector.recall()
         return engine
@@ -351,8 +373,10 @@ class OffloadedParams:
         states: Sequence[state_dict.ParamState | None] | None = None,
         commit: Mapping[str, Any] | None = None,
     ) -> None:
-        """Divide parameters into subgroups on their device, with these states or those
-        of a commit, and a new plan."""
+        """Divide parameters into subgroups on their device, and make a new plan.
+
+        They get these states or the states of a commit.
+        """
         device = device_of(params)
         if self._options.device is None and device != self._device:
             self._runner.open_device(device)
@@ -429,8 +453,10 @@ class OffloadedParams:
     def _whole_values(
         self, values: Sequence[torch.Tensor], are_read: bool
     ) -> list[torch.Tensor]:
-        """Return parameters as the engine has them: for exchanged ones, whole ones or
-        memory for them."""
+        """Return parameters as the engine has them.
+
+        Exchanged parameters are whole ones or memory for them.
+        """
         parts = {index: [values[index]] for index in self.exchange.owners}
         whole = self.exchange.gather(parts, are_read)
         return [
@@ -445,8 +471,10 @@ class OffloadedParams:
         self.exchange.scatter({index: [values[index]] for index in parts}, parts)
 
     def _follow_layouts(self) -> None:
-        """Open the engine again if parameters have moved, or changed their dtype,
-        before the first step."""
+        """Open the engine again if parameters have moved, or changed their dtype.
+
+        This is before the first step.
+        """
         layouts = _layouts(self.params)
         if layouts == self._layouts:
             return
@@ -477,8 +505,10 @@ class OffloadedParams:
         self._set_params(self.params, states)
 
     def _follow_values(self) -> list[torch.Tensor]:
-        """Update masters of parameters that the job has changed since the last step,
-        and return all for the engine."""
+        """Update masters of parameters that the job has changed since the last step.
+
+        Return all parameters for the engine.
+        """
         values = self._values()
         addresses = [value.data_ptr() for value in values]
         if addresses != self._addresses:
@@ -512,8 +542,11 @@ class OffloadedParams:
     def _changed(
         self, values: Sequence[torch.Tensor]
     ) -> tuple[set[int], Callable[[], list[bytes]]]:
-        """Return the indices of the parameters whose values are not those that the
-        masters round to, and a function that returns the fingerprints of all."""
+        """Return the indices of the parameters whose values changed.
+
+        Their values are not what the masters round to. Return also a function that
+        returns the fingerprints of all.
+        """
         if _layouts(self.params) == self._layouts:
             current = self._runner.device.fingerprint(values)()
         else:

@@ -1,5 +1,8 @@
-"""State dicts: converts between the state of subgroups and the state per parameter of
-torch's optimizer."""
+"""State dicts.
+
+It converts between the state of subgroups and the state per parameter of torch's
+optimizer.
+"""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -56,8 +59,9 @@ ParamState = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class SavedStates:
-    """The parameters that a state dict has or that the optimizer has updated, their
-    states and numbers of updates.
+    """The states of parameters, and their numbers of updates.
+
+    These are the parameters that a state dict has or that the optimizer has updated.
 
     A state is None for a parameter that was not updated yet; there are none for a
     commit, which has them in storage."""
@@ -115,8 +119,8 @@ def scatter_states(
 
     A state is None before the first update: the master is the parameter, the moments
     are 0."""
-    # One buffer for all: a new one for each would exist beside that of the subgroup
-    # before.
+    # One buffer for all: a new one for each would exist beside the buffer of the
+    # subgroup before.
     sizes = list(map(state_elements, states.subgroups))
     buffer = torch.empty(max(sizes, default=0), **_HOST)
     for number, subgroup in enumerate(states.subgroups):
@@ -144,16 +148,20 @@ def scatter_states(
 def convert_state(
     state: ParamState, own: UpdateRule, rule: UpdateRule, value: torch.Tensor
 ) -> ParamState:
-    """Return a state for the rule of a parameter whose dtype has changed: with masters,
-    or without."""
+    """Return a state for the rule of a parameter whose dtype has changed.
+
+    It is with masters, or without.
+    """
     if own.has_masters == rule.has_masters:
         return state
     return (value.float().cpu(), *state) if rule.has_masters else state[1:]
 
 
 def rounded_masters(rule: UpdateRule, state: ParamState) -> torch.Tensor | None:
-    """Return the parameter that the other part of masters is for; None for masters in
-    one part."""
+    """Return the parameter that the other part of masters is for.
+
+    Return None for masters in one part.
+    """
     return None if rule.split is None else rule.split.split(state[MASTER])[0]
 
 
@@ -163,11 +171,14 @@ def update_masters(
     changed: Collection[int],
     loaded: Mapping[int, torch.Tensor | None],
 ) -> set[int]:
-    """Set the masters of changed parameters to their values, unless they already round
-    to these, and return the parameters of which a master was not kept. Parts of masters
-    become 0, since nobody knows which elements were written, unless they were loaded:
-    those whose master rounds to the parameter, to even or away from zero, stay, and the
-    parameter becomes the latter."""
+    """Set the masters of changed parameters to their values.
+
+    Masters that already round to these values are kept. Return the parameters with a
+    master that was not kept. Parts of masters become 0, since nobody knows which
+    elements were written, unless they were loaded: then parts whose master rounds to
+    the parameter, to even or away from zero, stay, and the parameter becomes the
+    latter.
+    """
     replaced: set[int] = set()
     for number, subgroup in enumerate(states.subgroups):
         segments = [
@@ -204,8 +215,10 @@ def update_masters(
 
 
 def describe(rule: UpdateRule, param: torch.Tensor) -> str:
-    """Return what the state of a parameter depends on: its rule, type and shape, and
-    its part on this rank."""
+    """Return what the state of a parameter depends on.
+
+    This is its rule, type and shape, and its part on this rank.
+    """
     shard = local_shard(param)
     part = "" if shard.shape == param.shape else f", {tuple(shard.shape)} of it here"
     return (
@@ -215,8 +228,10 @@ def describe(rule: UpdateRule, param: torch.Tensor) -> str:
 
 
 def check_commit(commit: Any, own: Mapping[str, Any]) -> None:
-    """Raise EngineError if a commit is of other parameters, numbers of updates or
-    another rank than this optimizer."""
+    """Raise EngineError if a commit does not match this optimizer.
+
+    It must be of the same parameters, numbers of updates and rank.
+    """
     check_digest(commit)
     for key, value in own.items():
         saved = commit.get(key, value)
@@ -237,8 +252,10 @@ def _difference(saved: Any, own: Any) -> str:
 
 
 def make_record(state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return what tells whether something is missing in a state dict of this
-    optimizer."""
+    """Return what tells whether an optimizer's state dict lacks something.
+
+    The optimizer is this one.
+    """
     return {
         "keys": sorted(state_dict),
         "params": sorted(state_dict["state"]),
@@ -281,8 +298,10 @@ def _check_record(state_dict: Mapping[str, Any], is_sharded: bool) -> bool:
 def make_entry(
     rule: UpdateRule, param: torch.Tensor, state: ParamState, step: int
 ) -> dict[str, Any]:
-    """Return the entry of a parameter, perhaps a DTensor, in a state dict: its rule's,
-    and the fp32 master."""
+    """Return the entry of a parameter, perhaps a DTensor, in a state dict.
+
+    It is the rule's entry, and the fp32 master.
+    """
     # bitsandbytes casts a tensor to the type of the parameter, which not all numbers of
     # steps fit in.
     entry: dict[str, Any] = {
@@ -309,10 +328,12 @@ def read_state_dict(
     updated_params: Collection[torch.Tensor],
     check: Callable[[Sequence[torch.Tensor]], None],
 ) -> SavedStates:
-    """Read a state dict of this optimizer or that of its rule, or a commit, without a
-    change of anything. Raises EngineError for other rules or models, if something is
-    missing, and as `check` for the parameters: those that it has or that are in
-    `updated_params`."""
+    """Read a state dict of this optimizer or of its rule's, or a commit.
+
+    Nothing is changed. Raises EngineError for other rules or models, if something is
+    missing, and as `check` for the parameters: those that the state dict has or that
+    are in `updated_params`.
+    """
     name_of, saved = _saved_names(rules, state_dict, param_groups)
     is_own = _check_record(
         state_dict, any(hasattr(param, "to_local") for param in name_of)
@@ -366,8 +387,7 @@ def _saved_names(
     state_dict: Mapping[str, Any],
     param_groups: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[torch.Tensor, Any], dict[Any, Any]]:
-    """Return the name of each parameter in a state dict, and the states that it has by
-    name."""
+    """Return the name of each parameter in a state dict, and its states by name."""
     groups, saved = state_dict.get("param_groups"), state_dict.get("state")
     if not isinstance(groups, list) or not isinstance(saved, dict):
         raise EngineError(
@@ -422,8 +442,10 @@ def _with_codes(
     source: str,
     is_own: bool,
 ) -> dict[str, Any]:
-    """Return an entry of 8-bit moments as `make_entry` does; those of bitsandbytes may
-    be nested, or in fp32."""
+    """Return an entry of 8-bit moments as `make_entry` does.
+
+    Entries of bitsandbytes may be nested, or in fp32.
+    """
     whole = {
         **entry,
         **{
@@ -488,8 +510,11 @@ def _is_close(own: Any, expected: torch.Tensor) -> bool:
 def _local_row(
     param: torch.Tensor, value: torch.Tensor, source: str, scales: int | None
 ) -> torch.Tensor:
-    """Return this rank's part of a row of a parameter's state, flat; `scales`: the
-    number of scales that it is; None: an element for each of the parameter."""
+    """Return this rank's part of a row of a parameter's state, flat.
+
+    `scales` is the number of scales that it has; None: an element for each of the
+    parameter.
+    """
     if scales is None and _placement(value) not in (None, _placement(param)):
         raise EngineError(
             f"{source} is sharded in another way than the parameter: load "
@@ -548,8 +573,10 @@ def _parse_entry(
 
 
 def _placement(tensor: torch.Tensor) -> Any:
-    """Return the whole shape of a DTensor and its division over ranks; None for other
-    tensors."""
+    """Return the whole shape of a DTensor and its division over ranks.
+
+    Return None for other tensors.
+    """
     return (
         (tuple(tensor.shape), tensor.placements)
         if hasattr(tensor, "to_local")

@@ -1,5 +1,7 @@
-"""Calls of an optimizer, one after the other from any thread, and what features do at
-the points of a step."""
+"""Calls of an optimizer, one after the other from any thread.
+
+Also what features do at the points of a step.
+"""
 
 import logging
 import threading
@@ -41,35 +43,41 @@ class StepHooks:
     def params_set(
         self, params: Sequence[torch.Tensor], whole: Mapping[int, int]
     ) -> None:
-        """Take the parameters, by index, that steps update from now on; those of
-        `whole` are updated as a whole."""
+        """Take the parameters, by index, that steps update from now on.
+
+        The parameters in `whole` are updated as a whole.
+        """
 
     def gradient_ready(self, index: int) -> None:
         """Check a gradient that a backward has computed. What this raises, the backward
         raises."""
 
     def gradients_in(self) -> None:
-        """Prepare for a step whose gradients are there, after the last one has ended;
-        it may raise EngineError."""
+        """Prepare for a step whose gradients are there, after the last one has ended.
+
+        It may raise EngineError.
+        """
 
     def decided(self, updated: Sequence[int]) -> None:
         """Prepare for the update of these parameters, which is certain now."""
 
     def returning(self) -> None:
-        """Wait for what must be done before a step returns whose late operations
-        run."""
+        """Wait before a step returns whose late operations still run.
+
+        Wait for what must be done before that.
+        """
 
     def ended(self) -> None:
-        """Take back what was prepared, after the last operation, also one that
-        failed."""
+        """Take back what was prepared, after the last operation, even a failed one."""
 
     def closed(self) -> None:
         """Leave everything as it was: there is no step any more."""
 
 
 class StepCalls:
-    """Whole calls of an optimizer, which hold a lock, its steps, and the end of a
-    step's late operations.
+    """Whole calls of an optimizer, its steps, and the end of late operations.
+
+    Calls hold a lock. The late operations belong to a step.
 
     Attributes:
         lock: Held by whole calls from any thread; by hooks of modules only while
@@ -100,8 +108,10 @@ class StepCalls:
                 self._hooks.append(hooks)
 
     def finish_after(self, owner: object) -> None:
-        """Call `finish` when an object is deleted, before a fork, and before the
-        process closes engines at its end."""
+        """Call `finish` when an object is deleted, before a fork, and at the end.
+
+        The end is before the process closes engines.
+        """
         weakref.finalize(owner, _finish_on_thread, self).atexit = False
         _unfinished.add(self)
         follow_forks(self, Rest.CALLS)
@@ -147,8 +157,11 @@ class StepCalls:
         on_done: Callable[[], None],
         record: Callable[[Iterable[int]], None],
     ) -> None:
-        """Run `AdaptiveRunner.step`. `record`, called when parameters are written,
-        takes their values, by index, as those of the update."""
+        """Run `AdaptiveRunner.step`.
+
+        `record`, called when parameters are written, takes their values, by index, as
+        the update's values.
+        """
         updated = [
             index for index, factors in enumerate(scalars) if factors is not None
         ]
@@ -170,15 +183,19 @@ class StepCalls:
                 self.is_active = False
 
     def record(self, indices: set[int]) -> None:
-        """Record the values of parameters that are written, which the job may write
-        while other updates run."""
+        """Record the values of parameters that are written.
+
+        The job may write them while other updates run.
+        """
         if self.runner.is_late and self._record is not None:
             self._record(indices)
             self._recorded |= indices
 
     def finish(self) -> None:
-        """Wait until all late operations have ended; from now on the job may read and
-        write all parameters."""
+        """Wait until all late operations have ended.
+
+        From now on the job may read and write all parameters.
+        """
         if not (self.is_active or any(hooks.is_pending for hooks in self._hooks)):
             return
         with self.lock:
@@ -209,20 +226,25 @@ class StepCalls:
             hooks.ended()
 
     def _record_others(self) -> None:
-        """Record the values of updated parameters that were not recorded, after the
-        last update has ended."""
+        """Record the values of updated parameters that were not recorded.
+
+        This is after the last update has ended.
+        """
         record, self._record = self._record, None
         if record is not None:
             record(self._updated - self._recorded)
 
 
 def locked(method: Method) -> Method:
-    """Return a method of an optimizer that comes before or after all others that other
-    threads call."""
+    """Return a method of an optimizer that excludes other calls.
+
+    It comes before or after all others that other threads call.
+    """
 
     @wraps(method)
     def locked_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Memory that is allocated in inference mode could not be written outside of it.
+        # Memory that is allocated in inference mode could not be written outside of
+        # that mode.
         with self._calls.lock, torch.inference_mode(False):
             return method(self, *args, **kwargs)
 
@@ -230,8 +252,10 @@ def locked(method: Method) -> Method:
 
 
 def weak_call(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a method without keeping its object alive; None
-    without the object."""
+    """Return a function that calls a method without keeping its object alive.
+
+    Return None without the object.
+    """
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> Any:
@@ -246,8 +270,10 @@ _unfinished: weakref.WeakSet[StepCalls] = weakref.WeakSet()
 
 
 def _finish_on_thread(calls: StepCalls) -> None:
-    """Finish on another thread: the garbage collector may call this on any one, which
-    must not wait."""
+    """Finish on another thread.
+
+    The garbage collector may call this on any thread, which must not wait.
+    """
     if calls.is_active:
         threading.Thread(
             target=_finish_or_log, args=(calls,), name="ebbtide-finish"

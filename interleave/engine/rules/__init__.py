@@ -1,5 +1,7 @@
-"""Update rules, one file each: what a step does to a parameter, and the state that it
-needs."""
+"""Update rules, one file each.
+
+A rule says what a step does to a parameter, and the state that it needs.
+"""
 
 from importlib import import_module
 from pkgutil import iter_modules

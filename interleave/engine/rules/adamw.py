@@ -1,5 +1,7 @@
-"""AdamW: decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101), in the order
-of torch.optim.AdamW."""
+"""AdamW: decoupled weight decay, in the order of torch.optim.AdamW.
+
+The source is Loshchilov and Hutter, arXiv:1711.05101.
+"""
 
 import math
 from dataclasses import dataclass
@@ -35,8 +37,11 @@ class Hyper:
 def moment_factors(
     group: Group, step: int
 ) -> tuple[float, float, float, float, float, float]:
-    """Return beta1, 1 - beta1, beta2, 1 - beta2, the rate and the root of the
-    corrections of both moments."""
+    """Return the factors that a step applies to the moments.
+
+    They are beta1, 1 - beta1, beta2, 1 - beta2, the rate and the root of the
+    corrections of both moments.
+    """
     beta1, beta2 = group["betas"]
     return (
         beta1,

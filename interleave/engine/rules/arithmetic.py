@@ -1,5 +1,7 @@
-"""Functions that formulas of rules call, for NumPy; the kernels have their own with the
-same bits."""
+"""Functions that formulas of rules call, for NumPy.
+
+The kernels have their own with the same bits.
+"""
 
 from typing import Any
 

@@ -17,8 +17,8 @@ from ebbtide.interleave.engine.errors import EngineError
 # The name of masters in state dicts and recordings.
 MASTER_NAME = "master"
 
-# The factors of one step, each rounded once, from double to fp32. The first is that of
-# the gradient.
+# The factors of one step, each rounded once, from double to fp32. The first is the
+# gradient's factor.
 Scalars = tuple[np.float32, ...]
 Group = Mapping[str, Any]
 
@@ -28,11 +28,12 @@ BLOCK = 256
 
 
 class UpdateRange(NamedTuple):
-    """Elements of tensors that are updated with the same factors: from `begin` to the
-    one before `end`.
+    """Elements of tensors that are updated with the same factors.
 
-    `position` is that of the first element, for rules that round (see
-    `numerics.rounding`); `shape` that of the parameter, for rules that update whole
+    They go from `begin` to the one before `end`.
+
+    `position` is the first element's position, for rules that round (see
+    `numerics.rounding`); `shape` the parameter's shape, for rules that update whole
     ones; `block` is the first block, for moments in 8 bits."""
 
     begin: int
@@ -44,8 +45,9 @@ class UpdateRange(NamedTuple):
 
 
 class WholeUpdate(NamedTuple):
-    """An update that transforms a whole parameter of two dimensions, besides the
-    formula for each element.
+    """An update that transforms a whole parameter of two dimensions.
+
+    It is besides the formula for each element.
 
     Attributes:
         parts: Returns the parts of the factors, for a shape: `scalars` are for the
@@ -89,8 +91,9 @@ class ScaledMoments(NamedTuple):
 
 
 class SplitMaster(NamedTuple):
-    """fp32 masters that are kept in two parts: the parameter, and further bits in a row
-    of the state.
+    """fp32 masters in two parts.
+
+    One is the parameter, the other further bits in a row of the state.
 
     `loops` is a module that numba compiles, and `kernels` one for Triton; both have
     functions `join` and `split`."""
@@ -107,8 +110,10 @@ class SplitMaster(NamedTuple):
 
 
 class UpdateInputs(NamedTuple):
-    """A state with its masters, the parameter to write (None: it is the master), and
-    the rule that updates them."""
+    """A state with its masters, the parameter to write, and the rule.
+
+    The rule updates them. A parameter of None is the master.
+    """
 
     state: tuple[torch.Tensor, ...]
     out: torch.Tensor | None
@@ -169,14 +174,18 @@ class UpdateRule:
 
     @property
     def scales(self) -> tuple[str, ...]:
-        """The names of the scales of moments in state dicts; none but for moments in 8
-        bits."""
+        """The names of the scales of moments in state dicts.
+
+        There are none but for moments in 8 bits.
+        """
         return () if self.scaled is None else self.scaled.names
 
     @property
     def ending(self) -> UpdateRule:
-        """The rule of the end of an update: `finish` where whole parameters are
-        updated, else this."""
+        """The rule of the end of an update.
+
+        It is `finish` where whole parameters are updated, else this rule.
+        """
         return self if self.whole_update is None else self.whole_update.finish
 
     @property
@@ -186,8 +195,10 @@ class UpdateRule:
 
     @cached_property
     def without_masters(self) -> UpdateRule:
-        """The rule of fp32 parameters, which are their own masters, but not where whole
-        ones are updated."""
+        """The rule of fp32 parameters, which are their own masters.
+
+        They are not where whole ones are updated.
+        """
         if (
             self.split is not None
             or self.whole_update is not None
@@ -197,8 +208,10 @@ class UpdateRule:
         return replace(self, has_masters=False, whole=self.with_masters)
 
     def inputs(self, rows: Sequence[torch.Tensor], param: torch.Tensor) -> UpdateInputs:
-        """Return what an update of a parameter with the rows of its state takes: its
-        masters come first."""
+        """Return what an update takes for a parameter and the rows of its state.
+
+        The masters come first.
+        """
         if self.has_masters:
             return UpdateInputs(tuple(rows), param, self)
         return UpdateInputs((param, *rows), None, self.with_masters)
@@ -210,27 +223,35 @@ class UpdateRule:
 
     @property
     def master(self) -> str:
-        """The place of the masters: `fp32` in the state, `parameter`, or the kind of
-        `split`."""
+        """The place of the masters: in the state, in the parameter, or split.
+
+        It is `fp32` in the state, `parameter`, or the kind of `split`.
+        """
         if self.split is not None:
             return self.split.name
         return "fp32" if self.has_masters else "parameter"
 
     @property
     def reads_params(self) -> bool:
-        """Whether an update reads the parameters, since the state has a part of the
-        masters only, or none."""
+        """Whether an update reads the parameters.
+
+        It does if the state has a part of the masters only, or none.
+        """
         return self.split is not None or not self.has_masters
 
     def scalars(self, group: Group, step: int, scale: float = 1.0) -> Scalars:
-        """Return the factors of a step; `scale` is that of each gradient (clip factor
-        times 1 / loss scale)."""
+        """Return the factors of a step.
+
+        `scale` is each gradient's scale (clip factor times 1 / loss scale).
+        """
         return tuple(map(np.float32, (scale, *self.factors(group, step))))
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtypes of the rows of a state: masters, or their part, moments, and
-        scales of moments."""
+        """The dtypes of the rows of a state.
+
+        Rows are masters, or their part, moments, and scales of moments.
+        """
         master = torch.float32 if self.split is None else self.split.dtype
         masters = (master,) if self.has_masters else ()
         return (
@@ -240,8 +261,10 @@ class UpdateRule:
         )
 
     def row_slices(self, begin: int, end: int, block: int) -> tuple[slice, ...]:
-        """Return the part of each row for the elements from `begin` to the one before
-        `end`, in blocks from `block`."""
+        """Return the part of each row for a range of elements.
+
+        They go from `begin` to the one before `end`, in blocks from `block`.
+        """
         blocks = slice(block, block - (begin - end) // BLOCK)
         return (slice(begin, end),) * (self.has_masters + len(self.moments)) + (
             blocks,
@@ -275,19 +298,25 @@ class UpdateRule:
 
     @property
     def rounds(self) -> bool:
-        """Whether moments are rounded to bfloat16, which may depend on the position of
-        their element."""
+        """Whether moments are rounded to bfloat16.
+
+        The rounding may depend on the position of their element.
+        """
         return bool(self.moment_dtype == torch.bfloat16)
 
     @property
     def has_ranges(self) -> bool:
-        """Whether an update needs to know where parameters begin, so that their ranges
-        are not merged."""
+        """Whether an update needs to know where parameters begin.
+
+        Their ranges are then not merged.
+        """
         return self.rounds or bool(self.scales) or self.whole_update is not None
 
     def formula_with(self, arithmetic: Mapping[str, Any]) -> Callable[..., Any]:
-        """Return the formula with other functions in place of `divide`, `square_root`
-        and `sign`."""
+        """Return the formula with other functions for its arithmetic.
+
+        They take the places of `divide`, `square_root` and `sign`.
+        """
         formula: Any = self.formula
         return FunctionType(
             formula.__code__, {**formula.__globals__, **arithmetic}, formula.__name__
@@ -333,9 +362,11 @@ _OF_KERNELS = {"foreach", "fused", "capturable"}
 
 
 class GroupRules:
-    """The rules of parameter groups: that of the key `rule` of a group, and for others
-    `default` with these defaults. Options of torch's optimizers that choose kernels
-    have no effect, as in a group.
+    """The rules of parameter groups.
+
+    A group has the rule of its key `rule`; other groups have `default` with these
+    defaults. Options of torch's optimizers that choose kernels have no effect, as in a
+    group.
 
     Raises EngineError if there is no such rule or hyperparameter."""
 
@@ -370,8 +401,10 @@ class GroupRules:
         return whole
 
     def drop_other_defaults(self, group: dict[str, Any]) -> None:
-        """Remove the defaults of the optimizer that torch has added to a group with
-        another rule."""
+        """Remove defaults of the optimizer from groups with another rule.
+
+        Torch has added them.
+        """
         for name in self.defaults.keys() - self.rule_of(group).defaults.keys():
             del group[name]
 

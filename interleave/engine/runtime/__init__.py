@@ -1,2 +1,5 @@
-"""Runs plans: the executor, the store of optimizer state and its operations, and the
-engine that does one step."""
+"""Runs plans.
+
+It has the executor, the store of optimizer state and its operations, and the engine
+that does one step.
+"""

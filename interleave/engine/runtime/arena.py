@@ -1,5 +1,7 @@
-"""Device memory for state: allocated when a plan is set, and handed out to the
-operations of the plan."""
+"""Device memory for state.
+
+It is allocated when a plan is set, and handed out to the operations of the plan.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -37,8 +39,10 @@ _FAST_STORAGE = StoragePath(read_bytes_per_s=1e13, write_bytes_per_s=1e13)
 
 @dataclass
 class Block:
-    """Device memory of an arena (fp32, one dimension), and the marks that a stream must
-    wait for before it uses it."""
+    """Device memory of an arena, and the marks that a stream must wait for first.
+
+    It is fp32, with one dimension. A stream waits before it uses the memory.
+    """
 
     memory: torch.Tensor
     marks: Sequence[Mark]
@@ -49,9 +53,11 @@ class Block:
 
 
 class Arena:
-    """Hands out device memory in blocks, and does so again as soon as their last use is
-    issued: the next stream waits for its mark. Memory that is free for a part of an
-    iteration is allocated when it is needed, and then released to the job."""
+    """Hands out device memory in blocks, and again as soon as their last use is issued.
+
+    The next stream waits for the mark of that use. Memory that is free for a part of an
+    iteration is allocated when it is needed, and then released to the job.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -63,9 +69,11 @@ class Arena:
         self._lock = fork_lock()
 
     def reserve(self, sizes: Sequence[int], kept_bytes: float) -> None:
-        """Hold free blocks of these sizes (in elements), besides those in use, and no
-        others, of which `kept_bytes` may be held during the whole iteration; no
-        operation may run. Raises DeviceMemoryError, as does `take`."""
+        """Hold free blocks of these sizes (in elements), and no others.
+
+        They are besides the blocks in use; `kept_bytes` of them may be held during the
+        whole iteration. No operation may run. Raises DeviceMemoryError, as does `take`.
+        """
         with self._lock:
             missing = Counter(sizes)
             kept = []
@@ -83,14 +91,16 @@ class Arena:
                     self._free.append(self._allocate(elements))
 
     def fits(self, elements: int) -> bool:
-        """Return whether `take` has a block of so many elements now."""
+        """Return whether `take` has a block of this many elements now."""
         with self._lock:
             has_block = any(block.elements >= elements for block in self._free)
             return has_block or self._total_bytes + _WIDTH * elements <= self._max_bytes
 
     def take(self, elements: int) -> Block:
-        """Return a block of at least so many elements: the smallest free one, or else a
-        new one."""
+        """Return a block of at least this many elements.
+
+        It is the smallest free one, or else a new one.
+        """
         with self._lock:
             large_enough = [block for block in self._free if block.elements >= elements]
             if not large_enough:
@@ -106,8 +116,10 @@ class Arena:
             self._free.append(block)
 
     def trim(self) -> None:
-        """Release free blocks beyond the memory that may be held during the whole
-        iteration."""
+        """Release free blocks beyond the memory for whole iterations.
+
+        This is the memory that may be held during the whole iteration.
+        """
         with self._lock:
             for block in [
                 block
@@ -152,9 +164,12 @@ def worst_case(plan: Plan, workload: Workload) -> Schedule:
 
 
 def gradient_elements(subgroup: Subgroup) -> int:
-    """Return the fp32 elements of memory for a gradient that was copied to the host and
-    back: none if it fits the memory of its parameter, with the same dtype and no part
-    of the master, which nobody reads until the update."""
+    """Return the fp32 elements of memory for a gradient that made a round trip.
+
+    It was copied to the host and back. It takes none if it fits the memory of its
+    parameter, with the same dtype and no part of the master, which nobody reads until
+    the update.
+    """
     if subgroup.rule.reads_params:
         return int(-(-subgroup.params * subgroup.grad_dtype.itemsize // 4))
     return subgroup.params if subgroup.grad_dtype != subgroup.dtype else 0
@@ -169,9 +184,11 @@ def acquired_elements(op: Op, subgroups: Sequence[Subgroup]) -> int:
 
 
 def block_sizes(schedule: Schedule, subgroups: Sequence[Subgroup]) -> list[int]:
-    """Return the sizes of the blocks that a plan works with, besides those of resident
-    state, in fp32 elements, by its worst case. A block is used again, and has the size
-    of the largest that it is used for."""
+    """Return the sizes of the blocks that a plan works with, in fp32 elements.
+
+    They are by its worst case, besides the blocks of resident state. A block is used
+    again, and has the size of the largest that it is used for.
+    """
     blocks = _Blocks()
     # In the second iteration parked state begins where the first one left it.
     for _ in range(2):
@@ -187,8 +204,10 @@ def block_sizes(schedule: Schedule, subgroups: Sequence[Subgroup]) -> list[int]:
 
 
 def plan_bytes(schedule: Schedule, subgroups: Sequence[Subgroup]) -> int:
-    """Return the device memory that the blocks of a plan hold, resident state included,
-    in bytes."""
+    """Return the device memory that the blocks of a plan hold, in bytes.
+
+    Resident state is included.
+    """
     resident = sum(
         state_elements(subgroups[subgroup]) for subgroup in schedule.plan.resident
     )
@@ -196,8 +215,10 @@ def plan_bytes(schedule: Schedule, subgroups: Sequence[Subgroup]) -> int:
 
 
 def _memory_changes(schedule: Schedule) -> list[Op]:
-    """Return the operations that take device memory when they start, or give it back
-    when they end, in that order."""
+    """Return the operations that take or give back device memory, in that order.
+
+    They take it when they start, or give it back when they end.
+    """
     changes = []
     for index, (op, start, end) in enumerate(schedule.items()):
         kind = find_kind(op.kind)

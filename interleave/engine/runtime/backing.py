@@ -1,5 +1,7 @@
-"""Memory behind that of the host, for state that the host does not hold: none, unless a
-feature has some."""
+"""Memory behind host memory, for state that the host does not hold.
+
+There is none, unless a feature has some.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -41,8 +43,10 @@ class BackedStates:
         EngineError if it is too little."""
 
     def load(self, subgroup: int, number: int) -> torch.Tensor:
-        """Read a state into a buffer of the plan, by its index, and return it, in the
-        buffer."""
+        """Read a state into a buffer of the plan, by its index.
+
+        Return it, in the buffer.
+        """
         raise NotImplementedError
 
     def reload(self, subgroup: int) -> None:
@@ -72,8 +76,9 @@ class BackedStates:
         raise NotImplementedError
 
     def commit(self, read: Callable[[int], torch.Tensor]) -> dict[str, Any]:
-        """Make the newest state of all subgroups the one to resume from, and return
-        what `Backing.open` takes.
+        """Make the newest state of all subgroups the one to resume from.
+
+        Return what `Backing.open` takes.
 
         No operation may run, and no buffer may be in use. `read` returns a state that
         is not here."""
@@ -86,7 +91,7 @@ class BackedStates:
 
 
 class Backing:
-    """The memory behind that of the host, for one engine after the other: none here.
+    """The memory behind host memory, for one engine after the other: none here.
 
     Attributes:
         is_used: Whether a machine with it has storage.
@@ -116,6 +121,8 @@ class Backing:
         device: Device,
         commit: Mapping[str, Any] | None = None,
     ) -> BackedStates:
-        """Return the states of subgroups, of a commit that was checked; None for new
-        state."""
+        """Return the states of subgroups, of a commit that was checked.
+
+        Return None for new state.
+        """
         return BackedStates()

@@ -31,9 +31,11 @@ _SCALARS, _ASSUMED_SCALARS = -1, -2
 
 
 class Engine:
-    """Runs a plan at every step, on parameters (so many tensors) that are divided into
-    subgroups. The training thread calls it; autograd's thread calls `report_progress`
-    and `offload_gradient`."""
+    """Runs a plan at every step, on parameters that are divided into subgroups.
+
+    `params` is the number of parameter tensors. The training thread calls the engine;
+    autograd's thread calls `report_progress` and `offload_gradient`.
+    """
 
     _workload: Workload
 
@@ -59,8 +61,7 @@ class Engine:
 
     @property
     def update(self) -> Update:
-        """The update that the job computes gradients for, or whose late operations
-        run."""
+        """The update whose gradients the job computes, or whose late operations run."""
         return self.store.update
 
     @property
@@ -70,13 +71,14 @@ class Engine:
 
     @property
     def is_late(self) -> bool:
-        """Whether the last step has returned and its late operations are not known to
-        have ended: see `finish_step`."""
+        """Whether the last step has returned while late operations may still run.
+
+        They are not known to have ended: see `finish_step`.
+        """
         return self.update.phase is UpdatePhase.LATE
 
     def set_plan(self, plan: Plan, workload: Workload) -> None:
-        """Use a plan from now on, and start the operations that it has before the next
-        step."""
+        """Use a plan from now on, and start its operations before the next step."""
         self.quiesce()
         self.plan, self._workload = plan, workload
         self._block_sizes = block_sizes(
@@ -98,9 +100,11 @@ class Engine:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context in which no operation runs, so that state can be read and
-        written where it is. The plan goes on afterwards; before the step only
-        speculative updates are done again."""
+        """Return a context in which no operation runs.
+
+        State can then be read and written where it is. The plan goes on afterwards;
+        before the step only speculative updates are done again.
+        """
         with self._executor.paused():
             self.store.speculative.invalidate()
             yield
@@ -127,8 +131,10 @@ class Engine:
         return self.is_running and self._speculates and not self.update.assumed
 
     def assume(self, scalars: Sequence[Scalars | None]) -> None:
-        """Let speculative updates begin, with the factors by parameter of a step
-        without clipping or skipping."""
+        """Let speculative updates begin, with the factors of an expected step.
+
+        The factors are by parameter, without clipping or skipping.
+        """
         self.update.assumed = list(scalars)
         self._executor.mark_available(_ASSUMED_SCALARS)
 
@@ -145,8 +151,10 @@ class Engine:
     def recall_gradients(
         self, params: Sequence[torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Stop the plan and return the offloaded gradients by parameter, flat, on the
-        device again."""
+        """Stop the plan and return the offloaded gradients.
+
+        They are by parameter, flat, on the device again.
+        """
         self.quiesce()
         offloaded = self.update.offloaded
         gradients = {
@@ -166,8 +174,10 @@ class Engine:
         self._start()
 
     def submit_gradients(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Submit the gradients (flat) that were not offloaded, after the backward, and
-        start to copy them."""
+        """Submit the gradients (flat) that were not offloaded.
+
+        This is after the backward; it starts to copy them.
+        """
         if not self.is_running:
             self._start()
         update, mark = self.update, self.device.record("job")
@@ -184,10 +194,13 @@ class Engine:
     def step(
         self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None]
     ) -> Schedule | None:
-        """Update parameters (flat), after `submit_gradients`, by factors; None for one
-        that stays as it is. With late operations `finish_step` must follow before
-        anything but `wait_for_params`. Both raise OperationFailed if the step was
-        completed on the CPU, else EngineError: the state is lost."""
+        """Update parameters (flat) by factors, after `submit_gradients`.
+
+        A factor is None for a parameter that stays as it is. With late operations
+        `finish_step` must follow before anything but `wait_for_params`. Both raise
+        OperationFailed if the step was completed on the CPU, else EngineError: the
+        state is lost.
+        """
         assert self.plan is not None
         update = self.update
         assert update.step_mark is not None
@@ -212,8 +225,10 @@ class Engine:
         return self.finish_step()
 
     def wait_for_params(self, params: Iterable[int]) -> bool:
-        """Wait until late operations have written parameters, by index; False: one has
-        failed, `finish_step` raises."""
+        """Wait until late operations have written parameters, by index.
+
+        False: one has failed, and `finish_step` raises.
+        """
         writes = [
             index
             for param in params
@@ -226,8 +241,10 @@ class Engine:
             )
 
     def finish_step(self) -> Schedule:
-        """Wait until the last step has ended, with its late operations, and begin the
-        next iteration."""
+        """Wait until the last step has ended, and begin the next iteration.
+
+        The end includes late operations.
+        """
         update = self.update
         try:
             run = self._executor.finish()
@@ -274,8 +291,10 @@ class Engine:
         self._begin()
 
     def _begin(self, begin_s: float | None = None) -> None:
-        """Begin an iteration. begin_s: when it began, on the clock of
-        time.perf_counter; None: now."""
+        """Begin an iteration.
+
+        `begin_s` says when it began, on the clock of time.perf_counter; None: now.
+        """
         assert self.plan is not None
         streamed = not self._workload.gradients_held_until_step
         # A new one, so that no reference keeps gradients alive that the job drops.
@@ -321,8 +340,10 @@ class _StepClock:
             self._waited_s += time.perf_counter() - begin_s
 
     def end_step(self, update: Update, run: PlanRun, workload: Workload) -> Schedule:
-        """Return the measured schedule of an update that has ended, with its late
-        operations, and measured phases."""
+        """Return the measured schedule of an ended update, and measured phases.
+
+        The update has ended with its late operations.
+        """
         step_mark = update.step_mark
         assert step_mark is not None
         end_s = (
@@ -353,8 +374,10 @@ class _StepClock:
 
 
 def _as_performed(run: PlanRun, scalars_s: float) -> Plan:
-    """Return the plan of a run, in which updates are speculative only if they began
-    before the scalars were known."""
+    """Return the plan of a run as it was performed.
+
+    Updates are speculative only if they began before the scalars were known.
+    """
     if not run.plan.speculated:
         return run.plan
     known_s = scalars_s - run.begin_s
@@ -366,9 +389,11 @@ def _as_performed(run: PlanRun, scalars_s: float) -> Plan:
 
 
 def reserve_rows(plan: Plan) -> list[int]:
-    """Return numbers for the rows of a step, all operations and as many repeated ones,
-    so that they belong to this iteration even if they are added later. There are none
-    where nothing is recorded."""
+    """Return numbers for the rows of a step.
+
+    They are for all operations and as many repeated ones, which belong to this
+    iteration even if they are added later. There are none where nothing is recorded.
+    """
     recorder = start.current_recorder()
     if recorder is None or not recorder.recording:
         return []
@@ -376,9 +401,11 @@ def reserve_rows(plan: Plan) -> list[int]:
 
 
 def record_operations(run: PlanRun, numbers: Sequence[int]) -> None:
-    """Add a row to the table `ops` of the trace, with the numbers that `reserve_rows`
-    has returned before the step, for each operation, and each speculative update that
-    was not used."""
+    """Add a row to the table `ops` of the trace for each operation.
+
+    Add one also for each speculative update that was not used. The numbers are those
+    that `reserve_rows` has returned before the step.
+    """
     recorder = start.current_recorder()
     if recorder is None:
         return

@@ -1,5 +1,8 @@
-"""Executes plans: a thread for each resource starts the first operation that is ready,
-as the simulator does."""
+"""Executes plans.
+
+A thread for each resource starts the first operation that is ready, as the simulator
+does.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,9 @@ _SIGNALS = (
 
 
 class Executor:
-    """Executes plans on a thread for each lane: those of the core, and those of the
-    plans that it has begun.
+    """Executes plans on a thread for each lane.
+
+    These are the core's lanes, and the lanes of the plans that it has begun.
 
     Operations on the CPU and of storage are performed by their thread. Those on the
     device are issued to streams, which wait for one another; their thread takes their
@@ -75,9 +79,12 @@ class Executor:
         inputs: Mapping[int, int] | None = None,
         begin_s: float | None = None,
     ) -> None:
-        """Begin an iteration: operations that wait for no point of it may run from now
-        on. `inputs`: the input that an operation also waits for, as a number: see
-        `mark_available`. `begin_s`: as for `PlanRun`."""
+        """Begin an iteration.
+
+        Operations that wait for no point of the iteration may run from now on.
+        `inputs`: the input that an operation also waits for, as a number: see
+        `mark_available`. `begin_s`: as for `PlanRun`.
+        """
         run = PlanRun(plan, inputs or {}, begin_s)
         with self._changed:
             if self._closed:
@@ -91,8 +98,10 @@ class Executor:
             self._error = None
 
     def advance_to(self, point: float) -> None:
-        """Report that the calling thread has issued the job's work up to a point of the
-        iteration (see plan.py)."""
+        """Report that the job's work is issued up to a point of the iteration.
+
+        The calling thread has issued it (see plan.py).
+        """
         with self._changed:
             run = self._run
             if run is None or point <= run.point:
@@ -101,8 +110,9 @@ class Executor:
             self._wake()
 
     def mark_available(self, number: int, marks: Sequence[Mark] = ()) -> None:
-        """Report that an input of operations is available, for streams when they have
-        passed marks.
+        """Report that an input of operations is available.
+
+        For streams, it is when they have passed marks.
 
         A second report of the same input has no effect."""
         with self._changed:
@@ -121,8 +131,10 @@ class Executor:
                 self._wake()
 
     def wait(self, is_enough: Callable[[PlanRun], bool]) -> bool:
-        """Wait until enough operations of the run are done; False: one failed, or this
-        was closed, and `finish` raises."""
+        """Wait until enough operations of the run are done.
+
+        False: one failed, or this was closed, and `finish` raises.
+        """
         with self._changed:
             run = self._run
             if run is None:
@@ -257,8 +269,10 @@ class Executor:
         return index
 
     def _is_stalled(self, run: PlanRun) -> bool:
-        """Return whether no operation can start because of memory, and nothing will
-        release any."""
+        """Return whether no operation can start because of memory.
+
+        Nothing will release any then.
+        """
         if self._busy or run.point < STEP or run.waits_for_the_job:
             return False
         return not any(run.can_take(lane, self._fits) for lane in self._lanes)
@@ -358,9 +372,11 @@ class OperationFailed(EngineError):
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Return a context for work that must not be left half done: handlers of signals
-    that arrive run at its end. Python runs them on the main thread, so on any other one
-    there is nothing to defer."""
+    """Return a context for work that must not be left half done.
+
+    Handlers of signals that arrive run at its end. Python runs them on the main thread,
+    so on any other one there is nothing to defer.
+    """
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:

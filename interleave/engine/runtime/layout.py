@@ -1,5 +1,7 @@
-"""Division of the parameters of an optimizer into subgroups, and the layout of their
-state in memory."""
+"""Division of an optimizer's parameters into subgroups.
+
+Also the layout of the subgroups' state in memory.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,9 +23,12 @@ MASTER = 0
 
 @dataclass(frozen=True)
 class ParamSegment:
-    """A run of elements of one parameter (its index in the optimizer) in a subgroup:
-    `begin` to `end` in the flat parameter, from `offset` on in the subgroup; `shape`:
-    of a whole matrix; `block`: the first one, in the subgroup."""
+    """A run of elements of one parameter in a subgroup.
+
+    It goes from `begin` to `end` in the flat parameter (`param` is its index in the
+    optimizer), and from `offset` on in the subgroup. `shape` is the shape of a whole
+    matrix; `block` is the run's first block in the subgroup.
+    """
 
     param: int
     begin: int
@@ -39,7 +44,7 @@ class ParamSegment:
 
     @property
     def position(self) -> int:
-        """That of the first element, see rounding.py."""
+        """The position of the first element, see rounding.py."""
         return (self.begin + self.param * FACTOR) % 2**32
 
 
@@ -60,10 +65,12 @@ def divide(
     subgroup_params: int,
     rules: Sequence[UpdateRule] | None = None,
 ) -> tuple[Subgroup, ...]:
-    """Divide parameters into subgroups of `subgroup_params` elements of one dtype and
-    rule (None: `adamw`), in order; large parameters are split, but for matrices that
-    their rule updates as a whole, and between blocks if their moments have scales. The
-    last subgroup before a change may be smaller."""
+    """Divide parameters into subgroups of `subgroup_params` elements, in order.
+
+    A subgroup has one dtype and rule (None: `adamw`). Large parameters are split,
+    except for matrices that their rule updates as a whole; between blocks if their
+    moments have scales. The last subgroup before a change may be smaller.
+    """
     rules = rules or [ADAMW] * len(params)
     division = _Division(subgroup_params)
     for index, (param, rule) in enumerate(zip(params, rules, strict=True)):
@@ -79,7 +86,7 @@ def divide(
 
 
 class _Division:
-    """Subgroups, the last of which is open."""
+    """Subgroups; the last of them is open."""
 
     def __init__(self, subgroup_params: int) -> None:
         self.subgroups: list[Subgroup] = []
@@ -139,8 +146,7 @@ def most_frequent(
     value_of: Callable[[Subgroup], _Value],
     default: _Value,
 ) -> _Value:
-    """Return the value of the subgroups with most parameters; the default without
-    any."""
+    """Return the value of the subgroups with most parameters, or the default."""
     params: Counter[_Value] = Counter()
     for subgroup in subgroups:
         params[value_of(subgroup)] += subgroup.params
@@ -148,8 +154,7 @@ def most_frequent(
 
 
 def _blocks(segments: Sequence[ParamSegment], params: int) -> int:
-    """Return the number of blocks of segments; without any, those of so many
-    elements."""
+    """Return the number of blocks of segments, or of `params` elements without any."""
     if not segments:
         return -(-params // BLOCK)
     last = segments[-1]
@@ -173,8 +178,10 @@ def state_elements(subgroup: Subgroup) -> int:
 
 
 def state_shape(subgroup: Subgroup) -> tuple[int, ...]:
-    """Return the shape of a subgroup's state, fp32: (rows, params), or flat if not all
-    rows are fp32."""
+    """Return the shape of a subgroup's state, fp32.
+
+    It is (rows, params), or flat if not all rows are fp32.
+    """
     dtypes = subgroup.rule.dtypes
     return (
         (len(dtypes), subgroup.params)
@@ -184,8 +191,7 @@ def state_shape(subgroup: Subgroup) -> tuple[int, ...]:
 
 
 def state_rows(state: torch.Tensor, subgroup: Subgroup) -> tuple[torch.Tensor, ...]:
-    """Return views of a state of `state_shape`, as `UpdateRule.dtypes` lists the
-    rows."""
+    """Return views of a state of `state_shape`, for each row of `UpdateRule.dtypes`."""
     if state.dim() == 2:
         return tuple(state)
     memory, rows, begin, sizes = state.view(torch.uint8), {}, 0, _row_bytes(subgroup)

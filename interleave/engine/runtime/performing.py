@@ -13,8 +13,10 @@ def gradient_up(store: Store, op: Op) -> None:
 
 
 def clip(store: Store, op: Op) -> None:
-    """Do nothing: all gradients are on the host by then, and the clip factor is in the
-    scalars."""
+    """Do nothing.
+
+    All gradients are on the host by then, and the clip factor is in the scalars.
+    """
 
 
 def fetch(store: Store, op: Op) -> None:

@@ -75,8 +75,10 @@ class PlanRun:
         return bool(self._gated or any(self._blocked.values()))
 
     def advance_to(self, point: float, record: Callable[[], Mark]) -> None:
-        """Let operations start that wait for a point; their streams wait for a mark,
-        which is recorded if necessary."""
+        """Let operations start that wait for a point.
+
+        Their streams wait for a mark, which is recorded if necessary.
+        """
         if bisect_right(self._op_points, point) > bisect_right(
             self._op_points, self.point
         ):
@@ -86,15 +88,19 @@ class PlanRun:
             self._enqueue(heappop(self._gated)[1])
 
     def mark_available(self, number: int, marks: Sequence[Mark]) -> None:
-        """Let operations start that wait for an input, which is there when marks are
-        passed."""
+        """Let operations start that wait for an input.
+
+        It is there when marks are passed.
+        """
         for index in self._blocked.pop(number, ()):
             self._marks[index] += marks
             self._count_down(index)
 
     def take(self, lane: Resource, can_start: Callable[[Op], bool]) -> int | None:
-        """Return the first operation that a lane can start, else the first that can be
-        issued ahead of time."""
+        """Return the first operation that a lane can start.
+
+        Otherwise return the first that can be issued ahead of time.
+        """
         for queue in (self._ready[lane], self._ahead[lane]):
             index = self._pop_first(queue, can_start)
             if index is not None:
@@ -146,8 +152,10 @@ class PlanRun:
             self._take_again(index)
 
     def complete(self, index: int, start_s: float, end_s: float) -> None:
-        """Record that an operation is done, with its times on the clock of
-        time.perf_counter."""
+        """Record that an operation is done, with its times.
+
+        They are on the clock of time.perf_counter.
+        """
         start, end = start_s - self.begin_s, end_s - self.begin_s
         if index in self._outdated:
             self._outdated.remove(index)
@@ -176,8 +184,10 @@ class PlanRun:
     def _pop_first(
         self, queue: list[tuple[int, int]], can_start: Callable[[Op], bool]
     ) -> int | None:
-        """Remove and return the first operation of a heap that was not taken and can
-        start."""
+        """Remove and return the first operation of a heap that can start.
+
+        It must not have been taken.
+        """
         passed_over = []
         first = None
         while queue and first is None:

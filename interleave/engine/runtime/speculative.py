@@ -13,11 +13,13 @@ from ebbtide.interleave.engine.runtime.update import Update
 
 
 class SpeculativeUpdates:
-    """The speculative updates of a step, by any thread, with the factors of a step that
-    is neither clipped nor skipped. The new state is written into a spare, and the two
-    are exchanged if the step is so. State in storage is updated in its buffer, and read
-    again from its file if it is not valid. `buffers` have the parameters that updates
-    read."""
+    """The speculative updates of a step, by any thread.
+
+    They have the factors of a step that is neither clipped nor skipped. The new state
+    is written into a spare, and the two are exchanged if the step is so. State in
+    storage is updated in its buffer, and read again from its file if it is not valid.
+    `buffers` have the parameters that updates read.
+    """
 
     def __init__(
         self,
@@ -45,8 +47,9 @@ class SpeculativeUpdates:
         self._outdated: set[int] = set()
 
     def begin(self, subgroup: int, assumed: Sequence[Scalars | None] | None) -> bool:
-        """Begin an update that assumes these factors, by parameter; False if those of
-        the step are known.
+        """Begin an update that assumes these factors, by parameter.
+
+        Return False if the factors of the step are known.
 
         None: it cannot run yet, and is to be done when they are known."""
         with self._lock:
@@ -75,8 +78,10 @@ class SpeculativeUpdates:
             self._use(subgroup)
 
     def use_valid(self, scalars: Sequence[Scalars | None]) -> set[int]:
-        """Use the results of those that have assumed the factors of the step, and
-        return the other subgroups."""
+        """Use the results of updates that assumed the factors of the step.
+
+        Return the other subgroups.
+        """
         with self._lock:
             self._scalars = scalars
             valid = set(filter(self._is_valid, self._assumed))

@@ -78,8 +78,7 @@ class ReturnedGradients:
         return block.memory.view(self._subgroups[number].grad_dtype)[segment.span]
 
     def give(self, number: int) -> None:
-        """Give the memory of a subgroup's gradient back, after its update was
-        issued."""
+        """Give the memory of a subgroup's gradient back once its update is issued."""
         block = self._blocks.pop(number, None)
         if block is not None:
             self._arena.give(block, self._device.record("gpu"))
@@ -98,8 +97,10 @@ def _load(target: str) -> Any:
 
 
 class Store:
-    """Performs operations on the state of subgroups, which it owns; for host_buffers
-    and backed see SubgroupStates."""
+    """Performs operations on the state of subgroups, which it owns.
+
+    For host_buffers and backed see SubgroupStates.
+    """
 
     def __init__(
         self,
@@ -140,8 +141,7 @@ class Store:
         _load(perform)(self, op)
 
     def host_gradient(self, number: int) -> torch.Tensor:
-        """Return the gradient of a subgroup that was copied to the host in this
-        iteration."""
+        """Return a subgroup's gradient that was copied to the host this iteration."""
         return self._buffers.gradients[number]
 
     def return_gradient(self, number: int) -> None:
@@ -180,8 +180,10 @@ class Store:
         return self._subgroups_of.get(param, set())
 
     def gradient(self, param: int, value: torch.Tensor) -> torch.Tensor | None:
-        """Return a gradient of this iteration, flat, on the device of the parameter
-        (value); None if there is none."""
+        """Return a gradient of this iteration, flat, on the device of the parameter.
+
+        The parameter is `value`; None if there is no gradient.
+        """
         gradient = self.update.gradients[param]
         if gradient is not None or not self.subgroups_of(param) <= self.update.copied:
             return gradient
@@ -201,8 +203,9 @@ class Store:
         return self.states.host_bytes + self._buffers.host_bytes
 
     def use_scalars(self) -> set[int]:
-        """Use the speculative updates that have assumed the factors of the step, which
-        are known now.
+        """Use the speculative updates that assumed the factors of the step.
+
+        These are known now.
 
         Returns the subgroups whose speculative update has assumed others, and must be
         done again."""
@@ -211,22 +214,25 @@ class Store:
         return self.speculative.use_valid(self.update.scalars)
 
     def forget_params(self, changed: Collection[int]) -> None:
-        """Read parameters, by their indices, again before an update on the CPU needs
-        them, since they have changed."""
+        """Read changed parameters again before an update on the CPU needs them.
+
+        They are given by their indices.
+        """
         for param in changed:
             self._buffers.outdated_params |= self.subgroups_of(param)
 
     def _lacks_params(self, number: int) -> bool:
-        """Return whether the host has not the parameters that the update of a subgroup
-        reads."""
+        """Return whether the host lacks parameters that a subgroup's update reads."""
         return (
             self.subgroups[number].rule.reads_params
             and number in self._buffers.outdated_params
         )
 
     def _refresh_params(self, number: int) -> None:
-        """Copy the parameters of a subgroup to the host, if updates read them and they
-        are not there."""
+        """Copy the parameters of a subgroup to the host.
+
+        Do so if updates read them and they are not there.
+        """
         if self._lacks_params(number):
             segments, buffer = (
                 self.subgroups[number].segments,
@@ -242,8 +248,9 @@ class Store:
     def apply_placement(
         self, plan: Plan, sizes: Sequence[int], kept_bytes: float = math.inf
     ) -> None:
-        """Move state to where a plan has it when an iteration starts, and allocate
-        blocks of `block_sizes`.
+        """Move state to where a plan has it when an iteration starts.
+
+        Allocate blocks of `block_sizes`.
 
         No operation may run meanwhile. `kept_bytes` of device memory are free during
         the whole iteration, for state."""
@@ -254,8 +261,9 @@ class Store:
         self._buffers.prepare(plan)
 
     def complete(self) -> None:
-        """Complete the update on the CPU after an operation failed; then no state is on
-        the device.
+        """Complete the update on the CPU after an operation failed.
+
+        No state is on the device then.
 
         Raises EngineError if an update in place failed: its state is lost."""
         # What the job has issued, gradients among it, is done.
@@ -282,8 +290,10 @@ class Store:
         self._buffers.clear()
 
     def _complete_subgroup(self, subgroup: int) -> None:
-        """Update a subgroup on the CPU, or only take its parameters from the master,
-        and copy them to the device."""
+        """Update a subgroup on the CPU, and copy its parameters to the device.
+
+        It may only take the parameters from the master.
+        """
         # It is enough for this step that there is host memory.
         self._buffers.ensure("upload", subgroup, pinned=False)
         self._refresh_params(subgroup)
@@ -410,8 +420,8 @@ class Store:
         params = self._buffers.params[subgroup]
         params.copy_(masters)
         if params.dtype != torch.float32:
-            # The NaN of torch's cast differs between machines, and from that of
-            # updates.
+            # The NaN of torch's cast differs between machines, and from the updates'
+            # NaN.
             params.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
 
     def copy_gradient_to_host(self, subgroup: int) -> None:
@@ -428,8 +438,10 @@ class Store:
         )
 
     def _drop_gradients(self, subgroup: int) -> None:
-        """Drop the gradients that are on the host now, unless the job holds them until
-        the step."""
+        """Drop the gradients that are on the host now.
+
+        Keep them if the job holds them until the step.
+        """
         update = self.update
         update.copied.add(subgroup)
         if not update.streamed:

@@ -1,5 +1,4 @@
-"""The optimizer state of each subgroup, and its placement on the host and the
-device."""
+"""The state of each subgroup, and its placement on the host and the device."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,11 +23,13 @@ from ebbtide.interleave.model.plan import Plan
 
 
 class SubgroupStates:
-    """The state of each subgroup, of `state_shape`: master or remainder, and moments;
-    on the host, on the device, or on both while it is copied or where the device's is
-    the newer one; or behind the host's memory (`backed`), and in a buffer between its
-    read and its write. `host_buffers` of the caller have it again after
-    `move_all_to_host`."""
+    """The optimizer state of each subgroup, of `state_shape`.
+
+    A state is master or remainder, and moments. It is on the host, on the device, or on
+    both while it is copied or where the device's state is the newer one; or behind the
+    host's memory (`backed`), and in a buffer between its read and its write.
+    `host_buffers` of the caller have the state again after `move_all_to_host`.
+    """
 
     def __init__(
         self,
@@ -72,8 +73,10 @@ class SubgroupStates:
         return self.backed.read_bytes, self.backed.written_bytes
 
     def named_rows(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the rows of all states by name; those of a state that is not in
-        memory, on the device `meta`."""
+        """Return the rows of all states by name.
+
+        The rows of a state that is not in memory are on the device `meta`.
+        """
         rows: list[tuple[str, torch.Tensor]] = []
         for number, subgroup in enumerate(self.subgroups):
             state = self.on_device.get(number, self.on_host.get(number))
@@ -115,8 +118,7 @@ class SubgroupStates:
         subgroup: int,
         parts: Sequence[tuple[ParamSegment, Sequence[torch.Tensor]]],
     ) -> None:
-        """Copy segments of all rows of a state to tensors in host memory, one for each
-        row."""
+        """Copy segments of all rows of a state to host tensors, one for each row."""
         on_device, own = self.on_device.get(subgroup), self.subgroups[subgroup]
         rows = state_rows(self.read(subgroup) if on_device is None else on_device, own)
         pairs = [
@@ -153,8 +155,7 @@ class SubgroupStates:
             self.backed.write(subgroup, state)
 
     def is_backed(self, subgroup: int) -> bool:
-        """Return whether the plan has the state of a subgroup behind the host's
-        memory."""
+        """Return whether the plan has a subgroup's state behind the host's memory."""
         return self.backed.is_planned(subgroup)
 
     def is_loaded(self, subgroup: int) -> bool:
@@ -184,8 +185,10 @@ class SubgroupStates:
 
     @contextmanager
     def on_host_now(self, subgroup: int) -> Iterator[torch.Tensor]:
-        """Provide the host memory of a state; one behind it is read before and written
-        after."""
+        """Provide the host memory of a state.
+
+        A state behind the host's memory is read before and written after.
+        """
         if subgroup not in self.on_host:
             self.on_host[subgroup] = self.backed.read(subgroup)
         yield self.on_host[subgroup]
@@ -193,8 +196,10 @@ class SubgroupStates:
             self.backed.write(subgroup, self.on_host.pop(subgroup))
 
     def use_spare(self, subgroup: int) -> None:
-        """Take the state in the spare as that of a subgroup; the memory of the old one
-        is the spare from now on."""
+        """Take the state in the spare as a subgroup's state.
+
+        The memory of the old state is the spare from now on.
+        """
         self.on_host[subgroup], self.spares[subgroup] = (
             self.spares[subgroup],
             self.on_host[subgroup],
@@ -212,8 +217,10 @@ class SubgroupStates:
     def apply_placement(
         self, plan: Plan, sizes: Sequence[int], kept_bytes: float
     ) -> None:
-        """Move state to where a plan has it at first, with blocks as for
-        `Arena.reserve`. No operation may run."""
+        """Move state to where a plan has it at first.
+
+        Blocks are as for `Arena.reserve`. No operation may run.
+        """
         # Resident state has blocks of its size. Other blocks are used by one subgroup
         # after the other.
         staying = {
@@ -276,8 +283,10 @@ class SubgroupStates:
         self._arena.give(self._blocks.pop(subgroup), self._device.record("d2h"))
 
     def _issue_to_any_host_memory(self, subgroup: int) -> None:
-        """Issue the move of a state to the host, also where no more host memory can be
-        pinned."""
+        """Issue the move of a state to the host.
+
+        This also works where no more host memory can be pinned.
+        """
         try:
             self._allocated_on_host(subgroup)
         except EngineError:
@@ -304,8 +313,10 @@ class SubgroupStates:
                 self._device.record(direction).synchronize()
 
     def _allocate_on_host(self, plan: Plan) -> None:
-        """Allocate host memory for the states that a plan has there at some time, and
-        release that of the others."""
+        """Allocate host memory for the states that a plan has there at some time.
+
+        Release the memory of the other states.
+        """
         for subgroup in () if self._host_buffers is not None else plan.resident:
             self.on_host.pop(subgroup, None)
         needed = {
@@ -341,8 +352,10 @@ class SubgroupStates:
 def _row_pairs(
     source: torch.Tensor, target: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the rows to copy, one by one: host buffers of the caller may be parts of
-    longer rows."""
+    """Return the rows to copy, one by one.
+
+    Host buffers of the caller may be parts of longer rows.
+    """
     if source.dim() == 1:
         return [(source, target)]
     return list(zip(source, target, strict=True))

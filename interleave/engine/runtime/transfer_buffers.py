@@ -10,8 +10,10 @@ from ebbtide.interleave.model.plan import Plan
 
 
 class TransferBuffers:
-    """Host buffers of the copies in a plan, pinned unless the plan has the copy as
-    pageable."""
+    """Host buffers of the copies in a plan.
+
+    They are pinned unless the plan has the copy as pageable.
+    """
 
     def __init__(self, subgroups: Sequence[Subgroup], device: Device) -> None:
         self._subgroups = subgroups
@@ -61,7 +63,7 @@ class TransferBuffers:
         }
 
     def use_spare(self, number: int) -> None:
-        """Take the parameters in the spare as those of a subgroup, if there is one."""
+        """Take the parameters in the spare as a subgroup's, if there is one."""
         if number in self.spare_params:
             self.params[number], self.spare_params[number] = (
                 self.spare_params[number],
@@ -73,8 +75,10 @@ class TransferBuffers:
         return self._device.allocate_host((subgroup.params,), subgroup.dtype, pinned)
 
     def ensure(self, kind: str, number: int, pinned: bool = True) -> None:
-        """Allocate the buffer of a copy of this kind for a subgroup, unless there is
-        one."""
+        """Allocate the buffer of a copy of this kind for a subgroup.
+
+        Do nothing if there is one.
+        """
         subgroup, buffers = self._subgroups[number], self._by_kind[kind]
         if number in buffers:
             return

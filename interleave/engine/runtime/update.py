@@ -1,5 +1,7 @@
-"""Updates: what the optimizer does to all parameters once, from the first gradient
-until nothing of it runs."""
+"""Updates: what the optimizer does to all parameters once.
+
+An update lasts from the first gradient until nothing of the update runs.
+"""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -16,12 +18,12 @@ from ebbtide.interleave.engine.runtime.layout import ParamSegment, Subgroup
 class UpdatePhase(Enum):
     """The phases of an update, see docs/engine.md."""
 
-    OPEN = "open"  # The job computes gradients, of which some may be offloaded already.
+    OPEN = "open"  # The job computes gradients; some may be offloaded already.
     # The engine has all gradients. The update may still be dropped.
     SUBMITTED = "submitted"
     DECIDED = "decided"  # The factors are known: parameters change from now on.
     LATE = "late"  # The step has returned, and late operations may run.
-    # No operation of it runs: it is done, or dropped before it was decided.
+    # No operation of the update runs: it is done, or dropped before it was decided.
     ENDED = "ended"
     # An operation failed, and the update was completed on the CPU.
     RECOVERED = "recovered"
@@ -38,7 +40,7 @@ _RUNNING = (
 
 @dataclass(eq=False)
 class Update:
-    """The tensors and factors of one update, and what was done of it.
+    """The tensors and factors of one update, and how far it was done.
 
     Attributes:
         number: Updates are numbered from 0; one that is dropped has a number, too.
@@ -55,8 +57,8 @@ class Update:
         missing: By subgroup: how many of its parameters have gradients that are not
             offloaded.
         marks: By subgroup: what its offloaded gradients are issued before.
-        updated: Subgroups whose newest state is that of this update.
-        written: Subgroups whose parameters on the device are those of this update.
+        updated: Subgroups whose newest state is this update's.
+        written: Subgroups whose parameters on the device are this update's.
         unfinished: Subgroups whose update has started and not ended: if it raises,
             nobody knows what it has changed.
         backward_mark: A mark of when the backward began; None before.
@@ -89,7 +91,7 @@ class Update:
     def of_params(
         cls, params: int, subgroups: Sequence[Subgroup], number: int, streamed: bool
     ) -> "Update":
-        """Return an open update of so many parameters."""
+        """Return an open update of `params` parameters."""
         return cls(
             number=number,
             gradients=[None] * params,
@@ -103,14 +105,16 @@ class Update:
 
     @property
     def is_running(self) -> bool:
-        """Whether operations of it may run."""
+        """Whether operations of the update may run."""
         return self.phase in _RUNNING
 
     def offload(
         self, param: int, gradient: torch.Tensor, mark: Mark, subgroups: Collection[int]
     ) -> list[int]:
-        """Take a gradient that is issued before a mark, and return those of its
-        subgroups that have all of theirs."""
+        """Take a gradient that is issued before a mark.
+
+        Return those of its subgroups that now have all gradients.
+        """
         self.gradients[param] = gradient
         self.offloaded.add(param)
         for subgroup in subgroups:
@@ -149,8 +153,10 @@ class Update:
     def updated_segments(
         self, subgroup: Subgroup, is_speculative: bool = False
     ) -> Iterator[tuple[ParamSegment, Scalars]]:
-        """Yield the segments that are updated, with their factors, or those that are
-        assumed."""
+        """Yield the segments that are updated, with their factors.
+
+        The factors may be assumed ones.
+        """
         factors = self.assumed if is_speculative else self.scalars
         for segment in subgroup.segments:
             scalars = factors[segment.param]
@@ -160,8 +166,11 @@ class Update:
     def ranges(
         self, subgroup: Subgroup, is_speculative: bool = False
     ) -> Iterator[UpdateRange]:
-        """Yield the ranges of segments that are updated; adjacent ones with the same
-        factors are one range, unless the rule needs to know where parameters begin."""
+        """Yield the ranges of segments that are updated.
+
+        Adjacent ones with the same factors are one range, unless the rule needs to know
+        where parameters begin.
+        """
         updated = self.updated_segments(subgroup, is_speculative)
         if subgroup.rule.has_ranges:
             for segment, scalars in updated:

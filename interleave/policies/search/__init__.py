@@ -1,2 +1,4 @@
-"""The search of the adaptive policy: what subgroups are assigned to, the plans that
-follow, and better ones."""
+"""The search of the adaptive policy.
+
+It has what subgroups are assigned to, the plans that follow, and better ones.
+"""

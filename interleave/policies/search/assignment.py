@@ -1,5 +1,7 @@
-"""Assignments: where the state of each subgroup is kept and updated, and in which
-order."""
+"""Assignments.
+
+They say where the state of each subgroup is kept and updated, and in which order.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,8 @@ class Assignment:
     uploads_first: bool = True
     # The share of the CPU's update rate that is used (see `Plan`).
     cpu_share: float = 1.0
-    # Where updates may end in the next forward: whether those of moved subgroups do.
+    # Where updates may end in the next forward: whether the updates of moved subgroups
+    # do.
     moved_late: bool = True
     # Where updates may run in the backward: how many of the last subgroups of the CPU
     # do.
@@ -125,22 +128,25 @@ class Assignment:
 
 
 def other_cpu_shares(share: float) -> tuple[float, ...]:
-    """Return shares of the CPU's update rate to try in place of one: some of the whole
-    range, and some near it."""
+    """Return shares of the CPU's update rate to try in place of one.
+
+    Some are of the whole range, and some near the given share.
+    """
     near = (min(max(share * factor, _LEAST_CPU_SHARE), 1.0) for factor in _NEAR_FACTORS)
     return (*CPU_SHARES, *near)
 
 
 class FreePoints(NamedTuple):
-    """Bytes that stay free from each point of the iteration to the end of the
-    update."""
+    """Bytes that stay free from each point of the iteration to the update's end."""
 
     points: list[float]
     sizes: list[float]
 
     def first_point(self, needed: float) -> float | None:
-        """Return the first point from which on so many bytes stay free, None if there
-        is none."""
+        """Return the first point from which on `needed` bytes stay free.
+
+        Return None if there is none.
+        """
         index = bisect_left(self.sizes, needed)
         return self.points[index] if index < len(self.points) else None
 
@@ -204,8 +210,10 @@ class FreeMemory:
         )
 
     def holds(self, assignment: Assignment) -> bool:
-        """Return whether the state of an assignment fits, as far as that does not
-        depend on time."""
+        """Return whether the state of an assignment fits.
+
+        Only what does not depend on time is checked.
+        """
         resident = self.state_bytes(assignment.resident)
         at_start = resident + self.state_bytes(assignment.late)
         sizes = self._workload.subgroups
@@ -253,8 +261,9 @@ class FreeMemory:
         moved: Sequence[int],
         slots: int,
     ) -> list[int]:
-        """Return the first of the candidates whose gradients fit on the device from the
-        backward to the update.
+        """Return the first candidates whose gradients fit on the device.
+
+        They must fit from the backward to the update.
 
         For workloads in which every update needs all gradients. Gradients share the
         free memory with resident state and the largest moved subgroups. Candidates are
@@ -284,8 +293,10 @@ class FreeMemory:
         )
 
     def _kept_gradient_steps(self, kept: Sequence[int], in_flight: int) -> _PointSteps:
-        """Return the bytes of kept gradients on the device, counted from when the
-        backward starts to compute them."""
+        """Return the bytes of kept gradients on the device.
+
+        They count from when the backward starts to compute them.
+        """
         points, sizes = np.array([OTHER]), np.array([0.0])
         if self._workload.gradients_held_until_step or not kept:
             return points, sizes
@@ -306,7 +317,9 @@ def _with_tolerance(size: _Size) -> _Size:
 def subgroups_that_fit(
     sizes: Sequence[int], state_bytes: float, free_bytes: float
 ) -> int:
-    """Return how many subgroups, counted from the first, have state that fits into so
-    much memory."""
+    """Return how many subgroups have state that fits into this much memory.
+
+    They are counted from the first.
+    """
     limit = free_bytes / state_bytes * (1 + _TOLERANCE)
     return sum(total <= limit for total in accumulate(sizes))

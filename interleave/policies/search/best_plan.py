@@ -1,5 +1,7 @@
-"""The best plan that the search finds: its own placements and assignments, compared
-with all other policies."""
+"""The best plan that the search finds.
+
+Its own placements and assignments are compared with all other policies.
+"""
 
 from __future__ import annotations
 
@@ -130,8 +132,10 @@ def search_plan(
 def _search_roles(
     costs: PlanCosts, shares: list[OptimalShares], target_s: float
 ) -> Assignment:
-    """Return the best assignment of few subgroups: by their counts, and then one by
-    one."""
+    """Return the best assignment of few subgroups, by their counts, then singly.
+
+    Singly means that their roles are searched one by one.
+    """
     workload = costs.workload
     starts = []
     for ranking in _rankings(workload):
@@ -147,8 +151,10 @@ def _search_roles(
 def _search_counts(
     levels: list[Level], shares: list[OptimalShares], target_s: float
 ) -> list[Assignment]:
-    """Return the best assignments of many subgroups by their counts: of merged ones, of
-    fewer merged, and of all."""
+    """Return the best assignments of many subgroups by their counts.
+
+    They are of merged subgroups, of fewer merged, and of all.
+    """
     search = _forward_search(levels[0], target_s)
     placements = search.run(shares)
     assignments = [search.assignment(placements[0])]
@@ -174,8 +180,10 @@ def _is_even(workload: Workload) -> bool:
 
 
 def _rankings(workload: Workload) -> list[tuple[int, ...]]:
-    """Return the orders in which placements choose subgroups: the first ones, small
-    ones, and large ones first."""
+    """Return the orders in which placements choose subgroups.
+
+    They take the first ones, small ones, and large ones first.
+    """
     sizes = workload.subgroups
     forward = range(len(sizes))
     orders = (
@@ -201,16 +209,19 @@ def _summary(assignment: Assignment, cpu_share: float) -> str:
 
 
 class Level(NamedTuple):
-    """A workload with some of its subgroups merged, or none, and the costs of its
-    plans."""
+    """A workload with some of its subgroups merged, and the costs of its plans.
+
+    Perhaps none are merged.
+    """
 
     merged: MergedWorkload
     costs: PlanCosts
 
 
 def rank_others(costs: PlanCosts, own_name: str) -> dict[Policy, float]:
-    """Return the seconds of the plans of the other built-in policies; infinite for one
-    that does not fit.
+    """Return the seconds of the plans of the other built-in policies.
+
+    They are infinite for one that does not fit.
 
     With an overlap these are the policies that have the option, since others are
     compared without it. Policies that the machine lacks rates for are left out."""
@@ -230,8 +241,11 @@ def rank_others(costs: PlanCosts, own_name: str) -> dict[Policy, float]:
 
 
 def _plan(costs: PlanCosts, policy: Policy) -> Plan | None:
-    """Return a policy's plan, None if it has none for this machine or its resident
-    state does not fit."""
+    """Return a policy's plan, or None.
+
+    It is None if the policy has none for this machine or its resident state does not
+    fit.
+    """
     try:
         plan = policy.plan_in_memory(costs.workload, costs.machine)
         costs.minimums.of_plan(plan)
@@ -246,7 +260,7 @@ class MergedWorkload:
 
     workload: Workload
     factor: int
-    # In the update so many merged subgroups take the memory of single ones: the few
+    # In the update this many merged subgroups take the memory of single ones: the few
     # slots through which state is streamed must be no larger than in the real workload.
     # The free memory is larger instead.
     buffers: int

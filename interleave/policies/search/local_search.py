@@ -1,5 +1,7 @@
-"""The local search over assignments: random changes of roles and orders, of which those
-are taken that do not cost much."""
+"""The local search over assignments.
+
+It makes random changes of roles and orders, and takes those that do not cost much.
+"""
 
 from collections import deque
 from dataclasses import replace
@@ -15,19 +17,20 @@ from ebbtide.interleave.policies.search.plan_costs import INFINITE, PlanCosts
 
 # Without clipping: for how many kept gradients memory may be set aside.
 _GRADIENTS_IN_FLIGHT = (0, 1, 2)
-# A change is taken if the cost is no higher than so many changes ago (late acceptance
+# A change is taken if the cost is no higher than this many changes ago (late acceptance
 # hill climbing, Burke and Bykov, "The late acceptance hill-climbing heuristic", 2017).
 _MEMORY_LENGTH = 12
-# With at most so many, a climb seldom leaves the roles that it begins with: it is
-# begun anew as long as work is left.
+# With at most this many subgroups, a climb seldom leaves the roles that it begins with:
+# it is begun anew as long as work is left.
 _FEW_SUBGROUPS = 8
-# A climb ends after so many changes in a row that gave no new best plan of it.
+# A climb ends after this many changes in a row that gave no new best plan.
 _PATIENCE = 120
 
 
 class LocalSearch:
-    """Improves assignments by changing one thing at a time, until one costs no more
-    than `target_s`.
+    """Improves assignments by changing one thing at a time.
+
+    It ends when one costs no more than `target_s`.
 
     The same input gives the same result."""
 
@@ -37,8 +40,10 @@ class LocalSearch:
         self._random = Random(0)
 
     def run(self, starts: list[Assignment]) -> Assignment:
-        """Return the best assignment found from the starts, and then, of few subgroups,
-        from random changes of the best."""
+        """Return the best assignment found from the starts.
+
+        Of few subgroups, it is then sought from random changes of the best.
+        """
         best = min(starts, key=self._costs.cost)
         best_cost = self._costs.cost(best)
         is_small = len(self._costs.workload.subgroups) <= _FEW_SUBGROUPS
@@ -62,8 +67,10 @@ class LocalSearch:
         return self._costs.ops_left <= 0 or best_cost <= self._target_s
 
     def _climb(self, start: Assignment) -> tuple[Assignment, float]:
-        """Return the best of a sequence of assignments, each a change of the one before
-        it, and its cost."""
+        """Return the best of a sequence of assignments, and its cost.
+
+        Each is a change of the one before it.
+        """
         best = current = start
         best_cost = cost = self._costs.cost(start)
         memory = [cost] * _MEMORY_LENGTH
@@ -84,8 +91,10 @@ class LocalSearch:
     def _fitting(
         self, assignment: Assignment, limit: float
     ) -> tuple[Assignment, float]:
-        """Return the assignment and its cost, or one with fewer kept gradients if those
-        take too much memory."""
+        """Return an assignment that fits, and its cost.
+
+        It has fewer kept gradients if those take too much memory.
+        """
         cost = self._costs.cost(assignment, limit)
         if (
             cost < INFINITE
@@ -167,8 +176,10 @@ class LocalSearch:
     def _with_role(
         self, assignment: Assignment, subgroup: int, role: Role
     ) -> Assignment:
-        """Return the assignment with another role of a subgroup, which takes its
-        natural place in the order."""
+        """Return the assignment with another role of a subgroup.
+
+        The subgroup takes its natural place in the order.
+        """
         workload = self._costs.workload
         late = (
             assignment.late | {subgroup}

@@ -1,5 +1,8 @@
-"""The search over placements: assignments given by a few counts of subgroups by role,
-changed step by step."""
+"""The search over placements.
+
+They are assignments given by a few counts of subgroups by role, which are changed step
+by step.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,8 @@ class Placement(NamedTuple):
     # How many of the last moved subgroups are flushed at the start of the next
     # iteration.
     late: int = 0
-    # How many gradients, those of the last moved subgroups, are copied down and back up
-    # even if there is memory to keep them.
+    # How many gradients, of the last moved subgroups, are copied down and back up even
+    # if there is memory to keep them.
     round_trip_gradients: int = 0
     speculated: int = 0
     # Without clipping: whether the CPU's subgroups alternate with the GPU's in the
@@ -82,8 +85,10 @@ class Placement(NamedTuple):
         )
 
     def changed(self, change: PlacementChange, times: int = 1) -> Placement:
-        """Return the placement after so many times a change. Its counts may be out of
-        range (see `clamped`)."""
+        """Return the placement after a change is applied `times` times.
+
+        Its counts may be out of range (see `clamped`).
+        """
         return Placement(
             *map(add, self, (times * step for step in change)), *self[len(change) :]
         )
@@ -138,8 +143,9 @@ class Placement(NamedTuple):
     def _in_forward_order(
         self, workload: Workload, offloaded: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Return the moved subgroups and those of the CPU, of all that are offloaded,
-        in the order of the forward.
+        """Return the moved subgroups and the CPU's, in the order of the forward.
+
+        Together they are all that are offloaded.
 
         Moved subgroups wait for the flushes of those before them, so without clipping
         they follow the backward."""
@@ -154,8 +160,10 @@ class Placement(NamedTuple):
         return moved, sorted(set(offloaded) - set(moved))
 
     def _in_backward_order(self, offloaded: list[int]) -> tuple[list[int], list[int]]:
-        """Return the moved subgroups and those of the CPU, of all that are offloaded,
-        in the order of the backward."""
+        """Return the moved subgroups and the CPU's, in the order of the backward.
+
+        Together they are all that are offloaded.
+        """
         if not self.interleave_cpu_gpu:
             on_cpu = len(offloaded) - self.moved
             return offloaded[on_cpu:], offloaded[:on_cpu]
@@ -164,8 +172,10 @@ class Placement(NamedTuple):
         return moved, sorted(set(offloaded) - set(moved), reverse=True)
 
     def _spread(self, offloaded: list[int]) -> list[int]:
-        """Return as many subgroups as are moved, evenly spaced among those that are
-        offloaded."""
+        """Return as many subgroups as are moved.
+
+        They are evenly spaced among the offloaded subgroups.
+        """
         spacing = len(offloaded) / self.moved if self.moved else 0.0
         return [
             offloaded[int(spacing * number + spacing / 2)]
@@ -181,7 +191,8 @@ _THROTTLE = 0.75
 # Placements that are improved at a time: the bound's solution rounds to several that
 # are about as good.
 STARTS = 3
-# So many batches of them: those of one often end at the same placement.
+# This many batches of placements: the placements of one batch often end at the same
+# one.
 _BATCHES = 3
 # One subgroup is fetched, one is updated, one is flushed.
 _SLOTS = (1, 2, 3)
@@ -263,8 +274,11 @@ class PlacementSearch:
         return cost
 
     def run(self, shares: list[OptimalShares]) -> list[Placement]:
-        """Return the placements that the search ends with, cheapest first: from the
-        solutions of the bound, and from the best of these with other orders."""
+        """Return the placements that the search ends with, cheapest first.
+
+        It starts from the solutions of the bound, and from the best of these with other
+        orders.
+        """
         return self._race_variants(self._race_batches(shares))
 
     def refine(
@@ -274,8 +288,10 @@ class PlacementSearch:
         buffers: int,
         shares: list[OptimalShares],
     ) -> list[Placement]:
-        """Return the same, first from placements of subgroups that were merged, see
-        `Placement.split`."""
+        """Return what `run` returns, sought first from placements of merged subgroups.
+
+        See `Placement.split`.
+        """
         starts = [
             self.shrink_to_fit(placement.split(factor, buffers), factor)
             for placement in placements
@@ -298,8 +314,7 @@ class PlacementSearch:
         )
 
     def _race_batches(self, shares: list[OptimalShares]) -> list[Placement]:
-        """Return what races from the solutions of the bound end with, cheapest
-        first."""
+        """Return where races from the solutions of the bound end, cheapest first."""
         starts = self.starts(shares)
         batches = [
             starts[first : first + STARTS] for first in range(0, len(starts), STARTS)
@@ -310,8 +325,10 @@ class PlacementSearch:
         )
 
     def _race_variants(self, placements: list[Placement]) -> list[Placement]:
-        """Return what a race of placements and of variants of the first one ends with,
-        cheapest first."""
+        """Return where a race of placements and variants ends, cheapest first.
+
+        Variants are variants of the first placement.
+        """
         return self.race([*placements, *self.variants(placements[0])], self._step)
 
     def starts(self, shares: list[OptimalShares]) -> list[Placement]:
@@ -345,8 +362,9 @@ class PlacementSearch:
         return [seed for _, seed in best]
 
     def modes(self, placement: Placement) -> list[Placement]:
-        """Return the placement with each choice of the orders and of the gradients that
-        make a round trip.
+        """Return the placement with each choice of orders and round trips.
+
+        A choice of round trips is a choice of the gradients that make one.
 
         The best counts of each differ, so steps from one to another seldom help."""
         on_gpu = placement.resident + placement.moved
@@ -368,15 +386,18 @@ class PlacementSearch:
         return self._costs.minimums.of_assignment(self.assignment(placement))
 
     def variants(self, placement: Placement) -> list[Placement]:
-        """Return a placement with each choice of orders and gradients, and on a
-        throttled CPU where that may help."""
+        """Return a placement with each choice of orders and gradients.
+
+        Where it may help, also on a throttled CPU.
+        """
         shares = _THROTTLED_STARTS if self._costs.cpu_slows_copies else ()
         throttled = [placement._replace(cpu_share=cpu_share) for cpu_share in shares]
         return [*self.modes(placement), *throttled]
 
     def race(self, starts: Iterable[Placement], step: int) -> list[Placement]:
-        """Improve placements by steps that are halved, and return all that were reached
-        last, cheapest first.
+        """Improve placements by steps that are halved.
+
+        Return all that were reached last, cheapest first.
 
         Of each size of steps as many placements take them as the step is long, but at
         most `STARTS`."""
@@ -430,8 +451,10 @@ class PlacementSearch:
         return Placement(0, 0, 0)
 
     def descend(self, best: Placement, step: int) -> Placement:
-        """Change a placement by steps of one size until none makes it cheaper, or no
-        work is left."""
+        """Change a placement by steps of one size.
+
+        End when none makes it cheaper, or no work is left.
+        """
         before = None
         while best != before and self._has_ops:
             before = best
@@ -450,8 +473,10 @@ class PlacementSearch:
         return best
 
     def _other_choices(self, placement: Placement, step: int) -> Iterator[Placement]:
-        """Yield a placement with each of its orders changed, and at last with other
-        shares of the CPU."""
+        """Yield a placement with each of its orders changed.
+
+        At last, yield it with other shares of the CPU.
+        """
         yield placement._replace(
             round_trip_gradients=placement.moved - placement.round_trip_gradients
         )
@@ -480,8 +505,10 @@ class PlacementSearch:
         return self._costs.ops_left > 0
 
     def _better(self, best: Placement, other: Placement) -> Placement | None:
-        """Return the nearest possible placement to the other one if it is cheaper than
-        the best, else None."""
+        """Return the nearest possible placement to the other one.
+
+        Return None if it is not cheaper than the best.
+        """
         candidate = self._clamp(other)
         if candidate == best or not self._has_ops:
             return None

@@ -1,5 +1,7 @@
-"""The costs of plans, by simulating them as far as a limited amount of simulation
-allows, and their lower bounds."""
+"""The costs of plans, and their lower bounds.
+
+Plans are simulated as far as a limited amount of simulation allows.
+"""
 
 from __future__ import annotations
 
@@ -93,8 +95,10 @@ class MinimumCosts:
         )
 
     def of_assignment(self, assignment: Assignment) -> float:
-        """Return a lower bound of the cost of an assignment; infinite if its state does
-        not fit."""
+        """Return a lower bound of the cost of an assignment.
+
+        It is infinite if its state does not fit.
+        """
         workload, machine = self._workload, self._machine
         size = workload.subgroups.__getitem__
         on_cpu = sum(map(size, assignment.on_cpu))
@@ -140,8 +144,10 @@ class MinimumCosts:
         )
 
     def _last_end_s(self, assignment: Assignment) -> float:
-        """Return a lower bound of when the last subgroup is done, each alone after its
-        gradient."""
+        """Return a lower bound of when the last subgroup is done.
+
+        Each is done alone after its gradient.
+        """
         on_cpu, resident, flushed = (ends.__getitem__ for ends in self._least_ends_s)
         return max(
             *map(on_cpu, assignment.on_cpu),
@@ -154,8 +160,9 @@ class MinimumCosts:
         )
 
     def of_plan(self, plan: Plan) -> float:
-        """Return a lower bound of the cost of any plan, from the work of each resource
-        since the update began.
+        """Return a lower bound of the cost of any plan.
+
+        It follows from the work of each resource since the update began.
 
         Storage is left out."""
         workload = self._workload
@@ -203,8 +210,8 @@ _MOVED_WEIGHT = 1e-6
 # Weight of the share of the CPU that is not used, as a share of the iteration: fewer
 # threads must gain something.
 _THROTTLE_WEIGHT = 5e-3
-# A simulated plan costs as much as so many operations in addition to its own; a plan
-# that is not simulated, so many.
+# A simulated plan costs as much as this many operations in addition to its own; a plan
+# that is not simulated, this many.
 _OPS_PER_PLAN = 10
 _OPS_PER_LOOKUP = 5
 
@@ -216,8 +223,8 @@ class PlanCosts:
     free device memory.
 
     Attributes:
-        machine: The machine. All its rates that plans need must be known, that of
-            updates on the GPU excepted.
+        machine: The machine. All its rates that plans need must be known, except the
+            rate of updates on the GPU.
         text: The policy's string in the plans made here.
         minimums: Lower bounds of the costs.
         cpu_slows_copies: Whether updates on the CPU and copies together need more than
@@ -260,8 +267,9 @@ class PlanCosts:
         return plan.validate(self.workload) if validate else plan
 
     def cost(self, assignment: Assignment, limit: float = INFINITE) -> float:
-        """Return the cost of an assignment: its seconds, and a little for late
-        operations and for bytes that it moves.
+        """Return the cost of an assignment.
+
+        It is its seconds, and a little for late operations and for bytes that it moves.
 
         Where the cost is at least the limit, any number from the limit to the cost is
         returned."""
@@ -276,14 +284,15 @@ class PlanCosts:
         return evaluation.cost
 
     def seconds(self, assignment: Assignment) -> float:
-        """Return the seconds of the iteration under an assignment; infinite if it
-        exceeds the free device memory."""
+        """Return the seconds of the iteration under an assignment.
+
+        They are infinite if it exceeds the free device memory.
+        """
         self.cost(assignment)
         return self._evaluations[assignment].seconds
 
     def seconds_of_plan(self, plan: Plan, limit: float = INFINITE) -> float:
-        """Return the seconds of the iteration under a plan; see `cost` for the
-        limit."""
+        """Return the seconds of the iteration under a plan; `cost` has the limit."""
         return self._simulated(plan, limit).seconds
 
     def _simulated(self, plan: Plan, limit: float) -> _Evaluation:

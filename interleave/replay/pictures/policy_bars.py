@@ -1,5 +1,6 @@
-"""Bars of policies: the phases of an iteration, and beside them device memory, host
-memory and traffic of storage.
+"""Bars of policies: the phases of an iteration, and the bytes beside them.
+
+These are device memory, host memory and traffic of storage.
 
 `ebbtide replay` and `compare` draw their results with it. Colours only repeat what
 hatches and texts show.
@@ -76,8 +77,10 @@ class PolicyBar:
 
 
 def bar_of(result: Mapping[str, Any], position: float) -> PolicyBar:
-    """Return the bar of the fields of a `PolicyResult`, with what does not hold for it:
-    memory, or exact results."""
+    """Return the bar of the fields of a `PolicyResult`.
+
+    It has what does not hold for it: memory, or exact results.
+    """
     return PolicyBar(
         name=result["policy"],
         phases_ms={phase: result[f"{phase}_ms"] for phase in (OTHER, *PHASES)},
@@ -95,8 +98,10 @@ def bar_of(result: Mapping[str, Any], position: float) -> PolicyBar:
 
 
 def byte_kinds(bars: Sequence[PolicyBar]) -> list[str]:
-    """Return the kinds of bytes to draw beside the iterations: those that are not 0 for
-    every bar."""
+    """Return the kinds of bytes to draw beside the iterations.
+
+    They are those that are not 0 for every bar.
+    """
     return [
         kind
         for kind in RESULT_BYTES
@@ -105,8 +110,10 @@ def byte_kinds(bars: Sequence[PolicyBar]) -> list[str]:
 
 
 def figure_for(kinds: Sequence[str], height: float) -> Figure:
-    """Return a figure as wide as the panels for iterations and kinds of bytes, and so
-    many inches high."""
+    """Return a figure as wide as the panels for iterations and kinds of bytes.
+
+    The figure is `height` inches high.
+    """
     return Figure(
         figsize=(8.5 + 1.6 * len(kinds), height), layout="constrained", dpi=130
     )
@@ -128,8 +135,10 @@ def draw_row(
     bound_name: str = "",
     all_bars: Sequence[PolicyBar] = (),
 ) -> None:
-    """Draw the iterations of bars with their bound, and their bytes; `all_bars`: those
-    whose bytes have one scale."""
+    """Draw the iterations of bars with their bound, and their bytes.
+
+    The bytes of `all_bars` have one scale.
+    """
     all_bars = all_bars or bars
     _draw_iterations(panels[0], bars, bound_ms, bound_name)
     # Room for the figures behind the bars.
@@ -146,8 +155,10 @@ def draw_row(
 def _draw_iterations(
     axes: Axes, bars: Sequence[PolicyBar], bound_ms: float | None, bound_name: str
 ) -> None:
-    """Draw the phases of each bar one after the other, its figure and remark behind
-    them, and the bound as a line."""
+    """Draw the phases of each bar one after the other.
+
+    Draw its figure and remark behind them, and the bound as a line.
+    """
     if bound_ms is not None:
         axes.axvline(bound_ms, label=bound_name, **_BOUND)
     for bar in bars:
@@ -172,8 +183,10 @@ def _draw_iterations(
 def _draw_bytes(
     axes: Axes, kind: str, bars: Sequence[PolicyBar], largest: float
 ) -> None:
-    """Draw the bytes of each bar, and the figure behind it, at the scale of the
-    largest."""
+    """Draw the bytes of each bar, and the figure behind it.
+
+    The scale is the scale of the largest.
+    """
     unit_bytes, unit = bytes_unit(largest)
     for bar in bars:
         if not bar.phases_ms:
@@ -194,8 +207,10 @@ def _draw_bytes(
 def add_legend(
     figure: Figure | SubFigure, bars: Sequence[PolicyBar], more: Sequence[Artist] = ()
 ) -> None:
-    """Add a legend of phases, of predictions if there are any beside measurements, and
-    of what else is drawn."""
+    """Add a legend of phases and of what else is drawn.
+
+    It has predictions if there are any beside measurements.
+    """
     shown = {phase for bar in bars for phase, length in bar.phases_ms.items() if length}
     handles: list[Any] = [
         Patch(label=phase, **_phase_looks(phase, False))
@@ -227,8 +242,10 @@ def _phase_looks(phase: str, is_faint: bool) -> dict[str, Any]:
 
 
 def _wrapped(policy: str) -> str:
-    """Return the string of a policy with a line for each few of its options, if it is
-    long."""
+    """Return the string of a policy, split into lines if it is long.
+
+    A line has a few of its options.
+    """
     lines = [""]
     for part in policy.split(","):
         if lines[-1] and len(lines[-1]) + len(part) > _MAX_NAME_WIDTH:

@@ -1,5 +1,8 @@
-"""A picture of a replay: the iteration of each policy, phase by phase, when the
-optimizer works, the bound, and the memory that it needs."""
+"""A picture of a replay: the iteration of each policy, phase by phase.
+
+It also shows when the optimizer works, the bound, and the memory that each policy
+needs.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -62,9 +65,11 @@ _LEAST_EDGED_SHARE = 0.006
 
 
 def chart(replay: Replay) -> Figure:
-    """Draw the phases of each policy as bars, the bound with the overlap of all as a
-    line, and bytes beside them. A strip below each bar shows updates, or copies; what
-    is right of the bar runs under the next forward."""
+    """Draw the phases of each policy as bars, and bytes beside them.
+
+    The bound with the overlap of all is a line. A strip below each bar shows updates,
+    or copies; what is right of the bar runs under the next forward.
+    """
     bars = [
         policy_bars.bar_of(vars(result), number)
         for number, result in enumerate(replay.results)
@@ -95,8 +100,10 @@ def chart(replay: Replay) -> Figure:
 
 
 def _draw_strips(axes: Axes, schedules: list[Schedule]) -> float:
-    """Draw below each bar when updates and copies run, and return when the last of them
-    ends, in ms."""
+    """Draw below each bar when updates and copies run.
+
+    Return when the last of them ends, in ms.
+    """
     last_ms = 0.0
     for row, schedule in enumerate(schedules):
         spans = _work_spans_ms(schedule)
@@ -108,8 +115,10 @@ def _draw_strips(axes: Axes, schedules: list[Schedule]) -> float:
 
 
 def _work_spans_ms(schedule: Schedule) -> list[tuple[float, float]]:
-    """Return (start, length) in ms of the intervals in which updates, or copies of
-    state or parameters, run."""
+    """Return (start, length) in ms of the intervals of work.
+
+    In these, updates, or copies of state or parameters, run.
+    """
     spans: list[list[float]] = []
     for start, end in sorted(
         (start, end)
@@ -158,9 +167,11 @@ def schedules_height(schedules: Sequence[Schedule]) -> float:
 def draw_lanes(
     figure: Figure | SubFigure, schedules: Sequence[Schedule], titles: Sequence[str]
 ) -> Axes:
-    """Draw the lanes of all resources in each schedule, under the phases of the
-    iteration, in one scale; return the last axes. Operations that end in the next
-    iteration continue at the left; memory of plans for layers is above."""
+    """Draw the lanes of all resources in each schedule, in one scale.
+
+    They are under the phases of the iteration. Return the last axes. Operations that
+    end in the next iteration continue at the left; memory of plans for layers is above.
+    """
     has_layers = [bool(schedule.workload.layer_memory) for schedule in schedules]
     ratios = [
         ratio
@@ -187,8 +198,7 @@ def draw_lanes(
 
 
 def add_lane_legend(figure: Figure | SubFigure, schedules: Sequence[Schedule]) -> None:
-    """Add the legend of lanes, and of the device memory of layers, below everything
-    else."""
+    """Add the legend of lanes, and of layers' device memory, below everything."""
     kinds = {op.kind for schedule in schedules for op in schedule.plan.ops}
     handles = [
         Patch(**looks, **_OPERATION_EDGE, label=kind)
@@ -215,15 +225,19 @@ def add_lane_legend(figure: Figure | SubFigure, schedules: Sequence[Schedule]) -
 
 
 def resource_lanes(schedule: Schedule) -> list[str]:
-    """Return the names of all lanes from top to bottom, without those of features that
-    it does not use."""
+    """Return the names of all lanes from top to bottom.
+
+    Lanes of features that the schedule does not use are left out.
+    """
     others = {op.resource for op in schedule.plan.ops} - set(RESOURCES)
     return [*RESOURCES, *sorted(others, key=lambda lane: split_lane(lane)[::-1])]
 
 
 def _memory(schedule: Schedule) -> tuple[Floats, Floats]:
-    """Return instants, and the bytes from each on: a row for each kind of memory of
-    `_MEMORY_LOOKS`."""
+    """Return instants, and the bytes from each on.
+
+    There is a row for each kind of memory of `_MEMORY_LOOKS`.
+    """
     times, memory = schedule.layer_memory_line()
     state_times, state = schedule.device_memory_line()
     instants = np.unique([*times, *state_times, schedule.iteration_s])
@@ -298,8 +312,7 @@ def _draw(axes: Axes, schedule: Schedule, least_edged_s: float) -> None:
 def _in_iteration(
     start: float, end: float, length: float
 ) -> Iterator[tuple[float, float]]:
-    """Yield (start, length) of the parts of an operation in one iteration, in
-    seconds."""
+    """Yield (start, length) in seconds of an operation's parts in one iteration."""
     number = 0
     while end > number * length:
         first, last = max(start, number * length), min(end, (number + 1) * length)

@@ -1,5 +1,4 @@
-"""Matches the GPUs of a rank, as torch names them, with those that the sampler has
-read."""
+"""Matches the GPUs of a rank, as torch names them, with the sampled GPUs."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -55,8 +54,10 @@ def device_names(
 def notes_on_devices(
     devices: Iterable[dict[str, Any]], host: dict[str, Any]
 ) -> list[str]:
-    """Return a line for each GPU of a rank whose memory, link and state were not
-    sampled, with the reason."""
+    """Return a line for each GPU of a rank that was not sampled, with the reason.
+
+    Samples are of memory, link and state.
+    """
     gpus = host.get("gpus") or []
     notes = []
     for device in devices:
@@ -68,8 +69,10 @@ def notes_on_devices(
 def note_on_unused_gpus(
     processes: Iterable[list[dict[str, Any]]], host: dict[str, Any]
 ) -> str | None:
-    """Return a line on the samples of GPUs if no recorded process used a GPU; None if
-    one did, or there are none."""
+    """Return a line on the samples of GPUs if no recorded process used a GPU.
+
+    Return None if one did, or there are none.
+    """
     gpus = host.get("gpus") or []
     listed = list(processes)
     if (

@@ -15,9 +15,11 @@ _PATTERNS = {
 
 
 def with_stated_figures(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry of a rank whose out-of-memory errors have the figures that only
-    their messages (of torch 2 and of its CPU allocator) state, in hundredths of a unit;
-    None where they do not."""
+    """Return a rank's entry with the figures that its error messages state.
+
+    Only the messages of out-of-memory errors (of torch 2 and of its CPU allocator)
+    state them, in hundredths of a unit; None where they do not.
+    """
     errors = entry.get("out_of_memory")
     return (
         {**entry, "out_of_memory": [_complete(error) for error in errors]}

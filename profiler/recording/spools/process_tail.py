@@ -27,14 +27,18 @@ _EMPTY: Records = np.empty(0, RECORD)
 
 
 def sequenced(records: Records) -> npt.NDArray[np.bool_]:
-    """Return which records have the sequence number of a phase or an operation in
-    `a`."""
+    """Return which records have the number of a phase or an operation in `a`.
+
+    This is its sequence number.
+    """
     return np.isin(records["kind"], _SEQUENCED)
 
 
 def outdated_memory(records: Records, time_ns: int) -> npt.NDArray[np.bool_]:
-    """Return which samples of memory no moment after `time_ns` depends on: each holds
-    until the next one."""
+    """Return which samples of memory no moment after `time_ns` depends on.
+
+    Each holds until the next one.
+    """
     outdated: npt.NDArray[np.bool_] = (records["kind"] == kinds.MEMORY) & (
         records["x"] < time_ns
     )
@@ -47,15 +51,17 @@ def outdated_memory(records: Records, time_ns: int) -> npt.NDArray[np.bool_]:
 
 
 class SpoolTail:
-    """Reads one spool in pieces. A record that is not complete yet is left for the next
-    time. `last_bytes`: what is read of a longer file behind its header, at most; None:
-    all of it."""
+    """Reads one spool in pieces.
+
+    A record that is not complete yet is left for the next time. `last_bytes`: how much
+    of a longer file is read behind its header, at most; None: all of the file.
+    """
 
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:
         self.path = path
         self.header: Any = None  # Its first record; None until it was read.
         # False for a file that does not begin with the header of this version: nothing
-        # of it is read.
+        # in the file is read.
         self.is_readable = True
         self.behind = False  # Whether the file had more than the last call has read.
         self._offset = 0
@@ -64,8 +70,10 @@ class SpoolTail:
             self._offset = max(self._offset, size - size % RECORD.itemsize - last_bytes)
 
     def read(self, max_bytes: int = -1) -> Records:
-        """Return the complete and valid records after those read so far (-1: all); none
-        where it is gone."""
+        """Return the complete and valid records after those read so far (-1: all).
+
+        There are none where it is gone.
+        """
         self.behind = False
         if not self.is_readable:
             return _EMPTY
@@ -97,8 +105,7 @@ _MAX_PENDING_ITERATIONS = 4
 
 @dataclass(frozen=True)
 class PhaseCounts:
-    """Time and number of the finished iterations of a process since its recording
-    began."""
+    """Time and number of a process's finished iterations since recording began."""
 
     iterations: int = 0
     # Time from the start of the first to the end of the last of them, by the host's
@@ -113,8 +120,11 @@ class PhaseCounts:
     )
 
     def plus(self, records: Records, ends: dict[int, int]) -> PhaseCounts:
-        """Add iterations: `ends` is the sequence number of the last phase of each,
-        `records` contain all of them."""
+        """Add iterations.
+
+        `ends` is the sequence number of the last phase of each, `records` contain all
+        of them.
+        """
         if not ends:
             return self
         lasts = np.maximum.accumulate(np.array([*ends.values()], np.int64))
@@ -220,8 +230,10 @@ class ProcessTail:
         return self._counts
 
     def _ready_sequence(self) -> int | None:
-        """Return the last sequence number with all device times up to it; None where
-        none are recorded any more."""
+        """Return the last sequence number with all device times up to it.
+
+        Return None where none are recorded any more.
+        """
         phases = self._records[self._records["kind"] == kinds.PHASE]["a"]
         timed = self._records[self._records["kind"] == kinds.GPU_TIMES]["a"]
         if not len(timed) or not len(phases) or self.stop_reason is not None:
@@ -231,8 +243,10 @@ class ProcessTail:
         return None if int((ends > last).sum()) > _MAX_PENDING_ITERATIONS else last
 
     def _trim(self) -> None:
-        """Drop old iterations, half a window at a time, and old samples of a job that
-        finishes none."""
+        """Drop old iterations, half a window at a time.
+
+        Of a job that finishes none, drop old samples.
+        """
         slack = max(8, self._keep // 2)
         too_many = len(self._records) > MAX_RECORDS
         ends = (
@@ -255,8 +269,10 @@ class ProcessTail:
             self._records = self._records[recent | ~of_volume]
 
     def _may_exceed(self, iterations: int) -> bool:
-        """Return whether there may be more finished iterations, without looking for
-        their ends."""
+        """Return whether there may be more finished iterations.
+
+        It does not look for their ends.
+        """
         kind = self._records["kind"]
         marked = int((kind == kinds.ITERATION).sum())
         return (marked or int((kind == kinds.PHASE).sum())) > iterations
@@ -282,8 +298,10 @@ class ProcessTail:
 def _lengths_ns(
     records: Records, phases: Records
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the length of each phase: by the device's clock where each has device
-    times, else by the host's."""
+    """Return the length of each phase.
+
+    It is by the device's clock where each has device times, else by the host's.
+    """
     times = records[records["kind"] == kinds.GPU_TIMES]
     order = np.argsort(times["a"], kind="stable")
     times = times[order]

@@ -44,8 +44,10 @@ _BEGIN, _END = kinds.DETAIL_MARKS.index("begin"), kinds.DETAIL_MARKS.index("end"
 
 
 def read_records(path: Path, notes: list[str]) -> Records | None:
-    """Return the complete and valid records of a spool; None, and a note, where it does
-    not even have its header."""
+    """Return the complete and valid records of a spool.
+
+    Return None, and a note, where it does not even have its header.
+    """
     with open_regular(path) as file:
         raw = file.read()
     records = np.frombuffer(raw[: len(raw) - len(raw) % RECORD.itemsize], RECORD)
@@ -75,15 +77,19 @@ def is_header(record: Any) -> bool:
 
 
 def stop_reason(records: Records) -> str | None:
-    """Return one of `spool.STOP_REASONS`; None while more may be recorded, or where the
-    process was killed."""
+    """Return one of `spool.STOP_REASONS`.
+
+    Return None while more may be recorded, or where the process was killed.
+    """
     stopped = records[records["kind"] == kinds.STOPPED]
     return kinds.STOP_REASONS[int(stopped[-1]["code"])] if len(stopped) else None
 
 
 def first_start_ns(records: Records) -> int | None:
-    """Return the start of the first recorded iteration, else of the first phase; None
-    before both."""
+    """Return the start of the first recorded iteration, else of the first phase.
+
+    Return None before both.
+    """
     starts = records[records["kind"] == kinds.START]["x"]
     phases = records[records["kind"] == kinds.PHASE]["x"]
     return (
@@ -92,8 +98,10 @@ def first_start_ns(records: Records) -> int | None:
 
 
 def is_valid(records: Records) -> npt.NDArray[np.bool_]:
-    """Return which records have codes that exist: a full disk or a power cut may leave
-    others behind."""
+    """Return which records have codes that exist.
+
+    A full disk or a power cut may leave others behind.
+    """
     valid = np.ones(len(records), bool)
     for kind, codes in _CODES.items():
         valid &= (records["kind"] != kind) | (records["code"] < codes)
@@ -115,8 +123,10 @@ def has_updates(records: Records) -> bool:
 
 
 def iteration_ends(records: Records) -> dict[int, int]:
-    """Return the sequence number of the last phase of each finished iteration, in
-    order."""
+    """Return the number of the last phase of each finished iteration, in order.
+
+    This is its sequence number.
+    """
     ends = records[records["kind"] == kinds.ITERATION]
     updated = ends["code"] == _UPDATED
     if updated.any():
@@ -130,16 +140,17 @@ def iteration_ends(records: Records) -> dict[int, int]:
 
 
 def note_on_iterations(records: Records) -> str | None:
-    """Return the note on iterations that no optimizer ended; None where there are none
-    of these."""
+    """Return the note on iterations that no optimizer ended; None without any."""
     if has_updates(records) or not iteration_ends(records):
         return None
     return NO_OPTIMIZER_NOTE
 
 
 def detailed_slices(records: Records) -> list[dict[str, Any]]:
-    """Return `detailed_slices` of meta.json; a slice without an end has that of the
-    last finished iteration."""
+    """Return `detailed_slices` of meta.json.
+
+    A slice without an end ends with the last finished iteration.
+    """
     marks = records[records["kind"] == kinds.DETAILS]
     iterations = records[ended_by_updates(records)]
     slices = []

@@ -60,8 +60,10 @@ from ebbtide.profiler.trace.untrusted import MAX_META_BYTES, read_regular
 
 
 def recover(directory: Path, meta: dict[str, Any]) -> list[Training]:
-    """Return the trainings in the spools, in the order in which they began: at least
-    one, maybe without ranks."""
+    """Return the trainings in the spools, in the order in which they began.
+
+    There is at least one, maybe without ranks.
+    """
     notes: list[str] = []
     sampled = [
         r
@@ -91,9 +93,11 @@ def read_process(
     meta: dict[str, Any],
     with_files: bool = True,
 ) -> RankData:
-    """Convert the records of one process into its tables; `path`: its spool, beside its
-    description. `with_files`: whether to read the copies and the allocations that it
-    wrote into further files."""
+    """Convert the records of one process into its tables.
+
+    `path` is its spool, beside its description. `with_files`: whether to read the
+    copies and the allocations that it wrote into further files.
+    """
     header = records[0]
     host, options = meta["host"], meta.get("options", {})
     gpus = host.get("gpus") or []
@@ -144,8 +148,7 @@ def read_process(
 
 
 def _add_files(data: RankData, path: Path, header: Any, expects_copies: bool) -> None:
-    """Add the copies, kernels and allocations of a process, which are in files of their
-    own."""
+    """Add a process's copies, kernels and allocations, from files of their own."""
     notes = data.notes
     slice_paths = sorted(
         path.parent.glob(path.stem.replace("agent-", "") + "-copies-*.json")
@@ -187,8 +190,10 @@ def _entry(
     host: dict[str, Any],
     gpus: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the entry of a process in meta.json, from the agent's description and the
-    header of its spool."""
+    """Return the entry of a process in meta.json.
+
+    It is from the agent's description and the header of its spool.
+    """
     devices = job_info.get("devices") or [
         host.get("cpu") or {"device": "cpu", "kind": "cpu"}
     ]
@@ -210,8 +215,10 @@ def _entry(
 
 
 def _described(path: Path, check: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    """Return what the agent or the sampler describes in a file; empty where it is
-    missing or damaged."""
+    """Return what the agent or the sampler describes in a file.
+
+    The result is empty where the file is missing or damaged.
+    """
     try:
         description: dict[str, Any] = json.loads(read_regular(path, MAX_META_BYTES))
         check(description)
@@ -231,8 +238,10 @@ _OF_DEVICE = ("link", "transfers", "kernels")
 
 
 def _trim(data: RankData, first: int, end: int | None) -> None:
-    """Keep the iterations [first, end): the agent records a little more, to see where
-    they end."""
+    """Keep the iterations [first, end).
+
+    The agent records a little more, to see where they end.
+    """
     phases, ops = data.tables["phases"], data.tables["ops"]
     phases = data.tables["phases"] = phases[_in_range(phases, first, end)].reset_index(
         drop=True
@@ -258,8 +267,10 @@ def _trim(data: RankData, first: int, end: int | None) -> None:
 
 
 def _in_range(table: pd.DataFrame, first: int, end: int | None) -> pd.Series[bool]:
-    """Return which rows belong to the iterations [first, end); without an end, rows of
-    no iteration belong too."""
+    """Return which rows belong to the iterations [first, end).
+
+    Without an end, rows of no iteration belong too.
+    """
     iteration = table["iteration"]
     rows = (
         iteration.ge(first) & iteration.lt(end)
@@ -280,8 +291,10 @@ def _with_values_at(memory: pd.DataFrame, begin_ns: int) -> pd.DataFrame:
 
 
 def unfinished_trace(path: Path) -> Trace:
-    """Open a trace whose recording goes on or was cut off, after waiting for one whose
-    job has just ended."""
+    """Open a trace whose recording goes on or was cut off.
+
+    If its job has just ended, wait for it first.
+    """
     wait_until_finished(path)
     meta = read_meta(path)
     return (
@@ -292,8 +305,10 @@ def unfinished_trace(path: Path) -> Trace:
 
 
 def recovered_traces(path: Path, meta: dict[str, Any]) -> list[Trace]:
-    """Return a trace per training, read into memory: the first with the recording's
-    path, others with new ones."""
+    """Return a trace per training, read into memory.
+
+    The first has the recording's path, others with new ones.
+    """
     trainings = recover(path / SPOOL, meta)
     paths = [path, *islice(_free_paths(path), len(trainings) - 1)]
     note_other_trainings(trainings, [free.name for free in paths])

@@ -20,9 +20,11 @@ _SLICE = re.compile(r"copies-(\d+)-(\d+)\.json$")
 def read_slices(
     paths: Iterable[Path], wall_to_monotonic_ns: int
 ) -> tuple[dict[str, pd.DataFrame], list[str]]:
-    """Return the tables of the slices of a process, and a line for each file that could
-    not be read to its end. `wall_to_monotonic_ns`: added to their times, which are Unix
-    times."""
+    """Return the tables of a process's slices, and a line for each broken file.
+
+    A broken file could not be read to its end. `wall_to_monotonic_ns`: added to their
+    times, which are Unix times.
+    """
     parts = {table: [frame(table)] for table in ("transfers", "kernels", "calls")}
     problems = []
     for path in paths:
@@ -54,9 +56,12 @@ def read_slices(
 
 
 def slice_spans(paths: Iterable[Path], phases: pd.DataFrame) -> list[tuple[int, int]]:
-    """Return the spans of time, in ns, ascending and disjoint, that the slices cover,
-    from the names of their files. The agent starts a slice just after an iteration
-    ends: it covers the time from that end on."""
+    """Return the spans of time, in ns, that the slices cover.
+
+    They are ascending and disjoint, and read from the names of the slices' files. The
+    agent starts a slice just after an iteration ends: it covers the time from that end
+    on.
+    """
     phase_ends = np.sort(phases["end_ns"].to_numpy(np.int64))
     slices = sorted(
         (int(match[1]), int(match[2]))

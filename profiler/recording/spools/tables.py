@@ -1,5 +1,4 @@
-"""Converts the records of a spool into the tables `phases`, `memory`, `link`, `gpu` and
-`ops`."""
+"""Converts a spool into the tables `phases`, `memory`, `link`, `gpu` and `ops`."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ _COLUMNS: dict[str, tuple[str, float | None]] = {
 
 
 def phases_table(records: Records) -> pd.DataFrame:
-    """Return phases with their device times, their iteration, and their micro-step
-    within it."""
+    """Return phases with device times, their iteration, and their micro-step in it."""
     rows = records[records["kind"] == kinds.PHASE]
     phases = pd.DataFrame(
         {
@@ -50,8 +48,10 @@ def phases_table(records: Records) -> pd.DataFrame:
 
 
 def memory_table(records: Records, device_names: dict[int, str] | None) -> pd.DataFrame:
-    """Return the samples of memory; `device_names` by NVML number, None: the records
-    have the rank's numbers."""
+    """Return the samples of memory.
+
+    `device_names` are by NVML number; None: the records have the rank's numbers.
+    """
     rows = records[(records["kind"] == kinds.MEMORY) & (records["y"] != MISSING)]
     table = pd.DataFrame(
         {
@@ -67,8 +67,10 @@ def memory_table(records: Records, device_names: dict[int, str] | None) -> pd.Da
 
 
 def link_table(records: Records, device_names: dict[int, str]) -> pd.DataFrame:
-    """Return the table `link` of the rank's devices. device_names: as in
-    `memory_table`."""
+    """Return the table `link` of the rank's devices.
+
+    device_names: as in `memory_table`.
+    """
     rows = records[records["kind"] == kinds.LINK]
     if not len(rows):
         return empty_frame("link")
@@ -96,8 +98,10 @@ def _devices(numbers: npt.NDArray[Any], names: dict[int, str] | None) -> pd.Seri
 
 
 def gpu_table(records: Records, device_names: dict[int, str]) -> pd.DataFrame:
-    """Return the table `gpu`: a row for values that were read together; `device_names`
-    by NVML number."""
+    """Return the table `gpu`: a row for values that were read together.
+
+    `device_names` are by NVML number.
+    """
     rows = records[(records["kind"] == kinds.GPU_STATE) & (records["y"] != MISSING)]
     if not len(rows):
         return empty_frame("gpu")
@@ -133,8 +137,10 @@ def gpu_table(records: Records, device_names: dict[int, str]) -> pd.DataFrame:
 
 
 def iterations(records: Records, sequence: npt.NDArray[Any]) -> Any:
-    """Return the iteration of each phase or operation by sequence number; missing where
-    no iteration ended after it."""
+    """Return the iteration of each phase or operation by sequence number.
+
+    It is missing where no iteration ended after it.
+    """
     bounds = iteration_ends(records)
     numbers = pd.array([*bounds, None], dtype="Int64")
     lasts = np.maximum.accumulate(np.array([*bounds.values()], np.int64))
@@ -142,8 +148,10 @@ def iterations(records: Records, sequence: npt.NDArray[Any]) -> Any:
 
 
 def device_times(records: Records) -> pd.DataFrame:
-    """Return the columns sequence, gpu_start_ns and gpu_end_ns of phases and operations
-    with recorded device times."""
+    """Return the recorded device times of phases and operations.
+
+    The columns are sequence, gpu_start_ns and gpu_end_ns.
+    """
     times = records[records["kind"] == kinds.GPU_TIMES]
     gpu = pd.DataFrame(
         {
@@ -190,8 +198,10 @@ def ops_table(records: Records) -> pd.DataFrame:
 
 
 def select_rows(ops: pd.DataFrame, keep: pd.Series[bool]) -> pd.DataFrame:
-    """Return some rows of the table, with new parents; a parent that is not among them
-    becomes missing."""
+    """Return some rows of the table, with new parents.
+
+    A parent that is not among them becomes missing.
+    """
     rows = ops[keep]
     numbers = pd.Series(range(len(rows)), index=rows.index, dtype="Int64")
     return rows.assign(parent=rows["parent"].map(numbers).astype("Int64")).reset_index(
@@ -200,8 +210,10 @@ def select_rows(ops: pd.DataFrame, keep: pd.Series[bool]) -> pd.DataFrame:
 
 
 def _lane(resource: str, path: int) -> str:
-    """Return the name of a resource, with the number of the path of the storage if that
-    is not the first."""
+    """Return the name of a resource.
+
+    It has the number of the path of the storage if that is not the first.
+    """
     has_number = resource.startswith("storage") and path not in (0, kinds.HOST)
     return f"{resource} {path}" if has_number else resource
 

@@ -1,5 +1,7 @@
-"""Groups the processes of a recording into trainings: the ranks of one job belong
-together, other processes do not."""
+"""Groups the processes of a recording into trainings.
+
+The ranks of one job belong together, other processes do not.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +32,7 @@ class RankData:
 
     @property
     def training_level(self) -> int:
-        """2 if an optimizer stepped, 1 if there was a backward, 0 for forwards
-        alone."""
+        """2 if an optimizer stepped, 1 if a backward ran, 0 for forwards alone."""
         return (
             2 if self.stepped else int(self.tables["phases"]["phase"].ne(FORWARD).any())
         )
@@ -39,8 +40,7 @@ class RankData:
 
 @dataclass
 class Training:
-    """One training: the data of its ranks, sorted by rank, and notes on incomplete
-    data."""
+    """One training: its ranks' data, sorted by rank, and notes on incomplete data."""
 
     ranks: list[RankData]
     notes: list[str] = field(default_factory=list)
