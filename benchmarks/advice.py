@@ -26,8 +26,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from ebbtide.analysis.metrics.advice import IterationGain  # noqa: E402
 from ebbtide.errors import MachineError, PolicyError, WorkloadError  # noqa: E402
-from ebbtide.features.advise.present import Present  # noqa: E402
 from ebbtide.machines.catalog import preset  # noqa: E402
 from ebbtide.profiler.trace import open_trace  # noqa: E402
 from tests.features.advise import advice_checks as checks  # noqa: E402
@@ -112,7 +112,7 @@ def main() -> None:
     patch = pytest.MonkeyPatch()
     plan_quickly(patch)
     if options.without_rule:
-        patch.setattr(Present, "is_slower_than", lambda self, steps: True)
+        patch.setattr(IterationGain, "is_enough", True)
     part, parts = map(int, options.part.split("/"))
     counts = {kind: Count(kind) for kind in ("workloads", "findings", "traces")}
     for case in islice(cases(options.workloads), part - 1, None, parts):

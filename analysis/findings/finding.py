@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from ebbtide.analysis.dataframes import TabularResult, to_frame
-from ebbtide.analysis.metrics.advice import Setting
+from ebbtide.analysis.metrics.advice import Advice
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Finding:
         evidence: Measured figures, a line each.
         advice: What to do.
         removes: Names of the other findings that are gone when the advice is followed.
-        action: The setting that the advice states; None where it states none.
+        action: The simulated advice; None where nothing was simulated.
     """
 
     rule: str
@@ -31,7 +31,7 @@ class Finding:
     evidence: tuple[str, ...]
     advice: str
     removes: tuple[str, ...] = ()
-    action: Setting | None = None
+    action: Advice | None = None
 
     @property
     def is_simulated(self) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ebbtide import seams
 from ebbtide.analysis.findings.finding import Finding, NotApplicable, Unknown
-from ebbtide.analysis.metrics.advice import Setting
+from ebbtide.analysis.metrics.advice import Advice
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.errors import MissingPackageError
 
@@ -68,7 +68,7 @@ class Rule:
         potential_gain_ms: float | None,
         evidence: Iterable[str],
         advice: str,
-        action: Setting | None = None,
+        action: Advice | None = None,
     ) -> Finding:
         """Return a finding of this rule: see `Finding`."""
         return Finding(

@@ -3,7 +3,21 @@
 Findings, replay, recommendations and plans all use it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+
+class MemoryNeed(NamedTuple):
+    """The bytes that a plan needs in a memory, and those that it may use there."""
+
+    memory: str  # `device`, `host` or `pinned`.
+    needed_bytes: float
+    free_bytes: float | None  # None: not known.
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits, as far as that is known."""
+        return self.free_bytes is None or self.needed_bytes <= self.free_bytes
 
 
 def fits_beside(
@@ -11,30 +25,52 @@ def fits_beside(
     free: Sequence[tuple[float, float]],
     end_s: float,
 ) -> bool:
-    """Return whether memory always stays within what is free in an iteration.
+    """Return whether memory stays within what is free at every instant of an iteration
+    that ends at `end_s`. `changes`: (time, bytes) of memory in use. `free`: (time,
+    bytes free from there on), the first at 0. Both are in the order of time."""
+    return all(
+        used <= _with_tolerance(free_bytes)
+        for used, free_bytes in _lasting(changes, free, end_s)
+    )
 
-    It must at every instant; the iteration ends at `end_s`. `changes`: (time, bytes) of
-    memory in use. `free`: (time, bytes free from there on), the first at 0. Both are in
-    the order of time.
-    """
-    # Intervals as short as rounding errors do not count.
+
+def tightest(
+    changes: Iterable[tuple[float, float]],
+    free: Sequence[tuple[float, float]],
+    end_s: float,
+) -> MemoryNeed:
+    """Return what is in use and what is free where least is left; the arguments are
+    those of `fits_beside`."""
+    used, free_bytes = max(
+        _lasting(changes, free, end_s),
+        key=lambda pair: pair[0] - _with_tolerance(pair[1]),
+        default=(0.0, free[0][1]),
+    )
+    if free_bytes < used <= _with_tolerance(free_bytes):
+        used = free_bytes
+    return MemoryNeed("device", used, free_bytes)
+
+
+def _lasting(
+    changes: Iterable[tuple[float, float]],
+    free: Sequence[tuple[float, float]],
+    end_s: float,
+) -> Iterator[tuple[float, float]]:
+    """Yield the bytes in use and free of each interval; those as short as rounding
+    errors do not count."""
     shortest_s = 1e-9 * end_s
     begin, used, number = 0.0, 0.0, 0
     free_bytes = free[0][1]
     for time, size in (*changes, (end_s, 0.0)):
         while number < len(free) and free[number][0] <= time:
-            if (
-                used > _with_tolerance(free_bytes)
-                and free[number][0] - begin > shortest_s
-            ):
-                return False
+            if free[number][0] - begin > shortest_s:
+                yield used, free_bytes
             begin, free_bytes = free[number]
             number += 1
-        if used > _with_tolerance(free_bytes) and time - begin > shortest_s:
-            return False
+        if time - begin > shortest_s:
+            yield used, free_bytes
         begin = time
         used += size
-    return True
 
 
 def gradient_starts(

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
-from ebbtide.analysis.metrics.advice import Setting
+from ebbtide.analysis.metrics.advice import MIN_GAIN
 from ebbtide.errors import MachineError, PolicyError
-from ebbtide.features.advise.present import MIN_GAIN, Present
+from ebbtide.features.advise.present import Present
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import Policy, as_policy
 from ebbtide.interleave.replay.recorded_job import RecordedJob, own_job
@@ -121,28 +121,6 @@ class PolicyChoice:
         """Whether the chosen policy fits and is worth a change of what the job has."""
         return self.excess is None and self.present.is_slower_than(self.steps)
 
-    @property
-    def advice(self) -> Setting | None:
-        """The setting to change, as findings and plans state it; None where nothing is
-        gained, or nothing fits."""
-        if self.excess is not None:
-            return None
-        policy = self.best.plan.policy
-        if policy == "gpu-only":
-            offload = {"offload_optimizer": {"device": "none"}}
-            return self.present.setting(
-                "deepspeed",
-                offload,
-                "do not offload at all",
-                self.steps,
-                ends_offload=True,
-            )
-        overlap = "none" if self.overlap is None else self.overlap.option
-        settings = {"policy": policy, "overlap": overlap}
-        return self.present.setting(
-            "policy", settings, f"use {self.steps.plan.policy}", self.steps
-        )
-
 
 def choose_policy(
     workload: Workload, machine: Machine, job: RecordedJob | None = None
@@ -172,9 +150,10 @@ def choose_policy(
 def present_of(workload: Workload, machine: Machine, job: RecordedJob) -> Present:
     """Return a job as it is on a machine."""
     recorded_s = job.recorded_s(machine)
+    recorded_ms = None if recorded_s is None else recorded_s * 1e3
     policy = job.policy if job.state_bytes is None else "gpu-only"
     if policy is None:
-        return Present(recorded_s=recorded_s)
+        return Present(recorded_ms=recorded_ms)
     own = own_job(workload, job) if policy == "gpu-only" else workload
     try:
         steps = steps_of(as_policy(policy), own, machine)
@@ -182,9 +161,9 @@ def present_of(workload: Workload, machine: Machine, job: RecordedJob) -> Presen
         steps = None
     # What was recorded there did fit.
     is_known = steps is not None and (
-        recorded_s is not None or fits_memory(steps, machine)
+        recorded_ms is not None or fits_memory(steps, machine)
     )
-    return Present(steps if is_known else None, recorded_s)
+    return Present(steps if is_known else None, recorded_ms)
 
 
 def _choose_freely(

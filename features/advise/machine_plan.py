@@ -9,6 +9,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from ebbtide.analysis.metrics.advice import Advice
+from ebbtide.features.advise.advice import policy_advice
 from ebbtide.features.advise.changes import (
     changed,
     least_settings,
@@ -72,7 +74,6 @@ _RESOURCE_NAMES = {"cpu": "cpu update", "gpu": "gpu update"}
 SortKey = Literal["iteration", "cost"]
 # Properties of a plan that are in its JSON.
 _PROPERTIES = (
-    "advice",
     "code",
     "lines",
     "policies",
@@ -134,6 +135,11 @@ class PlacedJob:
             if self.settings == self.job.settings
             else replace(job, policy=None, iteration_s=None)
         )
+
+    @property
+    def context(self) -> PasteContext:
+        """The job and the machine that lines to paste are for."""
+        return PasteContext(self.recorded, self.shared, self.request.machine_source)
 
     @property
     def needs_search(self) -> bool:
@@ -199,12 +205,13 @@ class MachinePlan:
     accuracy: str = ""
     notes: tuple[str, ...] = ()
 
-    @property
-    def advice(self) -> dict[str, Any] | None:
+    @cached_property
+    def advice(self) -> Advice | None:
         """The setting to change on the machine; None where the job is as good as it is,
         or nothing fits."""
-        setting = None if self.choice is None else self.choice.advice
-        return None if setting is None else setting.as_json()
+        if self.choice is None:
+            return None
+        return policy_advice(self.choice, self.placed.context)
 
     @cached_property
     def lines(self) -> LinesToPaste | None:
@@ -220,11 +227,7 @@ class MachinePlan:
         pasted = replace(
             own.settings, checkpointing=own.settings.checkpointing and not has_lines
         )
-        return lines_to_paste(
-            self.choice,
-            PasteContext(recorded, own.shared, own.request.machine_source),
-            pasted,
-        )
+        return lines_to_paste(self.choice, own.context, pasted)
 
     @property
     def code(self) -> str | None:
@@ -310,7 +313,9 @@ class MachinePlan:
         names = [
             one.name for one in fields(self) if one.name not in ("placed", "choice")
         ]
-        values = {name: getattr(self, name) for name in (*names, *_PROPERTIES)}
+        values = {name: getattr(self, name) for name in names}
+        values["advice"] = None if self.advice is None else self.advice.as_json()
+        values |= {name: getattr(self, name) for name in _PROPERTIES}
         values["action"] = self.cheapest.action if self.cheapest is not None else None
         plain: dict[str, Any] = msgspec.to_builtins(values)
         return plain

@@ -10,10 +10,12 @@ from ebbtide.errors import UserError
 from ebbtide.units import counted, ms_text
 
 if TYPE_CHECKING:
+    from ebbtide.analysis.metrics.advice import IterationGain
     from ebbtide.features.advise.lines.setups import PolicySetup
     from ebbtide.features.advise.lines.systems import SystemSetup
     from ebbtide.features.advise.machine_plan import JobPlans, MachinePlan
-    from ebbtide.features.advise.recommendation import PresentJob, Recommendation
+    from ebbtide.features.advise.present import Present
+    from ebbtide.features.advise.recommendation import Recommendation
 
 
 # Objects within the object have one line up to this length.
@@ -33,38 +35,35 @@ _PLACEHOLDERS = {
 
 
 def print_recommendation(
-    advice: Recommendation, framework: Framework, baseline: str | None = None
+    recommended: Recommendation, framework: Framework, baseline: str | None = None
 ) -> None:
     """Print the recommended policy, its iteration and that of the job as it is, and
     what to paste for it; `baseline`: the policy that stands for the job, None: its
     own."""
-    best, present = advice.setups[0], advice.present
-    if advice.is_as_today:
-        echo_line(
-            f"Nothing to change: {_as_it_is(present, baseline)}", fg="green", bold=True
-        )
+    if recommended.is_as_today:
+        as_it_is = _as_it_is(recommended.present, baseline)
+        echo_line(f"Nothing to change: {as_it_is}", fg="green", bold=True)
         echo_line("all policies: --all")
         return
-    policy = (
-        "Do not offload"
-        if best.policy == "gpu-only"
-        else f"Use {best.policy.replace(',', ', ')}"
-    )
-    echo_line(f"{policy}: {_gain(best, present, baseline)}", fg="green", bold=True)
-    split = advice.split if framework == "deepspeed" else None
-    if split is not None and split.policy != best.policy:
-        ratio = (advice.deepspeed or {})["offload_optimizer"]["ratio"]
+    headline = f"Use {recommended.policy.replace(',', ', ')}"
+    if recommended.keeps_on_device:
+        headline = "Do not offload"
+    gain = _gain(recommended.gain, baseline)
+    echo_line(f"{headline}: {gain}", fg="green", bold=True)
+    split = recommended.split_advice
+    if framework == "deepspeed" and split is not None and not recommended.is_split:
+        ratio = split.settings["offload_optimizer"]["ratio"]
         echo_line(
             f"Plain DeepSpeed: offload_optimizer.ratio {ratio:g}: "
-            f"{_gain(split, present, baseline)}"
+            f"{_gain(split.gain, baseline)}"
         )
-    for warning in advice.warnings:
+    for warning in recommended.warnings:
         echo_line(f"But {warning}", fg="yellow")
-    block = _block(best, framework)
+    block = recommended.lines[framework]
     echo(f"{block}\n")
     _print_fill_in(block)
     other = "deepspeed" if framework == "script" else "script"
-    changes = " and changes of the job" if advice.alternatives else ""
+    changes = " and changes of the job" if recommended.alternatives else ""
     echo_line(f"all policies{changes}: --all; {_FRAMEWORKS[other]}: --for {other}")
 
 
@@ -76,61 +75,36 @@ def _print_fill_in(lines: str) -> None:
         echo_line(NOTE, fg="yellow")
 
 
-def _as_it_is(present: PresentJob, baseline: str | None) -> str:
+def _as_it_is(present: Present, baseline: str | None) -> str:
     """Return the iteration of a job as it is, and what it is."""
-    recorded, simulated = present.recorded_ms, present.iteration_ms
-    if recorded is None and simulated is None:
+    length_ms = present.recorded_ms or present.iteration_ms
+    if length_ms is None:
         return "no setting gains anything"
-    where = (
-        "with all state on the GPU"
-        if present.policy == "gpu-only"
-        else f"with {baseline or present.policy}"
-    )
-    time = (
-        f"{simulated:,.0f} ms simulated" if recorded is None else f"{recorded:,.0f} ms"
-    )
-    return f"{time} {'as recorded' if present.policy is None else where}"
+    time = f"{length_ms:,.0f} ms"
+    if present.recorded_ms is None:
+        time += " simulated"
+    if present.policy is None:
+        return f"{time} as recorded"
+    if present.policy == "gpu-only":
+        return f"{time} with all state on the GPU"
+    return f"{time} with {baseline or present.policy}"
 
 
-def _gain(setup: PolicySetup, present: PresentJob, baseline: str | None) -> str:
-    """Return the iteration of a setup, after that of the job as it is where it is
+def _gain(times: IterationGain, baseline: str | None) -> str:
+    """Return a simulated iteration, after that of the job as it is where it is
     known."""
-    before, recorded = present.iteration_ms, present.recorded_ms
-    if before is None:
-        return f"{setup.iteration_ms:,.0f} ms (simulated)"
+    if times.present_ms is None:
+        return f"{times.iteration_ms:,.0f} ms (simulated)"
     over = "" if baseline is None else f" over {baseline}"
-    is_simulated = present.policy is not None
-    beside = (
-        f"; {recorded:,.0f} recorded" if is_simulated and recorded is not None else ""
-    )
-    times = (
-        f"{before:,.0f}{'' if is_simulated else ' recorded'} -> "
-        f"{setup.iteration_ms:,.0f} ms"
-    )
-    return f"{times} ({before / setup.iteration_ms:.2f}x{over}, simulated{beside})"
-
-
-def _block(setup: PolicySetup, framework: Framework) -> str:
-    """Return the lines to paste for a framework, below a line that says where they
-    belong."""
-    if framework == "script":
-        code = setup.optimizer_code
-        return (
-            f"Instead of torch.optim.AdamW:\n\n{code}"
-            if code
-            else "In a script: keep torch.optim.AdamW."
-        )
-    if setup.code is not None:
-        return (
-            "Before deepspeed.initialize (stage 3; offload_optimizer stays "
-            f'"cpu"):\n\n{setup.code}'
-        )
-    offload = json.dumps(
-        setup.deepspeed_config["zero_optimization"]["offload_optimizer"]
-    )
+    source = beside = ""
+    if times.baseline is None:
+        source = " recorded"
+    elif times.recorded_ms is not None:
+        beside = f"; {times.recorded_ms:,.0f} recorded"
+    factor = times.present_ms / times.iteration_ms
     return (
-        'In zero_optimization of DeepSpeed\'s configuration:\n\n"offload_optimizer": '
-        f"{offload}"
+        f"{times.present_ms:,.0f}{source} -> {times.iteration_ms:,.0f} ms "
+        f"({factor:.2f}x{over}, simulated{beside})"
     )
 
 
@@ -149,7 +123,7 @@ def print_setups(advice: Recommendation) -> None:
         echo_line(
             f"{_advantage(faster[0], advice)} in other systems: {', '.join(texts)}"
         )
-    for policy, reason in advice.left_out.items():
+    for policy, reason in advice.choice.left_out.items():
         echo_line(f"not among the blocks below: {policy} ({reason})")
     if advice.placeholders:
         names = ", ".join(_PLACEHOLDERS.get(name, name) for name in advice.placeholders)

@@ -1,11 +1,14 @@
 """The recommended setup: the best policy, and what to paste for each policy that
 fits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from math import inf
 from typing import Any
 
+from ebbtide.analysis.metrics.advice import MIN_GAIN, Advice, IterationGain
+from ebbtide.features.advise.advice import deepspeed_advice, policy_advice
 from ebbtide.features.advise.changes import alternatives
 from ebbtide.features.advise.choice import PolicyChoice, choose_policy
 from ebbtide.features.advise.lines.setups import (
@@ -16,7 +19,7 @@ from ebbtide.features.advise.lines.setups import (
     setup_of,
 )
 from ebbtide.features.advise.lines.systems import SystemSetup, other_systems
-from ebbtide.features.advise.present import MIN_GAIN
+from ebbtide.features.advise.present import Present
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.replay.recorded_job import RecordedJob
 from ebbtide.machines.accuracy import accuracy_of
@@ -24,62 +27,225 @@ from ebbtide.machines.machine import Machine, unified_memory_text
 
 
 @dataclass(frozen=True)
-class PresentJob:
-    """The job as it is on the machine; None: not known, or it does not fit there."""
-
-    policy: str | None
-    iteration_ms: float | None  # Simulated, where the policy is known; else recorded.
-    recorded_ms: float | None
-
-
-@dataclass(frozen=True)
 class Recommendation:
-    """The recommended setup."""
+    """The recommended setup of a job on a machine. What few readers need is computed
+    when it is first used."""
 
-    policy: str
-    line: str
-    # Lines of Python that make a DeepSpeed job use the policy; None if nothing should
-    # be offloaded.
-    code: str | None
-    deepspeed_config: dict[str, Any]
-    optimizer_code: str | None
-    # The lines to paste for each policy that fits: the recommended one, then the
-    # others, fastest first.
-    setups: tuple[PolicySetup, ...]
-    # Keys of the configurations whose values stand for values of the job that are not
-    # known.
-    placeholders: tuple[str, ...]
-    present: PresentJob
-    # Changes to the job after which nothing would have to be offloaded.
-    alternatives: tuple[str, ...]
-    uncertainty: str
-    left_out: dict[str, str]
-    systems: tuple[SystemSetup, ...] = ()
-    # What updates beside the step win; None if it is little.
-    overlap: dict[str, Any] | None = None
-    # What keeps the job from using the policy as it is: memory, other settings.
-    warnings: tuple[str, ...] = ()
-    # The best static split, which DeepSpeed has by itself; None if none fits, or is
-    # worth a change.
-    split: PolicySetup | None = None
-    # The setting to change, as in findings; None: nothing is gained, or fits.
-    action: dict[str, Any] | None = None
-    # Whether the job fits as it is, and nothing is worth a change.
-    is_as_today: bool = False
+    workload: Workload
+    context: PasteContext
+    choice: PolicyChoice
+
+    @property
+    def present(self) -> Present:
+        """The job as it is on the machine."""
+        return self.choice.present
+
+    @cached_property
+    def advice(self) -> Advice | None:
+        """The setting to change; None: nothing is gained, or fits."""
+        return policy_advice(self.choice, self.context)
+
+    @cached_property
+    def split_advice(self) -> Advice | None:
+        """The best static split, which DeepSpeed has by itself; None if none fits, or
+        is worth a change."""
+        split = self.choice.split
+        if split is None:
+            return None
+        return deepspeed_advice(split, self.present, self.context)
+
+    @cached_property
+    def best(self) -> PolicySetup:
+        """The lines to paste for the recommended policy."""
+        return best_setup(self.choice, self.context)
+
+    @property
+    def gain(self) -> IterationGain:
+        """The iterations of the recommended policy and of the job as it is."""
+        return self.present.gain(self.choice.steps)
+
+    @property
+    def lines(self) -> Mapping[str, str]:
+        """The lines to paste for the advice, by framework, or for the policy that is
+        best although it does not fit."""
+        return self.best.blocks() if self.advice is None else self.advice.lines
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the recommended policy is the best static split itself."""
+        return self.split is not None and self.split.policy == self.policy
+
+    @property
+    def policy(self) -> str:
+        """The recommended policy."""
+        return self.best.policy
+
+    @property
+    def code(self) -> str | None:
+        """Lines of Python that make a DeepSpeed job use the policy; None if nothing
+        should be offloaded."""
+        return self.best.code
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """The configuration of DeepSpeed for the policy."""
+        return self.best.deepspeed_config
+
+    @property
+    def optimizer_code(self) -> str | None:
+        """Lines of Python for a script without DeepSpeed."""
+        return self.best.optimizer_code
+
+    @property
+    def keeps_on_device(self) -> bool:
+        """Whether nothing should be offloaded."""
+        return self.policy == "gpu-only"
+
+    @property
+    def is_as_today(self) -> bool:
+        """Whether the job fits as it is, and nothing is worth a change."""
+        return self.advice is None and self.choice.excess is None
+
+    @cached_property
+    def setups(self) -> tuple[PolicySetup, ...]:
+        """The lines to paste for each policy that fits: the recommended one, then the
+        others, fastest first."""
+        if self.keeps_on_device:
+            return (self.best,)
+        choice = self.choice
+        plain = () if choice.overlap is None else (choice.best,)
+        others = (*plain, *choice.others)
+        return self.best, *(setup_of(steps, self.context) for steps in others)
+
+    @cached_property
+    def split(self) -> PolicySetup | None:
+        """The lines to paste for `split_advice`."""
+        split = self.choice.split
+        if split is None or self.split_advice is None:
+            return None
+        return setup_of(split, self.context)
 
     @property
     def deepspeed(self) -> dict[str, Any] | None:
         """The section zero_optimization of `split`, the best that DeepSpeed itself can
         do; None if none of it fits."""
-        return (
-            None
-            if self.split is None
-            else self.split.deepspeed_config["zero_optimization"]
+        if self.split is None:
+            return None
+        section: dict[str, Any] = self.split.deepspeed_config["zero_optimization"]
+        return section
+
+    @property
+    def placeholders(self) -> tuple[str, ...]:
+        """Keys of the configurations whose values stand for values of the job that are
+        not known."""
+        return tuple(placeholders(self.workload, self.context.job))
+
+    @cached_property
+    def alternatives(self) -> tuple[str, ...]:
+        """Changes to the job after which nothing would have to be offloaded."""
+        if self.keeps_on_device:
+            return ()
+        return alternatives(
+            self.workload, self.context.machine, self.context.job, self.present
         )
+
+    @cached_property
+    def systems(self) -> tuple[SystemSetup, ...]:
+        """Other systems that are faster, or fit where the best policy does not."""
+        if self.keeps_on_device:
+            return ()
+        # Where the best policy does not fit, any system that does is better.
+        best_s = inf if self.choice.excess else self.choice.steps.rating_s
+        return other_systems(self.workload, self.context, best_s, self.present)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What keeps the job from using the policy as it is: memory, other settings."""
+        if self.keeps_on_device:
+            return ()
+        job, policy = self.context.job, self.choice.steps.plan.policy
+        warnings = []
+        if self.choice.excess:
+            warnings.append(f"it does not fit: {self.choice.excess}")
+        if job.stage in (1, 2):
+            warnings.append(
+                f"{policy} needs zero_optimization.stage 3: this job has stage "
+                f"{job.stage}"
+            )
+        if job.offloads_params:
+            warnings.append(
+                f"{policy} in a DeepSpeed job needs offload_param to be off"
+            )
+        return tuple(warnings)
+
+    @property
+    def line(self) -> str:
+        """The recommendation in one line."""
+        if self.keeps_on_device:
+            unified = unified_memory_text(self.context.machine)
+            return "; ".join(filter(None, (self._no_offload_text, unified)))
+        parts = [self._policy_text, *self.warnings]
+        split = self.choice.split
+        if split is not None:
+            split_ms = f"{split.iteration_s * 1e3:,.0f} ms"
+            parts.insert(1, f"{split.plan.policy} in plain DeepSpeed: {split_ms}")
+        return "; ".join(parts)
+
+    @property
+    def _no_offload_text(self) -> str:
+        if self.choice.excess:
+            return f"do not offload; the job does not fit: {self.choice.excess}"
+        state_gb = self.workload.state_bytes * self.workload.params / 1e9
+        return (
+            f"do not offload: the optimizer's state ({state_gb:.1f} GB a rank) fits on "
+            "the device all the time; "
+            f"an iteration takes {self.best.iteration_ms:,.0f} ms then"
+        )
+
+    @property
+    def _policy_text(self) -> str:
+        choice, steps = self.choice, self.choice.steps
+        text = f"{steps.plan.policy}: {steps.iteration_s * 1e3:,.0f} ms an iteration"
+        if steps.plan.remark:
+            text += f" ({steps.plan.remark})"
+        if choice.overlap is not None:
+            text += f"; {choice.overlap.text()}"
+        limit_s = (1 + MIN_GAIN) * steps.rating_s
+        if self.is_as_today:
+            return f"nothing is worth a change of what the job has; {text}"
+        if choice.split is not None and choice.split.rating_s < limit_s:
+            return f"nothing to gain by another policy; {text}"
+        return text
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide replay --json` prints."""
-        return {**asdict(self), "deepspeed": self.deepspeed, "advice": self.action}
+        present, overlap = self.present, self.choice.overlap
+        advice = None if self.advice is None else self.advice.as_json()
+        return {
+            "policy": self.policy,
+            "line": self.line,
+            "code": self.code,
+            "deepspeed_config": self.deepspeed_config,
+            "optimizer_code": self.optimizer_code,
+            "setups": [asdict(setup) for setup in self.setups],
+            "placeholders": self.placeholders,
+            "present": {
+                "policy": present.policy,
+                "iteration_ms": present.iteration_ms,
+                "recorded_ms": present.recorded_ms,
+            },
+            "alternatives": self.alternatives,
+            "uncertainty": accuracy_of(self.context.machine).text(),
+            "left_out": self.choice.left_out,
+            "systems": [asdict(system) for system in self.systems],
+            "overlap": None if overlap is None else overlap.as_json(),
+            "warnings": self.warnings,
+            "split": None if self.split is None else asdict(self.split),
+            "action": advice,
+            "is_as_today": self.is_as_today,
+            "deepspeed": self.deepspeed,
+            "advice": advice,
+        }
 
 
 def recommend(
@@ -92,88 +258,4 @@ def recommend(
     a needed rate is missing."""
     context = PasteContext(job or RecordedJob(), machine, machine_source)
     choice = choose_policy(workload, machine, context.job)
-    present, advice = choice.present, choice.advice
-    best, overlap = best_setup(choice, context), choice.overlap
-    changes: tuple[str, ...] = ()
-    systems: tuple[SystemSetup, ...] = ()
-    warnings: tuple[str, ...] = ()
-    setups = [best]
-    if best.policy == "gpu-only":
-        state_gb = workload.state_bytes * workload.params / 1e9
-        line = (
-            f"do not offload: the optimizer's state ({state_gb:.1f} GB a rank) fits on "
-            "the device all the time; "
-            f"an iteration takes {best.iteration_ms:,.0f} ms then"
-        )
-        if choice.excess:
-            line = f"do not offload; the job does not fit: {choice.excess}"
-        line = "; ".join(filter(None, (line, unified_memory_text(machine))))
-    else:
-        warnings = tuple(_warnings(choice, context.job))
-        line = _line(choice, warnings)
-        changes = alternatives(workload, machine, context.job, present)
-        # Where the best policy does not fit, any system that does is better.
-        systems = other_systems(
-            workload, context, inf if choice.excess else choice.steps.rating_s, present
-        )
-        others = choice.others if overlap is None else (choice.best, *choice.others)
-        setups += [setup_of(steps, context) for steps in others]
-    gains = choice.split is not None and present.is_slower_than(choice.split)
-    split = (
-        setup_of(choice.split, context) if choice.split is not None and gains else None
-    )
-    return Recommendation(
-        policy=best.policy,
-        line=line,
-        code=best.code,
-        deepspeed_config=best.deepspeed_config,
-        optimizer_code=best.optimizer_code,
-        setups=tuple(setups),
-        placeholders=tuple(placeholders(workload, context.job)),
-        present=PresentJob(
-            None if present.steps is None else present.steps.plan.policy,
-            None if present.iteration_s is None else present.iteration_s * 1e3,
-            None if present.recorded_s is None else present.recorded_s * 1e3,
-        ),
-        alternatives=changes,
-        uncertainty=accuracy_of(machine).text(),
-        left_out=choice.left_out,
-        systems=systems,
-        overlap=None if overlap is None else overlap.as_json(),
-        warnings=warnings,
-        split=split,
-        action=None if advice is None else advice.as_json(),
-        is_as_today=advice is None and choice.excess is None,
-    )
-
-
-def _line(choice: PolicyChoice, warnings: Sequence[str]) -> str:
-    """Return the recommendation of a policy that offloads, in one line."""
-    steps, plan, split = choice.steps, choice.steps.plan, choice.split
-    line = f"{plan.policy}: {steps.iteration_s * 1e3:,.0f} ms an iteration"
-    if plan.remark:
-        line += f" ({plan.remark})"
-    if choice.overlap is not None:
-        line += f"; {choice.overlap.text()}"
-    if choice.advice is None and not choice.excess:
-        line = f"nothing is worth a change of what the job has; {line}"
-    elif split is not None and split.rating_s < (1 + MIN_GAIN) * steps.rating_s:
-        line = f"nothing to gain by another policy; {line}"
-    if split is not None:
-        line += (
-            f"; {split.plan.policy} in plain DeepSpeed: {split.iteration_s * 1e3:,.0f} "
-            "ms"
-        )
-    return "; ".join((line, *warnings))
-
-
-def _warnings(choice: PolicyChoice, job: RecordedJob) -> Iterator[str]:
-    policy = choice.steps.plan.policy
-    if choice.excess:
-        yield f"it does not fit: {choice.excess}"
-    if job.stage in (1, 2):
-        yield (
-            f"{policy} needs zero_optimization.stage 3: this job has stage {job.stage}"
-        )
-    if job.offloads_params:
-        yield f"{policy} in a DeepSpeed job needs offload_param to be off"
+    return Recommendation(workload, context, choice)

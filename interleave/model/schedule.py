@@ -10,7 +10,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from ebbtide.analysis.metrics.device_fit import fits_beside, gradient_starts
+from ebbtide.analysis.metrics.device_fit import (
+    MemoryNeed,
+    fits_beside,
+    gradient_starts,
+    tightest,
+)
 from ebbtide.interleave.model.durations import host_traffic
 from ebbtide.interleave.model.operations import split_lane
 from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES, Op, Plan
@@ -338,6 +343,18 @@ class Schedule:
             )
         free = self._stretched(self.workload.gpu_free)
         return fits_beside(self._device_memory_changes(), free, self.span_s)
+
+    def device_need(self, gpu_memory_bytes: float | None) -> MemoryNeed:
+        """Return what the plan needs of the device where least is left, by the rules
+        and arguments of `fits_device`."""
+        if self.workload.missing_bytes > 0:
+            return MemoryNeed("device", self.workload.missing_bytes, 0.0)
+        if self.workload.gpu_free is None:
+            is_known = self.fits_device(gpu_memory_bytes) is not None
+            free = gpu_memory_bytes if is_known else None
+            return MemoryNeed("device", self.peak_device_bytes, free)
+        free_steps = self._stretched(self.workload.gpu_free)
+        return tightest(self._device_memory_changes(), free_steps, self.span_s)
 
     def free_memory_line(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the device memory that the job itself leaves free.

@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from ebbtide.analysis.dataframes import TabularResult
+from ebbtide.analysis.metrics.device_fit import MemoryNeed
 from ebbtide.errors import MachineError, PolicyError
 from ebbtide.interleave.model.operations import NO_OVERLAP, Overlap
 from ebbtide.interleave.model.plan import STORAGE_RESOURCES, Plan
@@ -404,6 +405,17 @@ def explain(workload: Workload, machine: Machine) -> list[AblationStep]:
     return steps
 
 
+def memory_needs(schedule: Schedule, machine: Machine) -> tuple[MemoryNeed, ...]:
+    """Return what a plan needs of the device, of the host and of its pinned memory, by
+    the byte counts of the framework that the workload names."""
+    available = available_host_bytes(schedule.workload, machine)
+    return (
+        schedule.device_need(machine.gpu_memory_bytes),
+        MemoryNeed("host", schedule.host_bytes(), available),
+        MemoryNeed("pinned", schedule.pinned_bytes(), machine.pinned_memory_bytes),
+    )
+
+
 def memory_excess(schedule: Schedule, machine: Machine) -> str | None:
     """Return in words by how much memory is too small.
 
@@ -415,24 +427,17 @@ def memory_excess(schedule: Schedule, machine: Machine) -> str | None:
             f"{bytes_text(schedule.workload.missing_bytes)} of device memory are "
             "missing"
         )
-    if schedule.fits_device(machine.gpu_memory_bytes) is False:
+    excess = next(
+        (need for need in memory_needs(schedule, machine) if not need.fits), None
+    )
+    if excess is None:
+        return None
+    if excess.memory == "device":
         return (
             f"it needs {bytes_text(schedule.peak_device_bytes)} of device memory, more "
             "than is free"
         )
-    host, available = (
-        schedule.host_bytes(),
-        available_host_bytes(schedule.workload, machine),
-    )
-    if available is not None and host > available:
-        return (
-            f"it needs {bytes_text(host)} of host memory, and a rank has "
-            f"{bytes_text(available)}"
-        )
-    pinned, limit = schedule.pinned_bytes(), machine.pinned_memory_bytes
-    if limit is not None and pinned > limit:
-        return (
-            f"it needs {bytes_text(pinned)} of pinned host memory, and a rank may pin "
-            f"{bytes_text(limit)}"
-        )
-    return None
+    needed, free = bytes_text(excess.needed_bytes), bytes_text(excess.free_bytes or 0)
+    if excess.memory == "host":
+        return f"it needs {needed} of host memory, and a rank has {free}"
+    return f"it needs {needed} of pinned host memory, and a rank may pin {free}"

@@ -94,15 +94,15 @@ def free_memory(metrics: JobMetrics) -> Finding | Unknown | None:
             return free_memory.finding(
                 title, estimate, evidence, _simulate_text(metrics)
             )
-        setting = metrics.adviser.split_setting()
-        if setting is None:
+        advice = metrics.adviser.split_advice()
+        if advice is None:
             return None
         return free_memory.finding(
             title,
-            estimate if setting.gain_ms is None else setting.gain_ms,
+            estimate if advice.gain_ms is None else advice.gain_ms,
             evidence,
-            setting.text,
-            setting,
+            advice.text,
+            advice,
         )
     if free < _UNUSED_SHARE * capacity:
         return None
@@ -132,26 +132,26 @@ _MIN_LAYER_GAIN = 0.06
 def recomputation(metrics: JobMetrics) -> Finding | Unknown | None:
     """Compare the simulated iteration in which every layer is computed again with the
     best choice for each layer."""
-    setting = (
-        metrics.adviser.activations_setting() if metrics.adviser is not None else None
+    advice = (
+        metrics.adviser.activations_advice() if metrics.adviser is not None else None
     )
-    if setting is None or setting.gain_ms is None:
+    if advice is None or advice.gain_ms is None:
         return recomputation.unknown(
             "could activations be kept, or copied to the host, instead of computed "
             "again?",
             "a job whose layers are entries of a list of modules",
         )
-    if setting.gain_ms < _MIN_LAYER_GAIN * (metrics.iteration_ms or 0.0):
+    if advice.gain_ms < _MIN_LAYER_GAIN * (metrics.iteration_ms or 0.0):
         return None
     return recomputation.finding(
         "Activations are computed again that memory or the link would have room for",
-        setting.gain_ms,
+        advice.gain_ms,
         (
             "simulated, with every layer computed again and with the best choice for "
             "each",
         ),
-        setting.text,
-        setting,
+        advice.text,
+        advice,
     )
 
 
@@ -162,28 +162,23 @@ def activation_offload(metrics: JobMetrics) -> Finding | None:
     free = metrics.always_free_bytes
     if free is None or free >= 0 or metrics.adviser is None:
         return None
-    setting = metrics.adviser.activations_setting()
-    if (
-        setting is None
-        or setting.gain_ms is None
-        or setting.iteration_ms is None
-        or not setting.settings["offload"]
-    ):
+    advice = metrics.adviser.activations_advice()
+    if advice is None or advice.gain_ms is None or not advice.settings["offload"]:
         return None
-    if setting.gain_ms < _MIN_LAYER_GAIN * setting.iteration_ms:
+    if advice.gain_ms < _MIN_LAYER_GAIN * advice.iteration_ms:
         return None
     return activation_offload.finding(
         "Activations do not fit, and offloading some of them costs less than "
         "computing all of them again",
-        setting.gain_ms,
+        advice.gain_ms,
         (
             f"{bytes_text(-free)} of device memory are missing while all activations "
             "are kept",
             "simulated, with every layer computed again and with the best choice for "
             "each",
         ),
-        setting.text,
-        setting,
+        advice.text,
+        advice,
     )
 
 

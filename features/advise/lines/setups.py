@@ -279,6 +279,31 @@ class PolicySetup:
     # without `code`.
     uses_storage: bool = False
 
+    @property
+    def offload_optimizer(self) -> dict[str, Any]:
+        """The section of DeepSpeed's configuration on the optimizer's offload."""
+        offload: dict[str, Any] = self.deepspeed_config["zero_optimization"][
+            "offload_optimizer"
+        ]
+        return offload
+
+    def blocks(self) -> dict[str, str]:
+        """Return the lines to paste for each framework, below a line that says where
+        they belong."""
+        script = "In a script: keep torch.optim.AdamW."
+        if self.optimizer_code is not None:
+            script = f"Instead of torch.optim.AdamW:\n\n{self.optimizer_code}"
+        deepspeed = (
+            "In zero_optimization of DeepSpeed's configuration:\n\n"
+            f'"offload_optimizer": {json.dumps(self.offload_optimizer)}'
+        )
+        if self.code is not None:
+            deepspeed = (
+                "Before deepspeed.initialize (stage 3; offload_optimizer stays "
+                f'"cpu"):\n\n{self.code}'
+            )
+        return {"deepspeed": deepspeed, "script": script}
+
 
 @dataclass(frozen=True)
 class LinesToPaste:

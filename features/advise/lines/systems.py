@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+from ebbtide.analysis.metrics.advice import MIN_GAIN
 from ebbtide.features.advise.choice import fits_memory, steps_of
 from ebbtide.features.advise.lines.fill_in import mark
 from ebbtide.features.advise.lines.setups import PasteContext, deepspeed_config
-from ebbtide.features.advise.present import MIN_GAIN, NOT_KNOWN, Present
+from ebbtide.features.advise.present import NOT_KNOWN, Present
 from ebbtide.features.storage.kinds import path_of
 from ebbtide.features.systems.on_storage import BUFFERS_OF_SUBGROUP
 from ebbtide.interleave.model.schedule import Schedule

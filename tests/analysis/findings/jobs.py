@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ebbtide.analysis.findings import Finding, Findings, Rule, Unknown, find
-from ebbtide.analysis.metrics.advice import Setting
+from ebbtide.analysis.metrics.advice import Advice, IterationGain
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import Trace, TraceBuilder
@@ -181,26 +181,25 @@ class Job:
 class SimulatedSetting(NamedTuple):
     """An adviser that recommends a static split; None: nothing gains."""
 
-    setting: Setting | None
+    setting: Advice | None
 
     @property
     def can_simulate(self) -> bool:
         return True
 
-    def split_setting(self) -> Setting | None:
+    def split_advice(self) -> Advice | None:
         return self.setting
 
-    def activations_setting(self) -> Setting | None:
+    def activations_advice(self) -> Advice | None:
         return None
 
 
 NO_OFFLOAD = SimulatedSetting(
-    Setting(
+    Advice(
         "deepspeed",
         {"offload_optimizer": {"device": "none"}},
         "do not offload at all",
-        iteration_ms=340.0,
-        present_ms=400.0,
+        IterationGain(340.0, 340.0, 400.0),
         ends_offload=True,
     )
 )

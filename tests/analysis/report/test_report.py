@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ebbtide.analysis.findings import Finding, Findings, NotApplicable, Unknown, find
-from ebbtide.analysis.metrics.advice import Setting
+from ebbtide.analysis.metrics.advice import Advice, IterationGain
 from ebbtide.analysis.report import build_page, render_page
 from ebbtide.analysis.report.rank import RankView, Section
 from ebbtide.analysis.tables.table import Table
@@ -43,7 +43,7 @@ def test_page__begins_with_the_job_and_key_figures() -> None:
         (),
         "do that",
         ("slow",),
-        Setting("deepspeed", {}, "", 15.0, 19.0),
+        Advice("deepspeed", {}, "", IterationGain(15.0, 15.0, 19.0)),
     )
     content = build_page(trace, Findings((fast, slow), ()), GIB)
     assert (content.name, content.about) == (
@@ -88,7 +88,7 @@ def test_page__has_findings_as_the_command_prints_them() -> None:
         (),
         "use it",
         ("rule",),
-        Setting("deepspeed", {}, "", 15.0, 19.0),
+        Advice("deepspeed", {}, "", IterationGain(15.0, 15.0, 19.0)),
     )
     unknown = Unknown(
         "copies", "are copies pinned?", "record them: `ebbtide profile --transfers`"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ebbtide.analysis.findings import find
+from ebbtide.analysis.metrics.advice import Advice
 from ebbtide.analysis.metrics.state_split import Framework
 from ebbtide.features.advise.changes import leave_system_share
 from ebbtide.features.advise.choice import fits_memory
@@ -86,10 +87,11 @@ def advised_policy(action: dict[str, Any]) -> str:
     )
 
 
-def check(action: dict[str, Any] | None, case: Case) -> int:
-    """Check a setting; returns whether there is one."""
-    if action is None or action["kind"] == "activations":
+def check(advice: Advice | None, case: Case) -> int:
+    """Check advice; returns whether there is some."""
+    if advice is None or advice.kind == "activations":
         return 0
+    action = advice.as_json()
     policy = advised_policy(action)
     steps = steps_of(policy, case)
     iteration_ms = steps.iteration_s * 1e3
@@ -133,22 +135,12 @@ def check_bytes(policy: str, case: Case) -> None:
 def check_recommendation(advice: Recommendation, case: Case) -> int:
     """Check the setting and the split of a recommendation, and that what is kept is no
     setting."""
-    checked = check(advice.action, case)
-    if advice.split is not None:
-        offload = advice.split.deepspeed_config["zero_optimization"][
-            "offload_optimizer"
-        ]
-        action = {
-            "kind": "deepspeed",
-            "settings": {"offload_optimizer": offload},
-            "fits": True,
-        }
-        times = {
-            "simulated_ms": advice.split.iteration_ms,
-            "present_ms": advice.present.iteration_ms,
-        }
-        checked += check(action | times, case)
-    return checked
+    split = advice.split_advice
+    if split is not None:
+        assert advice.deepspeed is not None
+        offload = advice.deepspeed["offload_optimizer"]
+        assert split.settings == {"offload_optimizer": offload}
+    return check(advice.advice, case) + check(split, case)
 
 
 def check_plan(plan: MachinePlan) -> int:
@@ -169,9 +161,7 @@ def check_findings(trace: Trace) -> int:
         workload_of(trace), share_box(machine, None, trace), recorded_job(trace)
     )
     actions = [finding.action for finding in find(trace, TraceAdviser(trace)).findings]
-    return sum(
-        check(action.as_json(), case) for action in actions if action is not None
-    )
+    return sum(check(action, case) for action in actions)
 
 
 def case_of(trace: Trace, machine: Machine) -> Case:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from ebbtide.features.advise.present import Present
+from ebbtide.analysis.metrics.advice import IterationGain
 from ebbtide.features.advise.recommendation import recommend
 from ebbtide.interleave.replay.recorded_job import RecordedJob
 from ebbtide.machines.catalog import preset
@@ -49,7 +49,7 @@ def test_advice__gains_on_random_workloads(seed: int) -> None:
 
 
 def without_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Present, "is_slower_than", lambda self, steps: True)
+    monkeypatch.setattr(IterationGain, "is_enough", True)
 
 
 @pytest.mark.parametrize("factor", [None, slow_case(0.96)])

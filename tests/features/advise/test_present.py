@@ -29,10 +29,10 @@ def unsettled(steps: Steps) -> Steps:
 
 def test_present__is_not_slower_than_a_plan_that_does_not_settle() -> None:
     slow, fast = steps_of("zero-offload"), steps_of("adaptive")
-    setting = Present(slow).setting("policy", {}, "use it", fast)
-    assert setting is not None
-    assert setting.iteration_ms == fast.iteration_s * 1e3
-    assert Present(slow).setting("policy", {}, "use it", unsettled(fast)) is None
+    compared = Present(slow).gain(fast)
+    assert compared.is_enough
+    assert compared.iteration_ms == fast.iteration_s * 1e3
+    assert not Present(slow).gain(unsettled(fast)).is_enough
     # A job that does not settle takes the mean of its iterations.
     assert not Present(unsettled(fast)).is_slower_than(slow)
     assert Present(unsettled(slow)).is_slower_than(fast)

@@ -61,12 +61,10 @@ def test_recommend__never_offloads_where_gpu_and_cpu_share_one_memory() -> None:
         advice = recommend(workload(gpu_free_bytes=free), unified, DEEPSPEED)
         assert advice.policy == "gpu-only"
         # What does not fit is no advice.
-        assert (advice.action is not None) == fits
-        if advice.action is not None:
-            assert advice.action["kind"] == "deepspeed"
-            assert advice.action["settings"] == {
-                "offload_optimizer": {"device": "none"}
-            }
+        assert (advice.advice is not None) == fits
+        if advice.advice is not None:
+            assert advice.advice.kind == "deepspeed"
+            assert advice.advice.settings == {"offload_optimizer": {"device": "none"}}
         assert advice.line.count(reason) == 1
         assert ("the job does not fit: it needs" in advice.line) is not fits
     assert reason not in recommend(workload(gpu_free_bytes=28e9), machine()).line
@@ -200,13 +198,16 @@ def test_recommend__has_a_setup_per_policy_that_fits_fastest_first() -> None:
 def test_recommend__leaves_out_policies_that_do_not_fit_the_host() -> None:
     """Only the policies with resident state need less than the 24 GB of all state."""
     advice = recommend(workload(), machine(host_memory_bytes=24e9))
-    assert {"pipelined", "zero-offload"} <= advice.left_out.keys()
-    assert not {setup.policy for setup in advice.setups} & advice.left_out.keys()
-    assert "of host memory, and a rank has 22.35 GiB" in advice.left_out["pipelined"]
+    assert {"pipelined", "zero-offload"} <= advice.choice.left_out.keys()
+    assert not {setup.policy for setup in advice.setups} & advice.choice.left_out.keys()
+    assert (
+        "of host memory, and a rank has 22.35 GiB"
+        in advice.choice.left_out["pipelined"]
+    )
     advice = recommend(workload(), machine(pinned_memory_bytes=7e9))
     assert (
         "of pinned host memory, and a rank may pin 6.52 GiB"
-        in advice.left_out["pipelined"]
+        in advice.choice.left_out["pipelined"]
     )
 
 
@@ -407,11 +408,11 @@ def test_recommend__states_the_uncertainty_of_the_machine() -> None:
     }
     assert (
         "within 2.4 % on the 2 runs"
-        in recommend(workload(), machine(fit=fit)).uncertainty
+        in recommend(workload(), machine(fit=fit)).as_json()["uncertainty"]
     )
     assert (
         "not validated"
-        in recommend(workload(gpu_free_bytes=30e9), machine()).uncertainty
+        in recommend(workload(gpu_free_bytes=30e9), machine()).as_json()["uncertainty"]
     )
 
 

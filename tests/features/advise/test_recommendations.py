@@ -26,14 +26,15 @@ def test_recommend__compares_with_the_jobs_own_policy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     advice = recommended(policy="zero-offload,grads=async")
-    assert advice.action is not None
-    before, after = advice.action["present_ms"], advice.action["simulated_ms"]
+    assert advice.advice is not None
+    action = advice.advice.as_json()
+    before, after = action["present_ms"], action["simulated_ms"]
     assert before == advice.present.iteration_ms
     assert (
         f": {before:,.0f} -> {after:,.0f} ms ({before / after:.2f}x, simulated)"
         in printed(advice, capsys)
     )
-    assert advice.as_json()["advice"] == advice.action
+    assert advice.as_json()["advice"] == advice.as_json()["action"] == action
 
 
 def test_recommend__advises_no_loss_against_the_recorded_iteration(
@@ -42,18 +43,18 @@ def test_recommend__advises_no_loss_against_the_recorded_iteration(
     best_s = recommended().setups[0].iteration_ms / 1e3
     job = {"policy": "zero-offload", "machine": "box"}
     slower = recommended(**job, iteration_s=best_s * 1.05)
-    assert slower.action is not None
-    assert slower.action["recorded_ms"] == pytest.approx(best_s * 1.05e3)
+    assert slower.advice is not None
+    assert slower.advice.as_json()["recorded_ms"] == pytest.approx(best_s * 1.05e3)
     for recorded_s in (best_s * 1.01, best_s * 0.96):
         advice = recommended(**job, iteration_s=recorded_s)
-        assert (advice.action, advice.split) == (None, None)
+        assert (advice.advice, advice.split) == (None, None)
         assert all(system.iteration_ms < recorded_s * 1e3 for system in advice.systems)
         assert printed(advice, capsys).startswith(
             f"Nothing to change: {recorded_s * 1e3:,.0f} ms with zero-offload"
         )
     # Recorded on another machine, it says nothing of this one.
     assert (
-        recommended(**job | {"machine": "other"}, iteration_s=best_s * 0.96).action
+        recommended(**job | {"machine": "other"}, iteration_s=best_s * 0.96).advice
         is not None
     )
 
@@ -63,7 +64,7 @@ def test_recommend__does_not_repeat_the_present_setting(
 ) -> None:
     best = recommended().policy
     advice = recommended(policy=best)
-    assert (advice.action, advice.policy) == (None, best)
+    assert (advice.advice, advice.policy) == (None, best)
     assert "Nothing to change" in printed(advice, capsys)
 
 

@@ -26,7 +26,7 @@ def test_trace_adviser__has_the_settings_of_the_recommendation() -> None:
         preset("a100-40gb-published").for_ranks(4),
         recorded_job(trace),
     )
-    split = adviser.split_setting()
+    split = adviser.split_advice()
     assert split is not None
     assert advice.deepspeed is not None
     assert split.settings == {
@@ -44,7 +44,7 @@ def test_trace_adviser__has_the_settings_of_the_recommendation() -> None:
 
 def test_trace_adviser__advises_not_to_offload_state_that_fits() -> None:
     adviser = TraceAdviser(open_trace(TRACES / "h100-20b-async.ebb"))
-    setting = adviser.split_setting()
+    setting = adviser.split_advice()
     assert setting is not None
     assert setting.settings == {"offload_optimizer": {"device": "none"}}
     assert setting.ends_offload
@@ -62,7 +62,7 @@ def test_trace_adviser__ends_offload_where_gpu_and_cpu_share_one_memory(
     )
     trace = open_trace(TRACES / "a100-13b-async.ebb")
     adviser = TraceAdviser(trace)
-    setting = adviser.split_setting()
+    setting = adviser.split_advice()
     assert setting is not None
     assert setting.ends_offload
     assert "share one memory" in setting.text
@@ -85,4 +85,4 @@ def test_trace_adviser__says_nothing_of_a_job_that_cannot_be_simulated() -> None
     )
     trace = builder.build()
     assert own_machine(trace) is None
-    assert TraceAdviser(trace).split_setting() is None
+    assert TraceAdviser(trace).split_advice() is None
