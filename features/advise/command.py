@@ -1,8 +1,11 @@
 """`ebbtide plan`: choose a machine for a job."""
 
+from __future__ import annotations
+
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
@@ -11,6 +14,19 @@ from ebbtide.cli.command import command
 from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_picture
 from ebbtide.cli.printing import echo, echo_line, progress_bar
 from ebbtide.machines.machine import MAX_RANKS
+
+if TYPE_CHECKING:
+    from ebbtide.features.advise.job.sources import BatchSettings
+    from ebbtide.features.advise.job.training_job import TrainingJob
+    from ebbtide.features.advise.machine_plan import (
+        MachinePlan,
+        PlacedJob,
+        SortKey,
+    )
+    from ebbtide.interleave.model.workload import Workload
+    from ebbtide.interleave.replay.inputs import PlanTarget
+    from ebbtide.machines.machine import Machine
+    from ebbtide.profiler.trace import Trace
 
 # The heading of options for the shape of a model.
 SHAPE = "Model (only with --params)"
@@ -171,184 +187,224 @@ def plan(
 
     Figures are per rank, times are ranges that hold with a probability of 80 %."""
     check_outputs([plot])
-    traces = [name for name in names or () if _is_trace(name)]
-    machines = [
-        *(machine or ()),
-        *(name for name in names or () if not _is_trace(name)),
-    ]
-    _check_sources(traces, workload, params, machine is not None, list(names or ()))
+    traces, machines = _sources(list(names or ()), machine)
     has_shape = (
         layers is not None and hidden is not None and (ranks or 1) == len(machines) == 1
     )
-    if save_workload is not None and not (has_shape or traces):
+    only_with_params = (layers, hidden, heads, runtime, attention, checkpointing)
+    _check_source(
+        (len(traces), workload, params),
+        has_layers=has_shape or bool(traces) or save_workload is None,
+        has_options=any(only_with_params),
+    )
+
+    from ebbtide.features.advise.job.sources import BatchSettings
+    from ebbtide.features.advise.machine_plan import JobPlans
+    from ebbtide.features.advise.printing import MAX_PLANS, print_code, print_plans
+    from ebbtide.features.advise.whole_job import layers_of_job, plan_whole_job
+    from ebbtide.interleave.replay import inputs
+    from ebbtide.profiler.trace import open_trace
+
+    batch = BatchSettings(ranks, micro_batch, sequence, tokens)
+    recording = open_trace(Path(traces[0])) if traces else None
+    size = _Size(
+        params, sequence, vocabulary, layers, hidden, heads, runtime, attention
+    )
+    job = _job(recording, workload, size, batch, checkpointing)
+    machines += [code] if code is not None and code not in machines else []
+    card = inputs.own_preset(recording) if not machines else None
+    targets = inputs.find_targets(
+        machines if card is None else [card], host, price_per_hour or [], recording
+    )
+    is_one_trace = recording is not None and len(targets) == 1 and batch.is_empty
+    has_layers = has_shape or (is_one_trace and bool(explain or save_workload))
+    with new_outputs(plot, None, force) as (picture, _), progress_bar() as update:
+        layered = (
+            layers_of_job(job, recording, targets[0].machine) if has_layers else None
+        )
+        if save_workload is not None:
+            _write_workload(layered, job.workload.name, save_workload, force)
+        per_box = workload is not None and not ranks
+        placed = _place(job, targets, policy or [], ranks_per_host, per_box)
+        if code is not None and not as_json and plot is None:
+            placed = [placed[machines.index(code)]]
+        by = sort or ("cost" if price_per_hour else "iteration")
+        count = None if as_json or explain or plot else MAX_PLANS
+        plans = _plans(placed, by, count, as_json, update)
+        shared = placed[0].share(targets[0].machine)
+        whole = plan_whole_job(layered, job.tokens, shared) if layered else None
+        _draw(job, plans, picture, plot)
+    is_named = bool(machines) or len(plans) == 1
+    answer = JobPlans(
+        job, plans, by, is_named, whole, tuple(targets[0].machine.limits(shared))
+    )
+    if as_json:
+        echo(json.dumps(answer.as_json()))
+    elif code is not None:
+        print_code(plans[machines.index(code) if len(plans) > 1 else 0])
+    else:
+        print_plans(answer, explain)
+        if card is not None and recording is not None:
+            echo_line(inputs.own_preset_text(card, recording))
+    print_outputs(plot, save_workload)
+    if save_workload is not None and not as_json:
+        source = (machines or [card or targets[0].machine.name])[0]
+        _print_replay(save_workload, source, host, shared)
+
+
+def _sources(
+    names: list[str], machines: list[str] | None
+) -> tuple[list[str], list[str]]:
+    """Return the traces and the machines among the arguments."""
+    traces = [
+        name
+        for name in names
+        if Path(name).is_dir() or name.rstrip("/").endswith(".ebb")
+    ]
+    others = [name for name in names if name not in traces]
+    if others and machines is None:
+        raise typer.BadParameter(
+            f"{others[0]} is not a trace (RUN.ebb); name machines with --machine"
+        )
+    return traces, [*(machines or ()), *others]
+
+
+def _check_source(
+    sources: tuple[int, Path | None, int | None], *, has_layers: bool, has_options: bool
+) -> None:
+    """Check the number of sources; `has_layers`: whether layers are known, or not asked
+    for; `has_options`: whether options are set that need a size."""
+    traces, workload, params = sources
+    if traces + (workload is not None) + (params is not None) != 1:
+        raise typer.BadParameter(
+            "name a trace, a --workload file, or a size (--params): one of the three"
+        )
+    if not has_layers:
         raise typer.BadParameter(
             "--save-workload needs --params, --layers, --hidden and one --machine, for "
             "one rank, or a dry run"
         )
-    if params is None and (
-        layers or hidden or heads or runtime or attention or checkpointing
-    ):
+    if params is None and has_options:
         raise typer.BadParameter(
             "--layers, --hidden, --heads, --runtime, --attention, --checkpointing need "
             "--params"
         )
 
-    from ebbtide.errors import WorkloadError
-    from ebbtide.features.advise.changes import share_host
-    from ebbtide.features.advise.job.decoder import Implementation, shape_of
-    from ebbtide.features.advise.job.sources import (
-        BatchSettings,
-        job_of_size,
-        job_of_trace,
-        job_of_workload,
-    )
-    from ebbtide.features.advise.levers.search import smallest_machine
-    from ebbtide.features.advise.machine_plan import (
-        JobPlans,
-        MachinePlan,
-        PlanRequest,
-        fastest_plans,
-        place_job,
-    )
-    from ebbtide.features.advise.printing import MAX_PLANS, print_code, print_plans
-    from ebbtide.features.advise.whole_job import layers_of_job, plan_whole_job
-    from ebbtide.interleave.model.workload import load_workload
-    from ebbtide.interleave.policies import as_policy
-    from ebbtide.interleave.replay.inputs import (
-        find_targets,
-        own_preset,
-        own_preset_text,
-    )
-    from ebbtide.machines.catalog import preset, presets
-    from ebbtide.output_files import new_output
-    from ebbtide.profiler.trace import open_trace
 
-    batch = BatchSettings(ranks, micro_batch, sequence, tokens)
-    recording = open_trace(Path(traces[0])) if traces else None
-    if recording is not None:
-        job = job_of_trace(recording, batch)
-    elif workload is not None:
-        job = job_of_workload(load_workload(workload), batch)
-    else:
-        assert params is not None
-        shape = shape_of(
-            params, sequence or 2048, vocabulary, layers, hidden, heads or 0
-        )
-        job = job_of_size(
-            shape, batch, checkpointing, Implementation(runtime, attention)
-        )
-    if code is not None and code not in machines:
-        machines.append(code)
-    card = own_preset(recording) if not machines else None
-    targets = find_targets(
-        [card] if card is not None else machines, host, price_per_hour or [], recording
-    )
-    policies = [as_policy(text) for text in policy or ()]
-    with new_outputs(plot, None, force) as (picture, _), progress_bar() as update:
-        layered = None
-        if has_shape or (
-            recording is not None
-            and (explain or save_workload)
-            and len(targets) == 1
-            and batch.is_empty
-        ):
-            layered = layers_of_job(job, recording, targets[0].machine)
-        if save_workload is not None:
-            if layered is None:
-                raise WorkloadError(
-                    f"{job.workload.name}: layers are known of dry runs of one rank, "
-                    "on their own machine"
-                )
-            with new_output(save_workload, force, Path.is_file, "a file") as file:
-                file.write_text(json.dumps(layered.as_json(), indent=1) + "\n")
-        placed = []
-        for target in targets:
-            # The rates of a workload's machine are those of its own ranks, unless these
-            # are stated.
-            own = (
-                target.machine.box.ranks
-                if workload and not ranks and target.machine.box is not None
-                else None
-            )
-            request = PlanRequest(
-                target.source, policies, ranks_per_host or own, target.price_per_hour
-            )
-            placed.append(place_job(job, target.machine, request))
-        by = sort or ("cost" if price_per_hour else "iteration")
-        if code is not None and not as_json and plot is None:
-            placed = [placed[machines.index(code)]]
-        count = len(placed) if as_json or explain or plot else MAX_PLANS
-        planned: dict[int, MachinePlan] = {}
-        entries: dict[int, dict[str, Any]] = {}
-        for number, one in fastest_plans(placed, by, count):
-            planned[number] = one
-            if as_json:
-                # At once, while the searches for the lines to paste are remembered.
-                entries[number] = one.as_json()
-            update(
-                f"{len(planned)} of {len(placed)} machines", len(planned), len(placed)
-            )
-        plans = [planned[number] for number in sorted(planned)]
-        first = targets[0].machine
-        shared = share_host(first, job.settings.ranks, placed[0].request.ranks_per_host)
-        whole = [] if layered is None else [plan_whole_job(layered, job.tokens, shared)]
-        if picture is not None:
-            from ebbtide.features.advise.pictures import draw_plans
+class _Size(NamedTuple):
+    """The options that describe a job of a given size."""
 
-            save_picture(draw_plans(job, plans), picture, plot)
-    smallest = smallest_machine(job, map(preset, presets()))
-    if as_json:
-        name = smallest.name if smallest is not None else None
-        result = {
-            "job": job.as_json(),
-            "plans": [entries[number] for number in sorted(entries)],
-            "smallest_machine": name,
-        }
-        echo(json.dumps(result | {"whole_job": [one.as_json() for one in whole]}))
-    elif code is not None:
-        print_code(plans[machines.index(code) if len(plans) > 1 else 0])
-    else:
-        remarks = [
-            *(one.text for one in whole),
-            *(f"note: {limit}" for limit in first.limits(shared)),
-        ]
-        print_plans(
-            JobPlans(
-                job, plans, by, bool(machines) or len(plans) == 1, smallest, remarks
-            ),
-            explain,
-        )
-        if card is not None and recording is not None:
-            echo_line(own_preset_text(card, recording))
-    print_outputs(plot, save_workload)
-    if save_workload is not None and not as_json:
-        source = " ".join(
-            [(machines or [card or first.name])[0], *(["--host", host] if host else [])]
-        )
-        per_host = shared.box.ranks if shared.box is not None else 1
-        echo_line(
-            f"next: ebbtide replay --workload {save_workload} --machine {source} "
-            f"--ranks-per-host {per_host}"
-        )
+    params: int | None
+    sequence: int | None
+    vocabulary: int
+    layers: int | None
+    hidden: int | None
+    heads: int | None
+    runtime: str | None
+    attention: str | None
 
 
-def _is_trace(name: str) -> bool:
-    return Path(name).is_dir() or name.rstrip("/").endswith(".ebb")
-
-
-def _check_sources(
-    traces: list[str],
+def _job(
+    recording: Trace | None,
     workload: Path | None,
-    params: int | None,
-    has_machines: bool,
-    names: list[str],
+    size: _Size,
+    batch: BatchSettings,
+    checkpointing: bool,
+) -> TrainingJob:
+    """Read the job of a trace, of a workload file, or of a size."""
+    from ebbtide.features.advise.job import sources
+    from ebbtide.features.advise.job.decoder import Implementation, shape_of
+    from ebbtide.interleave.model.workload import load_workload
+
+    if recording is not None:
+        return sources.job_of_trace(recording, batch)
+    if workload is not None:
+        return sources.job_of_workload(load_workload(workload), batch)
+    assert size.params is not None
+    shape = shape_of(
+        size.params,
+        size.sequence or 2048,
+        size.vocabulary,
+        size.layers,
+        size.hidden,
+        size.heads or 0,
+    )
+    implementation = Implementation(size.runtime, size.attention)
+    return sources.job_of_size(shape, batch, checkpointing, implementation)
+
+
+def _place(
+    job: TrainingJob,
+    targets: list[PlanTarget],
+    policies: list[str],
+    ranks_per_host: int | None,
+    per_box: bool,
+) -> list[PlacedJob]:
+    """Place a job on machines; `per_box`: rates of a machine are those of all ranks of
+    its box, unless the ranks on a host are stated."""
+    from ebbtide.features.advise.machine_plan import PlanRequest, place_job
+    from ebbtide.interleave.policies import as_policy
+
+    chosen = [as_policy(text) for text in policies]
+    placed = []
+    for target in targets:
+        own, ranks = target.machine, ranks_per_host
+        if per_box and ranks is None and own.box is not None:
+            ranks = own.box.ranks
+        request = PlanRequest(target.source, chosen, ranks, target.price_per_hour)
+        placed.append(place_job(job, own, request))
+    return placed
+
+
+def _plans(
+    placed: list[PlacedJob],
+    by: SortKey,
+    count: int | None,
+    as_json: bool,
+    update: Callable[[str, int, int], None],
+) -> list[MachinePlan]:
+    """Plan for each machine, in the order of the machines; `as_json`: with all that
+    JSON has."""
+    from ebbtide.features.advise.machine_plan import fastest_plans
+
+    planned: dict[int, MachinePlan] = {}
+    for number, machine_plan in fastest_plans(placed, by, count or len(placed)):
+        planned[number] = machine_plan
+        if as_json:
+            # At once, while the searches for the lines to paste are remembered.
+            machine_plan.as_json()
+        update(f"{len(planned)} of {len(placed)} machines", len(planned), len(placed))
+    return [planned[number] for number in sorted(planned)]
+
+
+def _write_workload(
+    layered: Workload | None, name: str, file: Path, force: bool
 ) -> None:
-    if len(traces) < len(names) and not has_machines:
-        other = next(name for name in names if name not in traces)
-        raise typer.BadParameter(
-            f"{other} is not a trace (RUN.ebb); name machines with --machine"
+    from ebbtide.errors import WorkloadError
+    from ebbtide.output_files import new_output
+
+    if layered is None:
+        raise WorkloadError(
+            f"{name}: layers are known of dry runs of one rank, on their own machine"
         )
-    if len(traces) + (workload is not None) + (params is not None) != 1:
-        raise typer.BadParameter(
-            "name a trace, a --workload file, or a size (--params): one of the three"
-        )
+    with new_output(file, force, Path.is_file, "a file") as new_file:
+        new_file.write_text(json.dumps(layered.as_json(), indent=1) + "\n")
+
+
+def _print_replay(file: Path, source: str, host: str | None, rank: Machine) -> None:
+    """Print the command that replays a workload file; `rank`: the rates of a rank."""
+    source += f" --host {host}" if host else ""
+    per_host = rank.box.ranks if rank.box is not None else 1
+    echo_line(
+        f"next: ebbtide replay --workload {file} --machine {source} "
+        f"--ranks-per-host {per_host}"
+    )
+
+
+def _draw(
+    job: TrainingJob, plans: list[MachinePlan], picture: Path | None, plot: Path | None
+) -> None:
+    if picture is not None:
+        from ebbtide.features.advise.pictures import draw_plans
+
+        save_picture(draw_plans(job, plans), picture, plot)

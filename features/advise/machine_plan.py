@@ -36,6 +36,7 @@ from ebbtide.features.advise.levers.search import (
     cheapest_change,
     needed_bytes,
     single_changes,
+    smallest_machine,
 )
 from ebbtide.features.advise.lines.setups import (
     LinesToPaste,
@@ -43,6 +44,7 @@ from ebbtide.features.advise.lines.setups import (
     lines_to_paste,
 )
 from ebbtide.features.advise.ranges import PolicyTime, policy_time
+from ebbtide.features.advise.whole_job import WholeJobPlan
 from ebbtide.interleave.model.operations import BOTH
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.policies import Policy
@@ -52,7 +54,7 @@ from ebbtide.interleave.replay.replay import limiting_resource
 from ebbtide.interleave.replay.schedule_to_trace import device_memory
 from ebbtide.interleave.simulation.bound import min_iteration_s
 from ebbtide.machines.accuracy import accuracy_of
-from ebbtide.machines.catalog import MachineArgument, find_machine
+from ebbtide.machines.catalog import MachineArgument, find_machine, preset, presets
 from ebbtide.machines.machine import Machine, unified_memory_text
 from ebbtide.profiler.trace import Trace
 
@@ -107,6 +109,11 @@ class PlacedJob:
     settings: TunableSettings
     placed: PlacedWorkload
     shared: Machine  # The machine with the rates of a rank.
+
+    def share(self, machine: Machine) -> Machine:
+        """Return a machine with the rates of a rank of the job as it is."""
+        ranks = self.job.settings.ranks
+        return share_host(machine, ranks, self.request.ranks_per_host)
 
     @property
     def ranks_per_host(self) -> int:
@@ -476,9 +483,29 @@ class JobPlans:
     by: SortKey = "iteration"
     # Whether machines were named: then the first one is what the answer is about.
     is_named: bool = True
-    # The smallest preset that the job fits as it is; None without one.
-    smallest: Machine | None = None
-    remarks: Sequence[str] = ()  # On the first machine.
+    # The plan of layers and state on the first machine; None: layers are not known.
+    whole: WholeJobPlan | None = None
+    limits: Sequence[str] = ()  # Limits of rates of the first machine, in words.
+
+    @cached_property
+    def smallest(self) -> Machine | None:
+        """The smallest preset that the job fits as it is; None without one."""
+        return smallest_machine(self.job, map(preset, presets()))
+
+    @property
+    def remarks(self) -> list[str]:
+        """Remarks on the first machine."""
+        texts = [] if self.whole is None else [self.whole.text]
+        return [*texts, *(f"note: {limit}" for limit in self.limits)]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `ebbtide plan --json` prints."""
+        return {
+            "job": self.job.as_json(),
+            "plans": [plan.as_json() for plan in self.plans],
+            "smallest_machine": self.smallest and self.smallest.name,
+            "whole_job": [] if self.whole is None else [self.whole.as_json()],
+        }
 
     @property
     def here(self) -> MachinePlan | None:

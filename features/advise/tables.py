@@ -10,6 +10,7 @@ from ebbtide.features.advise.levers.keys import TITLES, settings_text
 from ebbtide.features.advise.machine_plan import JobPlans, MachinePlan
 from ebbtide.interleave.replay.inputs import NETWORK_NOTE
 from ebbtide.machines.accuracy import DATA_SHEETS, ranges_text
+from ebbtide.machines.machine import Machine
 from ebbtide.units import count_text, counted
 
 # From this share on host memory decides what fits.
@@ -23,71 +24,77 @@ FITS_TEXTS = {True: "yes", False: "no", None: "not known"}
 def plan_view(answer: JobPlans, max_plans: int | None = None) -> View:
     """Return the answer for a machine, with remarks on it, the changes that help there,
     and the table of the first plans."""
-    job, plans, here, smallest = (
-        answer.job,
-        answer.ordered(),
-        answer.here,
-        answer.smallest,
-    )
+    job, plans, here = answer.job, answer.ordered(), answer.here
     yield from _answer(job, plans, here)
-    yield from (f"  {remark}" for remark in answer.remarks)
+    remarks = [*answer.remarks]
     if any((plan.hosts or 1) > 1 for plan in plans[:max_plans]):
-        yield f"  {NETWORK_NOTE}"
+        remarks.append(NETWORK_NOTE)
+    remarks += [*_smallest_machine(plans, answer.smallest), _job_text(job)]
+    remarks += [f"note: {note}" for note in job.notes]
+    yield from (f"  {remark}" for remark in remarks)
+    if here is not None and len(plans) == 1:
+        yield _changes_table(here)
+    yield _plans_table(plans, max_plans)
+
+
+def _smallest_machine(
+    plans: Sequence[MachinePlan], smallest: Machine | None
+) -> Iterator[str]:
+    """Yield the smallest machine that a job fits, as it is or with changes."""
     if smallest is not None and smallest.gpu_memory_bytes is not None:
         size_gib = smallest.gpu_memory_bytes / 2**30
         yield (
-            f"  smallest machine that fits it as it is: {smallest.name} "
+            f"smallest machine that fits it as it is: {smallest.name} "
             f"({size_gib:,.0f} GiB)"
         )
-    elif len(plans) > 1 and (
-        with_change := [plan for plan in plans if plan.change and not plan.fits]
-    ):
-        plan = min(
-            with_change,
-            key=lambda plan: (
-                (plan.change or {}).get("ranks", 0) * 1e15
-                + (plan.device_capacity_bytes or 0)
-            ),
-        )
+        return
+    with_change = [plan for plan in plans if plan.change and not plan.fits]
+    if len(plans) > 1 and with_change:
+        plan = min(with_change, key=_ranks_and_memory)
         yield (
-            f"  smallest machine that fits it with changes: {plan.machine} "
+            f"smallest machine that fits it with changes: {plan.machine} "
             f"({fits_text(plan)})"
         )
-    settings, total = job.settings, job.facts.total_params
+
+
+def _ranks_and_memory(plan: MachinePlan) -> tuple[int, float]:
+    """Return the ranks that are changed to, and the memory of the device."""
+    return (plan.change or {}).get("ranks", 0), plan.device_capacity_bytes or 0.0
+
+
+def _job_text(job: TrainingJob) -> str:
+    """Return the parameters, the ranks and the batch of a job."""
+    settings = job.settings
     trained = f"{count_text(job.workload.params)} parameters a rank"
     if job.facts.has_adapters:
-        trained = (
-            f"{count_text(job.workload.params)} trained of {count_text(total)} "
-            "parameters"
-        )
+        total = count_text(job.facts.total_params)
+        trained = f"{count_text(job.workload.params)} trained of {total} parameters"
     parts = [trained, counted(settings.ranks, "rank")]
     if settings.micro_batch is not None:
-        parts.append(
-            f"micro-batch {settings.micro_batch}"
-            + f" x {job.micro_steps}" * (job.micro_steps > 1)
-        )
+        steps = f" x {job.micro_steps}" if job.micro_steps > 1 else ""
+        parts.append(f"micro-batch {settings.micro_batch}{steps}")
     if settings.checkpointing:
         parts.append("checkpointing")
     if job.tokens is not None:
         parts.append(f"{job.tokens:,.0f} tokens an iteration")
-    yield f"  {', '.join(parts)}"
-    yield from (f"  note: {note}" for note in job.notes)
-    if here is not None and len(plans) == 1:
-        yield _changes_table(here)
+    return ", ".join(parts)
+
+
+def _plans_table(plans: Sequence[MachinePlan], max_plans: int | None) -> Table:
+    """Return the table of plans; memory of the host is beside that of the device where
+    it decides what fits."""
     host = text("host GiB", lambda plan: _of(plan.host_bytes, plan.host_capacity_bytes))
-    shown = plans[:max_plans]
     host_binds = any(
         (plan.host_bytes or 0) > _BINDING_SHARE * (plan.host_capacity_bytes or inf)
-        for plan in shown
+        for plan in plans[:max_plans]
+    )
+    device = text(
+        "device GiB", lambda plan: _of(plan.device_bytes, plan.device_capacity_bytes)
     )
     columns = [
         text("machine", "machine"),
         text("needs", fits_text),
-        text(
-            "device GiB",
-            lambda plan: _of(plan.device_bytes, plan.device_capacity_bytes),
-        ),
-        *([host] if host_binds else []),
+        device,
         text(
             "s/iteration",
             lambda plan: _range(plan.iteration_low_ms, plan.iteration_high_ms, 1e3),
@@ -98,27 +105,31 @@ def plan_view(answer: JobPlans, max_plans: int | None = None) -> View:
         ),
         text("cost/1e9 tokens", lambda plan: _range(plan.cost_low, plan.cost_high)),
         text("policy", "policy"),
-        *([] if host_binds else [host]),
         text("limited by", "limited_by"),
     ]
+    columns.insert(3 if host_binds else 7, host)
+    title = "The fastest plan for each machine"
+    if any(plan.change for plan in plans):
+        title += ", with ebbtide's offload where it does not fit"
+    note = _plans_note(plans, host_binds)
+    return Table("plans", title, columns, plans, note, "-v", max_plans)
+
+
+def _plans_note(plans: Sequence[MachinePlan], host_binds: bool) -> str:
+    """Return what the figures of the table are of, and how far they hold."""
     gpu = plans[0].placed.machine.gpu
     gpu_name = "all" if len(plans) > 1 else (gpu and gpu.name) or ""
     note = f"{ranges_text(gpu_name)}; memory is that of a rank."
     if host_binds:
         note += f" Of host memory {100 * SYSTEM_SHARE:.0f} % stays for the system."
-    if on_host := sorted(
-        {plan.ranks_per_host for plan in plans if plan.ranks_per_host}
-    ):
-        numbers = f"{on_host[0]} to " * (len(on_host) > 1) + counted(
-            on_host[-1], "rank"
-        )
+    on_host = sorted({plan.ranks_per_host for plan in plans if plan.ranks_per_host})
+    if on_host:
+        numbers = f"{on_host[0]} to " if len(on_host) > 1 else ""
+        numbers += counted(on_host[-1], "rank")
         note += f" Rates are those with {numbers} on a host."
     if any(DATA_SHEETS in plan.accuracy for plan in plans):
         note += " Rates of data sheets are not validated."
-    title = "The fastest plan for each machine"
-    if any(plan.change for plan in plans):
-        title += ", with ebbtide's offload where it does not fit"
-    yield Table("plans", title, columns, plans, note, "-v", max_plans)
+    return note
 
 
 def _answer(
