@@ -127,13 +127,9 @@ def predict(job: Job) -> Prediction | None:
     plan = plan_for_machine(
         planned, machine, PlanRequest(job.machine, as_policies([job.policy]))
     )
-    if (
-        plan.iteration_ms is None
-        or plan.iteration_low_ms is None
-        or plan.iteration_high_ms is None
-    ):
+    if plan.iteration is None:
         return None
-    times_ms = plan.iteration_low_ms, plan.iteration_ms, plan.iteration_high_ms
+    times_ms = plan.iteration.low, plan.iteration.likely, plan.iteration.high
     return Prediction(job.name, *(job.other_s + time / 1e3 for time in times_ms))
 
 

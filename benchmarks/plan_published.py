@@ -11,6 +11,7 @@ Prints Markdown, see docs/validation.md.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -62,12 +63,9 @@ class Prediction:
     @property
     def seconds(self) -> tuple[float, float, float]:
         """Low, likely and high iteration."""
-        values = (
-            self.plan.iteration_low_ms,
-            self.plan.iteration_ms,
-            self.plan.iteration_high_ms,
-        )
-        low, likely, high = (float(value or "nan") / 1e3 for value in values)
+        if self.plan.iteration is None:
+            return math.nan, math.nan, math.nan
+        likely, low, high = (value / 1e3 for value in self.plan.iteration)
         return low, likely, high
 
     @property

@@ -43,7 +43,7 @@ from ebbtide.features.advise.lines.setups import (
     PasteContext,
     lines_to_paste,
 )
-from ebbtide.features.advise.ranges import PolicyTime, policy_time
+from ebbtide.features.advise.ranges import PolicyTime, Range, policy_time
 from ebbtide.features.advise.whole_job import WholeJobPlan
 from ebbtide.interleave.model.operations import BOTH
 from ebbtide.interleave.model.schedule import Schedule
@@ -74,15 +74,14 @@ _CHANGES = {
 _RESOURCE_NAMES = {"cpu": "cpu update", "gpu": "gpu update"}
 # What the table of plans is sorted by.
 SortKey = Literal["iteration", "cost"]
-# Properties of a plan that are in its JSON.
-_PROPERTIES = (
-    "code",
-    "lines",
-    "policies",
-    "needed_bytes",
-    "cheapest",
-    "alone",
-)
+# Properties on changes of the job's own settings that are in the JSON of a plan.
+_CHANGES_OF_SETTINGS = ("needed_bytes", "cheapest", "alone")
+# Keys in the JSON of a plan of a likely value, and of the ends of its range.
+_RANGES = {
+    "iteration": ("iteration_ms", "iteration_low_ms", "iteration_high_ms"),
+    "tokens_per_s": ("tokens_per_s", "tokens_per_s_low", "tokens_per_s_high"),
+    "cost": ("cost_per_billion_tokens", "cost_low", "cost_high"),
+}
 
 
 @dataclass(frozen=True)
@@ -165,15 +164,19 @@ class PlacedJob:
         """Return a lower bound of the iteration, ms, or of its cost, of a policy that
         is searched for."""
         least_ms = min_iteration_s(self.placed.workload, self.shared, BOTH) * 1e3
-        return least_ms if by == "iteration" else self.cost(least_ms) or 0.0
+        if by == "iteration":
+            return least_ms
+        cost = self.cost(Range(least_ms, least_ms, least_ms))
+        return 0.0 if cost is None else cost.likely
 
-    def cost(self, iteration_ms: float) -> float | None:
+    def cost(self, ms: Range) -> Range | None:
         """Return the price of a billion tokens; None where price or tokens are not
         known."""
         price, tokens = self.request.price_per_hour, self.job.tokens_of(self.settings)
         if price is None or tokens is None:
             return None
-        return price * self.hosts / _MS_PER_HOUR * iteration_ms / tokens * _BILLION
+        per_ms = price * self.hosts / _MS_PER_HOUR
+        return ms.map(lambda length: per_ms * length / tokens * _BILLION)
 
 
 @dataclass(frozen=True)
@@ -195,16 +198,9 @@ class MachinePlan:
     device_capacity_bytes: float | None = None
     host_bytes: float | None = None
     host_capacity_bytes: float | None = None
-    iteration_ms: float | None = None
-    # Low end of the range that has it with a probability of 80 %.
-    iteration_low_ms: float | None = None
-    iteration_high_ms: float | None = None
-    tokens_per_s: float | None = None
-    tokens_per_s_low: float | None = None
-    tokens_per_s_high: float | None = None
-    cost_per_billion_tokens: float | None = None
-    cost_low: float | None = None
-    cost_high: float | None = None
+    iteration: Range | None = None  # ms
+    tokens_per_s: Range | None = None
+    cost: Range | None = None  # The price of a billion tokens.
     limited_by: str | None = None
     settings: TunableSettings | None = None
     ranks_per_host: int | None = None
@@ -308,21 +304,23 @@ class MachinePlan:
 
     def sort_key(self, by: SortKey) -> tuple[bool, float]:
         """Return the middle of a range, after whether it is not known."""
-        ranges = {
-            "iteration": (self.iteration_low_ms, self.iteration_high_ms),
-            "cost": (self.cost_low, self.cost_high),
-        }
-        low, high = ranges[by]
-        return low is None or high is None, ((low or 0.0) + (high or 0.0)) / 2
+        span = self.iteration if by == "iteration" else self.cost
+        return span is None, 0.0 if span is None else span.middle
 
     def as_json(self) -> dict[str, Any]:
         """Return the object of `plans` of `ebbtide plan --json`."""
-        names = [
-            one.name for one in fields(self) if one.name not in ("placed", "choice")
-        ]
-        values = {name: getattr(self, name) for name in names}
+        values: dict[str, Any] = {}
+        for attribute in fields(self)[2:]:
+            value = getattr(self, attribute.name)
+            keys = _RANGES.get(attribute.name)
+            if keys is None:
+                values[attribute.name] = value
+            else:
+                values |= zip(keys, value or [None] * len(keys), strict=True)
         values["advice"] = None if self.advice is None else self.advice.as_json()
-        values |= {name: getattr(self, name) for name in _PROPERTIES}
+        values["code"], values["lines"] = self.code, self.lines
+        values["policies"] = [time.as_json() for time in self.policies]
+        values |= {name: getattr(self, name) for name in _CHANGES_OF_SETTINGS}
         values["action"] = self.cheapest.action if self.cheapest is not None else None
         plain: dict[str, Any] = msgspec.to_builtins(values)
         return plain
@@ -402,15 +400,12 @@ def plan_placed(own: PlacedJob) -> MachinePlan:
         untimed,
         choice=choice,
         change=changed(own.job.settings, own.settings, policy),
-        **vars(time),
+        policy=policy,
+        iteration=time.ms,
         device_bytes=_device_bytes(schedule, own.shared),
         host_bytes=schedule.host_bytes(),
-        tokens_per_s=_rate(tokens, time.iteration_ms),
-        tokens_per_s_low=_rate(tokens, time.iteration_high_ms),
-        tokens_per_s_high=_rate(tokens, time.iteration_low_ms),
-        cost_per_billion_tokens=own.cost(time.iteration_ms),
-        cost_low=own.cost(time.iteration_low_ms),
-        cost_high=own.cost(time.iteration_high_ms),
+        tokens_per_s=_rates(tokens, time.ms) if tokens else None,
+        cost=own.cost(time.ms),
         limited_by=_limiting_part(schedule, own.shared, own.placed.times),
     )
 
@@ -560,7 +555,8 @@ def _device_bytes(schedule: Schedule, machine: Machine) -> float | None:
     return float(sizes[lasting].max())
 
 
-def _rate(tokens: float | None, iteration_ms: float) -> float | None:
-    return (
-        tokens / iteration_ms * 1e3 if tokens is not None and iteration_ms > 0 else None
-    )
+def _rates(tokens: float, ms: Range) -> Range | None:
+    """Return the tokens per second: most where the iteration takes least."""
+    if ms.likely <= 0:
+        return None
+    return Range(*(tokens / length * 1e3 for length in (ms.likely, ms.high, ms.low)))

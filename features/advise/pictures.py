@@ -12,6 +12,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from ebbtide.features.advise.job.training_job import TrainingJob
 from ebbtide.features.advise.machine_plan import MachinePlan
+from ebbtide.features.advise.ranges import Range
 from ebbtide.interleave.replay.pictures.policy_bars import FONT_SIZE, write_figure
 
 matplotlib.use("Agg")
@@ -24,52 +25,31 @@ _CAPACITY_COLOR = "#e4e4e4"
 
 
 class _Panel(NamedTuple):
-    """A panel of ranges: its heading, the attributes of low, likely and high values,
-    and the scale of its unit."""
+    """A panel of ranges: its heading, the attribute of a plan, and the scale of its
+    unit."""
 
     title: str
-    low: str
-    likely: str
-    high: str
+    attribute: str
     color: str
     scale: float = 1.0
 
 
+_PANELS = (
+    _Panel("iteration (s)", "iteration", _TIME_COLOR, 1e3),
+    _Panel("tokens/s", "tokens_per_s", _RATE_COLOR),
+    _Panel("cost of 1e9 tokens", "cost", _COST_COLOR),
+)
+
+
 def draw_plans(job: TrainingJob, plans: Sequence[MachinePlan]) -> Figure:
     """Draw plans, fastest machine first; machines that nothing helps come last."""
-    ordered = sorted(
-        plans, key=lambda plan: (plan.iteration_ms is None, plan.iteration_ms or 0.0)
-    )
+    ordered = sorted(plans, key=_likely_iteration)
     panels = [
-        _Panel(
-            "iteration (s)",
-            "iteration_low_ms",
-            "iteration_ms",
-            "iteration_high_ms",
-            _TIME_COLOR,
-            1e3,
-        )
+        panel
+        for panel in _PANELS
+        if panel.attribute == "iteration"
+        or any(getattr(plan, panel.attribute) is not None for plan in plans)
     ]
-    if any(plan.tokens_per_s is not None for plan in plans):
-        panels.append(
-            _Panel(
-                "tokens/s",
-                "tokens_per_s_low",
-                "tokens_per_s",
-                "tokens_per_s_high",
-                _RATE_COLOR,
-            )
-        )
-    if any(plan.cost_per_billion_tokens is not None for plan in plans):
-        panels.append(
-            _Panel(
-                "cost of 1e9 tokens",
-                "cost_low",
-                "cost_per_billion_tokens",
-                "cost_high",
-                _COST_COLOR,
-            )
-        )
     widths = [1.25, 1.25, *[1.35] * len(panels)]
     figure = Figure(
         figsize=(2.6 + 2.1 * len(widths), 1.5 + 0.5 * len(plans)),
@@ -94,6 +74,12 @@ def draw_plans(job: TrainingJob, plans: Sequence[MachinePlan]) -> Figure:
         fontsize=8, color="#555555",
     )  # fmt: skip
     return figure
+
+
+def _likely_iteration(plan: MachinePlan) -> tuple[bool, float]:
+    """Return the likely iteration, ms, after whether it is not known."""
+    span = plan.iteration
+    return span is None, 0.0 if span is None else span.likely
 
 
 def _label(plan: MachinePlan) -> str:
@@ -126,12 +112,10 @@ def _draw_ranges(
     """Draw ranges on a logarithmic axis, since machines differ by factors."""
     highs = []
     for row, plan in zip(rows, plans, strict=True):
-        if getattr(plan, panel.likely) is None:
+        span: Range | None = getattr(plan, panel.attribute)
+        if span is None:
             continue
-        low, likely, high = (
-            getattr(plan, name) / panel.scale
-            for name in (panel.low, panel.likely, panel.high)
-        )
+        likely, low, high = (value / panel.scale for value in span)
         axes.plot(
             [low, high],
             [row, row],

@@ -1,10 +1,12 @@
 """The range of an iteration under a policy, from the uncertainty of rates and of the
 compute."""
 
+from __future__ import annotations
+
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from ebbtide.interleave.simulation.simulator import Steps, simulate_steps
 from ebbtide.json_files import section
@@ -19,15 +21,38 @@ _MODEL_FACTOR = 1.02
 _SAME_OPERATIONS = {"twin-flow": "zero-offload"}
 
 
-@dataclass(frozen=True)
-class PolicyTime:
-    """The iteration of a policy, and the range that has it with a probability of 80 %,
-    ms."""
+class Range(NamedTuple):
+    """A likely value, and the ends of the range that has it with a probability of
+    80 %."""
+
+    likely: float
+    low: float
+    high: float
+
+    @property
+    def middle(self) -> float:
+        """The middle of the range."""
+        return (self.low + self.high) / 2
+
+    def map(self, function: Callable[[float], float]) -> Range:
+        """Return the range of a function that grows with the value."""
+        return Range(*map(function, self))
+
+
+class PolicyTime(NamedTuple):
+    """The iteration of a policy, and its range."""
 
     policy: str
-    iteration_ms: float
-    iteration_low_ms: float
-    iteration_high_ms: float
+    ms: Range
+
+    def as_json(self) -> dict[str, Any]:
+        """Return an object of `policies` of `ebbtide plan --json`."""
+        return {
+            "policy": self.policy,
+            "iteration_ms": self.ms.likely,
+            "iteration_low_ms": self.ms.low,
+            "iteration_high_ms": self.ms.high,
+        }
 
 
 def policy_time(steps: Steps, machine: Machine, compute_factor: float) -> PolicyTime:
@@ -45,9 +70,9 @@ def policy_time(steps: Steps, machine: Machine, compute_factor: float) -> Policy
         math.exp(DEVIATIONS_OF_RANGE * math.sqrt(squares[side]))
         for side in (False, True)
     )
-    return PolicyTime(
-        steps.plan.policy, likely * 1e3, likely * 1e3 / shorter, likely * 1e3 * longer
-    )
+    likely_ms = likely * 1e3
+    ms = Range(likely_ms, likely_ms / shorter, likely_ms * longer)
+    return PolicyTime(steps.plan.policy, ms)
 
 
 def residual_factor(policy: str, machine: Machine) -> float | None:

@@ -8,6 +8,7 @@ from ebbtide.features.advise.changes import SYSTEM_SHARE
 from ebbtide.features.advise.job.training_job import TrainingJob
 from ebbtide.features.advise.levers.keys import TITLES, settings_text
 from ebbtide.features.advise.machine_plan import JobPlans, MachinePlan
+from ebbtide.features.advise.ranges import Range
 from ebbtide.interleave.replay.inputs import NETWORK_NOTE
 from ebbtide.machines.accuracy import DATA_SHEETS, ranges_text
 from ebbtide.machines.machine import Machine
@@ -95,15 +96,9 @@ def _plans_table(plans: Sequence[MachinePlan], max_plans: int | None) -> Table:
         text("machine", "machine"),
         text("needs", fits_text),
         device,
-        text(
-            "s/iteration",
-            lambda plan: _range(plan.iteration_low_ms, plan.iteration_high_ms, 1e3),
-        ),
-        text(
-            "tokens/s",
-            lambda plan: _range(plan.tokens_per_s_low, plan.tokens_per_s_high),
-        ),
-        text("cost/1e9 tokens", lambda plan: _range(plan.cost_low, plan.cost_high)),
+        text("s/iteration", lambda plan: _range(plan.iteration, 1e3)),
+        text("tokens/s", lambda plan: _range(plan.tokens_per_s)),
+        text("cost/1e9 tokens", lambda plan: _range(plan.cost)),
         text("policy", "policy"),
         text("limited by", "limited_by"),
     ]
@@ -197,9 +192,9 @@ def policies_table(plan: MachinePlan) -> Table:
     """Return the iteration of all policies that fit, and its range."""
     columns = (
         text("policy", "policy"),
-        ms("iteration", "iteration_ms"),
-        ms("from", "iteration_low_ms"),
-        ms("to", "iteration_high_ms"),
+        ms("iteration", "ms.likely"),
+        ms("from", "ms.low"),
+        ms("to", "ms.high"),
     )
     return Table(
         "policies",
@@ -216,13 +211,13 @@ def fits_text(plan: MachinePlan) -> str:
     return "nothing" if plan.fits else "does not fit"
 
 
-def _range(low: float | None, high: float | None, scale: float = 1.0) -> str | None:
+def _range(span: Range | None, scale: float = 1.0) -> str | None:
     """Return a range with three digits at its high end."""
-    if low is None or high is None:
+    if span is None:
         return None
-    high /= scale
+    high = span.high / scale
     digits = 0 if high >= 100 else 1 if high >= 10 else 2
-    return f"{low / scale:,.{digits}f}-{high:,.{digits}f}"
+    return f"{span.low / scale:,.{digits}f}-{high:,.{digits}f}"
 
 
 def _of(size: float | None, capacity: float | None) -> str | None:

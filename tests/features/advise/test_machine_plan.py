@@ -31,7 +31,7 @@ FIGURES = (
     "policy",
     "device_bytes",
     "host_bytes",
-    "iteration_ms",
+    "iteration",
     "tokens_per_s",
     "limited_by",
     "code",
@@ -60,10 +60,8 @@ def test_plan_for_machine__has_a_change_if_and_only_if_the_job_does_not_fit(
     assert plan.host_bytes is not None
     assert plan.host_capacity_bytes is not None
     assert plan.host_bytes <= plan.host_capacity_bytes
-    assert plan.iteration_low_ms is not None
-    assert plan.iteration_ms is not None
-    assert plan.iteration_high_ms is not None
-    assert plan.iteration_low_ms < plan.iteration_ms < plan.iteration_high_ms
+    assert plan.iteration is not None
+    assert plan.iteration.low < plan.iteration.likely < plan.iteration.high
     json.dumps(plan.as_json())
 
 
@@ -73,19 +71,16 @@ def fitting_plan(**request: float) -> MachinePlan:
 
 def test_plan_for_machine__costs_the_hosts_for_the_time_of_a_billion_tokens() -> None:
     plan = fitting_plan(price_per_hour=3.6)
-    assert plan.iteration_ms is not None
+    assert plan.iteration is not None
     assert plan.tokens_per_s is not None
-    assert plan.cost_per_billion_tokens is not None
-    assert plan.tokens_per_s == pytest.approx(2048 / plan.iteration_ms * 1e3)
-    assert plan.cost_per_billion_tokens == pytest.approx(
-        3.6 / 3600 * 1e9 / plan.tokens_per_s
-    )
-    assert plan.cost_low is not None
-    assert plan.cost_high is not None
-    assert plan.cost_low < plan.cost_per_billion_tokens < plan.cost_high
+    assert plan.cost is not None
+    rate = plan.tokens_per_s.likely
+    assert rate == pytest.approx(2048 / plan.iteration.likely * 1e3)
+    assert plan.cost.likely == pytest.approx(3.6 / 3600 * 1e9 / rate)
+    assert plan.cost.low < plan.cost.likely < plan.cost.high
     # Sixteen ranks need two hosts of eight.
     assert plan_for_machine(sized(ranks=16), gpu_machine()).hosts == 2
-    assert fitting_plan().cost_per_billion_tokens is None
+    assert fitting_plan().cost is None
 
 
 @pytest.mark.parametrize(
@@ -196,7 +191,7 @@ def test_fastest_plans__times_those_that_may_be_among_the_first() -> None:
     ).values()
     expected = [plan_for_machine(job, one).as_json() for one in targets]
     assert [second.as_json(), third.as_json()] == expected[1:]
-    assert (first.policy, first.iteration_ms, first.policies, first.code) == (
+    assert (first.policy, first.iteration, first.policies, first.code) == (
         None,
         None,
         (),

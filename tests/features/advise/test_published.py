@@ -38,13 +38,12 @@ def test_plan__of_one_run_has_the_order_of_all_measured_policies(name: str) -> N
             job, machine, PlanRequest(policies=as_policies((policy,)))
         )
         assert (plan.fits, plan.policy) == (True, policy)
-        assert plan.iteration_ms is not None
-        assert plan.iteration_low_ms is not None
-        assert plan.iteration_high_ms is not None
-        assert plan.iteration_ms / 1.2 <= plan.iteration_low_ms
-        assert plan.iteration_high_ms <= plan.iteration_ms * 1.2
-        times.append((measured, plan.iteration_ms))
-        holding += plan.iteration_low_ms <= measured <= plan.iteration_high_ms
+        span = plan.iteration
+        assert span is not None
+        assert span.likely / 1.2 <= span.low
+        assert span.high <= span.likely * 1.2
+        times.append((measured, span.likely))
+        holding += span.low <= measured <= span.high
     assert holding >= 0.8 * len(times)
     for (measured, predicted), (other_measured, other_predicted) in combinations(
         times, 2

@@ -17,10 +17,10 @@ def width(
     target = machine(**extra)
     schedule = ran(policy, workload(), target)
     span = policy_time(Steps(schedule), target, compute_factor)
-    assert span.iteration_ms == 1e3 * schedule.iteration_s
+    assert span.ms.likely == 1e3 * schedule.iteration_s
     return (
-        span.iteration_ms / span.iteration_low_ms,
-        span.iteration_high_ms / span.iteration_ms,
+        span.ms.likely / span.ms.low,
+        span.ms.high / span.ms.likely,
     )
 
 
@@ -47,7 +47,7 @@ def test_policy_time__a_job_of_compute_alone_has_the_range_of_its_compute() -> N
     )
     span = policy_time(Steps(ran("gpu-only", job, target)), target, 1.2)
     # Both errors: a logarithm of 0.182 of the compute and 0.020 of the model.
-    assert span.iteration_high_ms / span.iteration_ms == pytest.approx(1.265, rel=0.01)
+    assert span.ms.high / span.ms.likely == pytest.approx(1.265, rel=0.01)
 
 
 def test_residual_factor__is_that_of_runs_with_the_same_operations() -> None:
