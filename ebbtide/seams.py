@@ -41,7 +41,7 @@ what it needs alone.
 | measure-cpu | `measure_cpu(params, threads) -> Machine` |
 | metrics-server | `serve_metrics(text) -> MetricsServer`: listens on `[HOST:]PORT` |
 | profile-view | `profile_and_show(job) -> int`, for `profile --watch` |
-| recommendation | the module `replay_advice`, for `replay --recommend` |
+| recommendation | the module `replay_advice`: makes and prints a `Recommendation`, for `replay --recommend` |
 | redone-plan | `redone(plan) -> Plan`: that of a step in which clipping changes what was speculated |
 | replayed-offload | `with_replayed_offload(trace, error) -> OutOfMemory`: its remedy is replayed |
 | slices | a module with `attach_to`, for `profile --attach`; its agent records details |

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ebbtide.cli.printing import echo, echo_line, print_view
 from ebbtide.errors import UserError
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ebbtide.features.advise.lines.systems import SystemSetup
     from ebbtide.features.advise.machine_plan import JobPlans, MachinePlan
     from ebbtide.features.advise.present import Present
-    from ebbtide.features.advise.recommendation import Recommendation
+    from ebbtide.features.advise.recommendation import Framework, Recommendation
 
 
 # Objects within the object have one line up to this length.
@@ -25,7 +25,6 @@ _MAX_INNER_WIDTH = 60
 # Most plans that are printed without being asked for.
 MAX_PLANS = 10
 # Frameworks that code is printed for, as people say it.
-Framework = Literal["deepspeed", "script"]
 _FRAMEWORKS = {"deepspeed": "DeepSpeed", "script": "a plain script"}
 # Keys of the configuration with the argument of InterleavedAdamW for the same.
 _PLACEHOLDERS = {
@@ -35,11 +34,11 @@ _PLACEHOLDERS = {
 
 
 def print_recommendation(
-    recommended: Recommendation, framework: Framework, baseline: str | None = None
+    recommended: Recommendation, framework: Framework | None = None
 ) -> None:
     """Print the recommended policy, its iteration and that of the job as it is, and
-    what to paste for it; `baseline`: the policy that stands for the job, None: its
-    own."""
+    what to paste for it, by default for the framework of the job."""
+    framework, baseline = framework or recommended.framework, recommended.baseline
     if recommended.is_as_today:
         as_it_is = _as_it_is(recommended.present, baseline)
         echo_line(f"Nothing to change: {as_it_is}", fg="green", bold=True)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 from ebbtide.analysis.metrics.advice import MIN_GAIN, Advice, IterationGain
 from ebbtide.features.advise.advice import deepspeed_advice, policy_advice
@@ -25,6 +25,9 @@ from ebbtide.interleave.replay.recorded_job import RecordedJob
 from ebbtide.machines.accuracy import accuracy_of
 from ebbtide.machines.machine import Machine, unified_memory_text
 
+# Frameworks that lines to paste are printed for.
+Framework = Literal["deepspeed", "script"]
+
 
 @dataclass(frozen=True)
 class Recommendation:
@@ -34,6 +37,8 @@ class Recommendation:
     workload: Workload
     context: PasteContext
     choice: PolicyChoice
+    framework: Framework = "deepspeed"  # What the job trains with.
+    baseline: str | None = None  # The policy that stands for the job; None: its own.
 
     @property
     def present(self) -> Present:

@@ -9,16 +9,18 @@ from ebbtide.cli.printing import echo_line
 from ebbtide.errors import MachineError, WorkloadError
 from ebbtide.features.advise.changes import leave_system_share
 from ebbtide.features.advise.machine_plan import place_as_it_is
-from ebbtide.features.advise.printing import (
+from ebbtide.features.advise.printing import print_recommendation, print_setups
+from ebbtide.features.advise.recommendation import (
     Framework,
-    print_recommendation,
-    print_setups,
+    Recommendation,
+    recommend,
 )
-from ebbtide.features.advise.recommendation import Recommendation, recommend
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.replay.recorded_job import RecordedJob
 from ebbtide.machines.machine import Machine
 from ebbtide.profiler.trace import Trace
+
+__all__ = ["print_recommendation", "print_setups"]  # For the seam.
 
 
 class AdvisedJob(NamedTuple):
@@ -56,46 +58,29 @@ def place_recording(
     return None
 
 
-class ReplayAdvice:
-    """The recommendation for a replayed job, and its screen."""
+def recommend_for(
+    job: AdvisedJob, machine_source: str | None, baseline: str
+) -> Recommendation:
+    """Return the recommendation for a replayed job; `baseline` stands for its policy
+    where neither that nor its iteration is known."""
+    workload, machine, settings = job
+    uses_deepspeed = settings is None or bool(settings.section("zero_optimization"))
+    framework: Framework = "deepspeed" if uses_deepspeed else "script"
+    settings = settings or RecordedJob()
+    if settings.policy is not None or settings.recorded_s(machine) is not None:
+        advised = recommend(workload, machine, settings, machine_source)
+        return replace(advised, framework=framework)
+    settings = replace(settings, policy=baseline)
+    advised = recommend(workload, machine, settings, machine_source)
+    return replace(advised, framework=framework, baseline=baseline)
 
-    def __init__(
-        self, job: AdvisedJob, machine_name: str | None, baseline: str
-    ) -> None:
-        settings = job.settings or RecordedJob()
-        is_known = (
-            settings.policy is not None or settings.recorded_s(job.machine) is not None
+
+def print_next(advised: Recommendation, recording: Trace | None) -> None:
+    """Print the command that finds changes, where the recommendation does not fit."""
+    if advised.warnings and recording is not None:
+        source = advised.context.machine_source
+        target = f" --machine {source}" if source else ""
+        echo_line(
+            f"next: ebbtide plan {recording.path}{target} (the changes that make it "
+            "fit)"
         )
-        if not is_known:
-            settings = replace(settings, policy=baseline)
-        self._job = job
-        self._name = machine_name
-        self._baseline = None if is_known else baseline
-        self.recommendation: Recommendation = recommend(
-            job.workload, job.machine, settings, machine_name
-        )
-
-    def print(self, framework: Framework | None) -> None:
-        """Print the recommendation with lines for a framework, by default for the
-        trace's own, else for DeepSpeed."""
-        settings = self._job.settings
-        is_deepspeed = settings is None or bool(settings.section("zero_optimization"))
-        print_recommendation(
-            self.recommendation,
-            framework or ("deepspeed" if is_deepspeed else "script"),
-            self._baseline,
-        )
-
-    def print_next(self, recording: Trace | None) -> None:
-        """Print the command that finds changes, where the recommendation does not
-        fit."""
-        if self.recommendation.warnings and recording is not None:
-            target = f" --machine {self._name}" if self._name else ""
-            echo_line(
-                f"next: ebbtide plan {recording.path}{target} (the changes that make "
-                "it fit)"
-            )
-
-    def print_setups(self) -> None:
-        """Print what to paste for each policy that fits."""
-        print_setups(self.recommendation)

@@ -208,7 +208,7 @@ def replay(
             )
         steps = explain_gains(job, rates) if explain else None
         advice = (
-            adviser.ReplayAdvice(advised, name, baseline or names[0])
+            adviser.recommend_for(advised, name, baseline or names[0])
             if adviser is not None
             else None
         )
@@ -229,18 +229,18 @@ def replay(
         if steps is not None:
             additions["explain"] = [vars(step) for step in steps]
         if advice is not None:
-            additions["recommend"] = advice.recommendation.as_json()
+            additions["recommend"] = advice.as_json()
         echo(json.dumps({**replayed.as_json(), **additions}))
     else:
         print_view(f"note: {limit}" for limit in stated.limits(rates))
         baseline = baseline or names[0]
-        if advice is not None:
+        if adviser is not None:
             print_view(
                 iter([f"note: {note}" for note in job.notes if note not in own_notes])
             )
-            advice.print(framework)
+            adviser.print_recommendation(advice, framework)
             print_view(iter([*replayed.simplest_lines()]))
-            advice.print_next(recording)
+            adviser.print_next(advice, recording)
         if advice is None or print_all:
             print_view(
                 replay_view(
@@ -249,8 +249,8 @@ def replay(
             )
             print_view(accuracy_lines(rates))
         print_view(iter([gains_table(steps or ())]))
-        if advice is not None and print_all:
-            advice.print_setups()
+        if adviser is not None and print_all:
+            adviser.print_setups(advice)
         if own is not None and recording is not None:
             echo_line(inputs.own_preset_text(own, recording))
         if advice is None:
