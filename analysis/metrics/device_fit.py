@@ -40,7 +40,7 @@ def tightest(
     end_s: float,
 ) -> MemoryNeed:
     """Return what is in use and what is free where least is left; the arguments are
-    those of `fits_beside`."""
+    as in `fits_beside`."""
     used, free_bytes = max(
         _lasting(changes, free, end_s),
         key=lambda pair: pair[0] - _with_tolerance(pair[1]),

@@ -48,10 +48,8 @@ class KeyFigure:
 
 
 def key_figures(metrics: JobMetrics, findings: Findings) -> list[KeyFigure]:
-    """Return the key figures that were recorded.
-
-    Those of a trace without iterations are figures of the whole trace.
-    """
+    """Return the key figures that were recorded: of the whole trace where it has no
+    iterations."""
     summary = metrics.summary()
     recorded = (*_times(summary), *_memory(metrics, summary), *_link(metrics, summary))
     return [*recorded, *_potential(findings, summary.iteration_ms)]
@@ -143,8 +141,8 @@ def _potential(findings: Findings, iteration_ms: float | None) -> Iterator[KeyFi
     )
 
 
-# Limits that keep a page smaller than 5 MB. Points and boxes of each kind are counted
-# over all ranks together.
+# Limits that keep a page smaller than 5 MB. Points and boxes of each kind count for
+# all ranks together.
 _MAX_POINTS = 80_000
 _MAX_BOXES = 4_500
 _MIN_ROWS = 50
@@ -196,10 +194,7 @@ class Page:
 
     @property
     def contents(self) -> list[ContentsEntry]:
-        """The sections of the page in their order.
-
-        The sections of ranks are those that any rank has.
-        """
+        """The sections of the page in their order; of ranks: those that any has."""
         entries = [ContentsEntry("findings", "Findings")]
         entries += (
             [ContentsEntry("fleet", "Ranks")] if self.heat or self.differences else []

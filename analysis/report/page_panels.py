@@ -52,8 +52,7 @@ def page_panels(
         len(HOST_MEMORY_DASHES),
     )
     line_count = trace.memory(rank)["pool"].nunique() + len(DIRECTIONS) * max(1, kinds)
-    # An area takes half the bytes of a line: its times are the times of the whole
-    # stack.
+    # An area takes half the bytes of a line: it has the times of the whole stack.
     resolution = Resolution(
         slots=max(1, min(max_points // line_count, SCREEN_STEPS)), steps_per_slot=1
     )

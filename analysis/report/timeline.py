@@ -75,11 +75,9 @@ def color_styles() -> str:
 def draw_line(
     plot: Any, panel: TimelinePanel, line: TimelineLine, axis: TimeAxis
 ) -> None:
-    """Draw a step function, the area of a band or below a rate, and marks.
-
-    Marks are for impossible rates. The renderer of a line has its key as name; the
-    renderer of the area is named `KEY/area`.
-    """
+    """Draw a step function, the area of a band or below a rate, and marks for
+    impossible rates. The renderer of a line is named by its key, the renderer of
+    its area `KEY/area`."""
     key, size = panel.key(line), panel.scale.size
     y = _until_end(line.sign * line.values / size)
     columns = {"x": axis.x(line.edges), "y": y}

@@ -1,5 +1,4 @@
-"""Advice for a job: the best policy on a machine, the plan that makes it fit, and the
-lines to paste."""
+"""Advice for a job: the best policy, the change that makes it fit, and the lines."""
 
 from ebbtide.seams import Feature
 

@@ -23,8 +23,7 @@ from ebbtide.units import bytes_text
 
 
 def policy_advice(choice: PolicyChoice, context: PasteContext) -> Advice | None:
-    """Return the policy to change to; None where nothing is gained, or nothing
-    fits."""
+    """Return the policy to change to; None where nothing gains, or fits."""
     if not choice.gains:
         return None
     policy = choice.best.plan.policy

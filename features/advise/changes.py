@@ -1,5 +1,4 @@
-"""Changes to a job: the least one that makes it fit, and those after which nothing has
-to be offloaded."""
+"""Changes to a job: the least one with which it fits, or fits without offload."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -304,8 +304,7 @@ def best_static_split(workload: Workload, machine: Machine) -> Steps | None:
 
 @lru_cache(maxsize=_REMEMBERED)
 def _static_splits(workload: Workload, machine: Machine) -> tuple[Steps, ...]:
-    """Return static splits without storage, the one that keeps most state on the host
-    first.
+    """Return static splits without storage, those with most state on the host first.
 
     Those whose resident state exceeds what the device always has free are left out."""
     machine = replace(machine, storage=())
@@ -335,8 +334,7 @@ def _may_keep(workload: Workload, share: float) -> bool:
 def _other_policies(
     best: Steps, split: Steps | None, workload: Workload, machine: Machine
 ) -> list[Steps]:
-    """Return the best variant of each other policy that fits the device, or may fit it,
-    fastest first."""
+    """Return the best variant of each other policy that may fit, fastest first."""
 
     def may_fit(steps: Steps) -> bool:
         return steps.valid.fits_device(machine.gpu_memory_bytes) is not False
@@ -375,6 +373,5 @@ def _other_policies(
 
 
 def fits_memory(steps: Steps, machine: Machine) -> bool:
-    """Return whether device and host have memory for a policy, as far as that is
-    known."""
+    """Return whether a policy fits device and host, as far as that is known."""
     return memory_excess(steps.valid, machine) is None

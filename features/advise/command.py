@@ -363,8 +363,7 @@ def _plans(
     as_json: bool,
     update: Callable[[str, int, int], None],
 ) -> list[MachinePlan]:
-    """Plan for each machine, in the order of the machines; `as_json`: with all that
-    JSON has."""
+    """Plan for the machines in their order; `as_json`: with all that JSON has."""
     from ebbtide.features.advise.machine_plan import fastest_plans
 
     planned: dict[int, MachinePlan] = {}

@@ -97,13 +97,12 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class PlacedJob:
-    """A job on a machine, with the least change that makes it fit, before a policy is
-    chosen."""
+    """A job on a machine, with the least change that makes it fit, without a policy."""
 
     job: TrainingJob
     machine: Machine
     request: PlanRequest
-    # Whether any change makes it fit; else the settings are those of the job.
+    # Whether any change makes it fit; else the settings stay.
     has_memory: bool
     settings: TunableSettings
     placed: PlacedWorkload
@@ -170,8 +169,7 @@ class PlacedJob:
         return 0.0 if cost is None else cost.likely
 
     def cost(self, ms: Range) -> Range | None:
-        """Return the price of a billion tokens; None where price or tokens are not
-        known."""
+        """Return the price of a billion tokens; None: not known."""
         price, tokens = self.request.price_per_hour, self.job.tokens_of(self.settings)
         if price is None or tokens is None:
             return None
@@ -210,8 +208,7 @@ class MachinePlan:
 
     @cached_property
     def advice(self) -> Advice | None:
-        """The setting to change on the machine; None where the job is as good as it is,
-        or nothing fits."""
+        """The setting to change; None where nothing gains, or fits."""
         if self.choice is None:
             return None
         return policy_advice(self.choice, self.placed.context)

@@ -1,5 +1,4 @@
-"""A picture of plans: memory, and ranges of the iteration, tokens per second and cost,
-of each machine."""
+"""A picture of plans: memory, iteration, tokens per second and cost by machine."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -25,8 +24,7 @@ _CAPACITY_COLOR = "#e4e4e4"
 
 
 class _Panel(NamedTuple):
-    """A panel of ranges: its heading, the attribute of a plan, and the scale of its
-    unit."""
+    """A panel of ranges: its heading, the attribute of a plan, and its unit."""
 
     title: str
     attribute: str

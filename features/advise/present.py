@@ -43,8 +43,7 @@ class Present:
         return self.gain(steps).is_enough
 
     def has(self, policy: str) -> bool:
-        """Return whether a policy is the present one, whatever its copies are
-        called."""
+        """Return whether a policy is the present one, but for its copies."""
         own = self.policy
         return own is not None and _without_copies(own) == _without_copies(policy)
 

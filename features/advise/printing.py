@@ -90,8 +90,7 @@ def _as_it_is(present: Present, baseline: str | None) -> str:
 
 
 def _gain(times: IterationGain, baseline: str | None) -> str:
-    """Return a simulated iteration, after that of the job as it is where it is
-    known."""
+    """Return the iterations before, where it is known, and after."""
     if times.present_ms is None:
         return f"{times.iteration_ms:,.0f} ms (simulated)"
     over = "" if baseline is None else f" over {baseline}"
@@ -108,8 +107,7 @@ def _gain(times: IterationGain, baseline: str | None) -> str:
 
 
 def print_setups(advice: Recommendation) -> None:
-    """Print the recommended policy, and under a heading for each policy what to
-    paste."""
+    """Print the recommended policy, and the lines to paste for each policy."""
     echo_line(f"recommended: {advice.line}")
     for alternative in advice.alternatives:
         echo_line(f"instead of offloading: {alternative}")

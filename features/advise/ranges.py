@@ -1,5 +1,4 @@
-"""The range of an iteration under a policy, from the uncertainty of rates and of the
-compute."""
+"""The range of an iteration, from the uncertainty of rates and of the compute."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ _SAME_OPERATIONS = {"twin-flow": "zero-offload"}
 
 
 class Range(NamedTuple):
-    """A likely value, and the ends of the range that has it with a probability of
-    80 %."""
+    """A likely value, and the ends of the range that has it at 80 %."""
 
     likely: float
     low: float
@@ -107,8 +105,7 @@ def _operations(text: str) -> tuple[str, bool]:
 
 
 def _varied(steps: Steps, machine: Machine, compute_factor: float) -> Iterator[float]:
-    """Yield the iteration with each uncertain value one standard error lower and
-    higher."""
+    """Yield the iteration with each value one standard error lower and higher."""
     plan, workload = steps.plan, steps.valid.workload
     factor = residual_factor(plan.policy, machine)
     if factor is not None:

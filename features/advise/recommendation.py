@@ -1,5 +1,4 @@
-"""The recommended setup: the best policy, and what to paste for each policy that
-fits."""
+"""The recommended setup: the best policy, and the lines for each one that fits."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -113,8 +112,7 @@ class Recommendation:
 
     @cached_property
     def setups(self) -> tuple[PolicySetup, ...]:
-        """The lines to paste for each policy that fits: the recommended one, then the
-        others, fastest first."""
+        """The lines for each policy that fits: the best one, then the fastest first."""
         if self.keeps_on_device:
             return (self.best,)
         choice = self.choice
@@ -141,8 +139,7 @@ class Recommendation:
 
     @property
     def placeholders(self) -> tuple[str, ...]:
-        """Keys of the configurations whose values stand for values of the job that are
-        not known."""
+        """Keys of the configurations whose values are not known."""
         return tuple(placeholders(self.workload, self.context.job))
 
     @cached_property

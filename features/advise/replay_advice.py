@@ -24,8 +24,7 @@ __all__ = ["print_recommendation", "print_setups"]  # For the seam.
 
 
 class AdvisedJob(NamedTuple):
-    """A job to give advice for: on a machine without the system's share of its
-    memory."""
+    """A job to advise, on a machine without the system's share of its memory."""
 
     workload: Workload
     machine: Machine

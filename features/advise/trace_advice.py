@@ -30,16 +30,14 @@ class _Job(NamedTuple):
 
 
 class TraceAdviser:
-    """Advises the job of a trace, as `ebbtide replay --recommend` does. It simulates
-    when asked."""
+    """Advises the job of a trace, as `replay --recommend` does, when it is asked."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
 
     @property
     def can_simulate(self) -> bool:
-        """Whether the job can be simulated: its parameters, phases and machine are
-        known."""
+        """Whether parameters, phases and machine of the job are known."""
         return self._job is not None
 
     def split_advice(self) -> Advice | None:
@@ -86,9 +84,8 @@ _POLICY = "pipelined"
 
 
 def with_replayed_offload(trace: Trace, error: OutOfMemory) -> OutOfMemory:
-    """Return an error whose remedy of offloaded state is that of `pipelined`, replayed,
-    with its iteration time, less what it uses on the device; as it is where the trace
-    cannot be replayed."""
+    """Return an error whose remedy of offloaded state has what a replay of `pipelined`
+    frees, and its iteration time; as it is where the trace cannot be replayed."""
     bound = next((remedy for remedy in error.remedies if remedy.name == OFFLOAD), None)
     machine = inputs.own_machine(trace)
     if bound is None or machine is None:

@@ -59,7 +59,7 @@ def too_few_threads(metrics: JobMetrics) -> Finding | Unknown | None:
     )
 
 
-# Less memory elsewhere belongs to libraries and the interpreter.
+# Libraries and the interpreter have less memory elsewhere.
 _MIN_REMOTE_BYTES = 1 << 30
 _MIN_REMOTE_SHARE = 0.1
 

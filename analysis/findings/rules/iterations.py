@@ -166,7 +166,7 @@ _ADVICE_ON_DELAY = (
 @rule("slow-rank", ITERATIONS, RANKS)
 def slow_rank(metrics: JobMetrics) -> Finding | None:
     """List the ranks and hosts of `rank_differences` with their causes; the gain is
-    that of the longest phases. Where none of a few ranks stands out, see
+    in the longest phases. Where none of a few ranks stands out, see
     `_slowest_rank`."""
     differences = metrics.rank_differences.differences
     if not differences:

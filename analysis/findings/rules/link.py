@@ -118,8 +118,8 @@ def one_direction(metrics: JobMetrics) -> Finding | Unknown | None:
     )
 
 
-# Copies of at least this size measure a link's rate; the time of smaller ones is mostly
-# launch time.
+# Copies of at least this size measure a link's rate; smaller ones mostly take
+# the time of a launch.
 _LARGE_BYTES = 1 << 20
 # Ranks share a link if their copies run this many times faster alone than together with
 # another rank's.

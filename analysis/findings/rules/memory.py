@@ -56,7 +56,8 @@ _UNUSED_SHARE = 0.25
 @rule("free-memory", GPU)
 def free_memory(metrics: JobMetrics) -> Finding | Unknown | None:
     """Compare the free memory with the offloaded state and its gradients, by the rules
-    of `largest_split`; without iterations that of the whole trace, and without a gain.
+    of `largest_split`; without iterations the free
+    memory of the whole trace, and no gain.
     Only a split that was simulated is advised."""
     free, capacity = metrics.always_free_bytes, metrics.capacity_bytes
     if free is None or capacity is None:

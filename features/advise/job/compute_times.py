@@ -78,8 +78,7 @@ class RecordedKernels:
 
 
 def recorded_kernels(trace: Trace, element_bytes: float) -> RecordedKernels | None:
-    """Return the work of the kernels of a trace's first rank; None where it was not
-    recorded."""
+    """Return the work of the kernels of a trace's first rank; None: not recorded."""
     kernels = trace.kernels(trace.ranks[0])
     counted = kernels[kernels["flops"].notna() & kernels["bytes"].notna()]
     if not len(counted):
@@ -159,14 +158,13 @@ class TransformerCompute:
 
 @dataclass(frozen=True)
 class RecordedCompute:
-    """The compute of a recorded or described job: its times, on the GPU that they are
-    of."""
+    """The compute of a recorded or described job: its times, and their GPU."""
 
     forward_s: float
     backward_s: float
     other_s: float
     gpu: GpuCompute | None  # The GPU of these times; None: not known.
-    # Its name, for people; None: not known, the times count as those of every machine.
+    # Its name, for people; None: not known, the times count for every machine.
     gpu_name: str | None
     work: RecordedKernels | None
     factor: float  # The factor within which the times themselves are known.
@@ -294,8 +292,7 @@ def product_share(gpu: GpuCompute) -> float:
 
 
 def peak_flops(gpu: GpuCompute | None, param_bytes: float) -> float | None:
-    """Return the peak of matrix products in the type of the parameters; None if it is
-    not known."""
+    """Return the peak of products in the type of the parameters; None: not known."""
     if gpu is None:
         return None
     names = _TYPES_BY_BYTES.get(param_bytes, _HALF_TYPES)

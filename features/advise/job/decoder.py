@@ -1,5 +1,4 @@
-"""The kernels of a decoder: what a forward and a backward compute, timed as a dry run
-times them."""
+"""The kernels of the passes of a decoder, timed as a dry run times them."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -49,8 +48,8 @@ class ElementwiseWork(NamedTuple):
 
 
 class Runtime(NamedTuple):
-    """Software that runs a job. Overhead: the time of a step over that of its kernels,
-    for gaps and waits."""
+    """Software that runs a job. Overhead: the time of a step over the time of its
+    kernels, for gaps and waits."""
 
     forward: ElementwiseWork
     backward: ElementwiseWork
@@ -235,8 +234,8 @@ def compute_span(
     implementation: Implementation,
 ) -> tuple[PriorRange, PriorRange]:
     """Return the times of a forward and of a backward of `tokens` tokens without
-    recomputation, s. Where the implementation is not known, the ends are those of all
-    likely ones, and the typical time is their geometric mean."""
+    recomputation, s. Where the implementation is not known, the ends are the least
+    and the most of all likely ones, and the typical time is their geometric mean."""
     rates = GpuRates(machine)
     kinds = (
         [implementation.attention]
@@ -308,8 +307,8 @@ class _Direction(NamedTuple):
     def _products(
         self, inputs: float, outputs: float, is_aligned: bool = True
     ) -> Iterator[KernelWork]:
-        """Yield the product of a linear layer; in the backward those of its input's and
-        of its weights' gradients."""
+        """Yield the product of a linear layer; in the backward the products for the
+        gradients of its input and of its weights."""
         flops = 2 * self.tokens * inputs * outputs
         size = 2 * (self.tokens * inputs + inputs * outputs + self.tokens * outputs)
         results = (

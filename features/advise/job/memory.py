@@ -74,7 +74,7 @@ def place(
 
 def streams_gradients(job: TrainingJob, settings: TunableSettings) -> bool:
     """Return whether gradients go to the host as they are computed with some settings:
-    those of one micro-step."""
+    where there is one micro-step."""
     return (
         settings.offload
         and not job.settings.offload

@@ -1,5 +1,4 @@
-"""Jobs to find a machine for: of a trace, of a workload file, or of a number of
-parameters."""
+"""Jobs to find a machine for: of a trace, of a workload file, or of a size."""
 
 import math
 import re
@@ -130,7 +129,7 @@ def job_of_size(
 
 
 def job_of_workload(workload: Workload, batch: BatchSettings) -> TrainingJob:
-    """Return the job of a workload file. Its times and free memory are those of every
+    """Return the job of a workload file, with its times and free memory on every
     machine."""
     settings = TunableSettings(
         batch.ranks or 1, batch.micro_batch, checkpointing=False, offload=False
@@ -299,10 +298,9 @@ def _memory_of_shape(
 _EMBEDDING = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe)(\.|$)")
 _HEAD = re.compile(r"(^|\.)(lm_head|output|head)$")
 _ADAM = re.compile(r"adam|lion", re.IGNORECASE)
-# Fewer trained parameters, as a share of all, are those of adapters.
+# Fewer trained parameters, as a share of all, belong to adapters.
 _ADAPTER_SHARE = 0.2
-_QUANTIZED_STATE = frozenset({"uint8", "int8"})
-_QUANTIZED_WEIGHTS = frozenset({"uint8", "int8"})
+_QUANTIZED = frozenset({"uint8", "int8"})
 
 
 def facts_of(trace: Trace) -> JobFacts:
@@ -338,10 +336,10 @@ def facts_of(trace: Trace) -> JobFacts:
         framework=name or "torch",
         total_params=model.total_params,
         moments=round(sum(map(moment_elements, entry.optimizers)) / params)
-        if params and is_adam and not _QUANTIZED_STATE & set(dtypes)
+        if params and is_adam and not _QUANTIZED & set(dtypes)
         else 0,
         has_adapters=trains_part,
-        has_quantized_weights=bool(_QUANTIZED_WEIGHTS & set(model.dtypes)),
+        has_quantized_weights=bool(_QUANTIZED & set(model.dtypes)),
         embedding_share=share(_EMBEDDING),
         head_share=share(_HEAD),
         largest_share=max(sizes.values(), default=0) / total if total else 0.0,
@@ -349,8 +347,7 @@ def facts_of(trace: Trace) -> JobFacts:
 
 
 def _parameter_bytes(trace: Trace) -> dict[str, int]:
-    """Return the bytes of parameters on the device by module; empty where they were not
-    recorded."""
+    """Return the bytes of parameters on the device by module; empty: not recorded."""
     rank = trace.ranks[0]
     sizes: Counter[str] = Counter()
     inventories = trace.rank(rank).inventories

@@ -33,7 +33,7 @@ from ebbtide.profiler.trace import Trace
 def with_trace_layers(workload: Workload, trace: Trace) -> Workload:
     """Return the workload of a trace with its layers; itself without modules of all
     allocations, or kernels, or with ranks. Recomputation in a layer's backward is taken
-    out of its times, and becomes that of its second form."""
+    out of its times, and belongs to its second form."""
     rank = trace.ranks[0]
     device, capacity = main_device(trace, rank), capacity_bytes(trace, rank)
     numbers = steady_iterations(trace).numbers
@@ -195,8 +195,8 @@ class _TracedLayers:
         ).astype(np.float64)
 
     def output_bytes(self, selected: Any = True) -> Floats:
-        """Return the bytes of those of selected allocations that each layer's last
-        kernels in all forwards made."""
+        """Return the bytes of selected allocations by the last kernels of each layer in
+        all forwards."""
         launches = np.sort(self._kernels["launch_ns"].to_numpy(np.int64))
         kernel = np.searchsorted(launches, self._starts, side="right")
         result = np.zeros(len(self.names))
@@ -260,8 +260,8 @@ class _TracedLayers:
         )
 
     def _spans_of_layers(self) -> Iterator[Ints]:
-        """Yield (ns, bytes) of activations, sign reversed, those of a layer at once, as
-        a plan counts them."""
+        """Yield (ns, bytes) of activations, sign reversed, all of a layer at once, as a
+        plan counts them."""
         for phase, selected in (
             (FORWARD, self.is_saved),
             (BACKWARD, self.is_recomputed),

@@ -4,14 +4,11 @@ that may be changed."""
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.replay.recorded_job import RecordedJob
 from ebbtide.machines.machine import Machine
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, order=True)
@@ -79,7 +76,7 @@ class OwnMemory:
     # The same of tensors alone, where `points` are of memory that torch keeps, which
     # follows the most of these.
     tensors: tuple[MemoryPoint, ...] = ()
-    cached_bytes: float = 0.0  # The peak of `points` beyond that of `tensors`.
+    cached_bytes: float = 0.0  # The peak of `points` beyond the peak of `tensors`.
     # The share of activations that remains with checkpointing; None: it cannot be
     # switched on.
     checkpointed: float | None = None
@@ -118,7 +115,7 @@ class TrainingJob:
     workload: Workload
     settings: TunableSettings
     compute: Compute
-    # Its own memory; None: not known, the workload's free memory is that of every
+    # Its own memory; None: not known, the workload's free memory counts for every
     # machine.
     memory: OwnMemory | None
     # Bytes per parameter of optimizer state without offload, where the workload's, with

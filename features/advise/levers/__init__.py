@@ -1,2 +1,1 @@
-"""Changes of a job's own settings that need less device memory, in the words of its
-framework."""
+"""Changes of settings that need less device memory, in the framework's words."""

@@ -1,5 +1,4 @@
-"""Changes of a job's settings, and their effects on its memory by the figures of its
-trace."""
+"""Changes of a job's settings, and their effects on memory by its trace."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -28,8 +27,7 @@ _EMBEDDINGS_IN_32_BITS = frozenset({"transformers", "trl", "llamafactory", "axol
 
 @dataclass(frozen=True)
 class Variant:
-    """A job with changes, and where its optimizer state may be: `device`, `paged` or
-    `offloaded`."""
+    """A job with changes, whose state may be `device`, `paged` or `offloaded`."""
 
     job: TrainingJob
     settings: TunableSettings

@@ -1,5 +1,4 @@
-"""The settings of each framework for each change of a job, as they are documented
-there."""
+"""The documented settings of each framework for each change of a job."""
 
 import tomllib
 from pathlib import Path

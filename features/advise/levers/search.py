@@ -23,8 +23,7 @@ _ADAPTERS = ("LoRA", "QLoRA")
 
 @dataclass(frozen=True)
 class JobChange:
-    """Changes of a job's settings, from the cheapest to the dearest, and what they
-    do."""
+    """Changes of a job's settings, the cheapest first, and what they do."""
 
     levers: tuple[str, ...]  # Names of the changes.
     # Settings to apply: `kind` is the framework, `settings` are its keys.
@@ -150,8 +149,7 @@ def needed_bytes(
 
 
 def _possible(job: TrainingJob, machine: Machine) -> list[Lever]:
-    """Return the changes that the job's framework has, and that are possible on a
-    machine."""
+    """Return the changes that the framework has, and that a machine allows."""
     if job.memory is None:
         return []
     names = KEYS[_framework(job)].keys() - (

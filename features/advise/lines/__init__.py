@@ -1,2 +1,1 @@
-"""The lines to paste: configurations of DeepSpeed, calls of ebbtide, and those of other
-systems."""
+"""The lines to paste: for DeepSpeed, for ebbtide, and for other systems."""

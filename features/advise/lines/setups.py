@@ -56,8 +56,7 @@ class PasteContext:
 def enable_code(
     schedule: Schedule, context: PasteContext, overlap: str = "none"
 ) -> str:
-    """Return the call for a DeepSpeed job with an overlap, which stands before
-    `deepspeed.initialize`."""
+    """Return the call for a DeepSpeed job, to put before `deepspeed.initialize`."""
     imports, arguments = _common_arguments(schedule, context, overlap)
     # DeepSpeed's subgroups consist of whole tensors and may be larger than its
     # sub_group_size.
@@ -221,8 +220,7 @@ def deepspeed_config(
 
 
 def placeholders(workload: Workload, job: RecordedJob) -> list[str]:
-    """Return the keys of the configuration with marks: values of the job that are not
-    known."""
+    """Return the keys of the configuration whose values are not known."""
     keys = ["gradient_clipping"] if max_grad_norm(workload, job) is UNKNOWN else []
     keys += [] if job.settings(_BATCH[:2]) else ["train_micro_batch_size_per_gpu"]
     return keys + ([] if job.settings(("optimizer",)) else ["optimizer"])
@@ -288,8 +286,7 @@ class PolicySetup:
         return offload
 
     def blocks(self) -> dict[str, str]:
-        """Return the lines to paste for each framework, below a line that says where
-        they belong."""
+        """Return the lines for each framework, below a line on where they belong."""
         script = "In a script: keep torch.optim.AdamW."
         if self.optimizer_code is not None:
             script = f"Instead of torch.optim.AdamW:\n\n{self.optimizer_code}"

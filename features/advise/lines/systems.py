@@ -1,5 +1,5 @@
-"""Other systems in a recommendation: those that beat the recommended policy, and
-Megatron-LM's best fraction."""
+"""Other systems in a recommendation: the faster ones, and Megatron-LM's best
+fraction."""
 
 import json
 from collections.abc import Callable, Sequence
