@@ -85,22 +85,6 @@ class Recommendation:
         return self.best.policy
 
     @property
-    def code(self) -> str | None:
-        """Lines of Python that make a DeepSpeed job use the policy; None if nothing
-        should be offloaded."""
-        return self.best.code
-
-    @property
-    def deepspeed_config(self) -> dict[str, Any]:
-        """The configuration of DeepSpeed for the policy."""
-        return self.best.deepspeed_config
-
-    @property
-    def optimizer_code(self) -> str | None:
-        """Lines of Python for a script without DeepSpeed."""
-        return self.best.optimizer_code
-
-    @property
     def keeps_on_device(self) -> bool:
         """Whether nothing should be offloaded."""
         return self.policy == "gpu-only"
@@ -226,9 +210,9 @@ class Recommendation:
         return {
             "policy": self.policy,
             "line": self.line,
-            "code": self.code,
-            "deepspeed_config": self.deepspeed_config,
-            "optimizer_code": self.optimizer_code,
+            "code": self.best.code,
+            "deepspeed_config": self.best.deepspeed_config,
+            "optimizer_code": self.best.optimizer_code,
             "setups": [asdict(setup) for setup in self.setups],
             "placeholders": self.placeholders,
             "present": {

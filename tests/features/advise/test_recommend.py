@@ -37,7 +37,11 @@ def test_recommend__does_not_offload_state_that_always_fits() -> None:
     # 24 GB of state, and 4 GB of gradients that stay until the update.
     enough = workload(gpu_free_bytes=28e9)
     advice = recommend(enough, machine())
-    assert (advice.policy, advice.deepspeed, advice.code) == ("gpu-only", None, None)
+    assert (advice.policy, advice.deepspeed, advice.best.code) == (
+        "gpu-only",
+        None,
+        None,
+    )
     took = ran("gpu-only", enough, machine()).iteration_s * 1e3
     assert advice.line.startswith(
         "do not offload: the optimizer's state (24.0 GB a rank) fits"
@@ -160,9 +164,9 @@ def test_recommend__has_lines_of_python_for_the_best_policy(
         workload(gpu_free_bytes=free), machine(), DEEPSPEED, machine_source="box.json"
     )
     assert advice.policy == policy
-    assert advice.code is not None
-    assert advice.optimizer_code is not None
-    for code in (advice.code, advice.optimizer_code):
+    assert advice.best.code is not None
+    assert advice.best.optimizer_code is not None
+    for code in (advice.best.code, advice.best.optimizer_code):
         assert f'    policy="{policy}",\n' in code
         assert "    subgroup_params=500_000_000,\n" in code
         # Plans of other policies do not depend on rates.
@@ -226,7 +230,7 @@ def test_recommend__repeats_the_settings_of_a_recorded_job() -> None:
     advice = recommend(
         workload(), machine(), RecordedJob(CONFIG, stage=2, micro_steps=2)
     )
-    config = dict(advice.deepspeed_config)
+    config = dict(advice.best.deepspeed_config)
     assert config.pop("zero_optimization")["stage"] == 3
     # The batch of all ranks follows from the others; keys that do not matter here stay
     # in the user's file.
@@ -241,12 +245,12 @@ def test_recommend__repeats_the_settings_of_a_recorded_job() -> None:
         {**CONFIG, "zero_optimization": {"sub_group_size": 1e12}}, stage=3
     )
     assert (
-        recommend(workload(), machine(), large).deepspeed_config["zero_optimization"][
-            "sub_group_size"
-        ]
+        recommend(workload(), machine(), large).best.deepspeed_config[
+            "zero_optimization"
+        ]["sub_group_size"]
         == 10**12
     )
-    assert advice.optimizer_code is not None
+    assert advice.best.optimizer_code is not None
     for argument in (
         "lr=0.0003",
         "betas=(0.9, 0.95)",
@@ -254,7 +258,7 @@ def test_recommend__repeats_the_settings_of_a_recorded_job() -> None:
         "max_grad_norm=0.5",
         'loss_scale="dynamic"',
     ):
-        assert f"    {argument},\n" in advice.optimizer_code
+        assert f"    {argument},\n" in advice.best.optimizer_code
     assert "needs zero_optimization.stage 3: this job has stage 2" in advice.line
     (plain,) = (setup for setup in advice.setups if setup.policy == "zero-offload")
     assert plain.deepspeed_config["zero_optimization"]["stage"] == 2
@@ -267,13 +271,16 @@ def test_recommend__names_the_values_that_are_not_known() -> None:
         "train_micro_batch_size_per_gpu",
         "optimizer",
     )
-    assert set(advice.placeholders) < advice.deepspeed_config.keys()
+    assert set(advice.placeholders) < advice.best.deepspeed_config.keys()
     without = recommend(workload(clipping=False), machine())
-    assert "gradient_clipping" not in (*without.placeholders, *without.deepspeed_config)
-    assert "max_grad_norm" not in (without.optimizer_code or "max_grad_norm")
-    assert 'gradients="streamed"' in (advice.optimizer_code or "")
+    assert "gradient_clipping" not in (
+        *without.placeholders,
+        *without.best.deepspeed_config,
+    )
+    assert "max_grad_norm" not in (without.best.optimizer_code or "max_grad_norm")
+    assert 'gradients="streamed"' in (advice.best.optimizer_code or "")
     assert "gradients=" not in (
-        recommend(workload(gradients_stay=True), machine()).optimizer_code
+        recommend(workload(gradients_stay=True), machine()).best.optimizer_code
         or "gradients="
     )
     # `auto` is filled in by the caller of DeepSpeed, Hugging Face's Trainer for
@@ -290,7 +297,7 @@ def test_recommend__has_no_call_for_jobs_that_offload_parameters() -> None:
     advice = recommend(
         workload(), machine(), RecordedJob({"zero_optimization": zero}, stage=3)
     )
-    assert (advice.policy, advice.code) == ("adaptive", None)
+    assert (advice.policy, advice.best.code) == ("adaptive", None)
     assert "needs offload_param to be off" in advice.line
 
 
@@ -420,11 +427,11 @@ def test_recommend__names_the_machine_with_its_ranks() -> None:
     box = {"ranks": 4, "cpu_update_params_per_s": 8e9, "host_memory_bytes_per_s": 300e9}
     code = recommend(
         workload(), machine(box=box).for_ranks(8), machine_source="box.json"
-    ).code
+    ).best.code
     assert code is not None
     assert '    machine=find_machine("box.json").for_ranks(8),\n' in code
     assert "find_machine" not in (
-        recommend(workload(), machine()).code or "find_machine"
+        recommend(workload(), machine()).best.code or "find_machine"
     )
 
 
@@ -432,7 +439,7 @@ def test_recommend__skips_deepspeed_if_rates_are_missing() -> None:
     advice = recommend(workload(), machine(cpu_cast_params_per_s=None), DEEPSPEED)
     assert (advice.policy, advice.deepspeed) == ("adaptive", None)
     assert "plain DeepSpeed" not in advice.line
-    assert advice.code is not None
+    assert advice.best.code is not None
     with pytest.raises(MachineError, match="has no cpu_update_params_per_s"):
         recommend(workload(), machine(cpu_update_params_per_s=None))
 

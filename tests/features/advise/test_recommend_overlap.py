@@ -95,11 +95,13 @@ def test_recommend__asks_a_job_of_deepspeed_for_the_overlap_that_it_runs() -> No
         RecordedJob(stage=3),
     )
     assert advice.policy == f"adaptive,overlap={DEEPSPEED_OVERLAP}"
-    assert advice.code is not None
-    assert advice.code.startswith("from ebbtide.interleave.deepspeed import enable")
+    assert advice.best.code is not None
+    assert advice.best.code.startswith(
+        "from ebbtide.interleave.deepspeed import enable"
+    )
     for argument in ('policy="adaptive"', f'overlap="{DEEPSPEED_OVERLAP}"'):
-        assert f"    {argument},\n" in advice.code
-    assert "model=" not in advice.code
+        assert f"    {argument},\n" in advice.best.code
+    assert "model=" not in advice.best.code
 
 
 def test_recommend__leaves_an_overlap_out_that_gains_little() -> None:

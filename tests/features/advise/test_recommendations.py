@@ -89,7 +89,7 @@ def test_recommend__marks_values_that_are_not_known(
 
 @pytest.mark.slow
 def test_recommend__marks_values_of_the_configuration() -> None:
-    config = recommended().deepspeed_config
+    config = recommended().best.deepspeed_config
     marked = [
         config["gradient_clipping"],
         config["train_micro_batch_size_per_gpu"],
