@@ -1,6 +1,8 @@
 """The layers of a traced job: its repeated modules, by the modules of its allocations
 and the kernels beside them."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -62,6 +64,36 @@ def with_trace_layers(workload: Workload, trace: Trace) -> Workload:
         or params.sum() > workload.params * (1 + 1e-6)
     ):
         return workload
+    result, again_s = _model_layers(workload, layers, params)
+    # What torch's allocator keeps beyond the tensors.
+    kept = (
+        memory_timeline(trace, rank, pool or "")[1].max(initial=0)
+        for pool in (free_pool(trace), "requested")
+    )
+    slack = max(0.0, float(next(kept)) - float(next(kept)))
+    free = layers.free_memory(workload, capacity - slack, phases)
+    without = replace(
+        workload,
+        sizes=None,
+        backward_s=workload.backward_s - again_s,
+        gpu_free=tuple((at_s, max(0.0, size)) for at_s, size in free),
+        gpu_slack_bytes=slack,
+        missing_bytes=max(0.0, *(-size for _, size in free)),
+        # All chunks pass a layer one after another, so that its gradient is complete
+        # when they have.
+        accumulates=False,
+        gradients_held_until_step=False,
+        notes=(*workload.notes, f"layers: {layers.names[0]} to {layers.names[-1]}"),
+    )
+    return with_layers(
+        without, result, int((layers.phases["phase"] == FORWARD).sum()), workload.name
+    )
+
+
+def _model_layers(
+    workload: Workload, layers: _TracedLayers, params: Floats
+) -> tuple[list[Layer], float]:
+    """Return the layers of the model, and the time of all recomputation, s."""
     forward_s, _ = workload.forward_s * layers.phase_shares(FORWARD)
     backward_s, again_s = workload.backward_s * layers.phase_shares(BACKWARD)
     saved, recomputed, outputs = (
@@ -90,29 +122,7 @@ def with_trace_layers(workload: Workload, trace: Trace) -> Workload:
             )
         times = float(forward_s[number]), float(backward_s[number])
         result.append(Layer(name, int(params[number]), *times, (everything, smallest)))
-    # What torch's allocator keeps beyond the tensors.
-    kept = (
-        memory_timeline(trace, rank, pool or "")[1].max(initial=0)
-        for pool in (free_pool(trace), "requested")
-    )
-    slack = max(0.0, float(next(kept)) - float(next(kept)))
-    free = layers.free_memory(workload, capacity - slack, phases)
-    without = replace(
-        workload,
-        sizes=None,
-        backward_s=workload.backward_s - float(again_s.sum()),
-        gpu_free=tuple((at_s, max(0.0, size)) for at_s, size in free),
-        gpu_slack_bytes=slack,
-        missing_bytes=max(0.0, *(-size for _, size in free)),
-        # All chunks pass a layer one after another, so that its gradient is complete
-        # when they have.
-        accumulates=False,
-        gradients_held_until_step=False,
-        notes=(*workload.notes, f"layers: {layers.names[0]} to {layers.names[-1]}"),
-    )
-    return with_layers(
-        without, result, int((layers.phases["phase"] == FORWARD).sum()), workload.name
-    )
+    return result, float(again_s.sum())
 
 
 class _Phase(NamedTuple):
