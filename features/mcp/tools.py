@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,22 +35,7 @@ _INSTRUCTIONS = (
 def make_server(folder: Path) -> MCPServer:
     """Return the server, whose tools run commands in a folder."""
 
-    def call(*words: str) -> str:
-        command = [sys.executable, "-m", "ebbtide", *words]
-        try:
-            run = subprocess.run(
-                command,
-                cwd=folder,
-                env={**os.environ, **_SCREEN},
-                timeout=_TIMEOUT_S,
-                **_PIPES,
-            )
-        except subprocess.TimeoutExpired:
-            raise ToolError(f"it did not end within {_TIMEOUT_S} s") from None
-        if run.returncode:
-            raise ToolError(_bounded(run.stderr.strip() or run.stdout, from_end=True))
-        # The screen of a dry run is on stderr, since standard output is the job's.
-        return _bounded(run.stderr if words[0] == "dry-run" else run.stdout)
+    call = partial(_call, folder)
 
     def summary(
         trace: str,
@@ -112,6 +98,25 @@ def make_server(folder: Path) -> MCPServer:
     for tool in (summary, findings, windows, replay, plan, dry_run):
         server.tool()(tool)
     return server
+
+
+def _call(folder: Path, *words: str) -> str:
+    """Run a command in a folder and return what it prints, within the bounds."""
+    command = [sys.executable, "-m", "ebbtide", *words]
+    try:
+        run = subprocess.run(
+            command,
+            cwd=folder,
+            env={**os.environ, **_SCREEN},
+            timeout=_TIMEOUT_S,
+            **_PIPES,
+        )
+    except subprocess.TimeoutExpired:
+        raise ToolError(f"it did not end within {_TIMEOUT_S} s") from None
+    if run.returncode:
+        raise ToolError(_bounded(run.stderr.strip() or run.stdout, from_end=True))
+    # The screen of a dry run is on stderr, since standard output is the job's.
+    return _bounded(run.stderr if words[0] == "dry-run" else run.stdout)
 
 
 def _path(text: str) -> str:
