@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import typer
 
@@ -14,8 +15,12 @@ from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_
 from ebbtide.cli.printing import echo, echo_line, print_view
 
 if TYPE_CHECKING:
+    from ebbtide.interleave.model.workload import Workload
     from ebbtide.interleave.replay import inputs
+    from ebbtide.interleave.replay.recorded_job import RecordedJob
     from ebbtide.interleave.replay.replay import Replay
+    from ebbtide.machines.machine import Machine
+    from ebbtide.profiler.trace import Trace
 
 
 Value = TypeVar("Value")
@@ -163,14 +168,8 @@ def replay(
 
     from ebbtide import seams
     from ebbtide.interleave.replay import inputs
-    from ebbtide.interleave.replay.recorded_job import recorded_job
     from ebbtide.interleave.replay.replay import explain as explain_gains
     from ebbtide.interleave.replay.replay import replay as run
-    from ebbtide.interleave.replay.tables import (
-        accuracy_lines,
-        gains_table,
-        replay_view,
-    )
     from ebbtide.profiler.trace import open_trace
 
     adviser = seams.service("recommendation") if recommend else None
@@ -181,47 +180,25 @@ def replay(
         inputs.own_policies(policy_file),
     ):
         recording = open_trace(path) if path else None
-        job = inputs.resolve_workload(
+        workload_of_job = inputs.resolve_workload(
             recording, file, job_size, free, host_free, policy or ()
         )
-        own = inputs.own_preset(recording) if stated_name is None else None
-        name = stated_name or own
-        stated = inputs.resolve_machine(name, recording)
-        rates = inputs.share_box(stated, ranks_per_host, recording)
-        own_notes, recorded = () if file else job.notes, job
-        job = inputs.note_other_machine(recorded, rates, recording, free is not None)
-        settings = recorded_job(recording) if recording is not None else None
-        if adviser is not None:
-            advised = adviser.advised_job(job, rates, settings)
-            is_own_size = free is None and host_free is None and not job.layers
-            if recording is not None and job is not recorded and is_own_size:
-                placed = adviser.place_recording(
-                    recording, stated, ranks_per_host, job.notes, recorded.notes
-                )
-                advised = placed or advised
-            job, rates, settings = advised
-        replayed = run(job, rates, policy, settings)
-        names = [result.policy for result in replayed.results]
-        if baseline is not None and baseline not in names:
-            raise typer.BadParameter(
-                f"{baseline!r} is not among the policies: {', '.join(names)}"
-            )
-        steps = explain_gains(job, rates) if explain else None
-        advice = (
-            adviser.recommend_for(advised, name, baseline or names[0])
-            if adviser is not None
-            else None
+        resolved = _resolve(
+            recording,
+            workload_of_job,
+            stated_name,
+            ranks_per_host,
+            is_trace_size=free is None and host_free is None,
+            has_free=free is not None,
+            adviser=adviser,
         )
-        if picture is not None:
-            from ebbtide.interleave.replay.pictures.replay import chart
-
-            save_picture(chart(replayed), picture, plot)
-        if schedules_picture is not None:
-            from ebbtide.interleave.replay.pictures.replay import draw_schedules
-
-            save_picture(
-                draw_schedules(replayed.schedules), schedules_picture, plot_schedules
-            )
+        replayed = run(resolved.job, resolved.rates, policy, resolved.settings)
+        first = _baseline(replayed, baseline)
+        steps = explain_gains(resolved.job, resolved.rates) if explain else None
+        advice = None
+        if adviser is not None:
+            advice = adviser.recommend_for(resolved.advised, resolved.name, first)
+        _draw(replayed, picture, plot, schedules_picture, plot_schedules)
         if folder is not None:
             _save(replayed, folder)
     if as_json:
@@ -232,38 +209,153 @@ def replay(
             additions["recommend"] = advice.as_json()
         echo(json.dumps({**replayed.as_json(), **additions}))
     else:
-        print_view(f"note: {limit}" for limit in stated.limits(rates))
-        baseline = baseline or names[0]
-        if adviser is not None:
-            print_view(
-                iter([f"note: {note}" for note in job.notes if note not in own_notes])
+        own_notes = () if file else workload_of_job.notes
+        printed = _Printed(
+            resolved, replayed, first, steps, bool(explain or print_all or policy)
+        )
+        if adviser is None:
+            printed.print_policies(explain)
+        else:
+            printed.print_advice(adviser, advice, framework, own_notes, print_all)
+    print_outputs(plot, plot_schedules, save)
+
+
+class _Resolved(NamedTuple):
+    """A job and a machine to replay it on."""
+
+    recording: Trace | None
+    job: Workload
+    stated: Machine  # Of the option, or the trace's card.
+    rates: Machine  # Those of a rank.
+    settings: RecordedJob | None
+    name: str | None  # Of the machine.
+    own: str | None  # Name of the preset of the trace's card, where none is stated.
+    advised: Any  # The job as the adviser takes it; None without one.
+
+
+def _resolve(
+    recording: Trace | None,
+    recorded: Workload,
+    stated_name: str | None,
+    ranks_per_host: int | None,
+    *,
+    is_trace_size: bool,
+    has_free: bool,
+    adviser: Any,
+) -> _Resolved:
+    """Choose the machine, and place the job on it."""
+    from ebbtide.interleave.replay import inputs
+    from ebbtide.interleave.replay.recorded_job import recorded_job
+
+    own = inputs.own_preset(recording) if stated_name is None else None
+    name = stated_name or own
+    stated = inputs.resolve_machine(name, recording)
+    rates = inputs.share_box(stated, ranks_per_host, recording)
+    job = inputs.note_other_machine(recorded, rates, recording, has_free)
+    settings = recorded_job(recording) if recording is not None else None
+    advised = None
+    if adviser is not None:
+        advised = adviser.advised_job(job, rates, settings)
+        is_own_size = is_trace_size and not job.layers
+        if recording is not None and job is not recorded and is_own_size:
+            placed = adviser.place_recording(
+                recording, stated, ranks_per_host, job.notes, recorded.notes
             )
-            adviser.print_recommendation(advice, framework)
-            print_view(iter([*replayed.simplest_lines()]))
-            adviser.print_next(advice, recording)
-        if advice is None or print_all:
-            print_view(
-                replay_view(
-                    replayed, baseline, verbose=bool(explain or print_all or policy)
-                )
-            )
-            print_view(accuracy_lines(rates))
-        print_view(iter([gains_table(steps or ())]))
-        if adviser is not None and print_all:
-            adviser.print_setups(advice)
+            advised = placed or advised
+        job, rates, settings = advised
+    return _Resolved(recording, job, stated, rates, settings, name, own, advised)
+
+
+def _baseline(replayed: Replay, baseline: str | None) -> str:
+    """Return the policy that speed-ups are of: the stated one, else the first."""
+    names = [result.policy for result in replayed.results]
+    if baseline is not None and baseline not in names:
+        raise typer.BadParameter(
+            f"{baseline!r} is not among the policies: {', '.join(names)}"
+        )
+    return baseline or names[0]
+
+
+def _draw(
+    replayed: Replay,
+    picture: Path | None,
+    plot: Path | None,
+    schedules_picture: Path | None,
+    plot_schedules: Path | None,
+) -> None:
+    """Draw the pictures that were asked for, into temporary files."""
+    if picture is not None:
+        from ebbtide.interleave.replay.pictures.replay import chart
+
+        save_picture(chart(replayed), picture, plot)
+    if schedules_picture is not None:
+        from ebbtide.interleave.replay.pictures.replay import draw_schedules
+
+        save_picture(
+            draw_schedules(replayed.schedules), schedules_picture, plot_schedules
+        )
+
+
+class _Printed(NamedTuple):
+    """A replay to print."""
+
+    resolved: _Resolved
+    replayed: Replay
+    baseline: str
+    steps: Sequence[Any] | None  # Gains of mechanisms.
+    is_verbose: bool
+
+    def print_policies(self, explain: bool) -> None:
+        """Print a table of the policies."""
+        self._print_limits()
+        self._print_table()
+        self._print_end()
+        gains = "" if explain else _EXPLAIN
+        echo_line(
+            f"next: --recommend (the best with any overlap, and what to paste){gains}"
+        )
+
+    def print_advice(
+        self,
+        adviser: Any,
+        advice: Any,
+        framework: str | None,
+        own_notes: Sequence[str],
+        print_all: bool,
+    ) -> None:
+        """Print the best policy and what to paste for it."""
+        self._print_limits()
+        notes = [note for note in self.resolved.job.notes if note not in own_notes]
+        print_view(iter([f"note: {note}" for note in notes]))
+        adviser.print_recommendation(advice, framework)
+        print_view(iter([*self.replayed.simplest_lines()]))
+        adviser.print_next(advice, self.resolved.recording)
+        if print_all:
+            self._print_table()
+        self._print_end(lambda: print_all and adviser.print_setups(advice))
+
+    def _print_limits(self) -> None:
+        limits = self.resolved.stated.limits(self.resolved.rates)
+        print_view(f"note: {limit}" for limit in limits)
+
+    def _print_table(self) -> None:
+        from ebbtide.interleave.replay.tables import accuracy_lines, replay_view
+
+        print_view(replay_view(self.replayed, self.baseline, verbose=self.is_verbose))
+        print_view(accuracy_lines(self.resolved.rates))
+
+    def _print_end(self, before_preset: Callable[[], object] = lambda: None) -> None:
+        from ebbtide.interleave.replay import inputs
+        from ebbtide.interleave.replay.tables import gains_table
+
+        print_view(iter([gains_table(self.steps or ())]))
+        before_preset()
+        own, recording = self.resolved.own, self.resolved.recording
         if own is not None and recording is not None:
             echo_line(inputs.own_preset_text(own, recording))
-        if advice is None:
-            gains = (
-                ""
-                if explain
-                else ", --explain (what each mechanism gains, and where the state is)"
-            )
-            echo_line(
-                "next: --recommend (the best with any overlap, and what to "
-                f"paste){gains}"
-            )
-    print_outputs(plot, plot_schedules, save)
+
+
+_EXPLAIN = ", --explain (what each mechanism gains, and where the state is)"
 
 
 def _only(option: str, values: list[Value] | None) -> Value | None:
