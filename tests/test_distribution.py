@@ -165,7 +165,7 @@ EXTRAS = {
     "calibrate": ("calibrate --seconds 2 -o machine.json",),
     "run": (
         "profile -o run.ebb -- PYTHON job.py",
-        "compare --params 1e5 --steps 2",
+        "compare --params 1e5 --steps 3",
     ),
     "dry-run": ("dry-run -o predicted.ebb -- PYTHON job.py",),
     "transformers": ("--help",),
