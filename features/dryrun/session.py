@@ -66,9 +66,10 @@ class DryRun:
     Leaving it restores torch. Tensors made inside must not be used afterwards.
 
     Attributes:
-        clock, memory, host_memory, stacks, mode, tracker, attention, deepspeed,
-            user_files: What was counted.
-        machine, capacity_bytes: Those of the options, read.
+        clock, memory, host_memory: The times and the bytes that were counted.
+        stacks, mode, tracker: How they were counted.
+        attention, deepspeed, user_files: The use of these.
+        machine, capacity_bytes: Of the options.
         model, optimizers: Descriptions of the job's model and optimizers, as in
             meta.json.
         finished: Whether all iterations were reached.
