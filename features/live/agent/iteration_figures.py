@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ebbtide.profiler.agent.iteration_rule import UPDATED
 from ebbtide.profiler.agent.spool import (
     GPU_TIMES,
     ITERATION,
@@ -132,7 +133,7 @@ class IterationFigures:
             self._values[key] = y
             self._peaks[key] = max(y, self._peaks.get(key, y))
             self._read_ns.add(x)
-        elif kind == ITERATION:
+        elif kind == ITERATION and code == UPDATED:
             self._end_iteration(a)
         elif kind == START:
             self._begin_ns = x

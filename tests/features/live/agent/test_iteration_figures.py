@@ -8,7 +8,13 @@ from ebbtide.features.live.agent.iteration_figures import (
     IterationTimes,
 )
 from ebbtide.profiler.agent import spool as kinds
-from ebbtide.profiler.agent.iteration_rule import BACKWARD, FORWARD, UPDATE
+from ebbtide.profiler.agent.iteration_rule import (
+    BACKWARD,
+    ENDED,
+    FORWARD,
+    OPEN,
+    UPDATE,
+)
 from ebbtide.profiler.agent.spool import ON_DEVICE
 
 STEP_NS = 100
@@ -165,3 +171,15 @@ def test_peaks__start_with_the_value_that_stands_and_are_of_the_last_iteration_t
         {HEAP: 60},
         {HEAP: 60},
     ]
+
+
+def test_times__do_not_count_iterations_before_an_optimizer_steps() -> None:
+    figures, records = figures_and_records()
+    for number in range(2):
+        records.add_phase(FORWARD, 2 * number, 20 * number, 20 * number + 10)
+        records.add_phase(BACKWARD, 2 * number + 1, 20 * number + 10, 20 * number + 20)
+        records.put(kinds.ITERATION, ENDED if number else OPEN, a=number)
+        assert all_times(figures) == []
+    records.add_phase(UPDATE, 4, 40, 50)
+    records.put(kinds.ITERATION, a=0)
+    assert [(t.number, t.phase_ns) for t in all_times(figures)] == [(0, (20, 20, 10))]
