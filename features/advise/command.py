@@ -340,8 +340,11 @@ def _place(
     ranks_per_host: int | None,
     per_box: bool,
 ) -> list[PlacedJob]:
-    """Place a job on machines; `per_box`: rates of a machine are those of all ranks of
-    its box, unless the ranks on a host are stated."""
+    """Place a job on machines.
+
+    `per_box`: all ranks of a box share the rates of a machine, unless the ranks on a
+    host are stated.
+    """
     from ebbtide.features.advise.machine_plan import PlanRequest, place_job
     from ebbtide.interleave.policies import as_policy
 

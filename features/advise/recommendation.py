@@ -146,7 +146,7 @@ class Recommendation:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What keeps the job from using the policy as it is: memory, other settings."""
+        """Reasons why the job cannot use the policy as it is: memory, settings."""
         if self.keeps_on_device:
             return ()
         job, policy = self.context.job, self.choice.steps.plan.policy

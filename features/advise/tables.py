@@ -82,8 +82,10 @@ def _job_text(job: TrainingJob) -> str:
 
 
 def _plans_table(plans: Sequence[MachinePlan], max_plans: int | None) -> Table:
-    """Return the table of plans; memory of the host is beside that of the device where
-    it decides what fits."""
+    """Return the table of plans.
+
+    Host memory stands beside device memory where it decides what fits.
+    """
     host = text("host GiB", lambda plan: _of(plan.host_bytes, plan.host_capacity_bytes))
     host_binds = any(
         (plan.host_bytes or 0) > _BINDING_SHARE * (plan.host_capacity_bytes or inf)

@@ -70,7 +70,7 @@ print(json.dumps({
 
 
 def modules_without_torch() -> list[str]:
-    """Return the names of all modules of the feature but those of the backends."""
+    """Return the names of the feature's modules outside of its backends."""
     files = [path.relative_to(FOLDER) for path in FOLDER.rglob("*.py")]
     return [
         ".".join(("ebbtide.features.dryrun", *path.with_suffix("").parts))
