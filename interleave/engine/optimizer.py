@@ -4,41 +4,31 @@ They have the same bits under every policy.
 """
 
 import inspect
-import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 
-from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
 from ebbtide.interleave.engine.errors import EngineError
-from ebbtide.interleave.engine.numerics.reference import LossScale, scalars_of
 from ebbtide.interleave.engine.options import (
     OptimizerArguments,
     OptimizerOptions,
     shows_options,
 )
+from ebbtide.interleave.engine.param_updater import ParamUpdater
 from ebbtide.interleave.engine.params.local_shards import own_rank
-from ebbtide.interleave.engine.params.offloaded_params import OffloadedParams
 from ebbtide.interleave.engine.params.state_dict import (
     RECORD,
-    make_entry,
     make_record,
     read_state_dict,
 )
-from ebbtide.interleave.engine.params.step_calls import locked, weak_call
-from ebbtide.interleave.engine.rules.rule import GroupRules, Scalars, UpdateRule
+from ebbtide.interleave.engine.params.step_calls import locked
+from ebbtide.interleave.engine.rules.rule import GroupRules
 from ebbtide.interleave.engine.runtime.executor import deferred_interrupts
-from ebbtide.interleave.model.plan import Plan
-from ebbtide.interleave.model.schedule import Schedule
-from ebbtide.machines.machine import Machine
-
-log = logging.getLogger("ebbtide")
 
 
-class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
+class InterleavedOptimizer(ParamUpdater, torch.optim.Optimizer):  # type: ignore[misc]
     """An optimizer with an fp32 master, for state that does not fit on the device.
 
     This is the optimizer state of its parameters.
@@ -72,60 +62,21 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 "rule adamw-remainder, "
                 "InterleavedOptimizer(params, 'adamw-remainder')"
             )
-        self._rules = GroupRules(rule, hyperparameters)
+        rules = GroupRules(rule, hyperparameters)
         options = OptimizerOptions.of_arguments(
             **{name: keywords[name] for name in names}
         )
-        self._loss_scale = LossScale(options.loss_scale)
         # By state dicts in the making, the inner one last.
         self._additions: list[Callable[[dict[str, Any]], None]] = []
-        self._runner = AdaptiveRunner(options)
-        callbacks = weak_call(self._expected_scalars), weak_call(self._rule_of_params)
-        self._offloaded = OffloadedParams(self._runner, *callbacks)
-        self._calls = self._offloaded.calls
-        self._calls.finish_after(self)
+        ParamUpdater.__init__(self, rules, options)
         try:
-            super().__init__(params, self._rules.defaults)
+            torch.optim.Optimizer.__init__(self, params, rules.defaults)
             self._calls.add_hooks(keywords.get("model"))
             self._offloaded.plan_or_open(self._params_with_state())
         except BaseException:
             self._calls.close()
             self._runner.close()
             raise
-
-    @property
-    def last_schedule(self) -> Schedule | None:
-        """The measured schedule of the last step; None before the first."""
-        return None if self._runner.closed else self._runner.engine.last_schedule
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of the next step. Parameters on the CPU are taken there, if there
-        was no step yet."""
-        self._open()
-        return self._runner.plan
-
-    @property
-    def machine(self) -> Machine:
-        """The rates for planning, corrected by the steps so far. Parameters are taken
-        as by `plan`."""
-        self._open()
-        return self._runner.planner.machine
-
-    @property
-    def storage_written_bytes(self) -> int:
-        """Bytes of state written to `storage` so far, by steps and commits.
-
-        Drives are rated for a number of them (TBW).
-        """
-        return self._runner.backing.written_bytes
-
-    @property
-    def ebbtide_state(self) -> list[tuple[str, torch.Tensor]]:
-        """The state by name, for recordings; none before the first step."""
-        return (
-            [] if self._runner.closed else self._runner.engine.store.states.named_rows()
-        )
 
     @property
     def loss_scale(self) -> float:
@@ -156,48 +107,8 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             with torch.enable_grad():
                 loss = closure()
         # Without the closure: its backward may call hooks on other threads.
-        self._update()
+        self.update_params()
         return loss
-
-    @locked
-    def _update(self) -> None:
-        """Update all parameters that have a gradient.
-
-        Update none if this raises before the engine has begun to.
-        """
-        offloaded = self._offloaded
-        params = self._params_with_state()
-        self._check_groups()
-        # Not deferred: the engine may take long to open, and other ranks may never
-        # come.
-        offloaded.open(params)
-        offloaded.exchange.on_any_rank(())
-        try:
-            with deferred_interrupts():
-                values, gradients, updated = offloaded.begin_step(params)
-            # Not deferred: other ranks may never come. The gradients are copied to the
-            # host meanwhile.
-            offloaded.norm.add_all(gradients)
-            scale = offloaded.norm.scale_factor(
-                offloaded.params, self._loss_scale.value
-            )
-            with deferred_interrupts():
-                self._runner.planner.observe_clipping(scale != self._expected_scale)
-                if scale is None:
-                    self._skip_step()
-                else:
-                    record = partial(offloaded.record_values, values)
-                    scalars = self._scalars(updated, scale)
-                    try:
-                        self._calls.step(
-                            values, scalars, partial(self._end_step, updated), record
-                        )
-                    finally:
-                        offloaded.write_parts(values, updated)
-        except BaseException:
-            with deferred_interrupts():
-                offloaded.discard_step()
-            raise
 
     @locked
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -225,20 +136,11 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
         It is the one after the last step, also in the middle of a backward and from
         another thread: it waits for a step that runs, and steps wait for it."""
-        rule_of, index = (
-            self._rule_of_params(),
-            {param: number for number, param in enumerate(self._group_params())},
-        )
+        index = {param: number for number, param in enumerate(self._group_params())}
 
         def add_states(state_dict: dict[str, Any]) -> None:
-            for param, state in zip(
-                self._offloaded.params, self._offloaded.gather(), strict=True
-            ):
-                if self._step_count(param):
-                    entry = make_entry(
-                        rule_of[param], param, state, self._step_count(param)
-                    )
-                    state_dict["state"][index[param]] = entry
+            entries = self.entries().items()
+            state_dict["state"].update({index[param]: own for param, own in entries})
 
         return self._base_state_dict(add_states)
 
@@ -298,21 +200,6 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    @locked
-    def close(self) -> None:
-        """Finish the last step, end the threads and release all memory.
-
-        The optimizer cannot step any more. Deleting it does the same.
-        """
-        self._offloaded.close()
-
-    def synchronize(self) -> None:
-        """Wait until the last step has written all parameters. Only with `overlap` it
-        may not have when it returned.
-
-        Raises EngineError as `step`, or if the job wrote to a parameter before."""
-        self._calls.finish()
-
     @contextmanager
     def hold_steps(self) -> Iterator[None]:
         """Let no other thread step meanwhile, after the last step has ended.
@@ -332,9 +219,15 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             "one and load the state_dict() of this one"
         )
 
-    @locked
-    def _open(self) -> None:
-        self._offloaded.open(self._params_with_state())
+    def _step_count(self, param: torch.Tensor) -> int:
+        # `state` makes an entry for every key that it is asked for.
+        return int(self.state.get(param, {}).get("step", 0))
+
+    def _count_step(self, params: Collection[torch.Tensor]) -> None:
+        # In `state`, since tools of torch look there for existing state.
+        self.state.update(
+            {param: {"step": self._step_count(param) + 1} for param in params}
+        )
 
     def _base_state_dict(self, add: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """Return the state dict of the base class with what a function adds.
@@ -360,100 +253,3 @@ class InterleavedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self._additions.pop()
             handle.remove()
         return state_dict
-
-    def _skip_step(self) -> None:
-        """Drop the gradients, since one is not finite.
-
-        Raises EngineError if there is no loss scale.
-        """
-        self._loss_scale.update(False)
-        self._offloaded.discard_step()
-        if not self._loss_scale.skips_steps:
-            raise EngineError(
-                "a gradient is infinite or not a number: this step was skipped, "
-                "nothing was changed"
-            )
-        log.info(
-            "ebbtide: a gradient is not finite: step skipped, loss scale now %g",
-            self._loss_scale.value,
-        )
-
-    def _end_step(self, updated: Collection[int]) -> None:
-        """Count a step for the parameters of these indices."""
-        self._loss_scale.update(True)
-        params = [self._offloaded.params[index] for index in updated]
-        # In `state`, since tools of torch look there for existing state.
-        self.state.update(
-            {param: {"step": self._step_count(param) + 1} for param in params}
-        )
-        self._offloaded.end_step()
-
-    def _group_params(self) -> list[torch.Tensor]:
-        """Return the parameters of all groups. Raises EngineError if one that has state
-        is in no group any more."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        if removed := len(set(self._offloaded.params).difference(params)):
-            raise EngineError(
-                f"{removed} parameters of this optimizer are in no group any more: put "
-                "their group back, or create a "
-                "new optimizer for the others"
-            )
-        return params
-
-    def _params_with_state(self) -> list[torch.Tensor]:
-        """Return the parameters that need state, each once.
-
-        They are not frozen, or were not frozen before.
-        """
-        own = set(self._offloaded.params)
-        return [
-            param
-            for param in dict.fromkeys(self._group_params())
-            if param.requires_grad or param in own
-        ]
-
-    def _rule_of_params(self) -> dict[torch.Tensor, UpdateRule]:
-        return self._rules.by_param(self.param_groups)
-
-    def _check_groups(self) -> None:
-        """Raise EngineError if the job has set an unsupported hyperparameter or rule.
-
-        A rule other than the optimizer's is not supported.
-        """
-        list(map(self._rules.checked, self.param_groups))
-        self._offloaded.check_rules()
-
-    def _step_count(self, param: torch.Tensor) -> int:
-        # `state` makes an entry for every key that it is asked for.
-        return int(self.state.get(param, {}).get("step", 0))
-
-    def _scalars(self, updated: Collection[int], scale: float) -> list[Scalars | None]:
-        """Return the factors of the next update of each parameter.
-
-        Return None for those that are not updated.
-        """
-        return scalars_of(
-            self._rules,
-            self._offloaded.params,
-            self.param_groups,
-            self._step_count,
-            updated,
-            scale,
-        )
-
-    @property
-    def _expected_scale(self) -> float:
-        """The factor of gradients if they are finite and not clipped."""
-        return 1.0 / self._loss_scale.value
-
-    def _expected_scalars(self) -> list[Scalars | None]:
-        """Return the factors of the next step by parameter.
-
-        They are returned if it updates all and is neither clipped nor skipped.
-        """
-        count = len(self._offloaded.params)
-        try:
-            self._check_groups()
-        except EngineError:  # The step raises it.
-            return [None] * count
-        return self._scalars(range(count), self._expected_scale)

@@ -194,6 +194,15 @@ class Planner:
             schedule.peak_device_bytes, plan_bytes(schedule, self._subgroups)
         )
 
+    def continue_from(self, other: "Planner") -> None:
+        """Take the phases that another planner of the same job has observed."""
+        self._steps = other._steps
+        phases = {
+            name: getattr(other.workload, name)
+            for name in ("forward_s", "backward_s", "clip_active_share")
+        }
+        self.workload = replace(self.workload, **phases)
+
     def observe(self, schedule: Schedule) -> None:
         """Update phases and rates from the measured schedule of a step."""
         self._steps += 1

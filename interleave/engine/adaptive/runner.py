@@ -3,6 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from ebbtide.interleave.engine.adaptive.planner import Planner, max_budget, min_budget
 from ebbtide.interleave.engine.adaptive.probe import probe
+from ebbtide.interleave.engine.adaptive.rates import planning_rates
 from ebbtide.interleave.engine.commits import check_digest, with_digest
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.devices.opening import open_device
@@ -33,6 +35,7 @@ from ebbtide.interleave.engine.runtime.layout import (
 from ebbtide.interleave.engine.runtime.store import Store
 from ebbtide.interleave.engine.runtime.update import UpdatePhase
 from ebbtide.interleave.model.plan import Plan
+from ebbtide.interleave.policies import Policy
 from ebbtide.machines.machine import Machine
 from ebbtide.units import bytes_text
 
@@ -54,10 +57,8 @@ class AdaptiveRunner:
     """
 
     def __init__(self, options: OptimizerOptions) -> None:
-        self.options = options
         self.backing = options.open_backing()
-        self._is_adaptive = options.policy.is_adaptive
-        self._needs_rates = self.backing.is_used or options.policy.depends_on_rates
+        self._use_options(options)
         self.kernel = CpuKernel(options.threads)
         self._device: Device | None = None
         # To call when the late operations of the last step have ended.
@@ -141,6 +142,11 @@ class AdaptiveRunner:
             self._engine.update.phase = UpdatePhase.ENDED
         _left_behind.append((self._engine, self._device))
         self._engine = None
+
+    def _use_options(self, options: OptimizerOptions) -> None:
+        self.options = options
+        self._is_adaptive = options.policy.is_adaptive
+        self._needs_rates = self.backing.is_used or options.policy.depends_on_rates
 
     def _use_device(self, device: Device) -> None:
         self._device = device
@@ -243,6 +249,10 @@ class AdaptiveRunner:
         """
         if self._planner is not None:
             return self._planner.machine
+        return self._first_rates(subgroups)
+
+    def _first_rates(self, subgroups: Sequence[Subgroup]) -> Machine:
+        """Return the caller's rates, or measured ones."""
         options = self.options
         machine = options.machine or Machine(name="unknown")
         if options.machine is None and self._needs_rates:
@@ -270,6 +280,26 @@ class AdaptiveRunner:
         After `rebuild`, it is the plan for the new engine.
         """
         self._apply_plan(self._next_plan or self.plan)
+
+    def use_policy(self, policy: Policy, budget: Budget | None) -> None:
+        """Replace the plan by one of another policy, with another budget.
+
+        Raises as `check`; the plan before stays.
+        """
+        options = self.options
+        subgroups, machine = self.engine.store.subgroups, self.planner.machine
+        self._use_options(replace(self.options, policy=policy, memory_budget=budget))
+        try:
+            if self._needs_rates and not any(planning_rates(machine).values()):
+                machine = self._first_rates(subgroups)
+            planner = self._new_planner(machine, subgroups)
+            planner.continue_from(self.planner)
+            plan = planner.plan(self._current_budget())
+        except BaseException:
+            self._use_options(options)
+            raise
+        self._planner = planner
+        self._apply_plan(plan)
 
     def step(
         self,

@@ -360,7 +360,7 @@ def read_state_dict(
             f"state of parameter {name_of[param]}",
         )
         state, step = (
-            _parse_entry(rule_of[param], param, entry, source, is_own)
+            parse_entry(rule_of[param], param, entry, source, is_own)
             if entry is not None
             else (None, 0)
         )
@@ -532,7 +532,7 @@ def _local_row(
     return value if scales is not None else flat_like(value, param)
 
 
-def _parse_entry(
+def parse_entry(
     rule: UpdateRule,
     param: torch.Tensor,
     entry: Mapping[str, Any],
