@@ -9,7 +9,7 @@ FEATURE = Feature(
             "adam": "adam",
             "adamw-8bit": "adamw_8bit",
             "adamw-bf16": "adamw_bf16",
-            "adamw-pure-bf16": "adamw_pure_bf16",
+            "pure-bf16": "pure_bf16",
             "adamw-remainder": "adamw_remainder",
             "lion": "lion",
             "sgd": "sgd",

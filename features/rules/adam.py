@@ -22,7 +22,7 @@ def _factors(group: Group, step: int) -> tuple[float, ...]:
     return *shares, group["weight_decay"], rate, root, group["eps"]
 
 
-register(
+ADAM = register(
     replace(
         ADAMW,
         name="adam",

@@ -33,7 +33,7 @@ def _check(group: Group) -> None:
         raise EngineError("nesterov needs a momentum, and no dampening")
 
 
-register(
+SGD = register(
     UpdateRule(
         name="sgd",
         title="SGD",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ebbtide.interleave.engine.adaptive.runner import AdaptiveRunner
+from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.reference import LossScale, scalars_of
 from ebbtide.interleave.engine.options import Budget, OptimizerOptions
@@ -18,6 +19,7 @@ from ebbtide.interleave.engine.rules.rule import GroupRules, Scalars, UpdateRule
 from ebbtide.interleave.engine.runtime.executor import deferred_interrupts
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import Policy
 from ebbtide.machines.machine import Machine
 
@@ -45,6 +47,32 @@ class ParamUpdater:
         self._offloaded = OffloadedParams(self._runner, *callbacks)
         self._calls = self._offloaded.calls
         self._calls.finish_after(self)
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """The parameters that have state; none before the engine is open."""
+        return self._offloaded.params
+
+    @property
+    def moments(self) -> dict[torch.Tensor, tuple[str, ...]]:
+        """The names of the moments of each parameter."""
+        return {param: own.moments for param, own in self._rule_of_params().items()}
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether an update has failed midway, so that the state is lost."""
+        return bool(self.params) and self._runner.closed
+
+    @property
+    def device(self) -> Device:
+        """The device of the engine, which is open."""
+        return self._runner.device
+
+    @property
+    def workload(self) -> Workload:
+        """The job as plans are made for it, with the phases that steps have shown."""
+        self._open()
+        return self._runner.planner.workload
 
     @property
     def last_schedule(self) -> Schedule | None:

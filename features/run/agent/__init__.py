@@ -1,0 +1,1 @@
+"""Loads the driver of `ebbtide run` into the processes of a job."""

@@ -1,0 +1,1 @@
+"""Drives the optimizers of torch in a job's process by engines."""

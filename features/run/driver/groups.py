@@ -1,0 +1,66 @@
+"""Torch's parameter groups as groups of an engine, and what an engine cannot update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ebbtide.interleave.engine.params.local_shards import local_shard
+from ebbtide.interleave.engine.rules.rule import find_rule
+
+# Options of torch's optimizers that no rule has.
+_UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
+# The end of a rule's name for parameters of a type.
+_ENDINGS = {torch.float32: "", torch.bfloat16: "-pure-bf16"}
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all groups, in their order."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def engine_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the groups of an engine that updates as torch does.
+
+    A group of torch is one for each type of its parameters.
+    """
+    groups = []
+    for group in optimizer.param_groups:
+        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+        for param in group["params"]:
+            by_type.setdefault(local_shard(param).dtype, []).append(param)
+        for dtype, params in by_type.items():
+            name = _rule_name(optimizer, group) + _ENDINGS.get(dtype, "")
+            rule = find_rule(name)
+            own = {key: group[key] for key in rule.defaults if key in group}
+            groups.append({**own, "params": params, "rule": name})
+    return groups
+
+
+def _rule_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
+    if isinstance(optimizer, torch.optim.SGD):
+        return "sgd"
+    is_adamw = isinstance(optimizer, torch.optim.AdamW)
+    return "adamw" if group.get("decoupled_weight_decay", is_adamw) else "adam"
+
+
+def reason_to_leave(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return why torch is to update an optimizer, None if an engine can."""
+    if not getattr(type(optimizer).step, "is_driven", False):
+        return f"{type(optimizer).__qualname__} has a step of its own"
+    for name in _UNSUPPORTED:
+        if any(group.get(name) for group in optimizer.param_groups):
+            return f"the option {name} is set"
+    if torch._C._current_graph_task_id() != -1:
+        return "it steps inside of the backward"
+    params = [param for param in params_of(optimizer) if param.requires_grad]
+    types = {local_shard(param).dtype for param in params}
+    others = sorted(str(dtype) for dtype in types.difference(_ENDINGS))
+    if others:
+        return f"parameters are {', '.join(others)}"
+    grads = [param.grad for param in params if param.grad is not None]
+    if any(local_shard(grad).layout != torch.strided for grad in grads):
+        return "gradients are sparse"
+    return None

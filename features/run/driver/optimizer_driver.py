@@ -1,0 +1,259 @@
+"""Drives one optimizer of torch by an engine."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+import torch
+
+from ebbtide import host_limits
+from ebbtide.errors import UserError
+from ebbtide.features.run.driver.agreement import all_ranks_agree
+from ebbtide.features.run.driver.figures import RunFigures
+from ebbtide.features.run.driver.groups import (
+    engine_groups,
+    params_of,
+    reason_to_leave,
+)
+from ebbtide.features.run.driver.process import DrivenProcess, Step
+from ebbtide.features.run.driver.torch_state import (
+    State,
+    contents,
+    move_to_params,
+    torch_layout,
+)
+from ebbtide.features.run.driver.windows import (
+    choose_policy,
+    free_for_state,
+    state_bytes,
+)
+from ebbtide.features.run.options import WINDOW_STEPS
+from ebbtide.interleave.engine.options import OptimizerOptions
+from ebbtide.interleave.engine.param_updater import ParamUpdater
+from ebbtide.interleave.engine.params.local_shards import device_of, local_shard
+from ebbtide.interleave.engine.rules.rule import GroupRules
+from ebbtide.units import bytes_text
+
+_SUBGROUPS = 10
+_MAX_SUBGROUP_PARAMS = 100_000_000
+_FITS = "its whole state fits beside the job: torch's own step goes on"
+
+
+class OptimizerDriver:
+    """Updates the parameters of an optimizer by torch or by an engine.
+
+    The state is in the optimizer's `__dict__`, in torch's layout, or in the engine; in
+    both while nobody has changed the former.
+
+    Attributes:
+        updater: The engine's updates; None while torch updates.
+        left: Why torch updates for good; None while an engine does or may.
+        steps: The number of updates by engines.
+        iterations: The number of steps that followed a backward.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, process: DrivenProcess, number: int
+    ) -> None:
+        self.updater: ParamUpdater | None = None
+        self.left: str | None = None
+        self.steps = self.iterations = 0
+        self.number = number
+        self.policy = "zero-offload"
+        self.figures = RunFigures()
+        self._optimizer = weakref.ref(optimizer)
+        self._process = process
+        self._seen_backwards = 0
+        self._budget: float | None = None
+        # The state that a reader has got, and its contents then.
+        self._exported: tuple[State, Any] | None = None
+        self._plan: object = None
+
+    def step(self, optimizer: torch.optim.Optimizer, torch_step: Step) -> None:
+        """Update the parameters, as a step of the optimizer does."""
+        process = self._process
+        follows_backward = process.backwards > self._seen_backwards
+        self._seen_backwards = process.backwards
+        self.iterations += follows_backward
+        is_driven = process.options.policy != "none" and self.left is None
+        # Tools call `step` without gradients to make a state.
+        if not is_driven or (self.updater is None and not follows_backward):
+            torch_step(optimizer)
+        else:
+            self._update(optimizer, torch_step)
+
+    def export(self) -> State | None:
+        """Return a copy of the engine's state for a reader; None without an engine."""
+        optimizer = self._optimizer()
+        if self.updater is None or optimizer is None:
+            return None
+        state = torch_layout(self.updater.entries(), optimizer.param_groups)
+        optimizer.__dict__["state"] = state
+        self._exported = state, contents(state)
+        return state
+
+    def close(self) -> None:
+        """Close the engine, and keep the figures of its plan."""
+        if self.updater is not None:
+            self.figures.end(self.updater)
+            self.updater.close()
+            self.updater = None
+
+    def _update(self, optimizer: torch.optim.Optimizer, torch_step: Step) -> None:
+        # A scaler leaves unscaling, and skipping the step, to a fused kernel.
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None and float(found_inf):
+            return
+        self._follow(optimizer)
+        updater = self.updater or self._attach(optimizer)
+        if updater is None:
+            torch_step(optimizer)
+            return
+        grad_scale = getattr(optimizer, "grad_scale", None)
+        factor = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
+        before = sum(updater.steps.values())
+        begin_s = time.perf_counter()
+        try:
+            updater.param_groups = engine_groups(optimizer)
+            updater.update_params(factor)
+        except UserError as error:
+            if updater.is_lost:
+                raise
+            is_done = sum(updater.steps.values()) > before
+            self._leave(optimizer, str(error))
+            if not is_done:
+                torch_step(optimizer)
+            return
+        self.steps += 1
+        self.figures.add(updater, time.perf_counter() - begin_s)
+        self._note_plan(updater)
+        if self.steps == WINDOW_STEPS:
+            self._decide(optimizer, updater)
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take what the job did to state and groups since the last step.
+
+        The engine is closed, and another one opened, if it must.
+        """
+        state, exported = optimizer.__dict__.get("state"), self._exported
+        self._exported = None
+        if self.updater is None:
+            return
+        is_unchanged = state is None or (
+            exported is not None
+            and state is exported[0]
+            and contents(state) == exported[1]
+        )
+        are_in_groups = set(params_of(optimizer)).issuperset(self.updater.params)
+        if is_unchanged and are_in_groups:
+            optimizer.__dict__.pop("state", None)
+            return
+        if state is None:
+            self.export()
+        self.close()
+
+    def _attach(self, optimizer: torch.optim.Optimizer) -> ParamUpdater | None:
+        """Open an engine with the state of the optimizer; None if torch is to go on."""
+        updater = None
+        reason = reason_to_leave(optimizer)
+        if reason is None:
+            try:
+                updater = self._open(optimizer)
+            except UserError as error:
+                reason = str(error)
+        if not self.steps and not all_ranks_agree(updater is not None):
+            reason = reason or "torch updates on another rank"
+        if reason is not None:
+            if updater is not None:
+                updater.close()
+            self._set_left(optimizer, reason)
+            return None
+        self.updater = updater
+        optimizer.__dict__.pop("state", None)
+        return updater
+
+    def _open(self, optimizer: torch.optim.Optimizer) -> ParamUpdater:
+        process, params = self._process, params_of(optimizer)
+        size = sum(local_shard(param).numel() for param in params)
+        device = device_of([param for param in params if param.requires_grad])
+        # One core is left to an emulated device.
+        threads = max(1, host_limits.cores() - 1) if device.type == "cpu" else None
+        options = OptimizerOptions.of_arguments(
+            policy=self.policy,
+            machine=process.options.machine,
+            memory_budget=self._budget,
+            subgroup_params=min(_MAX_SUBGROUP_PARAMS, max(1, -(-size // _SUBGROUPS))),
+            device=process.device_for(device),
+            threads=threads,
+        )
+        updater = ParamUpdater(GroupRules("adamw", {}), options)
+        try:
+            updater.param_groups = engine_groups(optimizer)
+            updater.load_entries(_whole_entries(optimizer, updater))
+            self._plan = updater.plan
+        except BaseException:
+            updater.close()
+            raise
+        return updater
+
+    def _decide(self, optimizer: torch.optim.Optimizer, updater: ParamUpdater) -> None:
+        """Take the policy of the run, by the windows of the first iterations."""
+        process = self._process
+        free = free_for_state(process, updater)
+        if not process.options.compares and (
+            free is None or free >= state_bytes(updater)
+        ):
+            self._leave(optimizer, _FITS)
+            return
+        try:
+            self.policy = choose_policy(process.options.policy, updater, free)
+        except UserError as error:
+            self._say(f"policy {process.options.policy}: {error}; zero-offload goes on")
+            process.log.add("failed", optimizer=self.number, reason=str(error))
+            return
+        self._budget = free
+        room = bytes_text(free)
+        self._say(f"policy {self.policy} with {room} of device memory for state")
+        self._note_plan(updater)
+
+    def _leave(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
+        """Give the state back to torch, for good."""
+        self.export()
+        self._exported = None
+        self.close()
+        self._set_left(optimizer, reason)
+
+    def _set_left(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
+        self.left = reason
+        if "state" in optimizer.__dict__:
+            move_to_params(optimizer.__dict__["state"])
+        self._process.log.add("left", optimizer=self.number, reason=reason)
+        self._say(f"left to torch: {reason}")
+
+    def _note_plan(self, updater: ParamUpdater) -> None:
+        plan = updater.plan
+        if plan is not self._plan:
+            self._plan = plan
+            self._process.log.add("plan", optimizer=self.number, plan=plan.counts())
+            self._say(f"plan: {plan.remark or plan.counts()}")
+
+    def _say(self, text: str) -> None:
+        step = self._process.log.step
+        self._process.note(f"step {step}, optimizer {self.number}: {text}")
+
+
+def _whole_entries(
+    optimizer: torch.optim.Optimizer, updater: ParamUpdater
+) -> dict[torch.Tensor, dict[str, Any]]:
+    """Return the entries of an optimizer's state that have all moments.
+
+    Torch makes those of SGD without momentum empty.
+    """
+    moments = updater.moments
+    return {
+        param: entry
+        for param, entry in optimizer.__dict__.get("state", {}).items()
+        if all(entry.get(name) is not None for name in moments.get(param, ("",)))
+    }

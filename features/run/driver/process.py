@@ -1,0 +1,54 @@
+"""What the drivers of a process share: options, log, devices and free memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ebbtide.features.run.driver.log import RunLog
+from ebbtide.features.run.options import RunOptions
+from ebbtide.interleave.engine.devices.device import Device
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.engine.devices.opening import open_device
+
+Step = Callable[..., Any]
+
+
+class DrivenProcess:
+    """The drivers of a process, by optimizer, and what they share.
+
+    Attributes:
+        backwards: How many backwards have begun.
+        kept: The optimizers that have stepped, where their parameters are compared at
+            the end.
+    """
+
+    def __init__(self, options: RunOptions, note: Callable[[str], None]) -> None:
+        self.options = options
+        self.note = note
+        self.log = RunLog(options.folder)
+        self.backwards = 0
+        self.drivers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self.kept: list[torch.optim.Optimizer] = []
+        self._devices: dict[torch.device, Device] = {}
+
+    def device_for(self, device: torch.device) -> Device:
+        """Return the engine's device for one of torch: one for all optimizers."""
+        if device not in self._devices:
+            self._devices[device] = self._open_device(device)
+        return self._devices[device]
+
+    def _open_device(self, device: torch.device) -> Device:
+        if device.type != "cpu":
+            return open_device(device)
+        link = self.options.link_bytes_per_s
+        return EmulatedDevice(None, link, link, self.options.gpu_params_per_s)
+
+    def close(self) -> None:
+        """Close all devices, whose engines are closed."""
+        for device in self._devices.values():
+            device.close()
+        self._devices.clear()

@@ -1,0 +1,32 @@
+"""Runs a job whose optimizers are driven, and is recorded meanwhile."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ebbtide.features.run.agent.hooks import RUN
+from ebbtide.features.run.options import RunOptions
+from ebbtide.features.run.results import ProcessLog, read_logs
+from ebbtide.profiler.agent.options import Options
+from ebbtide.profiler.recording.collector import RecordedCommand
+from ebbtide.profiler.recording.launch import profile_in_terminal
+
+
+def run_job(
+    words: list[str], output: Path, options: RunOptions, force: bool = False
+) -> tuple[int, list[ProcessLog]]:
+    """Run a command, whose trace is written; return its exit code and its logs.
+
+    It gets this process's terminal and signals, as under `ebbtide profile`.
+    """
+    with TemporaryDirectory(prefix="ebbtide-run-") as folder:
+        os.environ[RUN] = replace(options, folder=folder).text()
+        try:
+            job = RecordedCommand(words, output, Options(), force)
+            code = profile_in_terminal(job)
+        finally:
+            del os.environ[RUN]
+        return code, read_logs(Path(folder))

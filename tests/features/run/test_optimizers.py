@@ -1,0 +1,429 @@
+"""What jobs and frameworks do with torch's optimizers, while they are driven."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import io
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import AdamW
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tests.features.run.conftest import Drive
+from tests.features.run.models import (
+    are_close,
+    are_equal,
+    job,
+    small_model,
+    train,
+)
+
+
+@pytest.fixture
+def expected() -> torch.nn.Module:
+    """The model after four steps by torch."""
+    return job(steps=4)[0]
+
+
+adam_functions = importlib.import_module("torch.optim.adam")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"foreach": True},
+        {"fused": True},
+        {"lr": torch.tensor(1e-2), "foreach": False},
+    ],
+    ids=["plain", "foreach", "fused", "tensor"],
+)
+def test_steps_are_those_of_torch(
+    expected: torch.nn.Module, drive: Drive, options: dict[str, Any]
+) -> None:
+    drive()
+    model, optimizer = job(steps=4, **options)
+    assert are_close(model, expected)
+    assert not are_equal(model, small_model())
+    assert set(optimizer.__dict__).isdisjoint({"state"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.Adam, {"weight_decay": 1e-2}),
+        (torch.optim.SGD, {}),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}),
+    ],
+    ids=["adam", "sgd", "nesterov"],
+)
+def test_other_rules_are_those_of_torch(
+    drive: Drive, kind: Any, options: dict[str, Any]
+) -> None:
+    bare, _ = job(kind, 5, **options)
+    drive()
+    model, _ = job(kind, 5, **options)
+    assert are_close(model, bare)
+
+
+@pytest.mark.parametrize("policy", ["pipelined", "twin-flow:0.5", "adaptive", "static"])
+def test_all_policies_have_equal_bits(drive: Drive, policy: str) -> None:
+    drive("zero-offload", compares=True)
+    offloaded, _ = job(steps=7)
+    notes = drive(policy, compares=True)
+    model, _ = job(steps=7)
+    assert are_equal(model, offloaded)
+    assert any("policy" in note for note in notes)
+
+
+def test_types_and_names_are_those_of_torch(drive: Drive) -> None:
+    early = torch.optim.AdamW
+    drive()
+    _, optimizer = job()
+    assert type(optimizer) is torch.optim.AdamW is early
+    assert repr(optimizer).startswith("AdamW (")
+    assert "betas" in inspect.signature(torch.optim.AdamW).parameters
+
+
+def test_nothing_is_opened_before_the_first_step(drive: Drive) -> None:
+    drive()
+    before = threading.active_count()
+    job(steps=0)
+    assert threading.active_count() == before
+
+
+def test_class_with_own_step_is_left_to_torch(
+    expected: torch.nn.Module, drive: Drive
+) -> None:
+    class Counting(AdamW):
+        count = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.count += 1
+            return super().step(closure)
+
+    notes = drive()
+    model, optimizer = job(Counting, 4)
+    assert optimizer.count == 4  # type: ignore[attr-defined]
+    assert are_equal(model, expected)
+    assert "has a step of its own" in notes[0]
+
+
+@pytest.mark.parametrize("name", ["amsgrad", "maximize"])
+def test_unsupported_option_is_left_to_torch(drive: Drive, name: str) -> None:
+    bare, _ = job(steps=4, **{name: True})
+    notes = drive()
+    model, optimizer = job(steps=4, **{name: True})
+    assert are_equal(model, bare)
+    assert f"the option {name} is set" in notes[0]
+    assert optimizer.state_dict()["state"]
+
+
+def test_state_dict_is_that_of_torch(drive: Drive, expected: torch.nn.Module) -> None:
+    drive()
+    model, optimizer = job()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    assert list(saved[1]["state"][0]) == ["step", "exp_avg", "exp_avg_sq"]
+    assert "decoupled_weight_decay" in saved[1]["param_groups"][0]
+    train(model, optimizer, 3, 7)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(model, optimizer, 2, 2)
+    assert are_close(model, expected)
+
+
+def test_state_of_run_continues_in_torch(
+    drive: Drive, expected: torch.nn.Module
+) -> None:
+    drive()
+    model, optimizer = job()
+    # Torch's own functions, which nobody drives.
+    entries = [optimizer.state[param] for param in model.parameters()]
+    for number in (2, 3):
+        model.zero_grad()
+        torch.manual_seed(100 + number)
+        model(torch.randn(4, 8)).square().mean().backward()
+        with torch.no_grad():
+            adam_functions.adam(
+                list(model.parameters()),
+                [param.grad for param in model.parameters() if param.grad is not None],
+                [entry["exp_avg"] for entry in entries],
+                [entry["exp_avg_sq"] for entry in entries],
+                [],
+                [entry["step"] for entry in entries],
+                foreach=False,
+                amsgrad=False,
+                beta1=0.9,
+                beta2=0.999,
+                lr=1e-2,
+                weight_decay=1e-2,
+                eps=1e-8,
+                maximize=False,
+                decoupled_weight_decay=True,
+            )
+    assert are_close(model, expected)
+
+
+def test_state_of_torch_continues_in_run(
+    drive: Drive, expected: torch.nn.Module
+) -> None:
+    model, optimizer = job()
+    saved = copy.deepcopy(optimizer.state_dict())
+    drive()
+    fresh = AdamW(model.parameters(), lr=1e-2)
+    fresh.load_state_dict(saved)
+    train(model, fresh, 2, 2)
+    assert are_close(model, expected)
+    assert fresh.state_dict()["state"][0]["step"] == 4
+
+
+def test_copies_go_on(drive: Drive, expected: torch.nn.Module) -> None:
+    drive()
+    model, optimizer = job()
+    other, other_optimizer = copy.deepcopy((model, optimizer))
+    train(other, other_optimizer, 2, 2)
+    train(model, optimizer, 2, 2)
+    assert are_equal(model, other)
+    assert are_close(model, expected)
+
+
+def test_pickles_are_those_of_torch(drive: Drive, expected: torch.nn.Module) -> None:
+    drive()
+    file = io.BytesIO()
+    torch.save(job(), file)
+    assert b"ebbtide" not in file.getvalue()
+    file.seek(0)
+    model, optimizer = torch.load(file, weights_only=False)
+    train(model, optimizer, 2, 2)
+    assert are_close(model, expected)
+
+
+def test_state_can_be_read_and_written(drive: Drive) -> None:
+    drive()
+    model, optimizer = job()
+    assert len(optimizer.state) == 4
+    for entry in optimizer.state.values():
+        assert entry["exp_avg"].abs().sum() > 0
+        entry["exp_avg"].zero_()
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer.zero_grad()
+    sum(param.sum() * 0 for param in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    pairs = zip(before, model.parameters(), strict=True)
+    assert all(torch.allclose(a * (1 - 1e-4), b, atol=1e-7) for a, b in pairs)
+
+
+def test_cleared_state_begins_anew(drive: Drive) -> None:
+    def reset_job() -> torch.nn.Module:
+        model, optimizer = job()
+        optimizer.state.clear()
+        train(model, optimizer, 2, 2)
+        return model
+
+    bare = reset_job()
+    drive()
+    assert are_close(reset_job(), bare)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_scaler_skips_steps(
+    drive: Drive, expected: torch.nn.Module, fused: bool
+) -> None:
+    drive()
+    model, optimizer = job(steps=0, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for number in range(5):
+        torch.manual_seed(100 + (number if number < 2 else number - 1))
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
+        if number == 2:
+            model[0].weight.grad[0, 0] = float("inf")  # type: ignore[index, union-attr]
+        scaler.step(optimizer)
+        scaler.update()
+    assert are_close(model, expected)
+
+
+def test_gradient_that_is_not_a_number_goes_through(drive: Drive) -> None:
+    drive()
+    model, optimizer = job()
+    weight = model[0].weight  # type: ignore[index]
+    weight.grad[0, 0] = float("nan")
+    # A backward is no condition once the engine is open.
+    optimizer.step()
+    assert int(weight.isnan().sum()) == 1
+
+
+def test_scheduler_is_followed(drive: Drive) -> None:
+    def scheduled_job() -> torch.nn.Module:
+        model, optimizer = job(steps=0)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for number in range(4):
+                train(model, optimizer, 1, number)
+                schedule.step()
+        return model
+
+    bare = scheduled_job()
+    drive()
+    assert are_close(scheduled_job(), bare)
+
+
+def test_hooks_are_called_once(drive: Drive) -> None:
+    drive()
+    _, optimizer = job()
+    calls = []
+    handles = [
+        optimizer.register_step_pre_hook(lambda own, *_: calls.append(("pre", own))),
+        register_optimizer_step_post_hook(lambda own, *_: calls.append(("post", own))),
+        optimizer.register_state_dict_post_hook(
+            lambda own, _: calls.append(("state", own))
+        ),
+    ]
+    optimizer.step()
+    optimizer.state_dict()
+    for handle in handles:
+        handle.remove()
+    assert calls == [("pre", optimizer), ("post", optimizer), ("state", optimizer)]
+
+
+def test_closure_is_called(drive: Drive) -> None:
+    drive()
+    model, optimizer = job(steps=0)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    losses = [float(optimizer.step(closure)) for _ in range(3)]  # type: ignore[arg-type]
+    assert losses[2] < losses[0]
+
+
+def test_replaced_parameters_are_updated(
+    drive: Drive, expected: torch.nn.Module
+) -> None:
+    """accelerate replaces the parameters in the groups before the first step."""
+    drive()
+    model, optimizer = job(steps=0)
+    other = copy.deepcopy(model)
+    optimizer.param_groups[0]["params"] = list(other.parameters())
+    train(other, optimizer, 4)
+    assert are_close(other, expected)
+
+
+def test_removed_parameters_stay(drive: Drive) -> None:
+    drive()
+    model, optimizer = job()
+    *_, last = params = list(model.parameters())
+    optimizer.param_groups[0]["params"] = params[:2]
+    before = last.detach().clone()
+    train(model, optimizer, 2, 2)
+    assert torch.equal(last, before)
+    assert len(optimizer.state_dict()["state"]) == 2
+
+
+def test_added_group_is_updated(drive: Drive) -> None:
+    drive()
+    model, optimizer = job()
+    extra = torch.nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [extra], "lr": 0.1})
+    (extra.sum() + model(torch.ones(1, 8)).sum()).backward()
+    optimizer.step()
+    assert not torch.equal(extra, torch.ones(3))
+    assert len(optimizer.state_dict()["state"]) == 5
+
+
+def test_frozen_parameters_stay(drive: Drive) -> None:
+    drive()
+    model, optimizer = job()
+    weight = model[0].weight  # type: ignore[index]
+    weight.requires_grad_(False)
+    before = weight.detach().clone()
+    train(model, optimizer, 2, 2)
+    assert torch.equal(weight, before)
+
+
+def test_job_that_writes_parameters_is_followed(drive: Drive) -> None:
+    def writing_job() -> torch.nn.Module:
+        model, optimizer = job()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+        train(model, optimizer, 2, 2)
+        return model
+
+    bare = writing_job()
+    drive()
+    assert are_close(writing_job(), bare)
+
+
+def test_step_without_backward_is_of_torch(
+    drive: Drive, expected: torch.nn.Module, events: Any
+) -> None:
+    """Torch's distributed checkpoints step with zero gradients to make a state."""
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    notes = drive()
+    model, optimizer = job()
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    other = copy.deepcopy(model)
+    fresh = AdamW(other.parameters(), lr=1e-2)
+    set_optimizer_state_dict(other, fresh, saved)
+    train(other, fresh, 2, 2)
+    assert are_close(other, expected)
+    assert not any("left" in note for note in notes)
+
+
+def test_state_that_fits_is_given_back(drive: Drive, events: Any) -> None:
+    notes = drive("adaptive", memory_budget=1e6)
+    model, optimizer = job(steps=6)
+    assert "torch's own step goes on" in notes[-1]
+    assert [event["steps"] for event in events() if event["kind"] == "end"] == []
+    entry = optimizer.__dict__["state"][model[0].weight]  # type: ignore[index]
+    assert int(entry["step"]) == 6
+
+
+def test_several_optimizers_share_the_budget(drive: Drive) -> None:
+    notes = drive("adaptive", memory_budget=4480.0)
+    models = [small_model() for _ in range(2)]
+    optimizers = [AdamW(model.parameters(), lr=1e-2) for model in models]
+    for number in range(5):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train(model, optimizer, 1, number)
+    assert are_equal(*models)
+    budgets = [note for note in notes if "of device memory" in note]
+    # Each has 2,240 bytes of state, and half of the budget.
+    assert len(budgets) == 0 or "2.19 KiB" in budgets[0]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_bfloat16_parameters_are_updated_as_by_torch(drive: Drive, kind: Any) -> None:
+    def bf16_job(**options: Any) -> torch.nn.Module:
+        model = small_model(torch.bfloat16)
+        if kind is torch.optim.SGD:
+            options["momentum"] = 0.9
+        train(model, kind(model.parameters(), lr=1e-2, **options), 5)
+        return model
+
+    fused, foreach = bf16_job(fused=True), bf16_job(foreach=True)
+    distance = _distance(fused, foreach)
+    notes = drive()
+    driven = bf16_job()
+    assert not any("left" in note for note in notes)
+    assert _distance(driven, fused) <= 3 * max(distance, 1e-3)
+
+
+def _distance(one: torch.nn.Module, other: torch.nn.Module) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
