@@ -6,6 +6,6 @@ FEATURE = Feature(
     "run",
     {
         "commands": {"run": "command"},
-        "services": {"job-comparison": "comparison.compare"},
+        "services": {"job-comparison": "comparison.command"},
     },
 )

@@ -26,6 +26,7 @@ class RunOptions:
         gpu_params_per_s: Rate of its updates; None: what it does.
         compares: Whether the run is one of a comparison: losses and parameters are
             logged, and state that fits stays with the engine.
+        other_kernels: Whether torch updates with another kernel than it would.
     """
 
     folder: str
@@ -36,6 +37,7 @@ class RunOptions:
     link_bytes_per_s: float = LINK_BYTES_PER_S
     gpu_params_per_s: float | None = None
     compares: bool = False
+    other_kernels: bool = False
 
     def text(self) -> str:
         """Return the text that `parse` reads."""

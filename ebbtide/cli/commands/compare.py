@@ -18,18 +18,40 @@ from ebbtide.cli.printing import echo, echo_error, echo_line, print_view
 if TYPE_CHECKING:
     from ebbtide.interleave.compare.runs import PhaseWaits
 
+# Options that go with a command.
+_OF_COMMANDS = {
+    "command",
+    "policy",
+    "steps",
+    "memory_budget",
+    "emulate_link",
+    "machine",
+    "output",
+    "plot",
+    "force",
+    "as_json",
+}
 _BASELINES = ("torch", *seams.plugs("baselines"))
 
 
 @command(
     "Run",
     1,
+    runs_a_job=True,
     examples=(
-        "compare",
+        "compare -- python train.py",
         "compare --policy zero-offload --policy adaptive --params 5e8",
     ),
 )
 def compare(
+    context: typer.Context,
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- CMD...",
+            help="Command that starts a job of yours, instead of a small model.",
+        ),
+    ] = None,
     policy: Annotated[
         list[str] | None,
         options.policy_option(
@@ -143,26 +165,52 @@ def compare(
             max=2**63 - 1,
         ),
     ] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FOLDER",
+            help="With CMD: keep traces, outputs of the job, and a page here.",
+            show_default="not kept",
+        ),
+    ] = None,
     plot: options.Plot = None,
     save: options.Save = None,
     force: options.Force = False,
     verbose: options.Verbose = False,
     as_json: options.Json = False,
 ) -> None:
-    """Train a small model under each policy and compare measured with predicted times.
+    """Run a job under each policy and compare measured with predicted times.
 
-    Without a GPU the device is emulated: times then say nothing about a GPU, only
-    whether the plan runs as predicted. Losses must be equal under all policies, bit for
-    bit; otherwise the exit status is 1. Medians leave the first two steps of each
-    out."""
-    check_outputs([plot], save)
+    The job is CMD, which needs no change and runs once as it is and once under each
+    policy, or a small model. Without a GPU the device is emulated: times then say
+    nothing about a GPU, only whether the plan runs as predicted. Losses must be equal
+    under all policies, bit for bit; otherwise the exit status is 1. Medians leave the
+    first steps of each out."""
+    check_outputs([plot], save or output)
+    if command:
+        options.refuse_options(context, _OF_COMMANDS, "is not for a command")
+        status = seams.service("job-comparison").compare_and_print(
+            command,
+            policies=policy,
+            steps=iterations if iterations is not None else steps,
+            memory_budget=_size(memory_budget),
+            link=_size(emulate_link),
+            machine=machine,
+            output=output,
+            plot=plot,
+            force=force,
+            as_json=as_json,
+        )
+        raise typer.Exit(status)
+    if output is not None:
+        raise typer.BadParameter("-o is for a command: keep traces with --save FOLDER")
     if subgroup_params == 0:
         raise typer.BadParameter("--subgroup-params must be at least 1")
-    memory_budget_bytes = (
-        options.size(memory_budget) if memory_budget is not None else None
-    )
-    host_bytes = options.size(host_free_bytes) if host_free_bytes is not None else None
-    link_bytes_per_s = options.size(emulate_link) if emulate_link is not None else None
+    memory_budget_bytes = _size(memory_budget)
+    host_bytes = _size(host_free_bytes)
+    link_bytes_per_s = _size(emulate_link)
     # Torch reads these when it is imported. Without the first one, matrix products on a
     # GPU differ from run to run; by the second one, waiting threads of torch leave the
     # cores to the updates.
@@ -247,3 +295,7 @@ def _phase_waits(
     return PhaseWaits(
         forward_s, 2 * forward_s if backward_ms is None else backward_ms / 1e3
     )
+
+
+def _size(text: str | None) -> int | None:
+    return None if text is None else options.size(text)

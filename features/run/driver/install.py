@@ -143,10 +143,7 @@ class TorchDriver:
                 loss = closure()
         driver, log = self._driver_of(optimizer), self._process.log
         if self._process.options.compares and not log.step:
-            params = params_of(optimizer)
-            grads = [param.grad for param in params if param.grad is not None]
-            log.add("start", bits=digest(params), optimizer=driver.number)
-            log.add("gradient", bits=digest(grads), optimizer=driver.number)
+            self._log_start(optimizer, driver.number)
         driver.step(optimizer, self._torch_step)
         log.step = max(log.step, driver.iterations)
         log.flush()
@@ -157,6 +154,18 @@ class TorchDriver:
             self.finish()
             raise SystemExit(0)
         return loss
+
+    def _log_start(self, optimizer: Any, number: int) -> None:
+        """Log the parameters and gradients before the first step of an optimizer."""
+        log, params = self._process.log, params_of(optimizer)
+        grads = [param.grad for param in params if param.grad is not None]
+        size = sum(local_shard(param).numel() for param in params)
+        log.add("start", bits=digest(params), optimizer=number, params=size)
+        log.add("gradient", bits=digest(grads), optimizer=number)
+        if self._process.options.other_kernels:
+            for group in optimizer.param_groups:
+                group["fused"] = not group.get("fused")
+                group["foreach"] = not group["fused"]
 
     def _driver_of(self, optimizer: Any) -> OptimizerDriver:
         drivers = self._process.drivers

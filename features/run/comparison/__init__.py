@@ -1,0 +1,1 @@
+"""Runs a job under several policies, and compares results with predictions."""

@@ -1,0 +1,215 @@
+"""Compares policies on the user's own job: `ebbtide compare -- CMD`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ebbtide.errors import UserError
+from ebbtide.features.run.comparison.emulation import scaled_link
+from ebbtide.features.run.comparison.equality import (
+    Distance,
+    distance,
+    first_difference,
+    reason_not_comparable,
+)
+from ebbtide.features.run.comparison.job_runs import JobRun, JobRuns
+from ebbtide.features.run.comparison.picture import draw_job_comparison
+from ebbtide.features.run.comparison.view import job_comparison_view
+from ebbtide.features.run.options import LINK_BYTES_PER_S, WINDOW_STEPS, RunOptions
+from ebbtide.interleave.compare.testbed import find_testbed
+from ebbtide.interleave.policies import as_policy
+from ebbtide.machines.catalog import find_machine
+
+__all__ = ["compare_job", "draw_job_comparison", "job_comparison_view"]
+
+POLICIES = ("zero-offload", "static", "adaptive")
+BARE, OTHER_KERNELS = "as it is", "torch's other kernels"
+# Fewer leave none after the windows and the warm-up.
+MIN_STEPS = WINDOW_STEPS + 3
+_SUBGROUPS = 10
+
+
+@dataclass(frozen=True)
+class JobComparison:
+    """The runs of a job, and what is equal.
+
+    Attributes:
+        command: The words of the command.
+        runs: The run as it is, and one for each policy.
+        emulated_link: Bytes/s of the emulated link; None on a GPU.
+        link_of: The machine whose link is emulated, to scale; None for no machine.
+        difference: What differs first between policies; None if nothing does.
+        self_difference: What differs first between two runs under one policy, where
+            policies differ.
+        reason: Why nothing was compared; None if something was.
+        to_bare: The distance of the policies to the job as it is.
+        of_kernels: The distance between two kernels of torch.
+        is_in_place: Whether all runs had the same folder.
+    """
+
+    command: Sequence[str]
+    steps: int
+    runs: list[JobRun]
+    emulated_link: float | None
+    link_of: str | None
+    difference: str | None
+    self_difference: str | None
+    reason: str | None
+    to_bare: Distance
+    of_kernels: Distance | None
+    is_in_place: bool
+
+    @property
+    def status(self) -> int:
+        """The exit status: 0 if equal, 1 for a bug, 2 if nothing is shown."""
+        if self.reason or self.self_difference:
+            return 2
+        return 1 if self.difference else 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `ebbtide compare --json -- CMD` prints."""
+        return {
+            "command": list(self.command),
+            "steps": self.steps,
+            "emulated": self.emulated_link is not None,
+            "link_bytes_per_s": self.emulated_link,
+            "losses_equal": self.status == 0,
+            "difference": self.difference,
+            "self_difference": self.self_difference,
+            "reason": self.reason,
+            "to_bare": vars(self.to_bare),
+            "of_kernels": self.of_kernels and vars(self.of_kernels),
+            "runs": [_run_json(run) for run in self.runs],
+        }
+
+
+def _run_json(run: JobRun) -> dict[str, Any]:
+    return {
+        "name": run.name,
+        "policy": run.policy,
+        "times_ms": run.times_ms,
+        "optimizers": run.ends,
+        "losses": [log.values("loss", "value") for log in run.logs],
+        "failures": run.failures,
+    }
+
+
+def compare_job(
+    words: Sequence[str],
+    folder: Path,
+    policies: Sequence[str] | None,
+    options: RunOptions,
+    machine: str | None,
+    progress: Callable[[str, int, int], None],
+) -> JobComparison:
+    """Run a job as it is and under policies, one after the other.
+
+    Traces and outputs are written into a folder. Raises UserError if the job fails, or
+    a policy is not valid.
+    """
+    names = list(policies or POLICIES)
+    for name in names:
+        if name != "static":
+            as_policy(name).refuse_simulation_only()
+    if options.steps is not None and options.steps < MIN_STEPS:
+        raise UserError(
+            f"--steps must be at least {MIN_STEPS}: the first {WINDOW_STEPS} show the "
+            "job's windows"
+        )
+    total = len(names) + 2
+    link_of, emulated_link = None, None
+    if not torch.cuda.is_available():
+        emulated_link = options.link_bytes_per_s
+        if machine is not None and emulated_link == LINK_BYTES_PER_S:
+            own = find_machine(machine)
+            link_of, emulated_link = own.name, scaled_link(own)
+        options = replace(options, link_bytes_per_s=emulated_link)
+    jobs = JobRuns(words, folder, replace(options, compares=True))
+
+    progress(BARE, 0, total)
+    bare = jobs.run(BARE, policy="none")
+    if not bare.logs:
+        raise UserError(
+            "nothing was compared: no Adam, AdamW or SGD of torch has stepped in this "
+            "job"
+        )
+    progress(OTHER_KERNELS, 1, total)
+    other = jobs.run(OTHER_KERNELS, policy="none", other_kernels=True)
+    jobs.options = replace(jobs.options, **_rates(bare, folder, options, emulated_link))
+    runs = [bare]
+    for number, name in enumerate(names):
+        progress(name, number + 2, total)
+        runs.append(jobs.run(name, policy=name))
+    return _compared(jobs, runs, other, emulated_link, link_of)
+
+
+def _rates(
+    bare: JobRun, folder: Path, options: RunOptions, link: float | None
+) -> dict[str, Any]:
+    """Return options with the rates of this machine, which are measured."""
+    starts = bare.logs[0].of_kind("start")
+    params = max(1, sum(start["params"] for start in starts))
+    budget = options.memory_budget or 8.0 * params
+    testbed = find_testbed(params, -(-params // _SUBGROUPS), budget, link, None)
+    path = folder / "machine.json"
+    # The budget of each policy is its own.
+    replace(testbed.machine, gpu_memory_bytes=None).save(path)
+    device_rate = testbed.machine.gpu_update_params_per_s
+    return {
+        "machine": str(path),
+        "gpu_params_per_s": device_rate if testbed.emulated else None,
+    }
+
+
+def _compared(
+    jobs: JobRuns,
+    runs: list[JobRun],
+    other: JobRun,
+    emulated_link: float | None,
+    link_of: str | None,
+) -> JobComparison:
+    bare, *driven = runs
+    reason = reason_not_comparable(runs) or _reason_of_plans(driven)
+    difference = self_difference = None
+    if reason is None:
+        for run in driven[1:]:
+            difference = first_difference(driven[0], run)
+            if difference is not None:
+                difference = f"{driven[0].name} and {run.name} differ in {difference}"
+                again = jobs.run(f"{driven[0].name} again", policy=driven[0].name)
+                self_difference = first_difference(driven[0], again)
+                break
+    to_bare = [distance(bare, run) for run in driven]
+    return JobComparison(
+        command=jobs.words,
+        steps=max(bare.logs[0].values("loss", "step"), default=0) + 1,
+        runs=runs,
+        emulated_link=emulated_link,
+        link_of=link_of,
+        difference=difference,
+        self_difference=self_difference,
+        reason=reason,
+        to_bare=Distance(
+            max(one.loss for one in to_bare), max(one.params for one in to_bare)
+        ),
+        of_kernels=distance(bare, other) if other.logs else None,
+        is_in_place=jobs.is_in_place,
+    )
+
+
+def _reason_of_plans(driven: Sequence[JobRun]) -> str | None:
+    """Return why equal losses would show nothing, None if plans differ."""
+    for run in driven:
+        if not any(end["steps"] for end in run.ends):
+            reasons = {end["left"] for end in run.ends if end["left"]}
+            return f"no optimizer was driven: {', '.join(sorted(reasons)) or 'none'}"
+    if len(driven) > 1 and all(run.plans == driven[0].plans for run in driven):
+        failures = [text for run in driven for text in run.failures]
+        detail = f" ({failures[0]})" if failures else ""
+        return f"all policies had the same plan{detail}: equal losses show nothing"
+    return None

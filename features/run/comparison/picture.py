@@ -1,0 +1,66 @@
+"""Draws the iterations of each run by phase, and the state on the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
+
+from ebbtide.features.run.comparison.job_runs import JobRun
+from ebbtide.features.run.comparison.view import predicted_ms, total_bytes
+from ebbtide.interleave.compare.picture import EMULATED, TITLE
+from ebbtide.interleave.replay.pictures import policy_bars
+from ebbtide.interleave.replay.replay import RESULT_BYTES
+from ebbtide.phases import PHASES
+
+if TYPE_CHECKING:
+    from ebbtide.features.run.comparison.compare import JobComparison
+
+_PAIR_STEP, _RUN_STEP, _RUN_HEIGHT = 0.72, 1.75, 0.62
+
+
+def draw_job_comparison(comparison: JobComparison) -> Figure:
+    """Draw each run's medians by phase, measured and predicted."""
+    bars = [
+        bar
+        for number, run in enumerate(comparison.runs)
+        for bar in _bars(run, number * _RUN_STEP)
+    ]
+    kinds = policy_bars.byte_kinds(bars)
+    height = 1.3 + _RUN_HEIGHT * len(comparison.runs)
+    figure = policy_bars.figure_for(kinds, height)
+    figure.set_label("ebbtide: policies on the job, measured and predicted")
+    (panels,) = policy_bars.add_panels(figure, kinds)
+    policy_bars.draw_row(panels, kinds, bars)
+    panels[0].set_xlabel("median time of an iteration (ms)")
+    panels[0].tick_params(axis="y", labelsize=8.5, length=0)
+    policy_bars.add_legend(figure, bars)
+    device = "a GPU" if comparison.emulated_link is None else EMULATED
+    losses = "equal bit for bit" if comparison.status == 0 else "NOT EQUAL"
+    command = " ".join(comparison.command)
+    figure.suptitle(f"{command[:80]}\n{device}; losses {losses}", **TITLE)
+    return figure
+
+
+def _bars(run: JobRun, position: float) -> list[policy_bars.PolicyBar]:
+    sizes = [total_bytes(run, key) or 0.0 for key in ("device_bytes", "host_bytes")]
+    no_bytes = dict.fromkeys(RESULT_BYTES, 0.0)
+    measured = policy_bars.PolicyBar(
+        name=run.policy,
+        phases_ms={phase: run.times_ms.get(phase, 0.0) for phase in PHASES},
+        bytes_by_kind=no_bytes | dict(zip(RESULT_BYTES, sizes, strict=False)),
+        position=position,
+        median_ms=run.times_ms.get("iteration"),
+    )
+    phases = {phase: predicted_ms(run, phase) for phase in PHASES}
+    if None in phases.values():
+        return [measured]
+    predicted = policy_bars.PolicyBar(
+        name="predicted",
+        phases_ms={phase: time or 0.0 for phase, time in phases.items()},
+        bytes_by_kind=no_bytes,
+        is_faint=True,
+        position=position + _PAIR_STEP,
+        median_ms=predicted_ms(run, "iteration"),
+    )
+    return [measured, predicted]
