@@ -112,7 +112,7 @@ def compare_job(
     Traces and outputs are written into a folder. Raises UserError if the job fails, or
     a policy is not valid.
     """
-    names = list(policies or POLICIES)
+    names = list(dict.fromkeys(policies or POLICIES))
     for name in names:
         if name != "static":
             as_policy(name).refuse_simulation_only()
@@ -139,13 +139,21 @@ def compare_job(
             "job"
         )
     progress(OTHER_KERNELS, 1, total)
-    other = jobs.run(OTHER_KERNELS, policy="none", other_kernels=True)
+    other = _with_other_kernels(jobs)
     jobs.options = replace(jobs.options, **_rates(bare, folder, options, emulated_link))
     runs = [bare]
     for number, name in enumerate(names):
         progress(name, number + 2, total)
         runs.append(jobs.run(name, policy=name))
     return _compared(jobs, runs, other, emulated_link, link_of)
+
+
+def _with_other_kernels(jobs: JobRuns) -> JobRun | None:
+    """Run the job with torch's other kernels, None if they cannot update it."""
+    try:
+        return jobs.run(OTHER_KERNELS, policy="none", other_kernels=True)
+    except UserError:
+        return None
 
 
 def _rates(
@@ -169,7 +177,7 @@ def _rates(
 def _compared(
     jobs: JobRuns,
     runs: list[JobRun],
-    other: JobRun,
+    other: JobRun | None,
     emulated_link: float | None,
     link_of: str | None,
 ) -> JobComparison:
@@ -197,7 +205,7 @@ def _compared(
         to_bare=Distance(
             max(one.loss for one in to_bare), max(one.params for one in to_bare)
         ),
-        of_kernels=distance(bare, other) if other.logs else None,
+        of_kernels=distance(bare, other) if other else None,
         is_in_place=jobs.is_in_place,
     )
 

@@ -11,7 +11,7 @@ from ebbtide.features.run.comparison.view import predicted_ms, total_bytes
 from ebbtide.interleave.compare.picture import EMULATED, TITLE
 from ebbtide.interleave.replay.pictures import policy_bars
 from ebbtide.interleave.replay.replay import RESULT_BYTES
-from ebbtide.phases import PHASES
+from ebbtide.phases import BACKWARD, FORWARD, PHASES, UPDATE
 
 if TYPE_CHECKING:
     from ebbtide.features.run.comparison.compare import JobComparison
@@ -43,24 +43,46 @@ def draw_job_comparison(comparison: JobComparison) -> Figure:
 
 
 def _bars(run: JobRun, position: float) -> list[policy_bars.PolicyBar]:
-    sizes = [total_bytes(run, key) or 0.0 for key in ("device_bytes", "host_bytes")]
-    no_bytes = dict.fromkeys(RESULT_BYTES, 0.0)
     measured = policy_bars.PolicyBar(
         name=run.policy,
         phases_ms={phase: run.times_ms.get(phase, 0.0) for phase in PHASES},
-        bytes_by_kind=no_bytes | dict(zip(RESULT_BYTES, sizes, strict=False)),
+        bytes_by_kind=_bytes(run, ""),
         position=position,
         median_ms=run.times_ms.get("iteration"),
     )
-    phases = {phase: predicted_ms(run, phase) for phase in PHASES}
-    if None in phases.values():
+    iteration, update = (predicted_ms(run, phase) for phase in ("iteration", UPDATE))
+    if iteration is None or update is None:
         return [measured]
     predicted = policy_bars.PolicyBar(
         name="predicted",
-        phases_ms={phase: time or 0.0 for phase, time in phases.items()},
-        bytes_by_kind=no_bytes,
+        phases_ms=_predicted_phases(run, iteration - update, update),
+        bytes_by_kind=_bytes(run, "predicted_"),
         is_faint=True,
         position=position + _PAIR_STEP,
-        median_ms=predicted_ms(run, "iteration"),
+        median_ms=iteration,
     )
     return [measured, predicted]
+
+
+def _predicted_phases(
+    run: JobRun, compute_ms: float, update_ms: float
+) -> dict[str, float]:
+    """Return the phases of a prediction, of which only the update is simulated.
+
+    Forward and backward have their measured shares.
+    """
+    forward, backward = (run.times_ms.get(phase, 0.0) for phase in (FORWARD, BACKWARD))
+    share = forward / (forward + backward) if forward + backward else 0.0
+    return {
+        FORWARD: share * compute_ms,
+        BACKWARD: (1 - share) * compute_ms,
+        UPDATE: update_ms,
+    }
+
+
+def _bytes(run: JobRun, prefix: str) -> dict[str, float]:
+    keys = f"{prefix}device_bytes", f"{prefix}host_bytes"
+    sizes = [total_bytes(run, key) or 0.0 for key in keys]
+    return dict.fromkeys(RESULT_BYTES, 0.0) | dict(
+        zip(RESULT_BYTES, sizes, strict=False)
+    )

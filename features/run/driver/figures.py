@@ -71,3 +71,4 @@ class RunFigures:
             name: 1e3 * getattr(predicted, f"{name}_s") for name in TIMES
         }
         self.result["predicted_device_bytes"] = predicted.peak_device_bytes
+        self.result["predicted_host_bytes"] = predicted.host_bytes()

@@ -116,7 +116,7 @@ class TorchDriver:
                 policy=driver.policy if driver.steps else None,
                 steps=driver.steps,
                 left=driver.left,
-                **driver.figures.result,
+                **driver.figures.result or driver.figures_of_torch(),
             )
         process.close()
         if process.options.compares:
@@ -165,7 +165,7 @@ class TorchDriver:
         if self._process.options.other_kernels:
             for group in optimizer.param_groups:
                 group["fused"] = not group.get("fused")
-                group["foreach"] = not group["fused"]
+                group["foreach"] = None
 
     def _driver_of(self, optimizer: Any) -> OptimizerDriver:
         drivers = self._process.drivers

@@ -94,6 +94,14 @@ class OptimizerDriver:
         self._exported = state, contents(state)
         return state
 
+    def figures_of_torch(self) -> dict[str, int]:
+        """Return the bytes of the state that torch has beside the parameters."""
+        optimizer = self._optimizer()
+        state = {} if optimizer is None else optimizer.__dict__.get("state", {})
+        values = [value for entry in state.values() for value in entry.values()]
+        tensors = [one for one in values if isinstance(one, torch.Tensor)]
+        return {"device_bytes": sum(local_shard(one).nbytes for one in tensors)}
+
     def close(self) -> None:
         """Close the engine, and keep the figures of its plan."""
         if self.updater is not None:

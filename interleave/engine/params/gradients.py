@@ -172,6 +172,13 @@ class GradientCollector:
         # index.
         self._placeholders: dict[int, torch.Tensor] = {}
         self._sizes = [local_shard(param).numel() for param in params]
+        watches_all = streamed or calls.has_hooks
+        if not watches_all:
+            trained = [
+                size * param.requires_grad
+                for size, param in zip(self._sizes, params, strict=True)
+            ]
+            self._sizes = _thinned(trained)
         # A rank may have only empty shards.
         self._total_size = max(1, sum(self._sizes))
         # How often each gradient was computed in this step, and in the one before.
@@ -181,7 +188,7 @@ class GradientCollector:
         self._handles = [
             param.register_post_accumulate_grad_hook(_make_hook(weak_self, index))
             for index, param in enumerate(params)
-            if param.requires_grad
+            if param.requires_grad and (watches_all or self._sizes[index])
         ]
 
     def collect(self) -> dict[int, torch.Tensor]:
@@ -284,6 +291,24 @@ class GradientCollector:
             )
             self._placeholders[index] = param.grad = placeholder
         engine.report_progress(ready_share)
+
+
+# Gradients that stay in `p.grad` only show how far the backward is.
+_PROGRESS_POINTS = 24
+
+
+def _thinned(sizes: Sequence[int]) -> list[int]:
+    """Return sizes of which few are not 0, with the same sum.
+
+    Each of these has the sum of those before it that are 0 now.
+    """
+    step = max(1, sum(sizes) // _PROGRESS_POINTS)
+    thinned, collected = [0] * len(sizes), 0
+    for index, size in enumerate(sizes):
+        collected += size
+        if collected >= step or index == len(sizes) - 1:
+            thinned[index], collected = collected, 0
+    return thinned
 
 
 def _make_hook(

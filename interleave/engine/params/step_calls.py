@@ -99,6 +99,11 @@ class StepCalls:
         self._recorded: set[int] = set()
         self._record: Callable[[Iterable[int]], None] | None = None
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether a feature does something at the points of a step."""
+        return bool(self._hooks)
+
     def add_hooks(self, model: torch.nn.Module | None) -> None:
         """Add the hooks of all features. Raises EngineError if one cannot be used with
         the model."""

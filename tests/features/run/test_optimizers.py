@@ -1,4 +1,4 @@
-"""What jobs and frameworks do with torch's optimizers, while they are driven."""
+"""Jobs and frameworks use torch's optimizers as ever while they are driven."""
 
 from __future__ import annotations
 
