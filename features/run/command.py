@@ -55,6 +55,22 @@ def run(
             "1GB",
         ),
     ] = None,
+    weights: Annotated[
+        str,
+        options.valued(
+            "CHOICE",
+            "Weights of layers: resident, streamed, streamed:K or auto.",
+            rich_help_panel=options.RARE,
+        ),
+    ] = "resident",
+    activations: Annotated[
+        str,
+        options.valued(
+            "CHOICE",
+            "Activations of layers: keep, recompute, offload or auto.",
+            rich_help_panel=options.RARE,
+        ),
+    ] = "keep",
     output: Annotated[
         str | None, options.output_option("RUN.ebb", "SCRIPT-TIME.ebb")
     ] = None,
@@ -78,6 +94,8 @@ def run(
         )
     if policy != "static":
         as_policy(policy).refuse_simulation_only()
+    # Raises PolicyError for choices that there are not.
+    as_policy(f"adaptive,weights={weights},activations={activations}")
     if steps == 0:
         raise typer.BadParameter("--steps must be at least 1")
     link = None if emulate_link is None else float(options.size(emulate_link))
@@ -89,6 +107,8 @@ def run(
         memory_budget=budget,
         machine=machine,
         link_bytes_per_s=link or LINK_BYTES_PER_S,
+        weights=weights,
+        activations=activations,
     )
     path = Path(output) if output else trace_name(command)
     code, logs = run_job(list(command), Path(path), run_options, force)

@@ -26,6 +26,8 @@ class RunOptions:
         gpu_params_per_s: Rate of its updates; None: what it does.
         compares: Whether the run is one of a comparison: losses and parameters are
             logged, and state that fits stays with the engine.
+        weights, activations: As for `move_layers`; `resident` and `keep` move nothing.
+        layer_budget: Bytes of device memory for what layers move; None: what is free.
         other_kernels: Whether torch updates with another kernel than it would.
     """
 
@@ -37,7 +39,14 @@ class RunOptions:
     link_bytes_per_s: float = LINK_BYTES_PER_S
     gpu_params_per_s: float | None = None
     compares: bool = False
+    weights: str = "resident"
+    activations: str = "keep"
+    layer_budget: float | None = None
     other_kernels: bool = False
+
+    @property
+    def moves_layers(self) -> bool:
+        return (self.weights, self.activations) != ("resident", "keep")
 
     def text(self) -> str:
         """Return the text that `parse` reads."""

@@ -131,3 +131,13 @@ def describe_engine(engine: Any, recomputes: bool) -> Any:
     Return None for other objects.
     """
     return _first(FrameworkReader.describe, engine, recomputes)
+
+
+def own_state(optimizer: Any) -> Any:
+    """Return the attribute `state` of an optimizer; {} where it has none.
+
+    Where ebbtide has the state, reading the attribute may copy all of it.
+    """
+    if hasattr(optimizer, "ebbtide_state"):
+        return getattr(optimizer, "__dict__", {}).get("state", {})
+    return getattr(optimizer, "state", {})

@@ -13,6 +13,7 @@ from .framework_objects import (
     content,
     fp32_masters,
     further_gradients,
+    own_state,
     torch_optimizers,
 )
 
@@ -155,7 +156,7 @@ def _tensors_of(
 
 def _add_states(storages: _Storages, optimizer: Any, names: dict[int, str]) -> None:
     """Add the state of an optimizer, by the modules of its parameters."""
-    for parameter, state in getattr(optimizer, "state", {}).items():
+    for parameter, state in own_state(optimizer).items():
         storages.add(state, STATE, names.get(id(parameter)))
     for _, tensor in getattr(optimizer, "ebbtide_state", ()):
         storages.add(tensor, STATE, None)

@@ -22,6 +22,7 @@ from .framework_objects import (
     content,
     fp32_masters,
     local_tensor,
+    own_state,
     state_device,
     subgroup_sizes,
     torch_optimizers,
@@ -320,7 +321,7 @@ def _parameters(optimizer: Any) -> list[Any]:
         p
         for group in first.param_groups
         for p in group["params"]
-        if p.requires_grad or p in first.state
+        if p.requires_grad or p in own_state(first)
     ]
 
 

@@ -43,6 +43,7 @@ def enable(
     policy: Policy | str = "adaptive",
     *,
     beside: bool = False,
+    on_unsupported: Callable[[str], object] | None = None,
     **options: Unpack[EnableArguments],
 ) -> AbstractContextManager[object]:
     """Let `deepspeed.initialize` create engines that follow a policy of ebbtide.
@@ -55,6 +56,8 @@ def enable(
     Args:
         policy: As for InterleavedAdamW.
         beside: Allow that engines exist already; they stay as they are.
+        on_unsupported: Called with the reason where the configuration of an engine is
+            not supported: DeepSpeed's own optimizer stays then.
         options: `machine`, `subgroup_params`, `memory_budget`, `device`, `threads`,
             `overlap`, `storage` and `host_memory_budget`, as OptimizerOptions says.
             DeepSpeed's sub_group_size, which determines the layout of checkpoints, does
@@ -74,7 +77,9 @@ def enable(
             for a configuration that is not supported.
         PolicyError: If the policy is not valid.
     """
-    inspect.signature(enable).bind(policy, beside=beside, **options)
+    inspect.signature(enable).bind(
+        policy, beside=beside, on_unsupported=on_unsupported, **options
+    )
     check_version()
     settings = OptimizerOptions.of_arguments(
         Overlap(forward=True), policy=policy, gradients="streamed", **options
@@ -101,7 +106,13 @@ def enable(
 
     @functools.wraps(original)
     def configure_optimizer(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        check_engine(engine)
+        try:
+            check_engine(engine)
+        except EngineError as error:
+            if on_unsupported is None:
+                raise
+            on_unsupported(str(error))
+            return original(engine, *args, **kwargs)
         # Imported before the name is replaced: InterleavedStage3 derives from the class
         # of this name.
         from ebbtide.features.deepspeed.engine.stage3 import InterleavedStage3

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ebbtide.features.run.driver.groups import params_of
+from ebbtide.features.run.driver.layer_moves import LayerMoves
 from ebbtide.features.run.driver.log import digest
 from ebbtide.features.run.driver.optimizer_driver import OptimizerDriver
 from ebbtide.features.run.driver.process import DrivenProcess
@@ -19,6 +20,7 @@ from ebbtide.features.run.driver.torch_state import (
     loading_as_torch,
 )
 from ebbtide.features.run.options import RunOptions
+from ebbtide.interleave.engine.param_updater import ParamUpdater
 from ebbtide.interleave.engine.params.local_shards import local_shard
 from ebbtide.profiler.agent.patches import Patches
 
@@ -43,11 +45,15 @@ class TorchDriver:
 
     def __init__(self, process: DrivenProcess) -> None:
         self._process = process
+        process.finish = self.finish
         self._is_finished = False
         self._patches = Patches()
         for owner in (torch.autograd, torch.autograd.graph):
             run_backward = self._counted(owner._engine_run_backward)
             self._patches.set(owner, "_engine_run_backward", run_backward)
+        self._deepspeed: Any = None
+        self._patches.when_imported("deepspeed", self._hook_deepspeed)
+        self._layers = LayerMoves(process) if process.options.moves_layers else None
         # AdamW inherits from Adam in newer versions of torch.
         kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
         self._originals = {
@@ -59,7 +65,14 @@ class TorchDriver:
             if process.options.policy != "none":
                 load = self._loading(kind.load_state_dict)
                 self._patches.set(kind, "state", StateAttribute(self._export))
+                self._patches.set(kind, "ebbtide_state", property(self._rows))
                 self._patches.set(kind, "load_state_dict", load)
+
+    def _hook_deepspeed(self, module: Any) -> None:
+        from ebbtide.features.run.driver.deepspeed_engines import DeepSpeedEngines
+
+        self._deepspeed = DeepSpeedEngines(self._process)
+        self._patches.wrap(module, "initialize", self._deepspeed.initializing)
 
     def _driven_step(self) -> Any:
         def step(optimizer: Any, closure: Any = None) -> Any:
@@ -105,9 +118,13 @@ class TorchDriver:
     def finish(self) -> None:
         """Write the end of each optimizer, and of the parameters."""
         process = self._process
-        if self._is_finished or not process.drivers:
+        if self._is_finished or not (process.drivers or self._deepspeed):
             return
         self._is_finished = True
+        if self._layers is not None:
+            self._layers.close()
+        if self._deepspeed is not None:
+            self._deepspeed.log_ends()
         for driver in list(process.drivers.values()):
             driver.close()
             process.log.add(
@@ -131,6 +148,9 @@ class TorchDriver:
             for optimizer in self._process.kept
             for param in params_of(optimizer)
         ]
+        if self._deepspeed is not None:
+            parts = self._deepspeed.params()
+            params += [part.detach().cpu().clone() for part in parts]
         log.add("final", bits=digest(params))
         if log.path is not None:
             torch.save(params, log.path.replace(".jsonl", ".pt"))
@@ -147,12 +167,8 @@ class TorchDriver:
         driver.step(optimizer, self._torch_step)
         log.step = max(log.step, driver.iterations)
         log.flush()
-        steps = self._process.options.steps
-        if steps is not None and all(
-            own.iterations >= steps for own in self._process.drivers.values()
-        ):
-            self.finish()
-            raise SystemExit(0)
+        drivers = self._process.drivers.values()
+        self._process.end_after_steps(min(own.iterations for own in drivers))
         return loss
 
     def _log_start(self, optimizer: Any, number: int) -> None:
@@ -185,6 +201,14 @@ class TorchDriver:
     def _export(self, optimizer: Any) -> State | None:
         driver = self._process.drivers.get(optimizer)
         return None if driver is None else driver.export()
+
+    def _rows(self, optimizer: Any) -> list[tuple[str, torch.Tensor]]:
+        """Return the state as the engine has it, for recordings."""
+        driver = self._process.drivers.get(optimizer)
+        if driver is None or driver.updater is None:
+            raise AttributeError("ebbtide_state")
+        updater: ParamUpdater = driver.updater
+        return updater.ebbtide_state
 
     def _loading(self, original: Callable[..., None]) -> Callable[..., None]:
         as_torch = original

@@ -21,6 +21,7 @@ class DrivenProcess:
     """The drivers of a process, by optimizer, and what they share.
 
     Attributes:
+        finish: Writes the end of the log.
         backwards: How many backwards have begun.
         kept: The optimizers that have stepped, where their parameters are compared at
             the end.
@@ -32,6 +33,7 @@ class DrivenProcess:
         self.log = RunLog(options.folder)
         self.backwards = 0
         self.drivers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self.finish: Callable[[], None] = lambda: None
         self.kept: list[torch.optim.Optimizer] = []
         self._devices: dict[torch.device, Device] = {}
 
@@ -46,6 +48,12 @@ class DrivenProcess:
             return open_device(device)
         link = self.options.link_bytes_per_s
         return EmulatedDevice(None, link, link, self.options.gpu_params_per_s)
+
+    def end_after_steps(self, steps: int) -> None:
+        """End the process after as many iterations as the options say."""
+        if self.options.steps is not None and steps >= self.options.steps:
+            self.finish()
+            raise SystemExit(0)
 
     def close(self) -> None:
         """Close all devices, whose engines are closed."""
