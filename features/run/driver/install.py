@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.features.run.driver.groups import params_of
+from ebbtide.features.run.driver.groups import is_driven, params_of
 from ebbtide.features.run.driver.layer_moves import LayerMoves
 from ebbtide.features.run.driver.log import digest
 from ebbtide.features.run.driver.optimizer_driver import OptimizerDriver
@@ -216,7 +216,9 @@ class TorchDriver:
 
         def load_state_dict(optimizer: Any, state_dict: Any) -> None:
             driver = self._process.drivers.get(optimizer)
-            is_left = driver is not None and driver.left is not None
+            is_left = not is_driven(type(optimizer)) or (
+                driver is not None and driver.left is not None
+            )
             (as_torch if is_left else keeping)(optimizer, state_dict)
 
         return load_state_dict

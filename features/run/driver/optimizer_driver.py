@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from ebbtide.features.run.driver.groups import (
     engine_groups,
     params_of,
     reason_to_leave,
+    unsupported_option,
 )
+from ebbtide.features.run.driver.log import dense_parts
 from ebbtide.features.run.driver.process import DrivenProcess, Step
 from ebbtide.features.run.driver.torch_state import (
     State,
@@ -99,8 +102,9 @@ class OptimizerDriver:
         optimizer = self._optimizer()
         state = {} if optimizer is None else optimizer.__dict__.get("state", {})
         values = [value for entry in state.values() for value in entry.values()]
-        tensors = [one for one in values if isinstance(one, torch.Tensor)]
-        return {"device_bytes": sum(local_shard(one).nbytes for one in tensors)}
+        tensors = [local_shard(one) for one in values if isinstance(one, torch.Tensor)]
+        parts = [part for tensor in tensors for part in dense_parts(tensor)]
+        return {"device_bytes": sum(part.nbytes for part in parts)}
 
     def close(self) -> None:
         """Close the engine, and keep the figures of its plan."""
@@ -115,13 +119,18 @@ class OptimizerDriver:
         if found_inf is not None and float(found_inf):
             return
         self._follow(optimizer)
+        reason = self.updater and unsupported_option(optimizer)
+        if reason:
+            self._leave(optimizer, reason)
+            torch_step(optimizer)
+            return
         updater = self.updater or self._attach(optimizer)
         if updater is None:
             torch_step(optimizer)
             return
         grad_scale = getattr(optimizer, "grad_scale", None)
         factor = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
-        before = sum(updater.steps.values())
+        counts = dict(updater.steps)
         begin_s = time.perf_counter()
         try:
             updater.param_groups = engine_groups(optimizer)
@@ -129,12 +138,15 @@ class OptimizerDriver:
         except UserError as error:
             if updater.is_lost:
                 raise
-            is_done = sum(updater.steps.values()) > before
+            is_done = updater.steps != counts
             self._leave(optimizer, str(error))
             if not is_done:
                 torch_step(optimizer)
             return
         self.steps += 1
+        _count_no_idle_steps(updater, counts)
+        if factor != 1:
+            _unscale_grads(optimizer, factor)
         self.figures.add(updater, time.perf_counter() - begin_s)
         self._note_plan(updater)
         if self.steps == WINDOW_STEPS:
@@ -252,16 +264,47 @@ class OptimizerDriver:
         self._process.note(f"step {step}, optimizer {self.number}: {text}")
 
 
+def _count_no_idle_steps(
+    updater: ParamUpdater, counts: dict[torch.Tensor, int]
+) -> None:
+    """Restore the counts of SGD without momentum, which leaves no state, as in torch.
+
+    The first step with momentum differs from those after it.
+    """
+    for group in updater.param_groups:
+        if group.get("momentum") == 0:
+            updater.steps |= {param: counts.get(param, 0) for param in group["params"]}
+
+
+def _unscale_grads(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Write the gradients without their scale, as torch's fused kernels do."""
+    params = params_of(optimizer)
+    grads = [local_shard(one.grad) for one in params if one.grad is not None]
+    if grads:
+        with torch.no_grad():
+            torch._foreach_mul_(grads, factor)
+
+
 def _whole_entries(
     optimizer: torch.optim.Optimizer, updater: ParamUpdater
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """Return the entries of an optimizer's state that have all moments.
-
-    Torch makes those of SGD without momentum empty.
-    """
+    """Return the entries of an optimizer's state that are of a step."""
     moments = updater.moments
     return {
         param: entry
         for param, entry in optimizer.__dict__.get("state", {}).items()
-        if all(entry.get(name) is not None for name in moments.get(param, ("",)))
+        if param in moments and _is_of_step(entry, moments[param])
     }
+
+
+def _is_of_step(entry: dict[str, Any], moments: Iterable[str]) -> bool:
+    """Return whether an entry has all moments.
+
+    Torch makes those of SGD without momentum empty, and those of a fused step that a
+    scaler has skipped 0.
+    """
+    values = [entry.get(name) for name in moments]
+    if any(value is None for value in values):
+        return False
+    is_initial = float(entry.get("step", 1)) == 0
+    return not (is_initial and not any(local_shard(value).any() for value in values))

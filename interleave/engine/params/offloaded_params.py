@@ -52,6 +52,8 @@ class OffloadedParams:
         # The parameters, in the order of their indices; none before the engine is
         # opened.
         self.params: list[torch.Tensor] = []
+        # The rules that they had then, by index.
+        self.own_rules: list[UpdateRule] = []
         # Whether the parameters of the constructor were checked or opened.
         self.is_checked = False
         self.calls = StepCalls(runner)
@@ -60,7 +62,6 @@ class OffloadedParams:
         self._options = runner.options
         self._expected_scalars = expected_scalars
         self._rule_of_params = rule_of_params
-        self._own_rules: list[UpdateRule] = []
         self._layouts: list[_Layout] = []
         # Where the parameters were at the last step.
         self._addresses: list[int] = []
@@ -120,7 +121,7 @@ class OffloadedParams:
         The parameter does not have the state of that rule.
         """
         for own_rule, rule in zip(
-            self._own_rules, self._rules(self.params), strict=True
+            self.own_rules, self._rules(self.params), strict=True
         ):
             if rule.name != own_rule.name:
                 raise EngineError(
@@ -152,7 +153,7 @@ class OffloadedParams:
         self.calls.finish()
         if not self.params:
             return []
-        engine, own, rules = self._runner.engine, self._values(), self._own_rules
+        engine, own, rules = self._runner.engine, self._values(), self.own_rules
         values, has_parts = (
             self._whole_values(own, False),
             any(rule.split is not None for rule in rules),
@@ -400,7 +401,7 @@ class OffloadedParams:
             self.calls,
             self._expected_scalars,
         )
-        self.params, self._own_rules = list(params), self._rules(params)
+        self.params, self.own_rules = list(params), self._rules(params)
         self._runner.uses_ranks = any(hasattr(param, "to_local") for param in params)
         self.calls.set_params(self.params, self.exchange.owners)
         self._fingerprints.clear()
@@ -440,7 +441,7 @@ class OffloadedParams:
         self._loaded = {
             index: state_dict.rounded_masters(rule, state)
             for index, (rule, state) in enumerate(
-                zip(self._own_rules, states, strict=True)
+                zip(self.own_rules, states, strict=True)
             )
             if state is not None
         }
@@ -495,7 +496,7 @@ class OffloadedParams:
         if self._has_state:
             rules = zip(
                 self.gather(),
-                self._own_rules,
+                self.own_rules,
                 self._rules(self.params),
                 self._values(),
                 strict=True,
