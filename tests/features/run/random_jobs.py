@@ -251,7 +251,7 @@ class RandomJob:
             saved = optimizer.state_dict()
             self.outcome.layouts.append(layout(saved))
             self.outcome.states += [
-                value.detach().clone()
+                value.detach().to_dense().clone()
                 for entry in saved["state"].values()
                 for value in entry.values()
                 if isinstance(value, torch.Tensor)

@@ -35,8 +35,9 @@ def check_job(seed: int, drive: Drive) -> None:
     case = f"seed {seed}, {other}: {bare.events}"
     try:
         assert driven.error is offloaded.error, "errors"
-        # Torch cannot do all steps that an engine can.
-        assert offloaded.error in (None, bare.error), "errors"
+        # Torch cannot do all steps that an engine can, and checks in another order.
+        fails = bare.error is not None and "type" in str(bare.events)
+        assert fails or offloaded.error in (None, bare.error), "errors"
         assert_equal_bits(offloaded, driven)
         if bare.error is None:
             if UNLIKE_LAYOUTS.isdisjoint(" ".join(bare.events).split()):
