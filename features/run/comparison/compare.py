@@ -32,6 +32,8 @@ BARE, OTHER_KERNELS = "as it is", "torch's other kernels"
 # Fewer leave none after the windows and the warm-up.
 MIN_STEPS = WINDOW_STEPS + 3
 _SUBGROUPS = 10
+# Rates are measured with so many parameters at the least.
+_LEAST_PARAMS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def _rates(
 ) -> dict[str, Any]:
     """Return options with the rates of this machine, which are measured."""
     starts = bare.logs[0].of_kind("start")
-    params = max(1, sum(start["params"] for start in starts))
+    params = max(_LEAST_PARAMS, sum(start["params"] for start in starts))
     budget = options.memory_budget or 8.0 * params
     testbed = find_testbed(params, -(-params // _SUBGROUPS), budget, link, None)
     path = folder / "machine.json"
