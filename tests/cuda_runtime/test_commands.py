@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.cuda_runtime.conftest import OnStandIn
+from tests.features.dryrun.test_backends import JOB
 
 POLICIES = ("zero-offload", "interleaved:2")
 
@@ -43,3 +44,10 @@ def test_enable__of_deepspeed_trains_on_the_device_with_equal_bits(
     assert {run["optimizer"] for run in driven} == {"InterleavedStage3"}
     assert [run["losses"] for run in driven] == [plain["losses"]] * 2
     assert driven[0]["digest"] == driven[1]["digest"]
+
+
+def test_dry_run__calls_neither_runtime_nor_driver(on_stand_in: OnStandIn) -> None:
+    done = on_stand_in(JOB, fail="cu:1:999:sticky")
+    figures = json.loads(done.stdout)
+    assert figures["phases"] == ["forward", "backward", "update"] * 2
+    assert figures["peak_bytes"] > 70_000_000
