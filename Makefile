@@ -143,7 +143,7 @@ test-newest:
 
 # Programs of training frameworks in dry runs. All packages are listed, so that nothing is resolved; an environment has those
 # of `main`, and its own in place of them.
-# Dry runs need builds of torch for the CPU.
+# Builds for the CPU are the smaller ones.
 $(RECIPES)/%/installed: export PIP_EXTRA_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 # GPTQModel is built beside the torch that is installed, without its kernels (a 0 here turns isolation off).
 $(RECIPES)/gptq/installed: BUILD := BUILD_CUDA_EXT=0 PIP_NO_BUILD_ISOLATION=0

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cuda_runtime.conftest import OnStandIn
+from tests.features.dryrun.test_backends import JOB
 
 POLICIES = ("zero-offload", "interleaved:2")
 
@@ -108,3 +109,10 @@ def test_compare__of_a_command_has_equal_bits_on_the_device(
     assert [run["policy"] for run in driven] == list(POLICIES)
     assert all(run["optimizers"][0]["steps"] == 8 for run in driven)
     assert comparison["to_bare"]["loss"] < 1e-5
+
+
+def test_dry_run__calls_neither_runtime_nor_driver(on_stand_in: OnStandIn) -> None:
+    done = on_stand_in(JOB, fail="cu:1:999:sticky")
+    figures = json.loads(done.stdout)
+    assert figures["phases"] == ["forward", "backward", "update"] * 2
+    assert figures["peak_bytes"] > 70_000_000
