@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from typing import Any
 
@@ -105,7 +104,7 @@ class OptimizerDriver:
     def close(self) -> None:
         """Close the engine, and keep the figures of its plan."""
         if self.updater is not None:
-            self.figures.end(self.updater)
+            self.figures.end()
             self.updater.close()
             self.updater = None
 
@@ -122,7 +121,6 @@ class OptimizerDriver:
         grad_scale = getattr(optimizer, "grad_scale", None)
         factor = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
         before = sum(updater.steps.values())
-        begin_s = time.perf_counter()
         try:
             updater.param_groups = engine_groups(optimizer)
             updater.update_params(factor)
@@ -135,7 +133,7 @@ class OptimizerDriver:
                 torch_step(optimizer)
             return
         self.steps += 1
-        self.figures.add(updater, time.perf_counter() - begin_s)
+        self.figures.add(updater)
         self._note_plan(updater)
         if self.steps == WINDOW_STEPS:
             self._decide(optimizer, updater)
