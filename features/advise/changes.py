@@ -8,7 +8,7 @@ from typing import Any
 from ebbtide.features.advise.choice import (
     best_static_split,
     fits_memory,
-    steps_of,
+    planned,
     without_offload,
 )
 from ebbtide.features.advise.job.memory import PlacedWorkload, place
@@ -98,15 +98,14 @@ def least_settings(
     machine: Machine,
     ranks_per_host: int | None = None,
     policies: Sequence[Policy] = (),
-) -> tuple[TunableSettings, PlacedWorkload, Machine] | None:
-    """Return the least change with which a job fits a machine under one of `policies`
-    (empty: of all), its workload, and the machine's rates for one rank; None if no
-    change helps."""
+) -> TunableSettings | None:
+    """Return the settings of the least change with which a job fits a machine under one
+    of `policies` (empty: of all); None if no change helps."""
     for settings in settings_in_order(job):
         shared = share_host(machine, settings.ranks, ranks_per_host)
         placed = place(job, settings, shared)
         if fits(settings, placed, shared, policies):
-            return settings, placed, shared
+            return settings
     return None
 
 
@@ -126,10 +125,8 @@ def fits(
             for policy in policies
             if settings.offload or policy.text == "gpu-only"
         ]
-        candidates = [steps_of(policy, placed.workload, machine) for policy in allowed]
-        return any(
-            steps is not None and fits_memory(steps, machine) for steps in candidates
-        )
+        candidates = planned(allowed, placed.workload, machine)
+        return any(fits_memory(steps, machine) for steps in candidates)
     if not settings.offload or machine.unified_memory:
         return without_offload(placed.workload, machine) is not None
     if _exceeds_both(placed.workload, machine):
