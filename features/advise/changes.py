@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product, starmap
 from typing import Any
 
 from ebbtide.features.advise.choice import (
@@ -43,24 +43,22 @@ _SMALLER_STATE = (
 
 
 def settings_in_order(job: TrainingJob) -> Iterator[TunableSettings]:
-    """Yield the settings to try, first those of the job, then by the cost of the
+    """Return the settings to try, first those of the job, then by the cost of the
     change, the least first: offload of optimizer state, checkpointing, a micro-batch
     that divides the job's, twice as many ranks."""
-    own, can_checkpoint = (
-        job.settings,
-        job.memory is not None and job.memory.checkpointed is not None,
-    )
+    own, memory = job.settings, job.memory
+    can_checkpoint = memory is not None and memory.checkpointed is not None
     batch = own.micro_batch or 0
     divisors: list[int | None] = [
         size for size in range(batch, 0, -1) if batch % size == 0
     ]
-    for ranks in _doubled(own.ranks):
-        for micro_batch in divisors or [None]:
-            for checkpointing in dict.fromkeys(
-                (own.checkpointing, own.checkpointing or can_checkpoint)
-            ):
-                for offload in dict.fromkeys((own.offload, True)):
-                    yield TunableSettings(ranks, micro_batch, checkpointing, offload)
+    choices = product(
+        _doubled(own.ranks),
+        divisors or [None],
+        sorted({own.checkpointing, own.checkpointing or can_checkpoint}),
+        sorted({own.offload, True}),
+    )
+    return starmap(TunableSettings, choices)
 
 
 def share_host(
