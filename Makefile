@@ -70,8 +70,8 @@ demo: $(VENV)/installed
 	$(BIN)/ebbtide plot $(DEMO)/predicted.ebb -o $(DEMO)/predicted.png
 	$(BIN)/ebbtide plan $(DEMO)/predicted.ebb --machine rtx4090 a100-40gb-pcie h100-80gb --plot $(DEMO)/machines.png
 	@echo
-	@echo "== 5. Policies run for real on this machine: measured beside predicted, losses equal to the bit"
-	$(BIN)/ebbtide compare --params 2e7 --steps 4 --plot $(DEMO)/compare.png
+	@echo "== 5. A script that knows nothing of ebbtide, under three policies on this machine: measured beside predicted, losses equal to the bit"
+	$(BIN)/ebbtide compare --steps 8 --plot $(DEMO)/compare.png -- $(BIN)/python examples/train_plain.py
 	@echo
 	@echo "Open $(DEMO)/h100.html first, then $(DEMO)/a100-policies.png, $(DEMO)/gpt.html, $(DEMO)/predicted.png, $(DEMO)/machines.png and $(DEMO)/compare.png."
 	@echo "To record your own job: $(BIN)/ebbtide profile -o run.ebb -- $(BIN)/python train.py"
@@ -143,7 +143,7 @@ test-newest:
 
 # Programs of training frameworks in dry runs. All packages are listed, so that nothing is resolved; an environment has those
 # of `main`, and its own in place of them.
-# Dry runs need builds of torch for the CPU.
+# Builds for the CPU are the smaller ones.
 $(RECIPES)/%/installed: export PIP_EXTRA_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 # GPTQModel is built beside the torch that is installed, without its kernels (a 0 here turns isolation off).
 $(RECIPES)/gptq/installed: BUILD := BUILD_CUDA_EXT=0 PIP_NO_BUILD_ISOLATION=0

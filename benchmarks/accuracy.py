@@ -37,9 +37,7 @@ FIRST = {
     "deepspeed": (
         "Deep Optimizer States: ZeRO-3 with offload, four ranks bound to NUMA nodes"
     ),
-    "deepspeed-unbound": (
-        "Deep Optimizer States: one, two and four ranks that are not bound"
-    ),
+    "deepspeed-unbound": ("Deep Optimizer States, not bound: one, two and four ranks"),
     "fine-tuning": (
         "fms-acceleration: full fine-tuning of 1 to 8 B on 1 to 4 GPUs with FSDP, bf16"
     ),
@@ -66,11 +64,13 @@ SECOND = {
     "tinyllama": "TinyLlama: 1.1 B on 16 GPUs",
 }
 BLIND = FIRST | SECOND
+# Set -> the name that pages and the picture have of it.
+NAMES = {name: title.partition(":")[0] for name, title in BLIND.items()}
 FITTED = {
     "streamed-8b": "ml_dataflow: 8 B on H100 and RTX 3090",
-    **FIRST,
+    **{name: NAMES[name] for name in FIRST},
     "torchtitan-corrected": "torchtitan, its cards and checkpointing stated",
-    "gpt2-h200": SECOND["gpt2-h200"],
+    "gpt2-h200": NAMES["gpt2-h200"],
 }
 CARDS = {
     "h100": "H100 80GB HBM3",
@@ -261,7 +261,7 @@ def misses(blind: dict[str, list[Comparison]]) -> list[list[str]]:
     )
     return [
         [
-            name,
+            NAMES[name],
             card,
             *cells(rows)[:4],
             REASONS.get((name, card.partition(",")[0]), "not known"),
@@ -297,8 +297,7 @@ def blind_table(titles: dict[str, str], blind: dict[str, list[Comparison]]) -> s
         )
         if len(groups) > 1:
             rows += [
-                [title.partition(":")[0], card, *cells(group)]
-                for card, group in groups.items()
+                [NAMES[name], card, *cells(group)] for card, group in groups.items()
             ]
     return table(["set", "GPU", *HEAD], rows)
 
@@ -378,7 +377,7 @@ def _draw_sets(axes: Axes, sets: dict[str, list[Comparison]]) -> None:
             )
             axes.plot(offsets, ratios, ".", markersize=3, color="tab:blue")
             labels.append(
-                f"{name}, {card}: {100 * coverage(rows):.0f} % of {len(rows):,}"
+                f"{NAMES[name]}, {card}: {100 * coverage(rows):.0f} % of {len(rows):,}"
             )
     axes.axhline(1, color="0.4", linewidth=0.8)
     axes.set_xticks(

@@ -197,16 +197,17 @@ def find_service(name: str) -> Any:
 def service(name: str) -> Any:
     """Return what `find_service` does. Raises UserError where the feature is not
     there."""
-    require_service(name)
-    return find_service(name)
+    return require_service(name).load()
 
 
-def require_service(name: str) -> None:
-    """Raise UserError where no feature offers a service."""
-    if name not in plugs("services"):
+def require_service(name: str) -> Plug:
+    """Return the plug of a service. Raises UserError where no feature offers it."""
+    plug = plugs("services").get(name)
+    if plug is None:
         raise UserError(
             f"this needs the feature that offers {name!r}, which is not installed"
         )
+    return plug
 
 
 def public_name(module: str, name: str) -> Any:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 
 from ebbtide.errors import SizeError
+from ebbtide.missing_values import NO_VALUE
 
 RATE_UNITS = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -66,7 +67,7 @@ def bytes_unit(largest: float) -> tuple[float, str]:
 def bytes_text(size: float | None) -> str:
     """Format bytes, as in `1.50 GiB`."""
     if size is None:
-        return "-"
+        return NO_VALUE
     scale, unit = bytes_unit(size)
     return f"{size / scale:.0f} {unit}" if scale == 1 else f"{size / scale:.2f} {unit}"
 
@@ -74,7 +75,7 @@ def bytes_text(size: float | None) -> str:
 def ms_text(milliseconds: float | None) -> str:
     """Format milliseconds, as in `12.3 ms`; from a million seconds on as days."""
     if milliseconds is None:
-        return "-"
+        return NO_VALUE
     if abs(milliseconds) >= 1e9:
         return f"{milliseconds / 86_400_000:,.0f} days"
     digits = 2 if abs(milliseconds) < 10 else 1 if abs(milliseconds) < 1000 else 0
@@ -84,14 +85,14 @@ def ms_text(milliseconds: float | None) -> str:
 def range_text(low_ms: float | None, high_ms: float | None) -> str:
     """Format a range of milliseconds, as in `12.3 to 15.8 ms`."""
     if low_ms is None or high_ms is None:
-        return "-"
+        return NO_VALUE
     return f"{ms_text(low_ms).removesuffix(' ms')} to {ms_text(high_ms)}"
 
 
 def rate_text(bytes_per_s: float | None) -> str:
     """Format a rate, as in `12.3 GB/s`; units are decimal, as for links."""
     if bytes_per_s is None:
-        return "-"
+        return NO_VALUE
     for scale, unit in RATE_UNITS:
         if abs(bytes_per_s) >= _ROUNDED_UP * scale:
             return f"{bytes_per_s / scale:.3g} {unit}"
@@ -101,7 +102,7 @@ def rate_text(bytes_per_s: float | None) -> str:
 def count_text(count: float | None) -> str:
     """Format a count, as in `3.83 G` and `125 M`."""
     if count is None:
-        return "-"
+        return NO_VALUE
     for scale, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if abs(count) >= _ROUNDED_UP * scale:
             return f"{count / scale:.3g}{unit}"

@@ -24,6 +24,14 @@ def test_that_forks(error):
 
 def test_child__that_leaves_its_test_is_ended(tmp_path: Path) -> None:
     (tmp_path / "test_fork.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-n", "2"]
+    # Other plugins take most of the time of a start, of which each worker has one.
+    plugins = [
+        "--disable-plugin-autoload",
+        "-p",
+        "xdist.plugin",
+        "-p",
+        "tests.conftest",
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, "-n", "1"]
     command += ["--rootdir", str(tmp_path), str(tmp_path)]
     assert "3 passed" in run_process(command, timeout_s=60).stdout

@@ -3,6 +3,7 @@
 import numpy as np
 
 from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
+from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.timeseries.step_functions import Ints
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import DeviceInfo
@@ -126,19 +127,15 @@ def peak_pool(trace: Trace) -> str | None:
 
 @once_per_trace
 def _rss_is_known(trace: Trace) -> bool:
-    """Return whether the resident memory of each rank was sampled before its third
-    iteration began, or its first one of fewer than five: short jobs end before that."""
+    """Return whether the resident memory of each rank was sampled before its first
+    steady iteration began: short jobs end before that."""
+    steady = steady_iterations(trace).numbers
     for rank in trace.ranks:
         phases = trace.columns(rank, "phases")
-        finished = phases.recorded("iteration")
-        iterations = phases.ints("iteration")[finished]
-        numbers = np.unique(iterations)
-        if not len(numbers):
-            continue
-        first = numbers[2 if len(numbers) >= 5 else 0]
-        starts = phases.ints("start_ns")[finished][iterations == first]
+        is_steady = np.isin(phases.ints("iteration"), steady)
+        starts = phases.ints("start_ns")[phases.recorded("iteration") & is_steady]
         times, _ = memory_timeline(trace, rank, RSS)
-        if not len(times) or times[0] > starts.min():
+        if len(starts) and not (len(times) and times[0] <= starts.min()):
             return False
     return True
 

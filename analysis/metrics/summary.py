@@ -48,6 +48,7 @@ from ebbtide.analysis.metrics.storage_use import StorageUse, storage_use
 from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
 from ebbtide.analysis.timeseries.statistics import median_or_none, sum_or_none
 from ebbtide.analysis.timeseries.step_functions import Floats, length, union_length
+from ebbtide.missing_values import NOT_KNOWN
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import ms_text
@@ -448,7 +449,7 @@ def _about(trace: Trace) -> list[str]:
                 else ""
             )
             lines.append(
-                f"optimizer: {optimizer.class_name or 'unknown'}{params}{state}"
+                f"optimizer: {optimizer.class_name or NOT_KNOWN}{params}{state}"
             )
     return lines
 

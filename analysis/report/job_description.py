@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from ebbtide.analysis.metrics.framework_setup import FrameworkSetup, framework_setup
+from ebbtide.missing_values import NOT_KNOWN
 from ebbtide.profiler.trace import Trace, metadata
 from ebbtide.units import bytes_text, count_text, rate_text
 
@@ -95,7 +96,7 @@ def _source(meta: metadata.TraceMeta) -> str:
     if meta.source == "recorded":
         return f"recorded by ebbtide {meta.ebbtide or ''}".strip()
     files = ", ".join(f"{file.file} ({file.format})" for file in meta.imported)
-    return (meta.source or "unknown") + (f" from {files}" if files else "")
+    return (meta.source or NOT_KNOWN) + (f" from {files}" if files else "")
 
 
 def _first_iteration(meta: metadata.TraceMeta, first: metadata.RankInfo) -> str:
@@ -149,7 +150,7 @@ def _model(model: metadata.ModelInfo) -> str:
 
 
 def _optimizer(optimizer: metadata.OptimizerInfo) -> str:
-    parts = [optimizer.class_name or "unknown"]
+    parts = [optimizer.class_name or NOT_KNOWN]
     if optimizer.params is not None:
         parts.append(f"{count_text(optimizer.params)} parameters")
     if optimizer.state_bytes is not None:

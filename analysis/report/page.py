@@ -33,6 +33,7 @@ from ebbtide.analysis.tables.ranks import differences_table, rank_table
 from ebbtide.analysis.tables.summary import gpu_table, phase_table
 from ebbtide.analysis.tables.table import Table
 from ebbtide.errors import TraceError
+from ebbtide.missing_values import NOT_KNOWN
 from ebbtide.output_files import new_output
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text, ms_text, range_text
@@ -76,7 +77,7 @@ def _times(summary: Summary) -> Iterator[KeyFigure]:
 def _memory(metrics: JobMetrics, summary: Summary) -> Iterator[KeyFigure]:
     memory = summary.memory
     if memory.peak_bytes is not None:
-        capacity = "capacity unknown"
+        capacity = f"capacity {NOT_KNOWN}"
         if memory.capacity_bytes is not None:
             of_host = " of host memory" if ran_on_cpu(metrics.trace) else ""
             capacity = f"of {bytes_text(memory.capacity_bytes)}{of_host}"

@@ -19,7 +19,6 @@ from ebbtide.analysis.report.page_panels import (
     page_panels,
     panel_notes,
 )
-from ebbtide.analysis.tables.table import NOT_KNOWN
 from ebbtide.analysis.timeline.axis import BoxSampler, TimeAxis, recorded_interval
 from ebbtide.analysis.timeline.boxes import (
     phase_boxes,
@@ -30,6 +29,7 @@ from ebbtide.analysis.timeline.boxes import (
 from ebbtide.analysis.timeline.panels import TimelinePanel
 from ebbtide.analysis.timeline.styles import OTHER_SUBSTEP, SUBSTEP_COLORS
 from ebbtide.analysis.timeseries.step_functions import Floats
+from ebbtide.missing_values import NO_VALUE, NOT_KNOWN
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text, ms_text
@@ -79,10 +79,10 @@ def substep_chart_boxes(rows: pd.DataFrame, axis: TimeAxis) -> dict[str, ChartBo
             "op": list(boxes["name"]),
             "on": list(boxes["resource"]),
             "subgroup": [
-                NOT_KNOWN if number < 0 else str(number) for number in boxes["subgroup"]
+                NO_VALUE if number < 0 else str(number) for number in boxes["subgroup"]
             ],
             "bytes": [
-                NOT_KNOWN if pd.isna(size) else bytes_text(int(size))
+                NO_VALUE if pd.isna(size) else bytes_text(int(size))
                 for size in boxes["bytes"]
             ],
             "ms": _lengths_ms(boxes),
@@ -105,7 +105,7 @@ def window_chart_boxes(
         ),
         "phase": [phase or "the whole trace" for phase in rows["phase"]],
         "iteration": [
-            NOT_KNOWN if pd.isna(number) else str(int(number))
+            NO_VALUE if pd.isna(number) else str(int(number))
             for number in rows["iteration"]
         ],
         "span": [
@@ -136,7 +136,7 @@ def _lengths_ms(rows: pd.DataFrame) -> Floats:
 
 
 def _percent(share: float) -> str:
-    return "unknown" if np.isnan(share) else f"{100 * share:.0f} %"
+    return NOT_KNOWN if np.isnan(share) else f"{100 * share:.0f} %"
 
 
 def _tooltip(title: str, **rows: str) -> str:

@@ -27,12 +27,12 @@ from ebbtide.analysis.tables.table import (
     size,
     text,
 )
+from ebbtide.missing_values import NOT_KNOWN
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import AllocatorState
 from ebbtide.units import bytes_text, ms_text
 
 _SOURCE = "ebbtide memory --json"
-_UNNAMED = "not known"
 _MAX_SITE_CHARS = 60
 # Rows of each table of holders, and on a screen the rows of categories, modules and
 # call sites.
@@ -329,7 +329,7 @@ def out_of_memory_view(
 
 
 def _category(holder: Holder) -> str:
-    return holder.category or _UNNAMED
+    return holder.category or NOT_KNOWN
 
 
 def _module(holder: Holder) -> str | None:

@@ -9,6 +9,7 @@ from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import prediction_line
 from ebbtide.analysis.tables.table import Misfit, View
 from ebbtide.machines.accuracy import ranges_text
+from ebbtide.missing_values import NOT_KNOWN
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text, bytes_unit, ms_text, range_text
 
@@ -33,8 +34,7 @@ def prediction_view(trace: Trace) -> View:
     yield from map(Misfit, _host_lines(metrics))
     if (holders := metrics.holders()) is not None and holders.bytes:
         names = (
-            (name or "not known").replace("_", " ")
-            for name, _ in holders.by("category")
+            (name or NOT_KNOWN).replace("_", " ") for name, _ in holders.by("category")
         )
         shares = (100 * size / holders.bytes for _, size in holders.by("category"))
         parts = [

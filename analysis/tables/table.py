@@ -12,11 +12,9 @@ from operator import attrgetter
 from typing import Any
 
 from ebbtide.analysis.metrics.devices import free_memory_text, ran_on_cpu
+from ebbtide.missing_values import NO_VALUE
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import RATE_UNITS, bytes_text, bytes_unit, count_text
-
-# Text of a value that was not recorded or cannot be known.
-NOT_KNOWN = "-"
 
 # Of the figures of a column: returns a function from a figure to its text, and their
 # unit.
@@ -104,7 +102,7 @@ class Table:
         return [
             column
             for column in printed
-            if any(cell.text != NOT_KNOWN for cell in column.cells)
+            if any(cell.text != NO_VALUE for cell in column.cells)
         ]
 
     @property
@@ -248,14 +246,14 @@ def _printed(column: Column, rows: Sequence[Any]) -> PrintedColumn:
     if column.formatter is None:
         return PrintedColumn(
             column.label,
-            [Cell(value or NOT_KNOWN) for value in values],
+            [Cell(value or NO_VALUE) for value in values],
             None,
             is_number=False,
         )
     to_text, unit = column.formatter(values)
     cells = [
         Cell(
-            NOT_KNOWN if value is None else to_text(value),
+            NO_VALUE if value is None else to_text(value),
             value,
             column.is_outlier(row),
         )

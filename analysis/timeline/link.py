@@ -24,6 +24,7 @@ from ebbtide.analysis.timeline.styles import (
     link_style,
 )
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
+from ebbtide.missing_values import NOT_KNOWN
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import rate_text
 
@@ -112,7 +113,7 @@ class _LineBuilder:
             of_copies(rows, self._trace.rank(self._rank).transfers_spans_ns), edges
         )
         if len(starts) and np.isnan(rows.bytes).all():
-            detail += ", sizes unknown"
+            detail += f", sizes {NOT_KNOWN}"
         middles = edges[:-1] + np.diff(edges) // 2
         return TimelineLine(
             direction,

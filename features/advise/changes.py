@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product, starmap
 from typing import Any
 
 from ebbtide.features.advise.choice import (
     best_static_split,
     fits_memory,
-    steps_of,
+    planned,
     without_offload,
 )
 from ebbtide.features.advise.job.memory import PlacedWorkload, place
@@ -43,24 +43,22 @@ _SMALLER_STATE = (
 
 
 def settings_in_order(job: TrainingJob) -> Iterator[TunableSettings]:
-    """Yield the settings to try, first those of the job, then by the cost of the
+    """Return the settings to try, first those of the job, then by the cost of the
     change, the least first: offload of optimizer state, checkpointing, a micro-batch
     that divides the job's, twice as many ranks."""
-    own, can_checkpoint = (
-        job.settings,
-        job.memory is not None and job.memory.checkpointed is not None,
-    )
+    own, memory = job.settings, job.memory
+    can_checkpoint = memory is not None and memory.checkpointed is not None
     batch = own.micro_batch or 0
     divisors: list[int | None] = [
         size for size in range(batch, 0, -1) if batch % size == 0
     ]
-    for ranks in _doubled(own.ranks):
-        for micro_batch in divisors or [None]:
-            for checkpointing in dict.fromkeys(
-                (own.checkpointing, own.checkpointing or can_checkpoint)
-            ):
-                for offload in dict.fromkeys((own.offload, True)):
-                    yield TunableSettings(ranks, micro_batch, checkpointing, offload)
+    choices = product(
+        _doubled(own.ranks),
+        divisors or [None],
+        sorted({own.checkpointing, own.checkpointing or can_checkpoint}),
+        sorted({own.offload, True}),
+    )
+    return starmap(TunableSettings, choices)
 
 
 def share_host(
@@ -98,15 +96,14 @@ def least_settings(
     machine: Machine,
     ranks_per_host: int | None = None,
     policies: Sequence[Policy] = (),
-) -> tuple[TunableSettings, PlacedWorkload, Machine] | None:
-    """Return the least change with which a job fits a machine under one of `policies`
-    (empty: of all), its workload, and the machine's rates for one rank; None if no
-    change helps."""
+) -> TunableSettings | None:
+    """Return the settings of the least change with which a job fits a machine under one
+    of `policies` (empty: of all); None if no change helps."""
     for settings in settings_in_order(job):
         shared = share_host(machine, settings.ranks, ranks_per_host)
         placed = place(job, settings, shared)
         if fits(settings, placed, shared, policies):
-            return settings, placed, shared
+            return settings
     return None
 
 
@@ -126,10 +123,8 @@ def fits(
             for policy in policies
             if settings.offload or policy.text == "gpu-only"
         ]
-        candidates = [steps_of(policy, placed.workload, machine) for policy in allowed]
-        return any(
-            steps is not None and fits_memory(steps, machine) for steps in candidates
-        )
+        candidates = planned(allowed, placed.workload, machine)
+        return any(fits_memory(steps, machine) for steps in candidates)
     if not settings.offload or machine.unified_memory:
         return without_offload(placed.workload, machine) is not None
     if _exceeds_both(placed.workload, machine):

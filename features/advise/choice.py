@@ -1,9 +1,10 @@
 """The choice of a policy: the best one that a machine has memory for, with updates
 beside the step, and the others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
+from operator import attrgetter
 from typing import Any
 
 from ebbtide.analysis.metrics.advice import MIN_GAIN
@@ -23,6 +24,7 @@ _MAX_STRIDE = 10
 # Splits are compared, and asked whether one fits, for the same workload in turn.
 _REMEMBERED = 16
 _ROUNDED_SUBGROUPS = 2
+_RATING = attrgetter("rating_s")
 
 
 @dataclass(frozen=True)
@@ -268,17 +270,27 @@ def steps_of(policy: Policy, workload: Workload, machine: Machine) -> Steps | No
         return None
 
 
+def planned(
+    policies: Iterable[Policy], workload: Workload, machine: Machine
+) -> list[Steps]:
+    """Return the schedules of the policies that can plan the workload on a machine."""
+    each = (steps_of(policy, workload, machine) for policy in policies)
+    return [steps for steps in each if steps is not None]
+
+
+def fastest(candidates: Iterable[Steps]) -> Steps | None:
+    """Return the fastest schedules, the first of equals; None without any."""
+    return min(candidates, key=_RATING, default=None)
+
+
 def without_offload(workload: Workload, machine: Machine) -> Steps | None:
     """Return the schedule with all state on the device; None if it is not known to fit,
     or a rate is missing."""
     if workload.gpu_free is None:
         return None
-    on_gpu = steps_of(Policy.make("gpu-only"), workload, machine)
-    return (
-        on_gpu
-        if on_gpu is not None and on_gpu.valid.fits_device(machine.gpu_memory_bytes)
-        else None
-    )
+    on_gpu = planned([Policy.make("gpu-only")], workload, machine)
+    capacity = machine.gpu_memory_bytes
+    return fastest(steps for steps in on_gpu if steps.valid.fits_device(capacity))
 
 
 def all_on_device(workload: Workload, machine: Machine) -> Steps | None:
@@ -294,16 +306,15 @@ def best_static_split(workload: Workload, machine: Machine) -> Steps | None:
     of equals; None without."""
     # If the free memory is not known, only a plan that needs no device memory is sure
     # to fit.
-    fitting = [
+    return fastest(
         steps
         for steps in _static_splits(workload, machine)
         if steps.valid.fits_device(machine.gpu_memory_bytes)
-    ]
-    return min(fitting, key=lambda steps: steps.rating_s, default=None)
+    )
 
 
 @lru_cache(maxsize=_REMEMBERED)
-def _static_splits(workload: Workload, machine: Machine) -> tuple[Steps, ...]:
+def _static_splits(workload: Workload, machine: Machine) -> list[Steps]:
     """Return static splits without storage, those with most state on the host first.
 
     Those whose resident state exceeds what the device always has free are left out."""
@@ -311,15 +322,8 @@ def _static_splits(workload: Workload, machine: Machine) -> tuple[Steps, ...]:
     shares = [
         share / 20 for share in range(19, -1, -1) if _may_keep(workload, 1 - share / 20)
     ]
-    policies = (
-        Policy.make("zero-offload"),
-        *(Policy.make("twin-flow", f"{share:g}") for share in shares),
-    )
-    return tuple(
-        steps
-        for policy in policies
-        if (steps := steps_of(policy, workload, machine)) is not None
-    )
+    splits = (Policy.make("twin-flow", f"{share:g}") for share in shares)
+    return planned([Policy.make("zero-offload"), *splits], workload, machine)
 
 
 def _may_keep(workload: Workload, share: float) -> bool:
@@ -340,28 +344,22 @@ def _other_policies(
         return steps.valid.fits_device(machine.gpu_memory_bytes) is not False
 
     strides = range(1, _MAX_STRIDE + 1) if workload.gpu_free is not None else (2,)
-    interleaved = [
-        steps_of(Policy.make("interleaved", stride), workload, machine)
-        for stride in strides
-    ]
-    fitting = [steps for steps in interleaved if steps is not None and may_fit(steps)]
+    interleaved = planned(
+        (Policy.make("interleaved", stride) for stride in strides), workload, machine
+    )
+    fixed = map(Policy.make, ("zero-offload", "pipelined"))
     candidates = [
-        *(
-            steps_of(Policy.make(name), workload, machine)
-            for name in ("zero-offload", "pipelined")
-        ),
-        min(fitting, key=lambda steps: steps.rating_s, default=None),
+        *planned(fixed, workload, machine),
+        fastest(filter(may_fit, interleaved)),
         split,
     ]
     if workload.gpu_free is None and not fits_memory(best, machine):
         # Where the host is too small for the best policy, a split may fit: what the
         # device has free is not known.
-        splits = [
-            steps
-            for steps in _static_splits(workload, machine)
-            if fits_memory(steps, machine)
-        ]
-        candidates.append(min(splits, key=lambda steps: steps.rating_s, default=None))
+        splits = _static_splits(workload, machine)
+        candidates.append(
+            fastest(steps for steps in splits if fits_memory(steps, machine))
+        )
     # A split may be zero-offload, and the best policy one of these.
     by_policy = {steps.plan.policy: steps for steps in candidates if steps is not None}
     others = [
@@ -369,7 +367,7 @@ def _other_policies(
         for policy, steps in by_policy.items()
         if policy != best.plan.policy and may_fit(steps)
     ]
-    return sorted(others, key=lambda steps: steps.rating_s)
+    return sorted(others, key=_RATING)
 
 
 def fits_memory(steps: Steps, machine: Machine) -> bool:

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from ebbtide.cli import options
 from ebbtide.cli.command import command
-from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs, save_picture
+from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs
 from ebbtide.cli.printing import echo, echo_line, progress_bar
 from ebbtide.machines.machine import MAX_RANKS
 
 if TYPE_CHECKING:
-    from ebbtide.features.advise.job.sources import BatchSettings
-    from ebbtide.features.advise.job.training_job import TrainingJob
-    from ebbtide.features.advise.machine_plan import (
-        MachinePlan,
-        PlacedJob,
-        SortKey,
-    )
     from ebbtide.interleave.model.workload import Workload
-    from ebbtide.interleave.replay.inputs import PlanTarget
     from ebbtide.machines.machine import Machine
-    from ebbtide.profiler.trace import Trace
 
 # The heading of options for the shape of a model.
 SHAPE = "Model (only with --params)"
@@ -198,19 +188,29 @@ def plan(
         has_options=any(only_with_params),
     )
 
-    from ebbtide.features.advise.job.sources import BatchSettings
-    from ebbtide.features.advise.machine_plan import JobPlans
-    from ebbtide.features.advise.printing import MAX_PLANS, print_code, print_plans
+    from ebbtide.features.advise import machine_plan
+    from ebbtide.features.advise.job import decoder, sources
+    from ebbtide.features.advise.printing import (
+        MAX_PLANS,
+        print_code,
+        print_plans,
+        save_plans,
+    )
     from ebbtide.features.advise.whole_job import layers_of_job, plan_whole_job
+    from ebbtide.interleave.policies import as_policy
     from ebbtide.interleave.replay import inputs
     from ebbtide.profiler.trace import open_trace
 
-    batch = BatchSettings(ranks, micro_batch, sequence, tokens)
+    batch = sources.BatchSettings(ranks, micro_batch, sequence, tokens)
     recording = open_trace(Path(traces[0])) if traces else None
-    size = _Size(
-        params, sequence, vocabulary, layers, hidden, heads, runtime, attention
+    job = sources.job_of_files(recording, workload, batch) or sources.job_of_size(
+        decoder.shape_of(
+            params or 0, sequence or 2048, vocabulary, layers, hidden, heads or 0
+        ),
+        batch,
+        checkpointing,
+        decoder.Implementation(runtime, attention),
     )
-    job = _job(recording, workload, size, batch, checkpointing)
     machines += [code] if code is not None and code not in machines else []
     card = inputs.own_preset(recording) if not machines else None
     targets = inputs.find_targets(
@@ -224,20 +224,25 @@ def plan(
         )
         if save_workload is not None:
             _write_workload(layered, job.workload.name, save_workload, force)
+        request = machine_plan.PlanRequest(
+            policies=[as_policy(text) for text in policy or ()],
+            ranks_per_host=ranks_per_host,
+        )
+        # All ranks of a box share the rates of a machine, unless they are stated.
         per_box = workload is not None and not ranks
-        placed = _place(job, targets, policy or [], ranks_per_host, per_box)
+        placed = machine_plan.place_on(job, targets, request, per_box=per_box)
         if code is not None and not as_json and plot is None:
             placed = [placed[machines.index(code)]]
         by = sort or ("cost" if price_per_hour else "iteration")
         count = None if as_json or explain or plot else MAX_PLANS
-        plans = _plans(placed, by, count, as_json, update)
+        plans = machine_plan.fastest_plans(placed, by, count, as_json, update)
         shared = placed[0].share(targets[0].machine)
         whole = plan_whole_job(layered, job.tokens, shared) if layered else None
-        _draw(job, plans, picture, plot)
-    is_named = bool(machines) or len(plans) == 1
-    answer = JobPlans(
-        job, plans, by, is_named, whole, tuple(targets[0].machine.limits(shared))
-    )
+        is_named = bool(machines) or len(plans) == 1
+        answer = machine_plan.JobPlans(
+            job, plans, by, is_named, whole, tuple(targets[0].machine.limits(shared))
+        )
+        save_plans(answer, picture, plot)
     if as_json:
         echo(json.dumps(answer.as_json()))
     elif code is not None:
@@ -291,94 +296,6 @@ def _check_source(
         )
 
 
-class _Size(NamedTuple):
-    """The options that describe a job of a given size."""
-
-    params: int | None
-    sequence: int | None
-    vocabulary: int
-    layers: int | None
-    hidden: int | None
-    heads: int | None
-    runtime: str | None
-    attention: str | None
-
-
-def _job(
-    recording: Trace | None,
-    workload: Path | None,
-    size: _Size,
-    batch: BatchSettings,
-    checkpointing: bool,
-) -> TrainingJob:
-    """Read the job of a trace, of a workload file, or of a size."""
-    from ebbtide.features.advise.job import sources
-    from ebbtide.features.advise.job.decoder import Implementation, shape_of
-    from ebbtide.interleave.model.workload import load_workload
-
-    if recording is not None:
-        return sources.job_of_trace(recording, batch)
-    if workload is not None:
-        return sources.job_of_workload(load_workload(workload), batch)
-    assert size.params is not None
-    shape = shape_of(
-        size.params,
-        size.sequence or 2048,
-        size.vocabulary,
-        size.layers,
-        size.hidden,
-        size.heads or 0,
-    )
-    implementation = Implementation(size.runtime, size.attention)
-    return sources.job_of_size(shape, batch, checkpointing, implementation)
-
-
-def _place(
-    job: TrainingJob,
-    targets: list[PlanTarget],
-    policies: list[str],
-    ranks_per_host: int | None,
-    per_box: bool,
-) -> list[PlacedJob]:
-    """Place a job on machines.
-
-    `per_box`: all ranks of a box share the rates of a machine, unless the ranks on a
-    host are stated.
-    """
-    from ebbtide.features.advise.machine_plan import PlanRequest, place_job
-    from ebbtide.interleave.policies import as_policy
-
-    chosen = [as_policy(text) for text in policies]
-    placed = []
-    for target in targets:
-        own, ranks = target.machine, ranks_per_host
-        if per_box and ranks is None and own.box is not None:
-            ranks = own.box.ranks
-        request = PlanRequest(target.source, chosen, ranks, target.price_per_hour)
-        placed.append(place_job(job, own, request))
-    return placed
-
-
-def _plans(
-    placed: list[PlacedJob],
-    by: SortKey,
-    count: int | None,
-    as_json: bool,
-    update: Callable[[str, int, int], None],
-) -> list[MachinePlan]:
-    """Plan for the machines in their order; `as_json`: with all that JSON has."""
-    from ebbtide.features.advise.machine_plan import fastest_plans
-
-    planned: dict[int, MachinePlan] = {}
-    for number, machine_plan in fastest_plans(placed, by, count or len(placed)):
-        planned[number] = machine_plan
-        if as_json:
-            # At once, while the searches for the lines to paste are remembered.
-            machine_plan.as_json()
-        update(f"{len(planned)} of {len(placed)} machines", len(planned), len(placed))
-    return [planned[number] for number in sorted(planned)]
-
-
 def _write_workload(
     layered: Workload | None, name: str, file: Path, force: bool
 ) -> None:
@@ -401,12 +318,3 @@ def _print_replay(file: Path, source: str, host: str | None, rank: Machine) -> N
         f"next: ebbtide replay --workload {file} --machine {source} "
         f"--ranks-per-host {per_host}"
     )
-
-
-def _draw(
-    job: TrainingJob, plans: list[MachinePlan], picture: Path | None, plot: Path | None
-) -> None:
-    if picture is not None:
-        from ebbtide.features.advise.pictures import draw_plans
-
-        save_picture(draw_plans(job, plans), picture, plot)

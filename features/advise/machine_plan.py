@@ -1,9 +1,9 @@
 """The plan of a job for one machine: what fits, under which policy, how fast (as a
 range), and at which cost."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import msgspec
@@ -29,8 +29,8 @@ from ebbtide.features.advise.job.training_job import (
     ComputeTimes,
     TrainingJob,
     TunableSettings,
+    Variant,
 )
-from ebbtide.features.advise.levers.effects import Variant
 from ebbtide.features.advise.levers.search import (
     JobChange,
     cheapest_change,
@@ -48,11 +48,16 @@ from ebbtide.features.advise.whole_job import WholeJobPlan
 from ebbtide.interleave.model.operations import BOTH
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.policies import Policy
-from ebbtide.interleave.replay.inputs import NETWORK_NOTE, with_recorded_memory
+from ebbtide.interleave.replay.inputs import (
+    NETWORK_NOTE,
+    PlanTarget,
+    with_recorded_memory,
+)
 from ebbtide.interleave.replay.recorded_job import RecordedJob
 from ebbtide.interleave.replay.replay import limiting_resource
 from ebbtide.interleave.replay.schedule_to_trace import device_memory
 from ebbtide.interleave.simulation.bound import min_iteration_s
+from ebbtide.interleave.simulation.simulator import Steps
 from ebbtide.machines.accuracy import accuracy_of
 from ebbtide.machines.catalog import MachineArgument, find_machine, preset, presets
 from ebbtide.machines.machine import Machine, unified_memory_text
@@ -74,8 +79,6 @@ _CHANGES = {
 _RESOURCE_NAMES = {"cpu": "cpu update", "gpu": "gpu update"}
 # What the table of plans is sorted by.
 SortKey = Literal["iteration", "cost"]
-# Properties on changes of the job's own settings that are in the JSON of a plan.
-_CHANGES_OF_SETTINGS = ("needed_bytes", "cheapest", "alone")
 # Keys in the JSON of a plan of a likely value, and of the ends of its range.
 _RANGES = {
     "iteration": ("iteration_ms", "iteration_low_ms", "iteration_high_ms"),
@@ -114,6 +117,15 @@ class PlacedJob:
         return share_host(machine, ranks, self.request.ranks_per_host)
 
     @property
+    def variant(self) -> Variant:
+        """The job with its settings here."""
+        return Variant(self.job, self.settings)
+
+    def time(self, steps: Steps) -> PolicyTime:
+        """Return the range of a policy's iteration here."""
+        return policy_time(steps, self.shared, self.placed.times.factor)
+
+    @property
     def ranks_per_host(self) -> int:
         """Ranks on a host."""
         return ranks_on_a_host(
@@ -129,17 +141,14 @@ class PlacedJob:
     def recorded(self) -> RecordedJob:
         """The recorded job with the micro-steps and the update of the settings; a job
         that has to be changed has no policy and iteration of its own there."""
-        own_s = self.placed.times.own_update_s
         job = replace(
             self.job.recorded,
-            micro_steps=self.job.micro_steps_of(self.settings),
-            own_update_s=own_s,
+            micro_steps=self.variant.micro_steps,
+            own_update_s=self.placed.times.own_update_s,
         )
-        return (
-            job
-            if self.settings == self.job.settings
-            else replace(job, policy=None, iteration_s=None)
-        )
+        if self.settings == self.job.settings:
+            return job
+        return replace(job, policy=None, iteration_s=None)
 
     @property
     def context(self) -> PasteContext:
@@ -149,14 +158,12 @@ class PlacedJob:
     @property
     def needs_search(self) -> bool:
         """Whether the best policy is searched for, which takes long."""
-        is_searched = (
-            self.placed.workload.gpu_free is not None and not self.request.policies
-        )
         return (
             self.has_memory
-            and is_searched
             and self.settings.offload
             and not self.shared.unified_memory
+            and not self.request.policies
+            and self.placed.workload.gpu_free is not None
         )
 
     def least(self, by: SortKey) -> float:
@@ -170,7 +177,7 @@ class PlacedJob:
 
     def cost(self, ms: Range) -> Range | None:
         """Return the price of a billion tokens; None: not known."""
-        price, tokens = self.request.price_per_hour, self.job.tokens_of(self.settings)
+        price, tokens = self.request.price_per_hour, self.variant.tokens
         if price is None or tokens is None:
             return None
         per_ms = price * self.hosts / _MS_PER_HOUR
@@ -218,15 +225,11 @@ class MachinePlan:
         """The lines to paste; None where nothing fits."""
         if self.choice is None:
             return None
-        own, recorded = self.placed, self.placed.recorded
-        # A job with a configuration of its own has the lines for what it checkpoints.
-        has_lines = (
-            bool(recorded.section("zero_optimization"))
-            and own.job.settings.checkpointing
-        )
-        pasted = replace(
-            own.settings, checkpointing=own.settings.checkpointing and not has_lines
-        )
+        own, pasted = self.placed, self.placed.settings
+        is_configured = bool(own.recorded.section("zero_optimization"))
+        if is_configured and own.job.settings.checkpointing:
+            # Its configuration has the lines for what it checkpoints.
+            pasted = replace(pasted, checkpointing=False)
         return lines_to_paste(self.choice, own.context, pasted)
 
     @property
@@ -247,9 +250,7 @@ class MachinePlan:
         ]
         by_policy = {steps.plan.policy: steps for steps in candidates}
         ordered = sorted(by_policy.values(), key=lambda steps: steps.rating_s)
-        return tuple(
-            policy_time(steps, own.shared, own.placed.times.factor) for steps in ordered
-        )
+        return tuple(map(own.time, ordered))
 
     @property
     def needed_bytes(self) -> float | None:
@@ -258,39 +259,33 @@ class MachinePlan:
         own = self.placed
         if not self._needs_changes:
             return None
-        return needed_bytes(
-            Variant(own.job, own.job.settings), own.machine, own.request.ranks_per_host
-        )[0]
+        one = Variant(own.job, own.job.settings)
+        return needed_bytes(one, own.machine, own.request.ranks_per_host)[0]
 
     @cached_property
     def cheapest(self) -> JobChange | None:
         """The cheapest changes in the framework's own settings that make it fit; None
         where it fits or none do."""
-        own = self.placed
-        return (
-            cheapest_change(own.job, own.machine, own.request.ranks_per_host)
-            if self._needs_changes
-            else None
-        )
+        return cheapest_change(*self._search) if self._needs_changes else None
 
     @cached_property
     def alone(self) -> tuple[JobChange, ...]:
         """The effect of each of these changes alone, the cheapest first; none where it
         fits."""
+        return single_changes(*self._search) if self._needs_changes else ()
+
+    @property
+    def _search(self) -> tuple[TrainingJob, Machine, int | None]:
+        """The job, its machine and the ranks on a host that changes are for."""
         own = self.placed
-        return (
-            single_changes(own.job, own.machine, own.request.ranks_per_host)
-            if self._needs_changes
-            else ()
-        )
+        return own.job, own.machine, own.request.ranks_per_host
 
     @property
     def _needs_changes(self) -> bool:
-        has_sizes = (
-            self.placed.job.memory is not None
-            and self.placed.machine.gpu_memory_bytes is not None
-        )
-        return has_sizes and not self.fits
+        own = self.placed
+        if self.fits or own.job.memory is None:
+            return False
+        return own.machine.gpu_memory_bytes is not None
 
     def changes_text(self) -> list[str]:
         """Return the changes that make it fit, in few words; the offload of state is
@@ -314,11 +309,16 @@ class MachinePlan:
                 values[attribute.name] = value
             else:
                 values |= zip(keys, value or [None] * len(keys), strict=True)
-        values["advice"] = None if self.advice is None else self.advice.as_json()
-        values["code"], values["lines"] = self.code, self.lines
-        values["policies"] = [time.as_json() for time in self.policies]
-        values |= {name: getattr(self, name) for name in _CHANGES_OF_SETTINGS}
-        values["action"] = self.cheapest.action if self.cheapest is not None else None
+        values |= {
+            "advice": self.advice and self.advice.as_json(),
+            "code": self.code,
+            "lines": self.lines,
+            "policies": [time.as_json() for time in self.policies],
+            "needed_bytes": self.needed_bytes,
+            "cheapest": self.cheapest,
+            "alone": self.alone,
+            "action": self.cheapest and self.cheapest.action,
+        }
         plain: dict[str, Any] = msgspec.to_builtins(values)
         return plain
 
@@ -331,19 +331,47 @@ def place_job(
     asked, machine = request or PlanRequest(), find_machine(machine)
     if job.memory is not None:
         machine = with_recorded_memory(machine, job.memory.capacity_bytes)
-    solution = least_settings(job, machine, asked.ranks_per_host, asked.policies)
-    if solution is not None:
-        return PlacedJob(job, machine, asked, True, *solution)
-    shared = share_host(machine, job.settings.ranks, asked.ranks_per_host)
-    return PlacedJob(
-        job,
-        machine,
-        asked,
-        False,
-        job.settings,
-        place(job, job.settings, shared),
-        shared,
-    )
+    settings = least_settings(job, machine, asked.ranks_per_host, asked.policies)
+    if settings is None:
+        return _placed(job, machine, asked, job.settings, has_memory=False)
+    return _placed(job, machine, asked, settings, has_memory=True)
+
+
+def _placed(
+    job: TrainingJob,
+    machine: Machine,
+    request: PlanRequest,
+    settings: TunableSettings,
+    *,
+    has_memory: bool,
+) -> PlacedJob:
+    shared = share_host(machine, settings.ranks, request.ranks_per_host)
+    placed = place(job, settings, shared)
+    return PlacedJob(job, machine, request, has_memory, settings, placed, shared)
+
+
+def place_on(
+    job: TrainingJob,
+    targets: Sequence[PlanTarget],
+    request: PlanRequest,
+    *,
+    per_box: bool,
+) -> list[PlacedJob]:
+    """Place a job on machines; `per_box`: all ranks of a box are on a host, unless the
+    request states how many."""
+    placed = []
+    for target in targets:
+        own, ranks = target.machine, request.ranks_per_host
+        if per_box and ranks is None and own.box is not None:
+            ranks = own.box.ranks
+        asked = replace(
+            request,
+            machine_source=target.source,
+            ranks_per_host=ranks,
+            price_per_hour=target.price_per_hour,
+        )
+        placed.append(place_job(job, own, asked))
+    return placed
 
 
 def place_as_it_is(
@@ -352,24 +380,13 @@ def place_as_it_is(
     """Place the job of a trace on another machine for advice on its policy alone: with
     the least change of `place_job` where that is offload, else as it is. Raises as
     `place_job`, and WorkloadError as `job_of_trace`."""
-    job, request = (
-        job_of_trace(trace, BatchSettings()),
-        PlanRequest(ranks_per_host=ranks_per_host),
-    )
+    job = job_of_trace(trace, BatchSettings())
+    request = PlanRequest(ranks_per_host=ranks_per_host)
     own = place_job(job, machine, request)
     offloaded = replace(job.settings, offload=True)
     if own.settings in (job.settings, offloaded):
         return own
-    shared = share_host(own.machine, offloaded.ranks, ranks_per_host)
-    return PlacedJob(
-        job,
-        own.machine,
-        request,
-        False,
-        offloaded,
-        place(job, offloaded, shared),
-        shared,
-    )
+    return _placed(job, own.machine, request, offloaded, has_memory=False)
 
 
 def plan_for_machine(
@@ -379,22 +396,39 @@ def plan_for_machine(
     return plan_placed(place_job(job, machine, request))
 
 
-def plan_placed(own: PlacedJob) -> MachinePlan:
-    """Return the plan of a job that has been placed on its machine."""
-    untimed = _without_times(own)
+def plan_placed(own: PlacedJob, *, has_times: bool = True) -> MachinePlan:
+    """Return the plan of a job that has been placed on its machine; without
+    `has_times`, it has no policy and no times."""
+    change = changed(own.job.settings, own.settings, "")
+    plan = MachinePlan(
+        own,
+        None,
+        machine=own.machine.name,
+        fits=own.has_memory and change is None,
+        change=change,
+        device_capacity_bytes=own.shared.gpu_memory_bytes,
+        host_capacity_bytes=own.machine.for_ranks(own.ranks_per_host).host_memory_bytes,
+        accuracy=accuracy_of(own.machine).text(),
+    )
     if not own.has_memory:
-        return untimed
+        return replace(plan, notes=(_missing_text(own.placed.workload.missing_bytes),))
+    plan = replace(
+        plan,
+        settings=own.settings,
+        ranks_per_host=own.ranks_per_host,
+        hosts=own.hosts,
+        notes=_notes(own),
+    )
+    if not has_times:
+        return plan
+    choose = choose_policy
     if own.request.policies:
-        choice = choose_among(
-            own.request.policies, own.placed.workload, own.shared, own.recorded
-        )
-    else:
-        choice = choose_policy(own.placed.workload, own.shared, own.recorded)
+        choose = partial(choose_among, own.request.policies)
+    choice = choose(own.placed.workload, own.shared, own.recorded)
     schedule, policy = choice.steps.valid, choice.steps.plan.policy
-    time = policy_time(choice.steps, own.shared, own.placed.times.factor)
-    tokens = own.job.tokens_of(own.settings)
+    time, tokens = own.time(choice.steps), own.variant.tokens
     return replace(
-        untimed,
+        plan,
         choice=choice,
         change=changed(own.job.settings, own.settings, policy),
         policy=policy,
@@ -407,63 +441,44 @@ def plan_placed(own: PlacedJob) -> MachinePlan:
     )
 
 
-def _without_times(own: PlacedJob) -> MachinePlan:
-    """Return the plan without a policy, or that of a job that nothing makes fit."""
-    change = changed(own.job.settings, own.settings, "")
-    plan = MachinePlan(
-        own,
-        None,
-        machine=own.machine.name,
-        fits=own.has_memory and change is None,
-        change=change,
-        device_capacity_bytes=own.shared.gpu_memory_bytes,
-        host_capacity_bytes=own.machine.for_ranks(own.ranks_per_host).host_memory_bytes,
-        accuracy=accuracy_of(own.machine).text(),
-    )
-    if own.has_memory:
-        notes = _notes(own.placed, own.machine, own.ranks_per_host, own.hosts)
-        return replace(
-            plan,
-            settings=own.settings,
-            ranks_per_host=own.ranks_per_host,
-            hosts=own.hosts,
-            notes=notes,
-        )
-    missing = own.placed.workload.missing_bytes
-    what = (
-        f"{missing / 1e9:.1f} GB of device memory are missing"
-        if missing
-        else "the host has too little memory"
-    )
-    return replace(
-        plan,
-        notes=(
-            f"{what}, and none of the changes helps: policy, checkpointing, "
-            "micro-batch, ranks",
-        ),
+def _missing_text(missing_bytes: float) -> str:
+    """Return why nothing makes a job fit."""
+    what = "the host has too little memory"
+    if missing_bytes:
+        what = f"{missing_bytes / 1e9:.1f} GB of device memory are missing"
+    return (
+        f"{what}, and none of the changes helps: policy, checkpointing, micro-batch, "
+        "ranks"
     )
 
 
 def fastest_plans(
-    placed: Sequence[PlacedJob], by: SortKey, count: int
-) -> Iterator[tuple[int, MachinePlan]]:
-    """Yield the number of each machine, and its plan. Plans that need a search, and are
-    surely not among the first `count` in the order of `by`, have no policy and no
-    times."""
+    placed: Sequence[PlacedJob],
+    by: SortKey,
+    count: int | None = None,
+    as_json: bool = False,
+    update: Callable[[str, int, int], None] = lambda text, done, total: None,
+) -> list[MachinePlan]:
+    """Plan for the machines in their order. Plans that need a search, and are surely
+    not among the first `count` in the order of `by`, have no policy and no times; None:
+    all have. `as_json`: with all that JSON has."""
     # The middle of a range is no shorter than the likely iteration: what slows it down
     # counts for more.
-    least = {
-        number: own.least(by) if own.needs_search else 0.0
-        for number, own in enumerate(placed)
-    }
+    least = [own.least(by) if own.needs_search else 0.0 for own in placed]
+    total = len(placed)
+    first = count or total
     keys: list[tuple[bool, float]] = []
-    for number in sorted(least, key=least.__getitem__):
-        is_later = len(keys) >= count and (False, least[number]) > keys[count - 1]
-        plan = (
-            _without_times(placed[number]) if is_later else plan_placed(placed[number])
-        )
+    plans: dict[int, MachinePlan] = {}
+    for number in sorted(range(total), key=least.__getitem__):
+        is_later = len(keys) >= first and (False, least[number]) > keys[first - 1]
+        plan = plan_placed(placed[number], has_times=not is_later)
+        plans[number] = plan
+        if as_json:
+            # At once, while the searches for the lines to paste are remembered.
+            plan.as_json()
         keys = sorted([*keys, plan.sort_key(by)])
-        yield number, plan
+        update(f"{len(keys)} of {total} machines", len(keys), total)
+    return [plans[number] for number in range(total)]
 
 
 @dataclass(frozen=True)
@@ -509,18 +524,16 @@ class JobPlans:
         return sorted(self.plans, key=lambda plan: plan.sort_key(self.by))
 
 
-def _notes(
-    placed: PlacedWorkload, machine: Machine, per_host: int, hosts: int
-) -> tuple[str, ...]:
-    notes = [placed.times.note]
-    if machine.box is not None and per_host < machine.box.ranks:
+def _notes(own: PlacedJob) -> tuple[str, ...]:
+    notes = [own.placed.times.note]
+    box, per_host = own.machine.box, own.ranks_per_host
+    if box is not None and per_host < box.ranks:
         notes.append(
-            f"uses {per_host} of {machine.box.ranks} GPUs of a host, whose price "
-            "counts in full"
+            f"uses {per_host} of {box.ranks} GPUs of a host, whose price counts in full"
         )
-    if hosts > 1:
+    if own.hosts > 1:
         notes.append(NETWORK_NOTE)
-    return tuple(filter(None, (*notes, unified_memory_text(machine))))
+    return tuple(filter(None, (*notes, unified_memory_text(own.machine))))
 
 
 def _limiting_part(schedule: Schedule, machine: Machine, times: ComputeTimes) -> str:

@@ -12,6 +12,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from ebbtide.features.advise.job.training_job import TrainingJob
 from ebbtide.features.advise.machine_plan import MachinePlan
 from ebbtide.features.advise.ranges import Range
+from ebbtide.features.advise.tables import digits_of, gib_text
 from ebbtide.interleave.replay.pictures.policy_bars import FONT_SIZE, write_figure
 
 matplotlib.use("Agg")
@@ -96,9 +97,9 @@ def _draw_memory(
     axes.barh(rows, np.array(capacities) / 2**30, height=0.6, color=_CAPACITY_COLOR)
     axes.barh(rows, [(size or 0.0) / 2**30 for size in sizes], height=0.32, color=color)
     for row, size, capacity in zip(rows, sizes, capacities, strict=True):
-        text = "-" if size is None else f"{size / 2**30:,.0f}"
+        text = gib_text(size)
         if size is not None and capacity:
-            text = f"{text} of {capacity / 2**30:,.0f}"
+            text += f" of {gib_text(capacity)}"
         write_figure(axes, row, max(capacity, size or 0.0) / 2**30, text)
     axes.set_xlim(0, most * 1.6)
     axes.set_title(f"{place} memory (GiB)", fontsize=9, loc="left")
@@ -123,12 +124,7 @@ def _draw_ranges(
             solid_capstyle="butt",
         )
         axes.plot([likely], [row], "o", color=panel.color, ms=5)
-        write_figure(
-            axes,
-            row,
-            high,
-            f"{likely:,.{0 if likely >= 100 else 1 if likely >= 10 else 2}f}",
-        )
+        write_figure(axes, row, high, f"{likely:,.{digits_of(likely)}f}")
         highs.append((low, high))
     axes.set_title(panel.title, fontsize=9, loc="left")
     if highs:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from ebbtide.cli.outputs import save_picture
 from ebbtide.cli.printing import echo, echo_line, print_view
 from ebbtide.errors import UserError
 from ebbtide.units import counted, ms_text
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ebbtide.analysis.metrics.advice import IterationGain
     from ebbtide.features.advise.lines.setups import PolicySetup
     from ebbtide.features.advise.lines.systems import SystemSetup
@@ -146,11 +149,7 @@ def json_block(value: Any, indent: int = 0) -> str:
 
 
 def _print_setup(setup: PolicySetup, is_recommended: bool) -> None:
-    title = (
-        f"{setup.policy}: {ms_text(setup.iteration_ms)} an "
-        f"iteration{' (recommended)' if is_recommended else ''}"
-    )
-    echo(f"\n{title}\n{'-' * len(title)}")
+    _print_title(setup, " (recommended)" if is_recommended else "")
     if setup.code is not None or not setup.uses_storage:
         echo(
             "In the configuration of DeepSpeed, whose other keys "
@@ -167,6 +166,11 @@ def _print_setup(setup: PolicySetup, is_recommended: bool) -> None:
         echo("\nIn a script without DeepSpeed: keep torch.optim.AdamW.")
 
 
+def _print_title(setup: PolicySetup | SystemSetup, remark: str) -> None:
+    title = f"{setup.policy}: {ms_text(setup.iteration_ms)} an iteration{remark}"
+    echo(f"\n{title}\n{'-' * len(title)}")
+
+
 def _advantage(system: SystemSetup, advice: Recommendation) -> str:
     """Return in a word what a system has over the recommended policy: it is faster, or
     fits where that does not."""
@@ -175,11 +179,7 @@ def _advantage(system: SystemSetup, advice: Recommendation) -> str:
 
 def _print_system(system: SystemSetup, advice: Recommendation) -> None:
     kind = _advantage(system, advice) if system.is_faster else "the best fraction"
-    title = (
-        f"{system.policy}: {ms_text(system.iteration_ms)} an iteration "
-        f"({kind}{'' if system.exact else ', not exact'})"
-    )
-    echo(f"\n{title}\n{'-' * len(title)}")
+    _print_title(system, f" ({kind}{'' if system.exact else ', not exact'})")
     if system.note is not None:
         echo_line(f"Not exact: {system.note}.")
     echo(f"{system.place}:\n\n{system.lines}")
@@ -193,17 +193,8 @@ def print_plans(answer: JobPlans, explain: bool) -> None:
     ordered = answer.ordered()
     print_view(plan_view(answer, None if explain else MAX_PLANS))
     for plan in ordered if explain else ():
-        notes = (*plan.notes, f"accuracy: {plan.accuracy}")
-        print_view(
-            iter(
-                [
-                    "",
-                    _title(plan),
-                    *(f"  {note}" for note in notes),
-                    policies_table(plan),
-                ]
-            )
-        )
+        notes = [f"  {note}" for note in (*plan.notes, f"accuracy: {plan.accuracy}")]
+        print_view(iter(["", _title(plan), *notes, policies_table(plan)]))
     best = ordered[0]
     if best.policy is None:
         echo_line("next: " + "; ".join(best.notes))
@@ -214,6 +205,14 @@ def print_plans(answer: JobPlans, explain: bool) -> None:
         )
 
 
+def save_plans(answer: JobPlans, picture: Path | None, plot: Path | None) -> None:
+    """Draw plans into the file `picture`, which becomes the file `plot`."""
+    if picture is not None:
+        from ebbtide.features.advise.pictures import draw_plans
+
+        save_picture(draw_plans(answer.job, answer.plans), picture, plot)
+
+
 def print_code(plan: MachinePlan) -> None:
     """Print the lines to paste for a plan. Raises UserError if there is none."""
     from ebbtide.features.advise.levers.keys import TITLES
@@ -222,15 +221,11 @@ def print_code(plan: MachinePlan) -> None:
     if settings is None or lines is None:
         raise UserError(f"no policy fits on {plan.machine}: {'; '.join(plan.notes)}")
     echo(f"{_title(plan)}\n")
-    if plan.cheapest is not None and {*plan.cheapest.text.split(" + ")} != {
-        *plan.changes_text()
-    }:
-        framework = plan.cheapest.action["kind"]
-        echo(
-            f"Cheapest, in the settings of {TITLES[framework]} "
-            f"({plan.cheapest.text}):\n"
-        )
-        echo(f"{json_block(plan.cheapest.action['settings'])}\n")
+    cheapest = plan.cheapest
+    if cheapest and {*cheapest.text.split(" + ")} != {*plan.changes_text()}:
+        framework = TITLES[cheapest.action["kind"]]
+        echo(f"Cheapest, in the settings of {framework} ({cheapest.text}):\n")
+        echo(f"{json_block(cheapest.action['settings'])}\n")
     if plan.fits and plan.policy == "gpu-only" and settings.ranks == 1:
         echo("It fits as it is on one GPU: nothing has to be changed.")
         return
@@ -238,22 +233,13 @@ def print_code(plan: MachinePlan) -> None:
         "With DeepSpeed, in its configuration, whose other keys "
         f"stay:\n\n{json_block(lines.deepspeed_config)}"
     )
-    before = [
-        block
-        for block in (lines.checkpointing, lines.deepspeed_code)
-        if block is not None
-    ]
+    before = [*filter(None, (lines.checkpointing, lines.deepspeed_code))]
+    blocks = [*filter(None, (lines.checkpointing, lines.fsdp2, lines.optimizer))]
     if before:
         echo(
-            "\nand in the script, before deepspeed.initialize:\n\n"
-            + "\n\n".join(before)
+            "\n\n".join(["\nand in the script, before deepspeed.initialize:", *before])
         )
-    blocks = [
-        block
-        for block in (lines.checkpointing, lines.fsdp2, lines.optimizer)
-        if block is not None
-    ]
-    echo("\nWithout DeepSpeed, in the script:\n\n" + "\n\n".join(blocks) + "\n")
+    echo("\n\n".join(["\nWithout DeepSpeed, in the script:", *blocks]) + "\n")
     _print_fill_in("\n".join([*before, *blocks, json.dumps(lines.deepspeed_config)]))
 
 

@@ -206,7 +206,7 @@ class Recommendation:
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide replay --json` prints."""
         present, overlap = self.present, self.choice.overlap
-        advice = None if self.advice is None else self.advice.as_json()
+        advice = self.advice and self.advice.as_json()
         return {
             "policy": self.policy,
             "line": self.line,
@@ -224,9 +224,9 @@ class Recommendation:
             "uncertainty": accuracy_of(self.context.machine).text(),
             "left_out": self.choice.left_out,
             "systems": [asdict(system) for system in self.systems],
-            "overlap": None if overlap is None else overlap.as_json(),
+            "overlap": overlap and overlap.as_json(),
             "warnings": self.warnings,
-            "split": None if self.split is None else asdict(self.split),
+            "split": self.split and asdict(self.split),
             "action": advice,
             "is_as_today": self.is_as_today,
             "deepspeed": self.deepspeed,

@@ -10,8 +10,10 @@ from ebbtide.features.advise.levers.keys import TITLES, settings_text
 from ebbtide.features.advise.machine_plan import JobPlans, MachinePlan
 from ebbtide.features.advise.ranges import Range
 from ebbtide.interleave.replay.inputs import NETWORK_NOTE
+from ebbtide.interleave.replay.tables import FITS_TEXTS
 from ebbtide.machines.accuracy import DATA_SHEETS, ranges_text
 from ebbtide.machines.machine import Machine
+from ebbtide.missing_values import NO_VALUE
 from ebbtide.units import count_text, counted
 
 # From this share on host memory decides what fits.
@@ -19,7 +21,6 @@ _BINDING_SHARE = 0.75
 _PLACES = (
     "resident: on the device; parked: there while it is free; streamed: in and out"
 )
-FITS_TEXTS = {True: "yes", False: "no", None: "not known"}
 
 
 def plan_view(answer: JobPlans, max_plans: int | None = None) -> View:
@@ -42,12 +43,9 @@ def _smallest_machine(
     plans: Sequence[MachinePlan], smallest: Machine | None
 ) -> Iterator[str]:
     """Yield the smallest machine that a job fits, as it is or with changes."""
-    if smallest is not None and smallest.gpu_memory_bytes is not None:
-        size_gib = smallest.gpu_memory_bytes / 2**30
-        yield (
-            f"smallest machine that fits it as it is: {smallest.name} "
-            f"({size_gib:,.0f} GiB)"
-        )
+    if smallest is not None:
+        size = gib_text(smallest.gpu_memory_bytes)
+        yield f"smallest machine that fits it as it is: {smallest.name} ({size} GiB)"
         return
     with_change = [plan for plan in plans if plan.change and not plan.fits]
     if len(plans) > 1 and with_change:
@@ -137,8 +135,13 @@ def _answer(
     if here is None or here.fits or here.needed_bytes is None:
         yield f"{job.workload.name}: {_where_it_fits(plans)}"
         return
-    needed = f"{_gib(here.needed_bytes)} of {_gib(here.device_capacity_bytes)} GiB"
-    yield f"{job.workload.name}: does not fit on {here.machine} ({needed})"
+    needed, capacity = (
+        gib_text(size, 1) for size in (here.needed_bytes, here.device_capacity_bytes)
+    )
+    yield (
+        f"{job.workload.name}: does not fit on {here.machine} ({needed} of {capacity} "
+        "GiB)"
+    )
     if here.cheapest is None:
         yield "  no change of its settings makes it fit there"
         return
@@ -149,10 +152,8 @@ def _answer(
     framework = TITLES[kind] + " with ebbtide's optimizer" * (
         kind == "torch" and "offload" in change.levers
     )
-    yield (
-        f"  cheapest change that fits ({framework}, {_gib(change.device_bytes)} GiB): "
-        f"{change.text}"
-    )
+    size = gib_text(change.device_bytes, 1)
+    yield f"  cheapest change that fits ({framework}, {size} GiB): {change.text}"
     yield f"  {settings_text(change.action['settings'])}"
 
 
@@ -160,7 +161,7 @@ def _changes_table(plan: MachinePlan) -> Table:
     """Return what each change of settings does alone; LoRA also with checkpointing."""
     columns = (
         text("change", "text"),
-        text("device GiB", lambda change: _gib(change.device_bytes)),
+        text("device GiB", lambda change: gib_text(change.device_bytes, 1)),
         text("fits", lambda change: FITS_TEXTS[change.fits]),
         text("costs", lambda change: "; ".join(change.costs)),
     )
@@ -172,22 +173,27 @@ def _changes_table(plan: MachinePlan) -> Table:
     )
 
 
-def _gib(size: float | None) -> str:
-    return "-" if size is None else f"{size / 2**30:,.1f}"
+def gib_text(size: float | None, digits: int = 0) -> str:
+    """Return a size in GiB, without the unit."""
+    return NO_VALUE if size is None else f"{size / 2**30:,.{digits}f}"
+
+
+def digits_of(value: float) -> int:
+    """Return the digits behind the point with which a figure has three."""
+    return 0 if value >= 100 else 1 if value >= 10 else 2
 
 
 def _where_it_fits(plans: Sequence[MachinePlan]) -> str:
-    fitting = [plan.machine for plan in plans if plan.fits]
-    if len(fitting) == len(plans):
-        return (
-            f"fits on {plans[0].machine} as it is"
-            if len(plans) == 1
-            else "fits on each machine as it is"
-        )
+    fitting = sum(plan.fits for plan in plans)
+    if fitting == len(plans):
+        place = plans[0].machine if len(plans) == 1 else "each machine"
+        return f"fits on {place} as it is"
     if fitting:
-        return f"fits as it is on {len(fitting)} of {len(plans)} machines"
-    changed = [plan for plan in plans if plan.change is not None]
-    return "fits nowhere as it is" if changed else "does not fit, whatever is changed"
+        return f"fits as it is on {fitting} of {len(plans)} machines"
+    can_change = any(plan.change is not None for plan in plans)
+    if can_change:
+        return "fits nowhere as it is"
+    return "does not fit, whatever is changed"
 
 
 def policies_table(plan: MachinePlan) -> Table:
@@ -218,13 +224,9 @@ def _range(span: Range | None, scale: float = 1.0) -> str | None:
     if span is None:
         return None
     high = span.high / scale
-    digits = 0 if high >= 100 else 1 if high >= 10 else 2
+    digits = digits_of(high)
     return f"{span.low / scale:,.{digits}f}-{high:,.{digits}f}"
 
 
 def _of(size: float | None, capacity: float | None) -> str | None:
-    if size is None:
-        return None
-    return "/".join(
-        "-" if value is None else f"{value / 2**30:,.0f}" for value in (size, capacity)
-    )
+    return None if size is None else f"{gib_text(size)}/{gib_text(capacity)}"

@@ -6,6 +6,7 @@ from typing import Any
 
 from ebbtide.errors import MachineError, WorkloadError
 from ebbtide.features.advise.job.compute_times import TransformerCompute
+from ebbtide.features.advise.job.sources import CONTEXT_BYTES
 from ebbtide.features.advise.job.trace_layers import with_trace_layers
 from ebbtide.features.advise.job.training_job import TrainingJob
 from ebbtide.interleave.model.workload import (
@@ -20,9 +21,6 @@ from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.machines.machine import Machine
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import ms_text
-
-# The CUDA context and workspaces.
-_CONTEXT_BYTES = 1e9
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ def layered_workload(job: TrainingJob, machine: Machine) -> Workload:
     shape, micro_steps = job.compute.shape, job.micro_steps
     settings = replace(job.settings, checkpointing=False)
     times = job.compute.times(machine, settings, micro_steps)
-    tokens = shape.sequence * (settings.micro_batch or 1)
+    tokens = shape.tokens(settings)
     # Of the forward; products of the vocabulary are in the rest.
     head = 2.0 * tokens * shape.vocabulary * shape.hidden / shape.forward_flops(tokens)
     forward_s, backward_s = (
@@ -112,7 +110,7 @@ def layered_workload(job: TrainingJob, machine: Machine) -> Workload:
     )
     ends = job.workload.params - shape.layers * params
     used = (
-        _CONTEXT_BYTES
+        CONTEXT_BYTES
         + 2 * shape.logit_bytes(tokens)
         + ends * (job.workload.param_bytes + job.workload.grad_bytes)
     )

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from ebbtide.analysis.tables.table import Column, Table, View, rate, size, text
 from ebbtide.machines.machine import SHARED_RATES, Machine
+from ebbtide.missing_values import NOT_KNOWN
 
 
 class _Rate(NamedTuple):
@@ -107,7 +108,7 @@ def _details(machine: Machine) -> View:
             if gpu.compute_capability
             else ""
         )
-        title = f"{machine.name}, the GPU: {gpu.name or 'not known'}{capability}"
+        title = f"{machine.name}, the GPU: {gpu.name or NOT_KNOWN}{capability}"
         cells = (
             text(label, itemgetter(number))
             for number, label in enumerate(("figure", "rate", "unit"))
@@ -116,7 +117,7 @@ def _details(machine: Machine) -> View:
     fit = machine.extra.get("fit") or {"residuals": {}}
     columns = [
         text("trace", lambda name: name),
-        text("ranks on the host", lambda name: str(fit["ranks"][name] or "not known")),
+        text("ranks on the host", lambda name: str(fit["ranks"][name] or NOT_KNOWN)),
         text("policy", lambda name: fit["policies"][name]),
         text(
             "update, fitted vs. measured",

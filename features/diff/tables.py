@@ -9,7 +9,6 @@ from ebbtide.analysis.metrics.prediction import PREDICTED
 from ebbtide.analysis.tables.activity import short_name
 from ebbtide.analysis.tables.summary import TOTALS
 from ebbtide.analysis.tables.table import (
-    NOT_KNOWN,
     Column,
     Table,
     View,
@@ -20,6 +19,7 @@ from ebbtide.analysis.tables.table import (
 )
 from ebbtide.features.diff.comparison import Change, Diff, TimeChange
 from ebbtide.features.diff.gate import LimitResult
+from ebbtide.missing_values import NO_VALUE, NOT_KNOWN
 from ebbtide.units import bytes_text, ms_text
 
 # Pools whose peak may be the largest change: the memory that a job requests from its
@@ -285,7 +285,7 @@ def _sentence(subject: str, change: Change, to_text: Text) -> str:
 
 def _verdict(change: TimeChange) -> str:
     if change.is_distinguishable is None:
-        return "not known"
+        return NOT_KNOWN
     if not change.is_distinguishable:
         return "may be noise"
     return "size uncertain" if change.is_uncertain else "differs"
@@ -323,7 +323,7 @@ def _interval_note(diff: Diff) -> str | None:
 
 def _value_text(value: Any) -> str:
     if value is None:
-        return NOT_KNOWN
+        return NO_VALUE
     if isinstance(value, list):
         return shlex.join(map(str, value))
     return f"{value:,}" if isinstance(value, int) else str(value)

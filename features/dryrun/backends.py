@@ -76,15 +76,15 @@ def load_backend() -> Backend:
 def backend_of(torch: Any) -> Any:
     """Return the class of the backend for a module `torch`."""
     version = torch.__version__
-    if version.startswith("2.13.") and (torch.version.cuda or torch.version.hip):
+    if torch.version.hip:
         raise DryRunError(
-            "a dry run needs a build of torch for the CPU alone, as torch 2.13.0+cpu; "
+            "a dry run needs a build of torch for the CPU or CUDA, as torch 2.13.0; "
             f"this is {version}"
         )
     folder = BACKENDS.get(".".join(version.split(".")[:2]))
     if folder is None:
         raise DryRunError(
-            "a dry run needs torch 2.13 (CPU build) or 2.11, whose layout it knows; "
+            "a dry run needs torch 2.13 or 2.11, whose layout it knows; "
             f"this is {version}"
         )
     return import_module(f"ebbtide.features.dryrun.{folder}.backend").Backend

@@ -16,7 +16,7 @@ from types import FrameType
 from ebbtide.features.dryrun.errors import CannotFakeError, DryRunFinished
 from ebbtide.profiler.agent.patches import Patches
 
-_NEEDS_CUDA = "it needs a build of torch with CUDA: leave it out for the dry run"
+_NEEDS_DEVICE = "it needs a device: leave it out for the dry run"
 _COMPILED = (
     "it is compiled for CUDA: leave it out for the dry run, or choose the "
     "implementation in PyTorch"
@@ -43,19 +43,20 @@ _MESSAGES = (
     ),
     (
         re.compile(r"(DispatchStub: missing kernel|(?<=dummy base class )\w+)"),
-        _NEEDS_CUDA,
+        _NEEDS_DEVICE,
     ),
-    (re.compile(r"module '(torch\._C)' has no attribute '(\w+)'"), _NEEDS_CUDA),
+    (re.compile(r"module '(torch\._C)' has no attribute '(\w+)'"), _NEEDS_DEVICE),
     # An error of this dry run that a library quotes in one of its own.
     (
         re.compile(r"cannot dry-run (torch\.utils\.cpp_extension\.\w+\([^)]*\))"),
         _COMPILED,
     ),
-    (re.compile(r"(CUDA) is not available|not compiled with (CUDA)"), _NEEDS_CUDA),
-    # Of a build with CUDA.
     (
-        re.compile(r"(CUDA) driver version is insufficient|no (CUDA)-capable device"),
-        "it needs a device: leave it out for the dry run",
+        re.compile(
+            r"(CUDA) is not available|not compiled with (CUDA)|only available on (CUDA)"
+            r"|(CUDA) driver version is insufficient|no (CUDA)-capable device"
+        ),
+        _NEEDS_DEVICE,
     ),
     (
         re.compile(
@@ -254,7 +255,7 @@ def _of_fakes(error: BaseException) -> str | None:
     if not (in_cuda or _is_own(file) or f"{_TORCH}_subclasses{os.sep}" in file):
         return None
     remedy = (
-        _NEEDS_CUDA
+        _NEEDS_DEVICE
         if in_cuda
         else "fake tensors do not support it: leave it out for the dry run"
     )

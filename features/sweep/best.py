@@ -24,10 +24,10 @@ from ebbtide.analysis.tables.table import (
     size,
     text,
 )
-from ebbtide.features.advise.tables import FITS_TEXTS
 from ebbtide.features.sweep.task import NOT_COLUMNS, Row, Task
 from ebbtide.interleave.model.plan import RESOURCES, STORAGE_RESOURCES
 from ebbtide.interleave.replay.replay import RESULT_BYTES, PolicyResult
+from ebbtide.interleave.replay.tables import FITS_TEXTS
 from ebbtide.units import bytes_text, count_text
 
 BASELINE = "zero-offload"

@@ -22,6 +22,7 @@ from ebbtide.cli.options import count, size
 from ebbtide.cli.outputs import check_outputs, print_outputs, save_picture
 from ebbtide.cli.printing import echo, echo_line, print_view, progress_bar
 from ebbtide.cli.reading import check_options
+from ebbtide.missing_values import NOT_KNOWN
 
 if TYPE_CHECKING:
     from ebbtide.features.sweep.task import Row, Scenario, Task, TaskRunner
@@ -90,9 +91,7 @@ class Sweep:
             )
         tasks = combinations(pairs, scenarios, policies)
         names = (
-            _distinct(task.machine.name for task in tasks)
-            if machines
-            else ["not known"]
+            _distinct(task.machine.name for task in tasks) if machines else [NOT_KNOWN]
         )
         cases = itertools.product(
             failed.items(),

@@ -11,6 +11,7 @@ import select
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -74,46 +75,80 @@ def profile(
         raise TraceError(reason) from None
 
 
+class _ChildJob:
+    """A recorded job in a child of this process.
+
+    `become` makes the child the job, and gets the write end of a pipe. The collector
+    keeps it open until the trace is finished.
+    """
+
+    def __init__(self, become: Callable[[int], NoReturn]) -> None:
+        self.ended_by = 0
+        self._text = b""
+        self._is_closed = False
+        self._pipe, write = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            become(write)
+        os.close(write)
+
+    def has_ended(self) -> bool:
+        """Return whether the job has ended. It is not reaped: the collector reads from
+        it how it has ended."""
+        flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        return os.waitid(os.P_PID, self.pid, flags) is not None
+
+    def is_finished(self, wait_s: float = 0.0) -> bool:
+        """Return whether the job has ended and its trace is finished."""
+        while not self._is_closed and select.select([self._pipe], [], [], wait_s)[0]:
+            part = os.read(self._pipe, 1 << 16)
+            self._text += part
+            self._is_closed = not part
+        return self._is_closed and self.has_ended()
+
+    def forward(self, number: int, _frame: FrameType | None = None) -> None:
+        """Send a signal to the job."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def exit_code(self) -> int:
+        """Return the exit code of the job.
+
+        If a signal has ended it, this is 128 plus `ended_by`, the signal's number.
+        """
+        os.close(self._pipe)
+        _, status = os.waitpid(self.pid, 0)
+        self.ended_by = os.WTERMSIG(status)
+        return 128 + self.ended_by if self.ended_by else os.WEXITSTATUS(status)
+
+
 def profile_in_terminal(job: RecordedCommand) -> int:
     """Record a job in a child of this process, and return its exit code.
 
     The child gets the keys of the terminal. Return once its trace is finished; end as
     the job if a signal has ended it. Raises TraceError in the child as `profile` does.
     """
-    finished_read, finished_write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(finished_read)
-        profile(job, finished=finished_write)
-    os.close(finished_write)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_FORWARDED, signal.SIGCHLD))
-    while not _has_ended(pid):
-        received = signal.sigwaitinfo((*_FORWARDED, signal.SIGCHLD))
+    child = _ChildJob(lambda pipe: profile(job, finished=pipe))
+    awaited = (*_FORWARDED, signal.SIGCHLD)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    while not child.has_ended():
+        received = signal.sigwaitinfo(awaited)
         # The keys of the terminal reach the job, too.
         is_of_kernel = received.si_code == _SI_KERNEL
         if received.si_signo != signal.SIGCHLD and not is_of_kernel:
-            os.kill(pid, received.si_signo)
+            child.forward(received.si_signo)
     # Processes of the job may go on in the background.
     deadline_s = time.monotonic() + _FINISH_SECONDS
-    is_finished = False
-    while not is_finished and time.monotonic() < deadline_s:
-        is_finished = bool(select.select([finished_read], [], [], 0.1)[0])
+    while not child.is_finished(wait_s=0.1) and time.monotonic() < deadline_s:
         if signal.sigpending() & {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}:
             break
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if code < 0:
+    code = child.exit_code()
+    if child.ended_by:
         with contextlib.suppress(OSError):  # of SIGKILL
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
+            signal.signal(child.ended_by, signal.SIG_DFL)
+        os.kill(os.getpid(), child.ended_by)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return code if code >= 0 else 128 - code
-
-
-def _has_ended(pid: int) -> bool:
-    """Return whether a child has ended. It is not reaped: the collector reads from it
-    how it has ended."""
-    flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
-    return os.waitid(os.P_PID, pid, flags) is not None
+    return code
 
 
 def _why_not(program: str) -> str:
@@ -136,7 +171,7 @@ def job_environment(options: Options, spools: Path) -> dict[str, str]:
     }
 
 
-class BackgroundJob:
+class BackgroundJob(_ChildJob):
     """A recorded job in a process group of its own, without the terminal's keys.
 
     Signals are passed on to it. Its output is in `log`, RUN.log beside RUN.ebb, which
@@ -147,39 +182,19 @@ class BackgroundJob:
     def __init__(self, job: RecordedCommand) -> None:
         self.log = job.output.with_suffix(".log")
         log = _create(self.log, job.force)
-        # Lines of the collector, to the end of the trace; the second pipe closes when
-        # the job is executed.
-        self._messages, messages_write = os.pipe()
+        # It closes when the job is executed.
         error_read, error_write = os.pipe()
-        os.set_blocking(self._messages, False)
-        self._text = b""
-        self._is_finished = False
-        self.pid = os.fork()
-        if self.pid == 0:
-            _become_job(job, log, messages_write, error_write)
-        for descriptor in (log, messages_write, error_write):
-            os.close(descriptor)
-        error = b""
-        while part := os.read(error_read, 4096):
-            error += part
-        os.close(error_read)
+        super().__init__(lambda pipe: _become_job(job, log, pipe, error_write))
+        os.close(log)
+        os.close(error_write)
+        with open(error_read, encoding="utf-8", errors="replace") as file:
+            error = file.read()
         if error:
-            os.waitpid(self.pid, 0)
+            super().exit_code()
             self.log.unlink(missing_ok=True)
-            raise TraceError(error.decode(errors="replace"))
+            raise TraceError(error)
         for number in _FORWARDED:
-            signal.signal(number, self._forward)
-
-    def is_finished(self) -> bool:
-        """Return whether the job has ended and its trace is finished."""
-        while not self._is_finished:
-            try:
-                part = os.read(self._messages, 1 << 16)
-            except BlockingIOError:
-                break
-            self._text += part
-            self._is_finished = not part
-        return self._is_finished and _has_ended(self.pid)
+            signal.signal(number, self.forward)
 
     def interrupt(self) -> None:
         """Send SIGINT to all processes of the job's group, as Ctrl-C would."""
@@ -187,25 +202,15 @@ class BackgroundJob:
             os.killpg(self.pid, signal.SIGINT)
 
     def exit_code(self) -> int:
-        """Return the exit code of the finished job.
-
-        If a signal has ended it, this is 128 plus the signal's number.
-        """
+        """Return the exit code as `_ChildJob` does, and pass on no more signals."""
         for number in _FORWARDED:
             signal.signal(number, signal.SIG_DFL)
-        _, status = os.waitpid(self.pid, 0)
-        os.close(self._messages)
-        code = os.waitstatus_to_exitcode(status)
-        return code if code >= 0 else 128 - code
+        return super().exit_code()
 
     @property
     def messages(self) -> str:
         """The lines of the collector: warnings, and where the trace is."""
         return self._text.decode(errors="replace")
-
-    def _forward(self, number: int, _: FrameType | None) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
 
 
 def _create(path: Path, force: bool) -> int:

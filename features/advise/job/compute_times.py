@@ -2,6 +2,7 @@
 machine they were recorded on."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,6 +44,8 @@ SAME_GPU_FACTOR = 1.06
 KERNELS_FACTOR = 1.15
 PEAKS_FACTOR = 1.3
 UNKNOWN_GPU_FACTOR = 2.0
+# What the times in notes are of.
+_PASSES = "forward and backward:"
 _TYPES_BY_BYTES = {2.0: _HALF_TYPES, 4.0: _FULL_TYPES}
 
 
@@ -66,9 +69,7 @@ class RecordedKernels:
 
     def _seconds(self, gpu: GpuCompute) -> float | None:
         names = (*_HALF_TYPES, *_FULL_TYPES) if self.element_bytes == 2 else _FULL_TYPES
-        peak = next(
-            (gpu.flops_per_s[name] for name in names if name in gpu.flops_per_s), None
-        )
+        peak = _first_rate(gpu, names)
         if peak is None or gpu.memory_bytes_per_s is None:
             return None
         peak *= product_share(gpu)
@@ -107,7 +108,7 @@ class TransformerCompute:
                 "job of a given size need: name a "
                 "preset, or add the peak rates of the GPU to the file"
             )
-        tokens = self.shape.sequence * (settings.micro_batch or 1)
+        tokens = self.shape.tokens(settings)
         precision = "bfloat16" if self.param_bytes == PARAM_BYTES else "tf32"
         forward, backward = compute_span(
             self.shape, tokens, machine, precision, self.implementation
@@ -118,42 +119,25 @@ class TransformerCompute:
             for a, b in zip(forward, backward, strict=True)
         )
         forward_s = micro_steps * forward.typical
-        share = (
-            self.shape.forward_flops(tokens)
-            * (3 + settings.checkpointing)
-            * micro_steps
-            / typical
-            / peak
-        )
+        flops = self.shape.forward_flops(tokens) * (3 + settings.checkpointing)
+        share = flops * micro_steps / typical / peak
         note = (
-            f"forward and backward: {share:.0%} of {peak / 1e12:.0f} TFLOP/s "
+            f"{_PASSES} {share:.0%} of {peak / 1e12:.0f} TFLOP/s "
             f"({typical / slow * share:.0%} to "
             f"{typical / fast * share:.0%}), {self.implementation.text}"
         )
         factor = (slow / fast) ** (0.5 / DEVIATIONS_OF_RANGE)
-        params, is_exposed = (
-            self.shape.params,
-            self.implementation.runtimes[0].exposes_exchanges,
-        )
+        params, ranks = self.shape.params, settings.ranks
+        is_exposed = self.implementation.runtimes[0].exposes_exchanges
         # Copies of gradients that are not hidden are part of the backward.
-        copied = (
-            is_exposed
-            * _FULL_BYTES
-            * params
-            / settings.ranks
-            * self.implementation.offloaded_share
-        )
+        gradients = is_exposed * _FULL_BYTES * params / ranks
+        copied = gradients * self.implementation.offloaded_share
         copies_s = copied / (machine.d2h_bytes_per_s or math.inf)
         times = ComputeTimes(
             forward_s, typical - forward_s + copies_s, 0.0, factor, 0.0, note
         )
-        return with_collectives(
-            times,
-            self.param_bytes * params * micro_steps,
-            machine,
-            settings.ranks,
-            is_exposed,
-        )
+        gathered = self.param_bytes * params * micro_steps
+        return with_collectives(times, gathered, machine, ranks, is_exposed)
 
 
 @dataclass(frozen=True)
@@ -199,47 +183,27 @@ class RecordedCompute:
         """Return the times on a machine over those recorded, the factor within which
         that is known, and the source."""
         if self.gpu_name is None:
-            return (
-                1.0,
-                1.0,
-                "forward and backward: as in the workload, on every machine",
-            )
-        here = peak_flops(self.gpu, self.param_bytes)
-        there = peak_flops(machine.gpu, self.param_bytes)
-        if (
-            self.gpu is not None
-            and machine.gpu is not None
-            and here is not None
-            and there is not None
-        ):
-            if (
-                here == there
-                and self.gpu.memory_bytes_per_s == machine.gpu.memory_bytes_per_s
-            ):
-                return 1.0, SAME_GPU_FACTOR, f"forward and backward: of {self.gpu_name}"
-            if (
-                self.work is not None
-                and (ratio := self.work.time_ratio(self.gpu, machine.gpu)) is not None
-            ):
-                return (
-                    ratio,
-                    KERNELS_FACTOR,
-                    f"forward and backward: of {self.gpu_name}, x {ratio:.2f} by its "
-                    "kernels",
-                )
-            ratio = here * product_share(self.gpu) / there / product_share(machine.gpu)
+            return 1.0, 1.0, f"{_PASSES} as in the workload, on every machine"
+        source = f"{_PASSES} of {self.gpu_name}"
+        own, gpu = self.gpu, machine.gpu
+        here, there = (peak_flops(one, self.param_bytes) for one in (own, gpu))
+        if own is None or gpu is None or here is None or there is None:
+            if self.gpu_name == machine.name:
+                return 1.0, SAME_GPU_FACTOR, source
             text = (
-                f"forward and backward: of {self.gpu_name}, x {ratio:.2f} by peak "
-                f"rates, within {PEAKS_FACTOR:g}"
+                f"{_PASSES} as recorded on {self.gpu_name}, since peak rates are not "
+                "known"
             )
-            return ratio, PEAKS_FACTOR, text
-        if self.gpu_name == machine.name:
-            return 1.0, SAME_GPU_FACTOR, f"forward and backward: of {self.gpu_name}"
-        text = (
-            f"forward and backward: as recorded on {self.gpu_name}, since peak rates "
-            "are not known"
-        )
-        return 1.0, UNKNOWN_GPU_FACTOR, text
+            return 1.0, UNKNOWN_GPU_FACTOR, text
+        if here == there and own.memory_bytes_per_s == gpu.memory_bytes_per_s:
+            return 1.0, SAME_GPU_FACTOR, source
+        by_kernels = None if self.work is None else self.work.time_ratio(own, gpu)
+        if by_kernels is not None:
+            text = f"{source}, x {by_kernels:.2f} by its kernels"
+            return by_kernels, KERNELS_FACTOR, text
+        ratio = here * product_share(own) / there / product_share(gpu)
+        text = f"{source}, x {ratio:.2f} by peak rates, within {PEAKS_FACTOR:g}"
+        return ratio, PEAKS_FACTOR, text
 
 
 def with_collectives(
@@ -253,9 +217,8 @@ def with_collectives(
     all parameters times the micro-steps. Where it is not known how far compute hides
     them, the time is the geometric mean of the longer of both and of their sum, the
     ends of the 80 % range."""
-    rate = (
-        machine.gpu.peer_bytes_per_s if machine.gpu is not None else None
-    ) or machine.h2d_bytes_per_s
+    rate = machine.gpu and machine.gpu.peer_bytes_per_s
+    rate = rate or machine.h2d_bytes_per_s
     if ranks == 1 or rate is None:
         return times
     one_pass = (
@@ -295,7 +258,11 @@ def peak_flops(gpu: GpuCompute | None, param_bytes: float) -> float | None:
     """Return the peak of products in the type of the parameters; None: not known."""
     if gpu is None:
         return None
-    names = _TYPES_BY_BYTES.get(param_bytes, _HALF_TYPES)
+    return _first_rate(gpu, _TYPES_BY_BYTES.get(param_bytes, _HALF_TYPES))
+
+
+def _first_rate(gpu: GpuCompute, names: Sequence[str]) -> float | None:
+    """Return the peak of the first type of products whose peak is known."""
     return next(
         (gpu.flops_per_s[name] for name in names if name in gpu.flops_per_s), None
     )

@@ -7,6 +7,7 @@ from itertools import product
 from typing import NamedTuple
 
 from ebbtide.errors import WorkloadError
+from ebbtide.features.advise.job.training_job import TunableSettings
 from ebbtide.machines.kernels import time_priors as priors
 from ebbtide.machines.kernels.rates import (
     AttentionSize,
@@ -142,14 +143,10 @@ class TransformerShape:
         """Weights of the products of a layer: without embeddings, of which small models
         have one for both ends."""
         embedding = self.vocabulary * self.hidden
-        tied = (
-            self.params - 2 * embedding
-            < _TIED * _LAYER_WEIGHTS * self.layers * self.hidden**2
-        )
-        return (
-            max(self.params - embedding * (1 if tied else 2), 0.1 * self.params)
-            / self.layers
-        )
+        usual = _LAYER_WEIGHTS * self.layers * self.hidden**2
+        is_tied = self.params - 2 * embedding < _TIED * usual
+        weights = self.params - embedding * (1 if is_tied else 2)
+        return max(weights, 0.1 * self.params) / self.layers
 
     @property
     def feed_forward_width(self) -> float:
@@ -157,6 +154,10 @@ class TransformerShape:
         attention leave."""
         weights = self.layer_weights
         return max(weights - 4 * self.hidden**2, 0.5 * weights) / 3 / self.hidden
+
+    def tokens(self, settings: TunableSettings) -> int:
+        """Return the tokens of a micro-step on a rank."""
+        return self.sequence * (settings.micro_batch or 1)
 
     def forward_flops(self, tokens: float) -> float:
         """Return the operations of a forward, half those of a backward: 2 per weight
@@ -167,12 +168,8 @@ class TransformerShape:
     def kept_bytes(self, tokens: float, checkpointing: bool) -> float:
         """Return the bytes of activations that a forward over `tokens` tokens keeps,
         without the logits."""
-        return (
-            tokens
-            * self.hidden
-            * self.layers
-            * (_CHECKPOINT_BYTES if checkpointing else _LAYER_BYTES)
-        )
+        size = _CHECKPOINT_BYTES if checkpointing else _LAYER_BYTES
+        return tokens * self.hidden * self.layers * size
 
     def layer_bytes(self, tokens: float) -> float:
         """Return the bytes of activations of one layer, which checkpointing computes
@@ -274,12 +271,8 @@ class _Direction(NamedTuple):
         bytes_per_token = hidden * work.hidden_bytes + width * work.feed_forward_bytes
         in_attention = (shape.layer_weights - 3 * hidden * width) / 4 / hidden
         layer = [
-            *(
-                kernel
-                for _ in range(4)
-                for kernel in self._products(hidden, in_attention)
-            ),
-            *(kernel for _ in range(3) for kernel in self._products(hidden, width)),
+            *4 * [*self._products(hidden, in_attention)],
+            *3 * [*self._products(hidden, width)],
             *self._attention(attention),
             self._memory_work(bytes_per_token, work.launches),
         ]

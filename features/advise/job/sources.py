@@ -5,6 +5,7 @@ import re
 import shlex
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ebbtide.analysis.metrics.devices import ran_on_cpu
@@ -33,10 +34,9 @@ from ebbtide.features.advise.job.training_job import (
     TrainingJob,
     TunableSettings,
 )
-from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.model.workload import Workload, load_workload
 from ebbtide.interleave.replay.inputs import (
     JobSize,
-    RecordedGpu,
     recorded_gpu,
     workload_of_size,
 )
@@ -51,7 +51,7 @@ from ebbtide.profiler.trace import Trace
 from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 
 # The CUDA context and workspaces.
-_CONTEXT_BYTES = 1e9
+CONTEXT_BYTES = 1e9
 # What the allocator reserves beyond the tensors of a job of a given size.
 _FRAGMENTATION = 1.1
 # Buffers of the gradients that are being reduced.
@@ -95,7 +95,12 @@ def job_of_size(
             f"--tokens {tokens:,} is not a multiple of the {step_tokens:,} of ranks x "
             "micro-batch x sequence"
         )
-    workload = replace(workload_of_size(JobSize(shape.params, ranks)), notes=())
+    workload = replace(
+        workload_of_size(JobSize(shape.params, ranks)),
+        notes=(),
+        gradients_held_until_step=micro_steps > 1,
+    )
+    settings = TunableSettings(ranks, micro_batch, checkpointing, offload=False)
     recorded = RecordedJob(
         {
             "train_micro_batch_size_per_gpu": micro_batch,
@@ -105,14 +110,11 @@ def job_of_size(
         micro_steps=micro_steps,
         policy="gpu-only",
     )
-    accumulates = micro_steps > 1
     return TrainingJob(
-        workload=replace(workload, gradients_held_until_step=accumulates),
-        settings=TunableSettings(ranks, micro_batch, checkpointing, offload=False),
+        workload=workload,
+        settings=settings,
         compute=TransformerCompute(shape, workload.param_bytes, implementation),
-        memory=_memory_of_shape(
-            shape, workload, micro_batch, ranks, checkpointing, accumulates
-        ),
+        memory=_memory_of_shape(shape, workload, settings),
         micro_steps=micro_steps,
         tokens=float(tokens),
         recorded=recorded,
@@ -128,13 +130,24 @@ def job_of_size(
     )
 
 
+def job_of_files(
+    trace: Trace | None, workload: Path | None, batch: BatchSettings
+) -> TrainingJob | None:
+    """Return the job of a trace or of a workload file; None without either."""
+    if trace is not None:
+        return job_of_trace(trace, batch)
+    if workload is not None:
+        return job_of_workload(load_workload(workload), batch)
+    return None
+
+
 def job_of_workload(workload: Workload, batch: BatchSettings) -> TrainingJob:
     """Return the job of a workload file, with its times and free memory on every
     machine."""
     settings = TunableSettings(
         batch.ranks or 1, batch.micro_batch, checkpointing=False, offload=False
     )
-    compute = _recorded_compute(workload, settings, None, None)
+    compute = _recorded_compute(workload, settings)
     notes = (
         *workload.notes,
         "times and free memory are those of the workload on every machine",
@@ -149,45 +162,43 @@ def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
     """Return the job of a trace. Raises WorkloadError if it ran on a CPU, whose figures
     say nothing of a GPU."""
     if ran_on_cpu(trace):
-        command = (
-            shlex.join(trace.meta.command) if trace.meta.command else "python train.py"
-        )
+        command = shlex.join(trace.meta.command or ("python", "train.py"))
         raise WorkloadError(
             f"{trace.path} was recorded on a CPU, which says nothing of a GPU: use "
             f"`ebbtide dry-run --gpu h100-80gb -o predicted.ebb -- {command}` "
             "(`ebbtide machines` has other names)"
         )
-    workload = workload_of(trace)
     recorded = recorded_job(trace)
     if not batch.is_empty:
         recorded = replace(recorded, iteration_s=None)
     setup = framework_setup(trace)
     offloads = setup is not None and setup.ratio is not None
     # Gradients of torch's own loops stay on the device until the step.
-    stay = not offloads
-    ranks = batch.ranks or trace.rank(trace.ranks[0]).world_size or len(trace.ranks)
+    workload = replace(workload_of(trace), gradients_held_until_step=not offloads)
+    rank, gpu = trace.rank(trace.ranks[0]), recorded_gpu(trace)
+    framework = rank.framework
     settings = TunableSettings(
-        ranks=ranks,
-        micro_batch=batch.micro_batch
-        or recorded.micro_batch
-        or trace.rank(trace.ranks[0]).framework.micro_batch,
+        ranks=batch.ranks or rank.world_size or len(trace.ranks),
+        micro_batch=batch.micro_batch or recorded.micro_batch or framework.micro_batch,
         checkpointing=bool(JobMetrics(trace).checkpointing),
         offload=offloads,
     )
     micro_steps = recorded.micro_steps or 1
-    compute = _recorded_compute(
-        workload, settings, trace, recorded_gpu(trace), _times_factor(trace, workload)
-    )
     return TrainingJob(
-        workload=replace(workload, gradients_held_until_step=stay),
+        workload=workload,
         settings=settings,
-        compute=replace(compute, own_update_s=recorded.own_update_s),
-        memory=recorded_memory(trace, workload, stay),
+        compute=replace(
+            _recorded_compute(workload, settings),
+            gpu=gpu.compute,
+            gpu_name=gpu.name,
+            work=recorded_kernels(trace, workload.param_bytes),
+            factor=_times_factor(trace, workload),
+            own_update_s=recorded.own_update_s,
+        ),
+        memory=recorded_memory(trace, workload),
         state_bytes=state_bytes_on_device(JobMetrics(trace)),
         micro_steps=micro_steps,
-        tokens=_tokens(
-            batch, settings, micro_steps, trace.rank(trace.ranks[0]).framework.tokens
-        ),
+        tokens=_tokens(batch, settings, micro_steps, framework.tokens),
         recorded=recorded,
         notes=workload.notes,
         facts=facts_of(trace),
@@ -221,23 +232,16 @@ def _tokens(
     return None if step_tokens is None else float(step_tokens * steps * settings.ranks)
 
 
-def _recorded_compute(
-    workload: Workload,
-    settings: TunableSettings,
-    trace: Trace | None,
-    gpu: RecordedGpu | None,
-    factor: float = 1.0,
-) -> RecordedCompute:
+def _recorded_compute(workload: Workload, settings: TunableSettings) -> RecordedCompute:
+    """Return the compute of a workload whose times count for every machine."""
     return RecordedCompute(
         forward_s=workload.forward_s,
         backward_s=workload.backward_s,
         other_s=workload.other_s,
-        gpu=gpu.compute if gpu is not None else None,
-        gpu_name=gpu.name if gpu is not None else None,
-        work=recorded_kernels(trace, workload.param_bytes)
-        if trace is not None
-        else None,
-        factor=factor,
+        gpu=None,
+        gpu_name=None,
+        work=None,
+        factor=1.0,
         settings=settings,
         param_bytes=workload.param_bytes,
         params=float(workload.params * settings.ranks),
@@ -245,53 +249,39 @@ def _recorded_compute(
 
 
 def _memory_of_shape(
-    shape: TransformerShape,
-    workload: Workload,
-    micro_batch: int,
-    ranks: int,
-    checkpointing: bool,
-    accumulates: bool,
+    shape: TransformerShape, workload: Workload, settings: TunableSettings
 ) -> OwnMemory:
-    tokens = shape.sequence * micro_batch
+    """Return the estimated memory of a decoder."""
+    tokens, checkpointing = shape.tokens(settings), settings.checkpointing
     kept = shape.kept_bytes(tokens, checkpointing) * _FRAGMENTATION
     working = shape.layer_bytes(tokens) * _FRAGMENTATION if checkpointing else 0.0
     logits = shape.logit_bytes(tokens) * _FRAGMENTATION
-    gradients = workload.grad_bytes * workload.params if accumulates else 0.0
+    gradients = 0.0
+    if workload.gradients_held_until_step:
+        gradients = workload.grad_bytes * workload.params
+    # The logits at the end of the forward, and their gradients, too, at the start of
+    # the backward.
+    at_the_end = {_STEPS_PER_PHASE - 1: logits, _STEPS_PER_PHASE: 2 * logits}
     points = [MemoryPoint(0.0, gradients, 0.0)]
-    for number in range(_STEPS_PER_PHASE):
-        share = (number + 1) / _STEPS_PER_PHASE
-        last = logits if number == _STEPS_PER_PHASE - 1 else 0.0
-        points.append(
-            MemoryPoint(
-                1 + number / _STEPS_PER_PHASE, gradients, kept * share + working + last
-            )
-        )
-    for number in range(_STEPS_PER_PHASE):
-        share = 1 - number / _STEPS_PER_PHASE
-        # The logits and their gradients are on the device at the start of the backward.
-        first = 2 * logits if number == 0 else 0.0
-        points.append(
-            MemoryPoint(
-                2 + number / _STEPS_PER_PHASE, gradients, kept * share + working + first
-            )
-        )
+    for number in range(2 * _STEPS_PER_PHASE):
+        # Activations grow in the forward, and shrink in the backward.
+        steps = min(number + 1, 2 * _STEPS_PER_PHASE - number)
+        size = kept * (steps / _STEPS_PER_PHASE) + working + at_the_end.get(number, 0.0)
+        points.append(MemoryPoint(1 + number / _STEPS_PER_PHASE, gradients, size))
     points.append(MemoryPoint(3.0, gradients, 0.0))
+    is_alone = settings.ranks == 1
     gathered = min(
         GATHERED_LAYERS * workload.param_bytes * shape.layer_params + _REDUCE_BYTES,
         2.0 * shape.params,
     )
-    whole = shape.kept_bytes(tokens, False) * _FRAGMENTATION
-    checkpointed = (
-        shape.kept_bytes(tokens, True) + shape.layer_bytes(tokens)
-    ) * _FRAGMENTATION
+    inputs = shape.kept_bytes(tokens, True) + shape.layer_bytes(tokens)
+    checkpointed = (inputs * _FRAGMENTATION + 2 * logits) / (kept + 2 * logits)
     return OwnMemory(
-        fixed_bytes=_CONTEXT_BYTES + (gathered if ranks > 1 else 0.0),
+        fixed_bytes=CONTEXT_BYTES + (0.0 if is_alone else gathered),
         param_bytes=workload.param_bytes * workload.params,
-        gather_bytes=gathered if ranks == 1 else 0.0,
+        gather_bytes=gathered if is_alone else 0.0,
         points=tuple(points),
-        checkpointed=None
-        if checkpointing
-        else (checkpointed + 2 * logits) / (whole + 2 * logits),
+        checkpointed=None if checkpointing else checkpointed,
     )
 
 
@@ -315,34 +305,26 @@ def facts_of(trace: Trace) -> JobFacts:
     is_adam = all(
         _ADAM.search(optimizer.class_name or "") for optimizer in entry.optimizers
     )
-    dtypes: Counter[str] = Counter()
-    for optimizer in entry.optimizers:
-        dtypes.update(optimizer.state_dtypes)
+    dtypes = {name for optimizer in entry.optimizers for name in optimizer.state_dtypes}
+    moments = sum(map(moment_elements, entry.optimizers))
+    has_moments = bool(params) and is_adam and _QUANTIZED.isdisjoint(dtypes)
     sizes = _parameter_bytes(trace)
-    total = sum(sizes.values())
+    # Of no sizes the shares are 0.
+    total = sum(sizes.values()) or 1
 
     def share(pattern: re.Pattern[str]) -> float:
-        return (
-            sum(size for module, size in sizes.items() if pattern.search(module))
-            / total
-            if total
-            else 0.0
-        )
+        return sum(sizes[module] for module in sizes if pattern.search(module)) / total
 
-    trains_part = bool(model.total_params and model.trainable_params) and (
-        (model.trainable_params or 0) < _ADAPTER_SHARE * (model.total_params or 0)
-    )
+    trained, whole = model.trainable_params or 0, model.total_params or 0
     return JobFacts(
         framework=name or "torch",
         total_params=model.total_params,
-        moments=round(sum(map(moment_elements, entry.optimizers)) / params)
-        if params and is_adam and not _QUANTIZED & set(dtypes)
-        else 0,
-        has_adapters=trains_part,
-        has_quantized_weights=bool(_QUANTIZED & set(model.dtypes)),
+        moments=round(moments / params) if has_moments else 0,
+        has_adapters=0 < trained < _ADAPTER_SHARE * whole,
+        has_quantized_weights=not _QUANTIZED.isdisjoint(model.dtypes),
         embedding_share=share(_EMBEDDING),
         head_share=share(_HEAD),
-        largest_share=max(sizes.values(), default=0) / total if total else 0.0,
+        largest_share=max(sizes.values(), default=0) / total,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -38,39 +38,27 @@ def with_trace_layers(workload: Workload, trace: Trace) -> Workload:
     out of its times, and belongs to its second form."""
     rank = trace.ranks[0]
     device, capacity = main_device(trace, rank), capacity_bytes(trace, rank)
-    numbers = steady_iterations(trace).numbers
-    if (
-        (trace.rank(rank).world_size or len(trace.ranks)) > 1
-        or device is None
-        or capacity is None
-        or not len(numbers)
-    ):
+    numbers, kernels = steady_iterations(trace).numbers, trace.kernels(rank)
+    is_alone = (trace.rank(rank).world_size or len(trace.ranks)) == 1
+    if device is None or capacity is None or not (is_alone and len(numbers)):
         return workload
     rows = categorized_allocations(trace, rank, device)
+    if not rows["module"].notna().any() or kernels.empty:
+        return workload
     phases = trace.phases(rank)
     phases = phases[phases["iteration"] <= numbers[-1]].sort_values("start_ns")
-    if not rows["module"].notna().any() or not len(trace.kernels(rank)):
-        return workload
-    layers = _TracedLayers(
-        trace.kernels(rank), rows, phases[phases["iteration"] == numbers[-1]]
-    )
-    params = (
-        layers.sums((layers.rows["category"] == "parameter").to_numpy())
-        / workload.param_bytes
-    )
-    if (
-        len(params) < 2
-        or params.min() < 1
-        or params.sum() > workload.params * (1 + 1e-6)
-    ):
+    layers = _TracedLayers(kernels, rows, phases[phases["iteration"] == numbers[-1]])
+    params = layers.sums(layers.category == "parameter") / workload.param_bytes
+    is_whole = params.sum() <= workload.params * (1 + 1e-6)
+    if len(params) < 2 or params.min() < 1 or not is_whole:
         return workload
     result, again_s = _model_layers(workload, layers, params)
     # What torch's allocator keeps beyond the tensors.
-    kept = (
+    kept, requested = (
         memory_timeline(trace, rank, pool or "")[1].max(initial=0)
         for pool in (free_pool(trace), "requested")
     )
-    slack = max(0.0, float(next(kept)) - float(next(kept)))
+    slack = max(0.0, float(kept) - float(requested))
     free = layers.free_memory(workload, capacity - slack, phases)
     without = replace(
         workload,
@@ -85,9 +73,7 @@ def with_trace_layers(workload: Workload, trace: Trace) -> Workload:
         gradients_held_until_step=False,
         notes=(*workload.notes, f"layers: {layers.names[0]} to {layers.names[-1]}"),
     )
-    return with_layers(
-        without, result, int((layers.phases["phase"] == FORWARD).sum()), workload.name
-    )
+    return with_layers(without, result, len(layers.parts[FORWARD]), workload.name)
 
 
 def _model_layers(
@@ -96,11 +82,8 @@ def _model_layers(
     """Return the layers of the model, and the time of all recomputation, s."""
     forward_s, _ = workload.forward_s * layers.phase_shares(FORWARD)
     backward_s, again_s = workload.backward_s * layers.phase_shares(BACKWARD)
-    saved, recomputed, outputs = (
-        layers.sums(layers.is_saved),
-        layers.sums(layers.is_recomputed),
-        layers.output_bytes(),
-    )
+    saved, recomputed = map(layers.sums, (layers.is_saved, layers.is_recomputed))
+    outputs = layers.output_bytes()
     saved_outputs = layers.output_bytes(layers.is_saved)
     if saved_outputs[-1]:
         saved_outputs[:] = 0.0
@@ -110,29 +93,13 @@ def _model_layers(
     result = []
     for number, name in enumerate(layers.names):
         everything = ActivationForm("all", float(whole[number]), 0.0)
+        form, size, compute_s = "input", min(outputs[number], saved[number]), forward_s
         if recomputed[number]:
-            smallest = ActivationForm(
-                "as recorded", float(saved[number]), float(again_s[number])
-            )
-        else:
-            smallest = ActivationForm(
-                "input",
-                float(min(outputs[number], saved[number])),
-                float(forward_s[number]),
-            )
+            form, size, compute_s = "as recorded", saved[number], again_s
+        smallest = ActivationForm(form, float(size), float(compute_s[number]))
         times = float(forward_s[number]), float(backward_s[number])
         result.append(Layer(name, int(params[number]), *times, (everything, smallest)))
     return result, float(again_s.sum())
-
-
-class _Phase(NamedTuple):
-    """A phase of an iteration, ns: of the host, and of the device."""
-
-    phase: str
-    start_ns: int
-    end_ns: int
-    gpu_start_ns: int
-    gpu_end_ns: int
 
 
 class _TracedLayers:
@@ -145,46 +112,49 @@ class _TracedLayers:
         self, kernels: pd.DataFrame, rows: pd.DataFrame, phases: pd.DataFrame
     ) -> None:
         self.rows, self.phases, self._kernels = rows, phases, kernels
-        self._starts, self._ends = (
-            rows[name].to_numpy(np.int64) for name in ("start_ns", "end_ns")
+        # The rows of each phase: times of the host, and of the device.
+        self.parts = {
+            phase: [*phases[phases["phase"] == phase].itertuples()]
+            for phase in (FORWARD, BACKWARD)
+        }
+        self._starts, self._ends, self._bytes = (
+            rows[name].to_numpy(np.int64) for name in ("start_ns", "end_ns", "bytes")
         )
-        self._bytes = rows["bytes"].to_numpy(np.int64)
+        self.category = rows["category"].astype(object).to_numpy()
         self._has_module = rows["module"].notna().to_numpy()
         self._forward = np.any(
-            [self._starts_in(one) for one in self._parts(FORWARD)], axis=0
+            [self._starts_in(one) for one in self.parts[FORWARD]], axis=0
         )
         self.names, self.layer = self._layers()
         in_layer = self.layer >= 0
-        category = rows["category"].astype(object).to_numpy()
-        self.is_saved = in_layer & self._forward & (category == "activation")
+        in_forward = in_layer & self._forward
+        self.is_saved = in_forward & (self.category == "activation")
         self.is_recomputed = np.zeros(len(rows), bool)
         self._again = np.zeros(len(rows), bool)
-        for one in self._parts(BACKWARD):
-            again = in_layer & self._starts_in(one) & (category == "temporary")
+        for one in self.parts[BACKWARD]:
+            again = in_layer & self._starts_in(one) & (self.category == "temporary")
             # One more for what is in no layer.
             last = np.full(len(self.names) + 1, -1)
             np.maximum.at(last, self.layer[again], self._starts[again])
             self._again |= again
             self.is_recomputed |= again & (self._ends > last[self.layer])
-        of_params = np.isin(category, ("parameter", "gradient"))
-        self._rest = ~(in_layer & of_params) & (category != "optimizer_state")
+        of_params = np.isin(self.category, ("parameter", "gradient"))
+        is_state = self.category == "optimizer_state"
+        self._rest = ~(in_layer & of_params | is_state)
         if self._again.any():
             # What a forward frees that is computed again is in the memory of a layer at
             # work.
-            self._rest &= ~(in_layer & self._forward & ~self.is_saved)
+            self._rest &= ~in_forward | self.is_saved
 
-    def _parts(self, phase: str) -> Iterator[_Phase]:
-        for row in self.phases[self.phases["phase"] == phase].itertuples():
-            yield _Phase(*(getattr(row, name) for name in _Phase._fields))
-
-    def _starts_in(self, one: _Phase) -> Any:
+    def _starts_in(self, one: Any) -> Any:
+        """Return which allocations start in a row of a phase."""
         return (self._starts >= one.start_ns) & (self._starts < one.end_ns)
 
     def _layers(self) -> tuple[list[str], Ints]:
         """Return the entries of the list of modules with most parameters, and the layer
         of each allocation."""
         modules = self.rows["module"].astype(object).where(self._has_module, "")
-        own = (self.rows["category"] == "parameter").to_numpy()
+        own = self.category == "parameter"
         entries = layer_names(
             set(modules), zip(modules[own], self._bytes[own], strict=True)
         )
@@ -210,7 +180,7 @@ class _TracedLayers:
         launches = np.sort(self._kernels["launch_ns"].to_numpy(np.int64))
         kernel = np.searchsorted(launches, self._starts, side="right")
         result = np.zeros(len(self.names))
-        for one in self._parts(FORWARD):
+        for one in self.parts[FORWARD]:
             own = self._starts_in(one) & (self.layer >= 0)
             last = np.zeros(len(self.names), np.int64)
             np.maximum.at(last, self.layer[own], kernel[own])
@@ -223,7 +193,7 @@ class _TracedLayers:
         next."""
         count = len(self.names)
         spent, length = np.zeros(2 * count), 0
-        for one in self._parts(phase):
+        for one in self.parts[phase]:
             times, labels = self._events(one)
             kernels = self._kernels[
                 self._kernels["launch_ns"].between(one.start_ns, one.end_ns)
@@ -237,37 +207,31 @@ class _TracedLayers:
             length += one.gpu_end_ns - one.gpu_start_ns
         return spent.reshape(2, count) / max(length, 1)
 
-    def _events(self, one: _Phase) -> tuple[Ints, Ints]:
+    def _events(self, one: Any) -> tuple[Ints, Ints]:
         """Return times and labels: the layer, for recomputation plus the number of
         layers; -1 for others."""
         started = self._starts_in(one)
-        if one.phase == FORWARD:
-            times, labels = [self._starts[started]], [self.layer[started]]
-        else:
-            gradients = started & (self.rows["category"] == "gradient").to_numpy()
-            again = started & self._again
-            ended = (
-                (self._ends >= one.start_ns)
-                & (self._ends < one.end_ns)
-                & self._has_module
-            )
-            ended &= self._forward | self.is_recomputed
-            times = [self._starts[gradients], self._starts[again], self._ends[ended]]
-            labels = [
-                self.layer[gradients],
-                self.layer[again] + len(self.names),
-                self.layer[ended],
+        events = [(self._starts, self.layer, started)]
+        if one.phase == BACKWARD:
+            ended = (self._ends >= one.start_ns) & (self._ends < one.end_ns)
+            ended &= self._has_module & (self._forward | self.is_recomputed)
+            events = [
+                (self._starts, self.layer, started & (self.category == "gradient")),
+                (self._starts, self.layer + len(self.names), started & self._again),
+                (self._ends, self.layer, ended),
             ]
-        order = np.argsort(np.concatenate(times), kind="stable")
-        return np.concatenate(times)[order], np.concatenate(labels)[order]
+        times = np.concatenate([moments[own] for moments, _, own in events])
+        labels = np.concatenate([layers[own] for _, layers, own in events])
+        order = np.argsort(times, kind="stable")
+        return times[order], labels[order]
 
     def _changes(self, selected: Any) -> Ints:
         """Return (ns, bytes) of the start and of the end of each selected
         allocation."""
-        starts = np.stack([self._starts[selected], self._bytes[selected]], axis=1)
-        return np.concatenate(
-            [starts, np.stack([self._ends[selected], -self._bytes[selected]], axis=1)]
-        )
+        sizes = self._bytes[selected]
+        starts = np.stack([self._starts[selected], sizes], axis=1)
+        ends = np.stack([self._ends[selected], -sizes], axis=1)
+        return np.concatenate([starts, ends])
 
     def _spans_of_layers(self) -> Iterator[Ints]:
         """Yield (ns, bytes) of activations, sign reversed, all of a layer at once, as a
@@ -276,7 +240,7 @@ class _TracedLayers:
             (FORWARD, self.is_saved),
             (BACKWARD, self.is_recomputed),
         ):
-            for one in self._parts(phase):
+            for one in self.parts[phase]:
                 for layer in range(len(self.names)):
                     own = selected & (self.layer == layer) & self._starts_in(one)
                     if own.any():
@@ -319,17 +283,13 @@ class _TracedLayers:
             (FORWARD, workload.forward_s),
             (BACKWARD, workload.backward_s),
         ):
-            parts = [*self._parts(phase)]
-            if len(parts) == 1:
-                at_ns, free = timeline.between(parts[0].start_ns, parts[0].end_ns)
-                shares = (at_ns - parts[0].start_ns) / (
-                    parts[0].end_ns - parts[0].start_ns
-                )
-                in_phase = with_few_steps(
-                    [*zip(shares.tolist(), map(float, free), strict=True)]
-                )
-            else:
-                in_phase = [(0.0, least([(one.start_ns, one.end_ns) for one in parts]))]
+            spans = [(one.start_ns, one.end_ns) for one in self.parts[phase]]
+            in_phase = [(0.0, least(spans))]
+            if len(spans) == 1:
+                start, end = spans[0]
+                at_ns, free = timeline.between(start, end)
+                shares = ((at_ns - start) / (end - start)).tolist()
+                in_phase = with_few_steps([*zip(shares, map(float, free), strict=True)])
             steps += [(begin + share * seconds, size) for share, size in in_phase]
             begin += seconds
         rows = self.phases[~self.phases["phase"].isin((FORWARD, BACKWARD))]

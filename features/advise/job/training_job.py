@@ -3,7 +3,7 @@ that may be changed."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from ebbtide.interleave.model.workload import Workload
@@ -142,18 +142,57 @@ class TrainingJob:
             "notes": list(self.notes),
         }
 
-    def micro_steps_of(self, settings: TunableSettings) -> int:
-        """Return the micro-steps of an iteration: a smaller micro-batch has more, so
-        that the batch stays."""
-        if settings.micro_batch is None or self.settings.micro_batch is None:
-            return self.micro_steps
-        return -(-self.micro_steps * self.settings.micro_batch // settings.micro_batch)
 
-    def tokens_of(self, settings: TunableSettings) -> float | None:
-        """Return the tokens of an iteration of all ranks: each rank has as many as
-        before."""
-        return (
-            None
-            if self.tokens is None
-            else self.tokens * settings.ranks / self.settings.ranks
-        )
+@dataclass(frozen=True)
+class Variant:
+    """A job with changes, whose state may be `device`, `paged` or `offloaded`."""
+
+    job: TrainingJob
+    settings: TunableSettings
+    state: str = "device"
+
+    def with_settings(self, **changes: Any) -> Variant:
+        """Return the variant with other settings."""
+        return replace(self, settings=replace(self.settings, **changes))
+
+    @property
+    def share(self) -> float:
+        """The share of the parameters that a rank had which it has now."""
+        return self.job.settings.ranks / self.settings.ranks
+
+    @property
+    def params(self) -> int:
+        """Parameters of a rank."""
+        own = self.job.settings.ranks
+        return -(-self.job.workload.params * own // self.settings.ranks)
+
+    @property
+    def micro_steps(self) -> int:
+        """The micro-steps of an iteration: a smaller micro-batch has more, so that the
+        batch stays."""
+        own, size = self.job.settings.micro_batch, self.settings.micro_batch
+        steps = self.job.micro_steps
+        return steps if size is None or own is None else -(-steps * own // size)
+
+    @property
+    def adds_micro_steps(self) -> bool:
+        """Whether the job has fewer micro-steps, so that more gradients stay."""
+        return self.micro_steps > self.job.micro_steps
+
+    @property
+    def gradient_bytes(self) -> float:
+        """The bytes of all gradients of a rank."""
+        return self.job.workload.grad_bytes * self.params
+
+    @property
+    def streams_gradients(self) -> bool:
+        """Whether gradients go to the host as they are computed, which they did not:
+        where there is one micro-step."""
+        is_new = self.settings.offload and not self.job.settings.offload
+        return is_new and self.micro_steps == 1
+
+    @property
+    def tokens(self) -> float | None:
+        """The tokens of an iteration of all ranks: each rank has as many as before."""
+        own = self.job.settings.ranks
+        return self.job.tokens and self.job.tokens * self.settings.ranks / own

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ebbtide.features.advise.job.decoder import guessed_layers
-from ebbtide.features.advise.job.training_job import TrainingJob, TunableSettings
+from ebbtide.features.advise.job.training_job import Variant
 from ebbtide.machines.machine import MAX_RANKS
 
 # Moments in 8 bits have a scale in fp32 for each 256 (Dettmers et al. 2022, "8-bit
@@ -26,15 +26,6 @@ _EMBEDDINGS_IN_32_BITS = frozenset({"transformers", "trl", "llamafactory", "axol
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A job with changes, whose state may be `device`, `paged` or `offloaded`."""
-
-    job: TrainingJob
-    settings: TunableSettings
-    state: str = "device"
-
-
-@dataclass(frozen=True)
 class Lever:
     """A change of settings."""
 
@@ -49,15 +40,15 @@ def _smaller_micro_batch(one: Variant) -> Iterable[Variant]:
     size = one.settings.micro_batch or 1
     for smaller in range(size - 1, 0, -1):
         if size % smaller == 0:
-            yield replace(one, settings=replace(one.settings, micro_batch=smaller))
+            yield one.with_settings(micro_batch=smaller)
 
 
 def _streamed(one: Variant) -> Iterable[Variant]:
     """Each gradient is used and freed in the backward, but for several micro-steps; the
     largest tensor's remains."""
     job, memory = one.job, one.job.memory
-    accumulates = job.micro_steps_of(one.settings) > 1
-    if memory is None or accumulates or not job.workload.gradients_held_until_step:
+    is_held = job.workload.gradients_held_until_step and one.micro_steps == 1
+    if memory is None or not is_held:
         return
     left = job.facts.largest_share or 1 / guessed_layers(
         job.facts.total_params or job.workload.params
@@ -82,24 +73,21 @@ def _quantized_state(one: Variant, state: str = "device") -> Iterable[Variant]:
     masters = 4.0 if job.state_bytes is None else 0.0
     after = masters + facts.moments * ((1 - kept) * _MOMENT_BYTES + kept * 4.0)
     if after < before:
-        yield Variant(replace(job, state_bytes=after), one.settings, state)
+        yield replace(one, job=replace(job, state_bytes=after), state=state)
 
 
 def _checkpointed(one: Variant) -> Iterable[Variant]:
     """Layers keep their input alone, and one layer is computed again at a time
     (`checkpointed_share`)."""
     memory = one.job.memory
-    if (
-        not one.settings.checkpointing
-        and memory is not None
-        and memory.checkpointed is not None
-    ):
-        yield replace(one, settings=replace(one.settings, checkpointing=True))
+    can_checkpoint = memory is not None and memory.checkpointed is not None
+    if can_checkpoint and not one.settings.checkpointing:
+        yield one.with_settings(checkpointing=True)
 
 
 def _offloaded(one: Variant) -> Iterable[Variant]:
     if one.state == "device" and not one.settings.offload:
-        yield Variant(one.job, replace(one.settings, offload=True), "offloaded")
+        yield replace(one.with_settings(offload=True), state="offloaded")
 
 
 def _adapters(one: Variant) -> Iterable[Variant]:
@@ -157,7 +145,7 @@ def _quantized_weights(one: Variant) -> Iterable[Variant]:
 def _more_ranks(one: Variant) -> Iterable[Variant]:
     ranks = one.settings.ranks
     while (ranks := 2 * ranks) <= min(MAX_RANKS, 64 * one.settings.ranks):
-        yield replace(one, settings=replace(one.settings, ranks=ranks))
+        yield one.with_settings(ranks=ranks)
 
 
 # By cost: of time, of risk for the quality of the results, of what is trained, and of

@@ -2,15 +2,15 @@
 of them does alone."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
 from ebbtide.features.advise.changes import ranks_on_a_host, share_host
 from ebbtide.features.advise.choice import fits_memory, steps_of
-from ebbtide.features.advise.job.memory import own_bytes, place
-from ebbtide.features.advise.job.training_job import TrainingJob
-from ebbtide.features.advise.levers.effects import LEVERS, Lever, Variant
+from ebbtide.features.advise.job.memory import most_bytes, own_bytes, passed, place
+from ebbtide.features.advise.job.training_job import TrainingJob, Variant
+from ebbtide.features.advise.levers.effects import LEVERS, Lever
 from ebbtide.features.advise.levers.keys import KEYS, settings_for
 from ebbtide.interleave.policies import Policy
 from ebbtide.machines.machine import Machine
@@ -47,25 +47,17 @@ def cheapest_change(
     """Return the cheapest changes with which a job fits a machine; None if none helps,
     or its memory is not known. Sets are compared by the number of GPUs, then by their
     dearest change, then by the next: no part of one fits."""
-    own, levers = (
-        Variant(job, job.settings),
-        [lever for lever in _possible(job, machine) if lever.name != _RANKS],
-    )
-    by_ranks = [lever for lever in _possible(job, machine) if lever.name == _RANKS]
-    for ranks in [
-        job.settings.ranks,
-        *(one.settings.ranks for lever in by_ranks for one in lever.apply(own)),
-    ]:
-        is_more = ranks > job.settings.ranks
-        shared = replace(own, settings=replace(own.settings, ranks=ranks))
-        for number in range(0 if is_more else 1, 1 << len(levers)):
-            chosen = [
-                *compress(levers, (number >> bit & 1 for bit in range(len(levers))))
-            ]
+    own, possible = Variant(job, job.settings), _possible(job, machine)
+    levers = [lever for lever in possible if lever.name != _RANKS]
+    by_ranks = [lever for lever in possible if lever.name == _RANKS]
+    with_ranks = [one for lever in by_ranks for one in lever.apply(own)]
+    for shared in (own, *with_ranks):
+        added = [] if shared is own else by_ranks
+        for number in range(0 if added else 1, 1 << len(levers)):
+            bits = (number >> bit & 1 for bit in range(len(levers)))
+            chosen = [*compress(levers, bits)]
             for one in _variants(shared, chosen):
-                change = _change(
-                    job, one, chosen + by_ranks * is_more, machine, ranks_per_host
-                )
+                change = _change(one, chosen + added, machine, ranks_per_host)
                 if change.fits:
                     return change
     return None
@@ -81,7 +73,7 @@ def single_changes(
 
     def least(levers: list[Lever]) -> JobChange | None:
         variants = _variants(Variant(job, job.settings), levers)
-        each = [_change(job, one, levers, machine, ranks_per_host) for one in variants]
+        each = [_change(one, levers, machine, ranks_per_host) for one in variants]
         return next(
             (change for change in each if change.fits), each[-1] if each else None
         )
@@ -118,16 +110,9 @@ def needed_bytes(
     the parts that do not fit."""
     shared = share_host(machine, one.settings.ranks, ranks_per_host)
     capacity = shared.gpu_memory_bytes or 0.0
-    placed = place(one.job, one.settings, shared)
-    workload, memory = placed.workload, one.job.memory
-    assert memory is not None
-    share = one.job.settings.ranks / one.settings.ranks
-    added = one.job.micro_steps_of(one.settings) > one.job.micro_steps
-    all_gradients = workload.grad_bytes * workload.params
-    used = own_bytes(
-        memory, one.job, one.settings, share, all_gradients if added else 0.0
-    )
-    own = max(size for _, size in used)
+    workload = place(one.job, one.settings, shared).workload
+    used = own_bytes(one)
+    own = most_bytes(used)
     state = workload.state_bytes * workload.params
     # State on the host of a machine with unified memory takes the same memory.
     if one.state == "offloaded" and not shared.unified_memory:
@@ -136,16 +121,15 @@ def needed_bytes(
     if not workload.gradients_held_until_step:
         # Those of a plan without offload, which have no part in the job's own, stay
         # until the update.
-        streamed = all_gradients * memory.gradient_share
-        own = max(
-            size + streamed * min(max(point - 2, 0.0), 1.0) for point, size in used
-        )
-    if one.state == "paged":
-        host = shared.host_memory_bytes
-        return own, own + workload.gpu_slack_bytes <= capacity and (
-            host is None or state <= host
-        )
-    return own + state, own + state + workload.gpu_slack_bytes <= capacity
+        share = 1.0 if one.job.memory is None else one.job.memory.gradient_share
+        streamed = one.gradient_bytes * share
+        own = max(size + streamed * passed(point, 2) for point, size in used)
+    host = shared.host_memory_bytes
+    if one.state != "paged":
+        own += state
+    elif host is not None and state > host:
+        return own, False
+    return own, own + workload.gpu_slack_bytes <= capacity
 
 
 def _possible(job: TrainingJob, machine: Machine) -> list[Lever]:
@@ -173,17 +157,13 @@ def _variants(one: Variant, levers: list[Lever]) -> Iterator[Variant]:
 
 
 def _change(
-    job: TrainingJob,
-    one: Variant,
-    levers: list[Lever],
-    machine: Machine,
-    ranks_per_host: int | None,
+    one: Variant, levers: list[Lever], machine: Machine, ranks_per_host: int | None
 ) -> JobChange:
-    framework = _framework(job)
+    framework = _framework(one.job)
     per_host = ranks_on_a_host(machine, one.settings.ranks, ranks_per_host)
     values = {
         "micro_batch": one.settings.micro_batch or 1,
-        "micro_steps": one.job.micro_steps_of(one.settings),
+        "micro_steps": one.micro_steps,
         "ranks": per_host,
         "hosts": -(-one.settings.ranks // per_host),
     }

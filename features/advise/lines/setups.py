@@ -323,30 +323,19 @@ class LinesToPaste:
 def setup_of(steps: Steps, context: PasteContext) -> PolicySetup:
     """Return the lines to paste for a policy without overlap."""
     policy, job = Policy.of_plan(steps.plan), context.job
-    schedule, iteration_ms = steps.valid, steps.iteration_s * 1e3
-    workload, stored = schedule.workload, bool(steps.plan.stored)
+    schedule, stored = steps.valid, bool(steps.plan.stored)
+    workload, code, own_code = schedule.workload, None, None
     if policy.name not in _BY_CONFIGURATION or stored:
         config = deepspeed_config(workload, job, 1.0)
-        call = None if job.offloads_params else enable_code(schedule, context)
-        return PolicySetup(
-            policy.text,
-            iteration_ms,
-            config,
-            call,
-            optimizer_code(schedule, context),
-            stored,
-        )
-    ratio = {"gpu-only": None, "zero-offload": 1.0}.get(
-        policy.name, float(policy.value or 1.0)
-    )
-    # Only a split needs stage 3.
-    stage = 3 if policy.name == "twin-flow" else job.stage or 3
+        own_code = optimizer_code(schedule, context)
+        code = None if job.offloads_params else enable_code(schedule, context)
+    else:
+        ratio = None if policy.name == "gpu-only" else float(policy.value or 1.0)
+        # Only a split needs stage 3.
+        stage = 3 if policy.name == "twin-flow" else job.stage or 3
+        config = deepspeed_config(workload, job, ratio, stage)
     return PolicySetup(
-        policy.text,
-        iteration_ms,
-        deepspeed_config(workload, job, ratio, stage),
-        None,
-        None,
+        policy.text, steps.iteration_s * 1e3, config, code, own_code, stored
     )
 
 

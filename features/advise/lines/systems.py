@@ -8,7 +8,7 @@ from math import ceil
 from typing import Any
 
 from ebbtide.analysis.metrics.advice import MIN_GAIN
-from ebbtide.features.advise.choice import fits_memory, steps_of
+from ebbtide.features.advise.choice import fastest, fits_memory, planned
 from ebbtide.features.advise.lines.fill_in import mark
 from ebbtide.features.advise.lines.setups import PasteContext, deepspeed_config
 from ebbtide.features.advise.present import NOT_KNOWN, Present
@@ -57,9 +57,9 @@ def other_systems(
         Policy.make("megatron-hybrid", f"{fraction:g}", overlap="copies")
         for fraction in _FRACTIONS
     ]
-    hybrids = _fitting(fractions, workload, context.machine)
-    if hybrids:
-        faster.append(min(hybrids, key=lambda steps: steps.rating_s))
+    hybrid = fastest(_fitting(fractions, workload, context.machine))
+    if hybrid is not None:
+        faster.append(hybrid)
     setups = [
         _setup(steps, context, limit_s)
         for steps in faster
@@ -75,15 +75,12 @@ def _fitting(
 ) -> list[Steps]:
     """Return the simulated steps of the policies that can plan the workload, and are
     known to fit."""
-    planned = [
+    capacity = machine.gpu_memory_bytes
+    return [
         steps
-        for policy in policies
-        if (steps := steps_of(policy, workload, machine)) is not None
+        for steps in planned(policies, workload, machine)
+        if steps.valid.fits_device(capacity) and fits_memory(steps, machine)
     ]
-    on_device = [
-        steps for steps in planned if steps.valid.fits_device(machine.gpu_memory_bytes)
-    ]
-    return [steps for steps in on_device if fits_memory(steps, machine)]
 
 
 def _setup(steps: Steps, context: PasteContext, limit_s: float) -> SystemSetup:

@@ -19,7 +19,9 @@ from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.forks import Rest, follow_forks
 from ebbtide.interleave.engine.rules.rule import Group, Scalars
+from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.schedule import Schedule
+from ebbtide.machines.machine import Machine
 
 
 class InterleavedStage3(StateAccess):
@@ -133,6 +135,18 @@ class InterleavedStage3(StateAccess):
             if self._runner is None or self._runner.closed
             else self._runner.engine.last_schedule
         )
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the next step."""
+        assert self._runner is not None
+        return self._runner.plan
+
+    @property
+    def machine(self) -> Machine:
+        """The rates for planning, corrected by the steps so far."""
+        assert self._runner is not None
+        return self._runner.planner.machine
 
     @property
     def ebbtide_policy(self) -> str:

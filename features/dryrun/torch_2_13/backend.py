@@ -21,6 +21,7 @@ from ebbtide.features.dryrun.torch_2_13.device.attention import (
     register_attention,
     register_fused_norms,
 )
+from ebbtide.features.dryrun.torch_2_13.device.cuda_build import leave_out_device_code
 from ebbtide.features.dryrun.torch_2_13.device.cuda_stubs import CudaStubs
 from ebbtide.features.dryrun.torch_2_13.device.fake_cuda import patch_cuda
 from ebbtide.features.dryrun.torch_2_13.device.fake_device import (
@@ -111,7 +112,8 @@ class Backend:
         mode.shapes.install(patches)
         register_flex_attention()
         keep_channels_last(patches)
-        self._change_settings(patches)
+        _change_settings(patches)
+        leave_out_device_code(patches)
         patches.wrap(threading.Thread, "_bootstrap_inner", mode.wrap_thread)
         follow_threads(patches, lambda: sink.clock.closed)
         mode.__enter__()
@@ -170,20 +172,18 @@ class Backend:
         """Register kernels that a build for the CPU lacks, until `patches.undo()`."""
         library = register_attention(self.attention)
         patches.on_undo(library._destroy)
-        self._register_norms(library)
+        if not torch.version.cuda:
+            register_fused_norms(library)
         register_missing_kernels(library, patches)
 
-    def _register_norms(self, library: torch.library.Library) -> None:
-        register_fused_norms(library)
 
-    def _change_settings(self, patches: Patches) -> None:
-        """Set what fake tensors need of torch and of autograd, until
-        `patches.undo()`."""
-        only_lifts_cpu = torch._C._only_lift_cpu_tensors()
-        patches.on_undo(lambda: torch._C._set_only_lift_cpu_tensors(only_lifts_cpu))
-        torch._C._set_only_lift_cpu_tensors(True)
-        multithreading = torch.autograd.set_multithreading_enabled(False)
-        patches.on_undo(lambda: multithreading.__exit__(None, None, None))
+def _change_settings(patches: Patches) -> None:
+    """Set what fake tensors need of torch and of autograd, until `patches.undo()`."""
+    only_lifts_cpu = torch._C._only_lift_cpu_tensors()
+    patches.on_undo(lambda: torch._C._set_only_lift_cpu_tensors(only_lifts_cpu))
+    torch._C._set_only_lift_cpu_tensors(True)
+    multithreading = torch.autograd.set_multithreading_enabled(False)
+    patches.on_undo(lambda: multithreading.__exit__(None, None, None))
 
 
 def _running_node() -> str | None:

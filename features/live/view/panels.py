@@ -28,6 +28,7 @@ from ebbtide.features.live.view.snapshot import (
     SelectedRank,
 )
 from ebbtide.foreign_text import masked
+from ebbtide.missing_values import NO_VALUE
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.units import bytes_text, ms_text, rate_text
 
@@ -345,9 +346,9 @@ def draw_ranks(view: SelectedRank, width: int, height: int) -> Text:
 
 def _rank_row(figures: LiveRank, on_cpu: bool) -> str:
     free = None if figures.memory is None else figures.memory.free_bytes
-    iteration = "-" if figures.iteration is None else f"{figures.iteration:,}"
+    iteration = NO_VALUE if figures.iteration is None else f"{figures.iteration:,}"
     row = (
-        f"{figures.rank:>4} {figures.device or '-':<6} {figures.state:<9} "
+        f"{figures.rank:>4} {figures.device or NO_VALUE:<6} {figures.state:<9} "
         f"{iteration:>9}"
     )
     row += (
@@ -363,9 +364,8 @@ def _rank_row(figures: LiveRank, on_cpu: bool) -> str:
     ]
     used = figures.gpu.get("utilization_percent")
     percents = [None if share is None else 100 * share for share in shares] + [used]
-    return row + "".join(
-        f" {'-' if percent is None else f'{percent:.0f} %':>5}" for percent in percents
-    )
+    texts = (NO_VALUE if part is None else f"{part:.0f} %" for part in percents)
+    return row + "".join(f" {text:>5}" for text in texts)
 
 
 def draw_findings(snapshot: RecordingSnapshot, width: int, height: int) -> Text:
@@ -391,7 +391,7 @@ def finding_line(seen: SeenFinding) -> str:
     """
     gain = seen.finding.potential_gain_ms
     since = "" if seen.since is None else f" (since iteration {seen.since:,})"
-    return f"{'-' if gain is None else ms_text(gain):>10}  {seen.finding.title}{since}"
+    return f"{ms_text(gain):>10}  {seen.finding.title}{since}"
 
 
 def draw_waiting(snapshot: RecordingSnapshot, width: int, height: int) -> Text:

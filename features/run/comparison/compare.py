@@ -32,6 +32,8 @@ BARE, OTHER_KERNELS = "as it is", "torch's other kernels"
 # Fewer leave none after the windows and the warm-up.
 MIN_STEPS = WINDOW_STEPS + 3
 _SUBGROUPS = 10
+# Rates are measured with so many parameters at the least.
+_LEAST_PARAMS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,9 @@ def compare_job(
         )
     progress(OTHER_KERNELS, 1, total)
     other = _with_other_kernels(jobs)
-    jobs.options = replace(jobs.options, **_rates(bare, folder, options, emulated_link))
+    jobs.options = replace(
+        jobs.options, **_rates(bare, folder, options, emulated_link, machine)
+    )
     runs = [bare]
     for number, name in enumerate(names):
         progress(name, number + 2, total)
@@ -157,13 +161,21 @@ def _with_other_kernels(jobs: JobRuns) -> JobRun | None:
 
 
 def _rates(
-    bare: JobRun, folder: Path, options: RunOptions, link: float | None
+    bare: JobRun,
+    folder: Path,
+    options: RunOptions,
+    link: float | None,
+    machine: str | None,
 ) -> dict[str, Any]:
-    """Return options with the rates of this machine, which are measured."""
+    """Return options with the rates to plan with.
+
+    They are those of the machine that was named, on a GPU, or of this one, measured.
+    """
     starts = bare.logs[0].of_kind("start")
-    params = max(1, sum(start["params"] for start in starts))
+    params = max(_LEAST_PARAMS, sum(start["params"] for start in starts))
     budget = options.memory_budget or 8.0 * params
-    testbed = find_testbed(params, -(-params // _SUBGROUPS), budget, link, None)
+    named = find_machine(machine) if machine is not None and link is None else None
+    testbed = find_testbed(params, -(-params // _SUBGROUPS), budget, link, named)
     path = folder / "machine.json"
     # The budget of each policy is its own.
     replace(testbed.machine, gpu_memory_bytes=None).save(path)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ebbtide.errors import UserError
+from ebbtide.features.run.driver.figures import RunFigures
 from ebbtide.features.run.driver.process import DrivenProcess
 from ebbtide.interleave.deepspeed import enable
 
@@ -15,26 +16,25 @@ _STATIC = "twin-flow:0.5"
 
 
 class DeepSpeedEngines:
-    """The engines that the job's `deepspeed.initialize` has made."""
+    """The engines of DeepSpeed that the job has made."""
 
     def __init__(self, process: DrivenProcess) -> None:
         self._process = process
-        self._engines: list[Any] = []
+        self._engines: dict[Any, RunFigures] = {}
         self._reason: str | None = None
         self._is_enabled = False
 
-    def initializing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an `initialize` that enables the policy before the first engine."""
+    def making(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Return the `__init__` of engines that enables the policy before the first."""
 
-        def initialize(*args: Any, **kwargs: Any) -> Any:
+        def init(engine: Any, *args: Any, **kwargs: Any) -> None:
             if not self._is_enabled and self._process.options.policy != "none":
                 self._is_enabled = True
                 self._enable()
-            result = original(*args, **kwargs)
-            self._watch(result[0])
-            return result
+            original(engine, *args, **kwargs)
+            self._watch(engine)
 
-        return initialize
+        return init
 
     def params(self) -> list[torch.Tensor]:
         """Return the parameters of all engines, as this rank has them."""
@@ -46,17 +46,17 @@ class DeepSpeedEngines:
 
     def log_ends(self) -> None:
         """Log the end of each engine."""
-        for number, engine in enumerate(self._engines, 1):
-            optimizer = engine.optimizer
-            is_driven = hasattr(type(optimizer), "settings")
-            plan = getattr(optimizer, "plan", None) if is_driven else None
+        policy = self._process.options.policy
+        for number, (engine, figures) in enumerate(self._engines.items(), 1):
+            is_driven = _is_driven(engine)
+            figures.end()
             self._process.log.add(
                 "end",
                 optimizer=number,
-                policy=self._process.options.policy if is_driven else None,
+                policy=policy if is_driven else None,
                 steps=engine.global_steps if is_driven else 0,
-                left=None if is_driven else self._reason or "torch's own ran",
-                plan=plan and plan.counts(),
+                left=None if is_driven else self._reason or "DeepSpeed's own ran",
+                **figures.result,
             )
 
     def _enable(self) -> None:
@@ -78,14 +78,20 @@ class DeepSpeedEngines:
 
     def _watch(self, engine: Any) -> None:
         """Count the engine's steps."""
-        self._engines.append(engine)
+        figures = self._engines[engine] = RunFigures()
         process, step = self._process, engine.step
 
         def counted_step(*args: Any, **kwargs: Any) -> Any:
             result = step(*args, **kwargs)
+            if _is_driven(engine):
+                figures.add(engine.optimizer)
             process.log.step = max(process.log.step, int(engine.global_steps))
             process.log.flush()
             process.end_after_steps(engine.global_steps)
             return result
 
         engine.step = counted_step
+
+
+def _is_driven(engine: Any) -> bool:
+    return hasattr(type(engine.optimizer), "settings")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from ebbtide.errors import UserError
-from ebbtide.interleave.engine.param_updater import ParamUpdater
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.machine import Machine
@@ -15,6 +14,16 @@ from ebbtide.machines.machine import Machine
 TIMES = ("iteration", "forward", "backward", "update", "exposed")
 # Steps under a plan before its figures count.
 _WARM_UP = 2
+
+
+class Measured(Protocol):
+    """An optimizer, or its updates, that an engine runs."""
+
+    @property
+    def last_schedule(self) -> Schedule | None: ...
+
+    @property
+    def machine(self) -> Machine: ...
 
 
 class RunFigures:
@@ -26,7 +35,7 @@ class RunFigures:
         self._machine: Machine | None = None
         self._peak_bytes = 0
 
-    def add(self, updater: ParamUpdater, step_s: float) -> None:
+    def add(self, updater: Measured) -> None:
         """Add the last step."""
         schedule = updater.last_schedule
         if schedule is None:
@@ -40,7 +49,7 @@ class RunFigures:
         if schedule.measured is not None:
             self._peak_bytes = max(self._peak_bytes, schedule.measured.device)
 
-    def end(self, updater: ParamUpdater) -> None:
+    def end(self) -> None:
         """Sum up the steps, after the last one."""
         counted = self._schedules[_WARM_UP:] or self._schedules
         if not counted or self._machine is None:

@@ -52,7 +52,9 @@ class TorchDriver:
             run_backward = self._counted(owner._engine_run_backward)
             self._patches.set(owner, "_engine_run_backward", run_backward)
         self._deepspeed: Any = None
-        self._patches.when_imported("deepspeed", self._hook_deepspeed)
+        # The package itself may import torch, and is in part there then.
+        engines = "deepspeed.runtime.engine"
+        self._patches.when_imported(engines, self._hook_deepspeed)
         self._layers = LayerMoves(process) if process.options.moves_layers else None
         # AdamW inherits from Adam in newer versions of torch.
         kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -72,7 +74,7 @@ class TorchDriver:
         from ebbtide.features.run.driver.deepspeed_engines import DeepSpeedEngines
 
         self._deepspeed = DeepSpeedEngines(self._process)
-        self._patches.wrap(module, "initialize", self._deepspeed.initializing)
+        self._patches.wrap(module.DeepSpeedEngine, "__init__", self._deepspeed.making)
 
     def _driven_step(self) -> Any:
         def step(optimizer: Any, closure: Any = None) -> Any:

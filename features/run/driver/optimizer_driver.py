@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -109,7 +108,7 @@ class OptimizerDriver:
     def close(self) -> None:
         """Close the engine, and keep the figures of its plan."""
         if self.updater is not None:
-            self.figures.end(self.updater)
+            self.figures.end()
             self.updater.close()
             self.updater = None
 
@@ -131,7 +130,6 @@ class OptimizerDriver:
         grad_scale = getattr(optimizer, "grad_scale", None)
         factor = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
         counts = dict(updater.steps)
-        begin_s = time.perf_counter()
         try:
             updater.param_groups = engine_groups(optimizer)
             updater.update_params(factor)
@@ -147,7 +145,7 @@ class OptimizerDriver:
         _count_no_idle_steps(updater, counts)
         if factor != 1:
             _unscale_grads(optimizer, factor)
-        self.figures.add(updater, time.perf_counter() - begin_s)
+        self.figures.add(updater)
         self._note_plan(updater)
         if self.steps == WINDOW_STEPS:
             self._decide(optimizer, updater)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ebbtide.interleave.engine.errors import EngineError
+from ebbtide.units import counted
 
 # The name of masters in state dicts and recordings.
 MASTER_NAME = "master"
@@ -422,14 +423,28 @@ class GroupRules:
 
 def register(rule: UpdateRule) -> UpdateRule:
     """Add a rule to those that `find_rule` finds. Raises EngineError for a rule without
-    moments."""
+    moments, or whose formula returns something else than master and moments."""
     if not rule.moments:
         raise EngineError(
             f"the rule {rule.name} has no moments: state needs at least one, which a "
             "formula may pass on"
         )
+    _check_results(rule)
     RULES[rule.name] = rule
     return rule
+
+
+def _check_results(rule: UpdateRule) -> None:
+    formula: Any = rule.formula
+    ones = (np.float32(1),) * formula.__code__.co_argcount
+    with np.errstate(all="ignore"):
+        results = formula(*ones)
+    count = len(results) if isinstance(results, tuple) else 1
+    if count != 1 + len(rule.moments):
+        raise EngineError(
+            f"the formula of the rule {rule.name} returns {counted(count, 'value')}: "
+            f"it must return a tuple, (master, {', '.join(rule.moments)})"
+        )
 
 
 def find_rule(name: str) -> UpdateRule:

@@ -94,8 +94,8 @@ def test_draw_link__draws_no_rate_for_copies_without_sizes() -> None:
     rank, builder = started()
     rank.transfer("h2d", 0, 5 * MS, None)
     link = draw_link(builder)
-    assert labels(link)[:2] == ["h2d (up), sizes unknown", "d2h (down)"]
-    assert np.isnan(steps(link, "h2d (up), sizes unknown")[1]).all()
+    assert labels(link)[:2] == ["h2d (up), sizes not known", "d2h (down)"]
+    assert np.isnan(steps(link, "h2d (up), sizes not known")[1]).all()
 
 
 def test_draw_link__draws_a_copy_without_length_as_mean_over_a_slot() -> None:

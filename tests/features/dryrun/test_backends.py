@@ -16,7 +16,8 @@ from ebbtide.features.dryrun.backends import BACKENDS
 
 FOLDER = Path(ebbtide.features.dryrun.__file__).parent
 ROOT = Path(__file__).resolve().parents[3]
-TORCH_2_11 = ROOT / ".venv-cuda/2.11.0/bin/python"
+# Environments of builds with CUDA.
+CUDA_BUILDS = ("2.11.0", "2.13.0")
 # Convolutions, attention, a recurrent layer, autocast with a scaler, streams and
 # indices that depend on values.
 JOB = """
@@ -89,10 +90,12 @@ def test_modules_beside_the_backends__need_no_torch() -> None:
 
 
 @pytest.mark.slow
-def test_backends__predict_the_same() -> None:
-    if not TORCH_2_11.exists():
-        pytest.skip(f"{TORCH_2_11} is not here: make {TORCH_2_11.parents[1]}/installed")
-    figures = [figures_of(python) for python in (Path(sys.executable), TORCH_2_11)]
+@pytest.mark.parametrize("version", CUDA_BUILDS)
+def test_backends__predict_the_same_with_builds_for_cuda(version: str) -> None:
+    python = ROOT / ".venv-cuda" / version / "bin/python"
+    if not python.exists():
+        pytest.skip(f"{python} is not here: make {python.parents[1]}/installed")
+    figures = [figures_of(each) for each in (Path(sys.executable), python)]
     assert figures[0]["torch"] != figures[1]["torch"]
     for each in figures:
         del each["torch"]

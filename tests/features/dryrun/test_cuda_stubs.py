@@ -14,26 +14,26 @@ from ebbtide.features.dryrun.torch_2_13.device.cuda_stubs import CudaStubs
 
 
 def build(
-    version: str, cuda: str | None = None, file: str = torch.__file__
+    version: str, hip: str | None = None, file: str = torch.__file__
 ) -> SimpleNamespace:
     """Return a module like torch."""
     return SimpleNamespace(
-        __version__=version, version=SimpleNamespace(cuda=cuda, hip=None), __file__=file
+        __version__=version, version=SimpleNamespace(hip=hip), __file__=file
     )
 
 
 @pytest.mark.parametrize(
-    ("version", "cuda", "line"),
+    ("version", "hip", "line"),
     [
-        ("2.13.0+cu130", "13.0", "needs a build of torch for the CPU alone"),
+        ("2.13.0+rocm7.1", "7.1", "needs a build of torch for the CPU or CUDA"),
         ("2.12.0+cpu", None, "needs torch 2.13"),
     ],
 )
 def test_backend_of__refuses_other_versions(
-    version: str, cuda: str | None, line: str
+    version: str, hip: str | None, line: str
 ) -> None:
     with pytest.raises(DryRunError, match=line):
-        backend_of(build(version, cuda))
+        backend_of(build(version, hip))
 
 
 def test_cuda_stubs__refuse_another_layout(tmp_path: Path) -> None:

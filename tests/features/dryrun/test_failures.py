@@ -29,7 +29,7 @@ model = torch.nn.Linear(8, 8).cuda(); optimizer = torch.optim.SGD(model.paramete
 def step(loss): loss.sum().backward(); optimizer.step(); optimizer.zero_grad()
 """
 TRAIN = "for _ in range(2): step({})"
-NEEDS_CUDA = "it needs a build of torch with CUDA: leave it out"
+NEEDS_DEVICE = "it needs a device: leave it out"
 COMPILED = "it is compiled for CUDA: leave it out"
 UNSUPPORTED = "fake tensors do not support it: leave it out"
 SHAPE = "the shape of its result depends on values"
@@ -48,16 +48,16 @@ CANNOT = {
         "step(torch.repeat_interleave(model(x), model(x)[:, 0].long(), dim=0))", "repeat_interleave", SHAPE
     ),
     "values as an array": ("x.numpy()", ".numpy()", "fake tensors have no values: leave out"),
-    "graph": ("torch.cuda.CUDAGraph()", "CUDAGraph", NEEDS_CUDA),
-    "graphed module": ("torch.cuda.make_graphed_callables(model, (x,))", "CUDAGraph", NEEDS_CUDA),
-    "memory pool": ("torch.cuda.MemPool()", "MemPool", NEEDS_CUDA),
-    "NCCL by name": ("torch.cuda.nccl.all_reduce([x])", "_nccl_all_reduce", NEEDS_CUDA),
+    "graph": ("torch.cuda.CUDAGraph()", "CUDAGraph", NEEDS_DEVICE),
+    "graphed module": ("torch.cuda.make_graphed_callables(model, (x,))", "CUDAGraph", NEEDS_DEVICE),
+    "memory pool": ("torch.cuda.MemPool()", "MemPool", NEEDS_DEVICE),
+    "NCCL by name": ("torch.cuda.nccl.all_reduce([x])", "_nccl_all_reduce", NEEDS_DEVICE),
     "kernel as a text": (
         'torch.cuda.jiterator._create_jit_fn("template <typename T> T f(T x) { return x; }")(x)', "jiterator",
-        NEEDS_CUDA,
+        NEEDS_DEVICE,
     ),
-    "kernel of NVRTC": ('torch.cuda._compile_kernel("__global__ void f() {}", "f")', "torch.cuda._utils", NEEDS_CUDA),
-    "memory of another process": ("x.untyped_storage()._share_cuda_()", "CUDA", NEEDS_CUDA),
+    "kernel of NVRTC": ('torch.cuda._compile_kernel("__global__ void f() {}", "f")', "torch.cuda._utils", NEEDS_DEVICE),
+    "memory of another process": ("x.untyped_storage()._share_cuda_()", "CUDA", NEEDS_DEVICE),
     "extension of CUDA": (
         'from torch.utils.cpp_extension import load_inline; load_inline("own", "", "void f() {}")', "load_inline",
         "operations of torch",
@@ -72,7 +72,7 @@ CANNOT = {
     "flash attention": ("import flash_attn_2_cuda", "flash_attn", COMPILED),
     "kernels of GPTQ": ('raise ImportError("gptqmodel is required to load GPTQ weights")', "gptqmodel", COMPILED),
     "failure wrapped": (
-        'try: torch.cuda.CUDAGraph()\nexcept Exception: raise ValueError("cannot train")', "CUDAGraph", NEEDS_CUDA
+        'try: torch.cuda.CUDAGraph()\nexcept Exception: raise ValueError("cannot train")', "CUDAGraph", NEEDS_DEVICE
     ),
     "sparse matrix": (
         "torch.sparse_coo_tensor(torch.zeros(2, 2).long().cuda(), torch.ones(2).cuda(), (8, 8))", "sparse_coo_tensor",

@@ -429,3 +429,18 @@ def test_register__refuses_a_rule_without_moments() -> None:
     with pytest.raises(EngineError, match="has no moments"):
         register(replace(find_rule("lion"), name="none", moments=()))
     assert "none" not in RULES
+
+
+def test_register__refuses_a_formula_that_does_not_return_master_and_moments() -> None:
+    formulas = {
+        1: lambda g, p, m, rate: p - rate * g,
+        3: lambda g, p, m, rate: (p - rate * g, m, m),
+    }
+    for count, formula in formulas.items():
+        with pytest.raises(EngineError) as raised:
+            register(replace(find_rule("lion"), name="plain", formula=formula))
+        assert str(raised.value) == (
+            f"the formula of the rule plain returns {count} value{'s' * (count > 1)}: "
+            "it must return a tuple, (master, exp_avg)"
+        )
+    assert "plain" not in RULES

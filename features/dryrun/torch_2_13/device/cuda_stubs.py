@@ -82,7 +82,7 @@ def _check_layout(torch: Any) -> None:
     layout = {slot + 1: name for slot, name in enumerate(_VIRTUAL.findall(text))}
     if any(layout.get(slot) != name for slot, name in _SLOTS.items()):
         raise DryRunError(
-            "a dry run needs torch 2.13 (CPU build) or 2.11, whose layout it knows; "
+            "a dry run needs torch 2.13 or 2.11, whose layout it knows; "
             f"this is {torch.__version__} with another one"
         )
 
