@@ -220,9 +220,9 @@ class OptimizerDriver:
         """Take the policy of the run, by the windows of the first iterations."""
         process = self._process
         free = free_for_state(process, updater)
-        if not process.options.compares and (
-            free is None or free >= state_bytes(updater)
-        ):
+        fits = free is None or free >= state_bytes(updater)
+        # Replicas that torch updates on some ranks alone would drift apart.
+        if not process.options.compares and all_ranks_agree(fits):
             self._leave(optimizer, _FITS)
             return
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import inspect
 import io
@@ -15,6 +16,7 @@ import torch
 from torch.optim import AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ebbtide.features.run.driver import optimizer_driver
 from tests.features.run.conftest import Drive
 from tests.features.run.models import (
     are_close,
@@ -533,6 +535,26 @@ def test_state_that_fits_is_given_back(drive: Drive, events: Any) -> None:
     assert [event["steps"] for event in events() if event["kind"] == "end"] == []
     entry = optimizer.__dict__["state"][model[0].weight]  # type: ignore[index]
     assert int(entry["step"]) == 6
+
+
+def test_state_that_fits_on_some_ranks_stays(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive("adaptive", memory_budget=1e6)
+    answers = iter([True, False])
+    monkeypatch.setattr(optimizer_driver, "all_ranks_agree", lambda own: next(answers))
+    _, optimizer = job(steps=6)
+    assert "state" not in optimizer.__dict__
+
+
+def test_optimizer_that_is_deleted_has_its_end(drive: Drive, events: Any) -> None:
+    drive()
+    for _ in range(2):
+        job(steps=2)
+        gc.collect()
+    drive()
+    ends = [event for event in events() if event["kind"] == "end"]
+    assert [(end["optimizer"], end["steps"]) for end in ends] == [(1, 2), (2, 2)]
 
 
 def test_several_optimizers_share_the_budget(drive: Drive) -> None:
