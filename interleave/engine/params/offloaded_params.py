@@ -19,6 +19,7 @@ from ebbtide.interleave.engine.params.local_shards import (
     check_apart,
     check_params,
     device_of,
+    flat_like,
     flat_view,
     local_shard,
     own_rank,
@@ -170,7 +171,28 @@ class OffloadedParams:
             for index, state in whole.items()
         }
         self.exchange.scatter(whole, parts)
-        return [tuple(parts.get(index, state)) for index, state in enumerate(states)]
+        return [
+            self._in_current_order(index, tuple(parts.get(index, state)))
+            for index, state in enumerate(states)
+        ]
+
+    def _in_current_order(
+        self, index: int, state: state_dict.ParamState
+    ) -> state_dict.ParamState:
+        """Return a state in the order that the parameter's memory has now.
+
+        The job may have changed it since the engine took the parameter, as by another
+        memory format.
+        """
+        shard = local_shard(self.params[index])
+        _, _, shape, strides = self._layouts[index]
+        is_same = shard.stride() == strides or shard.shape != shape
+        if is_same or self.own_rules[index].scales:
+            return state
+        return tuple(
+            flat_like(row.as_strided(shape, strides), self.params[index])
+            for row in state
+        )
 
     def load(
         self,

@@ -484,6 +484,48 @@ def test_type_that_changes_later_leaves_the_state_readable(drive: Drive) -> None
     assert optimizer.state_dict()["state"][0]["exp_avg"].dtype == torch.float32
 
 
+def test_memory_format_that_changes_later_is_followed(drive: Drive) -> None:
+    def changing_job() -> torch.nn.Module:
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        for number in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(2, 3, 6, 6)).square().mean().backward()
+            optimizer.step()
+            if number == 2:
+                model.to(memory_format=torch.contiguous_format)
+        return model
+
+    bare = changing_job()
+    drive()
+    assert are_close(changing_job(), bare)
+
+
+def test_parameter_that_grows_with_its_state_is_followed(drive: Drive) -> None:
+    def growing_job() -> torch.Tensor:
+        param = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
+        optimizer = AdamW([param], lr=1e-2)
+        for number in range(6):
+            optimizer.zero_grad()
+            param.square().sum().backward()
+            optimizer.step()
+            if number == 3:
+                entry = optimizer.state.pop(param)
+                for name in ("exp_avg", "exp_avg_sq"):
+                    entry[name] = torch.cat([entry[name], torch.zeros(1, 3)])
+                param = torch.nn.Parameter(
+                    torch.cat([param.detach(), torch.ones(1, 3)])
+                )
+                optimizer.param_groups[0]["params"] = [param]
+                optimizer.state[param] = entry
+        return param.detach()
+
+    bare = growing_job()
+    drive()
+    assert torch.allclose(growing_job(), bare)
+
+
 def test_frozen_parameters_stay(drive: Drive) -> None:
     drive()
     model, optimizer = job()

@@ -49,8 +49,19 @@ def run_both(words: list[str], budget: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     "kind",
     slow(
-        "raise exit _exit SIGTERM SIGKILL workers fork fork-steps child-spawn "
-        "child-fork twice".split(),
+        [
+            "raise",
+            "exit",
+            "_exit",
+            "SIGTERM",
+            "SIGKILL",
+            "workers",
+            "fork",
+            "fork-steps",
+            "child-spawn",
+            "child-fork",
+            "twice",
+        ],
         but=["fork-steps"],
     ),
 )
