@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from ebbtide.features.run.driver.groups import params_of
 from ebbtide.features.run.driver.layer_moves import LayerMoves
 from ebbtide.features.run.driver.log import digest
 from ebbtide.features.run.driver.optimizer_driver import OptimizerDriver
+from ebbtide.features.run.driver.phase_memory import PhaseMemory
 from ebbtide.features.run.driver.process import DrivenProcess
 from ebbtide.features.run.driver.torch_state import (
     State,
@@ -26,14 +28,17 @@ from ebbtide.profiler.agent.patches import Patches
 
 
 def install_driver(
-    options: RunOptions, note: Callable[[str], None]
+    options: RunOptions,
+    note: Callable[[str], None],
+    memory: PhaseMemory | None = None,
 ) -> Callable[[], None]:
     """Replace `step`, `state` and `load_state_dict` of torch's Adam, AdamW and SGD.
 
     No object changes its class, and no name of torch stands for another object. Return
-    a function that ends the run and restores torch. `note` adds a note to the trace.
+    a function that ends the run and restores torch. `note` adds a note to the trace;
+    `memory` has what is recorded.
     """
-    process = DrivenProcess(options, note)
+    process = DrivenProcess(options, note, memory)
     driver = TorchDriver(process)
     os.register_at_fork(after_in_child=process.log.forget)
     atexit.register(driver.finish)
@@ -47,6 +52,7 @@ class TorchDriver:
         self._process = process
         process.finish = self.finish
         self._is_finished = False
+        self._retired: list[OptimizerDriver] = []
         self._patches = Patches()
         for owner in (torch.autograd, torch.autograd.graph):
             run_backward = self._counted(owner._engine_run_backward)
@@ -120,14 +126,15 @@ class TorchDriver:
     def finish(self) -> None:
         """Write the end of each optimizer, and of the parameters."""
         process = self._process
-        if self._is_finished or not (process.drivers or self._deepspeed):
+        drivers = [*self._retired, *process.drivers.values()]
+        if self._is_finished or not (drivers or self._deepspeed):
             return
         self._is_finished = True
         if self._layers is not None:
             self._layers.close()
         if self._deepspeed is not None:
             self._deepspeed.log_ends()
-        for driver in list(process.drivers.values()):
+        for driver in drivers:
             driver.close()
             process.log.add(
                 "end",
@@ -189,11 +196,18 @@ class TorchDriver:
         drivers = self._process.drivers
         driver = drivers.get(optimizer)
         if driver is None:
-            driver = OptimizerDriver(optimizer, self._process, len(drivers) + 1)
+            number = len(drivers) + len(self._retired) + 1
+            driver = OptimizerDriver(optimizer, self._process, number)
             drivers[optimizer] = driver
+            weakref.finalize(optimizer, self._retire, driver).atexit = False
             if self._process.options.compares:
                 self._process.kept.append(optimizer)
         return driver
+
+    def _retire(self, driver: OptimizerDriver) -> None:
+        """Keep the figures of an optimizer that the job has deleted."""
+        driver.updater = None
+        self._retired.append(driver)
 
     def _torch_step(self, optimizer: Any) -> None:
         kinds = self._originals.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,12 +25,13 @@ from ebbtide.features.run.driver.torch_state import (
     torch_layout,
 )
 from ebbtide.features.run.driver.windows import (
+    budget_by_phase,
     choose_policy,
-    free_for_state,
+    free_bytes,
     state_bytes,
 )
 from ebbtide.features.run.options import WINDOW_STEPS
-from ebbtide.interleave.engine.options import OptimizerOptions
+from ebbtide.interleave.engine.options import Budget, OptimizerOptions
 from ebbtide.interleave.engine.param_updater import ParamUpdater
 from ebbtide.interleave.engine.params.local_shards import device_of, local_shard
 from ebbtide.interleave.engine.rules.rule import GroupRules
@@ -65,7 +67,7 @@ class OptimizerDriver:
         self._optimizer = weakref.ref(optimizer)
         self._process = process
         self._seen_backwards = 0
-        self._budget: float | None = None
+        self._budget: Budget | None = None
         # The state that a reader has got, and its contents then.
         self._exported: tuple[State, Any] | None = None
         self._plan: object = None
@@ -103,8 +105,8 @@ class OptimizerDriver:
 
     def close(self) -> None:
         """Close the engine, and keep the figures of its plan."""
+        self.figures.end()
         if self.updater is not None:
-            self.figures.end()
             self.updater.close()
             self.updater = None
 
@@ -207,21 +209,20 @@ class OptimizerDriver:
     def _decide(self, optimizer: torch.optim.Optimizer, updater: ParamUpdater) -> None:
         """Take the policy of the run, by the windows of the first iterations."""
         process = self._process
-        free = free_for_state(process, updater)
-        if not process.options.compares and (
-            free is None or free >= state_bytes(updater)
-        ):
+        is_free = free_bytes(process, updater) >= state_bytes(updater)
+        if is_free and not process.options.compares:
             self._leave(optimizer, _FITS)
             return
         try:
-            self.policy = choose_policy(process.options.policy, updater, free)
-        except UserError as error:
+            budget = budget_by_phase(process, updater)
+            self.policy = choose_policy(process.options.policy, updater, budget)
+        except Exception as error:
+            # Also a fault of a policy of the user's: the plan before stays.
             self._say(f"policy {process.options.policy}: {error}; zero-offload goes on")
             process.log.add("failed", optimizer=self.number, reason=str(error))
             return
-        self._budget = free
-        room = bytes_text(free)
-        self._say(f"policy {self.policy} with {room} of device memory for state")
+        self._budget = budget
+        self._say(f"policy {self.policy} with {_text(budget)} of device memory")
         self._note_plan(updater)
 
     def _leave(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
@@ -263,3 +264,9 @@ def _whole_entries(
         for param, entry in optimizer.__dict__.get("state", {}).items()
         if all(entry.get(name) is not None for name in moments.get(param, ("",)))
     }
+
+
+def _text(budget: Budget) -> str:
+    if isinstance(budget, Mapping):
+        return ", ".join(f"{bytes_text(own)} in {name}" for name, own in budget.items())
+    return bytes_text(budget)

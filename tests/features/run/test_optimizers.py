@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import inspect
 import io
@@ -427,3 +428,14 @@ def test_bfloat16_parameters_are_updated_as_by_torch(drive: Drive, kind: Any) ->
 def _distance(one: torch.nn.Module, other: torch.nn.Module) -> float:
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def test_deleted_optimizer_is_told_at_the_end(drive: Drive, events: Any) -> None:
+    drive()
+    job(steps=3)
+    gc.collect()
+    job(steps=4)
+    gc.collect()
+    drive()
+    ends = [event for event in events() if event["kind"] == "end"]
+    assert [(end["optimizer"], end["steps"]) for end in ends] == [(1, 3), (2, 4)]
