@@ -1,4 +1,4 @@
-"""A training script that knows nothing of ebbtide: a GPT on the text of Python's help.
+"""A training script that knows nothing of ebbtide: a GPT on a file of Python's.
 
     ebbtide run -- python examples/train_plain.py
     ebbtide compare -- python examples/train_plain.py
@@ -8,6 +8,7 @@ cosine schedule, and a checkpoint that it resumes from.
 """
 
 import argparse
+import inspect
 import math
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def main() -> None:
 
     torch.manual_seed(1337)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    text = (argparse.__doc__ or "") + "".join(map(str, vars(argparse).values()))
+    text = inspect.getsource(argparse)
     data = torch.tensor([min(ord(letter), 127) for letter in text], device=device)
     model = GPT(options.layers, options.width).to(device)
     params = list(model.parameters())

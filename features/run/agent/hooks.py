@@ -22,11 +22,14 @@ def install(recorder: Recorder) -> Callable[[], None]:
     if text:
         try:
             from ebbtide.features.run.driver.install import install_driver
+            from ebbtide.features.run.driver.phase_memory import PhaseMemory
             from ebbtide.features.run.options import RunOptions
         except ImportError as error:
             _write_reason(text, error)
         else:
-            install_driver(RunOptions.parse(text), recorder.note_once)
+            memory = PhaseMemory(recorder.flush)
+            recorder.on_records.append(memory.add)
+            install_driver(RunOptions.parse(text), recorder.note_once, memory)
     return lambda: None
 
 

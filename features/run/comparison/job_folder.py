@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 _MAX_FILE_BYTES = 64 << 20
 # A folder with more than these is no folder of a job alone.
 _MAX_FILES, _MAX_BYTES = 20_000, 2 << 30
-_LEFT_OUT = frozenset({".git", "__pycache__", ".venv", "node_modules"})
 
 
 @contextmanager
@@ -21,8 +20,8 @@ def private_copy(source: Path) -> Iterator[Path | None]:
     """Yield a copy of a folder, which is removed afterwards.
 
     It is beside the folder where that can be written, so that paths with `..` lead to
-    the same. Large files, and folders of versions and environments, are links. Yield
-    None for a folder that is too large.
+    the same. Large files and hidden folders, as of versions and environments, are
+    links. Yield None for a folder that is too large.
     """
     files = _files(source)
     if files is None:
@@ -48,10 +47,9 @@ def _files(source: Path) -> list[tuple[Path, int]] | None:
     files: list[tuple[Path, int]] = []
     copied_bytes = 0
     for folder, names, file_names in os.walk(source):
-        left_out = [name for name in names if name in _LEFT_OUT]
-        names[:] = [name for name in names if name not in _LEFT_OUT]
-        links = [name for name in names if os.path.islink(os.path.join(folder, name))]
-        for name in [*left_out, *links, *file_names]:
+        links = [name for name in names if _is_linked(Path(folder, name))]
+        names[:] = [name for name in names if name not in links]
+        for name in [*links, *file_names]:
             path = Path(folder, name)
             size = path.lstat().st_size
             copied_bytes += size if size <= _MAX_FILE_BYTES else 0
@@ -59,3 +57,7 @@ def _files(source: Path) -> list[tuple[Path, int]] | None:
         if len(files) > _MAX_FILES or copied_bytes > _MAX_BYTES:
             return None
     return files
+
+
+def _is_linked(folder: Path) -> bool:
+    return folder.is_symlink() or folder.name.startswith(".")

@@ -16,6 +16,7 @@ from ebbtide.features.run.driver.groups import is_driven, params_of
 from ebbtide.features.run.driver.layer_moves import LayerMoves
 from ebbtide.features.run.driver.log import digest
 from ebbtide.features.run.driver.optimizer_driver import OptimizerDriver
+from ebbtide.features.run.driver.phase_memory import PhaseMemory
 from ebbtide.features.run.driver.process import DrivenProcess
 from ebbtide.features.run.driver.torch_state import (
     State,
@@ -29,14 +30,17 @@ from ebbtide.profiler.agent.patches import Patches
 
 
 def install_driver(
-    options: RunOptions, note: Callable[[str], None]
+    options: RunOptions,
+    note: Callable[[str], None],
+    memory: PhaseMemory | None = None,
 ) -> Callable[[], None]:
     """Replace `step`, `state` and `load_state_dict` of torch's Adam, AdamW and SGD.
 
     No object changes its class, and no name of torch stands for another object. Return
-    a function that ends the run and restores torch. `note` adds a note to the trace.
+    a function that ends the run and restores torch. `note` adds a note to the trace;
+    `memory` has what is recorded.
     """
-    process = DrivenProcess(options, note)
+    process = DrivenProcess(options, note, memory)
     driver = TorchDriver(process)
     os.register_at_fork(after_in_child=driver.forget)
     atexit.register(driver.finish)
@@ -134,6 +138,7 @@ class TorchDriver:
         if self._deepspeed is not None:
             self._deepspeed.log_ends()
         for driver in list(process.drivers.values()):
+            driver.close()
             self._end(driver)
         process.close()
         if process.options.compares:
@@ -156,7 +161,6 @@ class TorchDriver:
         self._is_running = True
 
     def _end(self, driver: OptimizerDriver) -> None:
-        driver.close()
         self._process.log.add(
             "end",
             optimizer=driver.number,
@@ -168,6 +172,7 @@ class TorchDriver:
 
     def _end_of_deleted(self, driver: OptimizerDriver) -> None:
         if self._is_running:
+            driver.release()
             self._end(driver)
 
     def _write_params(self) -> None:

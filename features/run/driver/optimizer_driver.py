@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,17 +27,19 @@ from ebbtide.features.run.driver.torch_state import (
     torch_layout,
 )
 from ebbtide.features.run.driver.windows import (
+    budget_by_phase,
     choose_policy,
-    free_for_state,
+    free_bytes,
     state_bytes,
 )
 from ebbtide.features.run.options import WINDOW_STEPS
-from ebbtide.interleave.engine.options import OptimizerOptions
+from ebbtide.interleave.engine.options import Budget, OptimizerOptions
 from ebbtide.interleave.engine.param_updater import ParamUpdater
 from ebbtide.interleave.engine.params.local_shards import device_of, local_shard
 from ebbtide.interleave.engine.rules.rule import GroupRules
 from ebbtide.units import bytes_text
 
+_FIRST_POLICY = "zero-offload"
 _SUBGROUPS = 10
 _MAX_SUBGROUP_PARAMS = 100_000_000
 _FITS = "its whole state fits beside the job: torch's own step goes on"
@@ -63,12 +65,12 @@ class OptimizerDriver:
         self.left: str | None = None
         self.steps = self.iterations = 0
         self.number = number
-        self.policy = "zero-offload"
+        self.policy = _FIRST_POLICY
         self.figures = RunFigures()
         self._optimizer = weakref.ref(optimizer)
         self._process = process
         self._seen_backwards = 0
-        self._budget: float | None = None
+        self._budget: Budget | None = None
         # The state that a reader has got, and its contents then.
         self._exported: tuple[State, Any] | None = None
         self._plan: object = None
@@ -107,10 +109,18 @@ class OptimizerDriver:
 
     def close(self) -> None:
         """Close the engine, and keep the figures of its plan."""
-        if self.updater is not None:
-            self.figures.end()
-            self.updater.close()
-            self.updater = None
+        updater = self.updater
+        self.release()
+        if updater is not None:
+            updater.close()
+
+    def release(self) -> None:
+        """Leave the engine to its own end, and keep the figures of its plan.
+
+        A garbage collection can do so while other engines are in use.
+        """
+        self.figures.end()
+        self.updater = None
 
     def _update(self, optimizer: torch.optim.Optimizer, torch_step: Step) -> None:
         # A scaler leaves unscaling, and skipping the step, to a fused kernel.
@@ -137,6 +147,10 @@ class OptimizerDriver:
             if updater.is_lost:
                 raise
             is_done = updater.steps != counts
+            if not is_done and self.policy != _FIRST_POLICY:
+                self._fall_back(str(error))
+                self._update(optimizer, torch_step)
+                return
             self._leave(optimizer, str(error))
             if not is_done:
                 torch_step(optimizer)
@@ -181,6 +195,9 @@ class OptimizerDriver:
                 updater = self._open(optimizer)
             except UserError as error:
                 reason = str(error)
+                if self.policy != _FIRST_POLICY:
+                    self._fall_back(reason)
+                    return self._attach(optimizer)
         if not self.steps and not all_ranks_agree(updater is not None):
             reason = reason or "torch updates on another rank"
         if reason is not None:
@@ -219,22 +236,32 @@ class OptimizerDriver:
     def _decide(self, optimizer: torch.optim.Optimizer, updater: ParamUpdater) -> None:
         """Take the policy of the run, by the windows of the first iterations."""
         process = self._process
-        free = free_for_state(process, updater)
-        fits = free is None or free >= state_bytes(updater)
+        is_free = free_bytes(process, updater) >= state_bytes(updater)
         # Replicas that torch updates on some ranks alone would drift apart.
-        if not process.options.compares and all_ranks_agree(fits):
+        if not process.options.compares and all_ranks_agree(is_free):
             self._leave(optimizer, _FITS)
             return
         try:
-            self.policy = choose_policy(process.options.policy, updater, free)
-        except UserError as error:
+            budget = budget_by_phase(process, updater)
+            self.policy = choose_policy(process.options.policy, updater, budget)
+        except Exception as error:
+            # Also a fault of a policy of the user's: the plan before stays.
             self._say(f"policy {process.options.policy}: {error}; zero-offload goes on")
             process.log.add("failed", optimizer=self.number, reason=str(error))
             return
-        self._budget = free
-        room = bytes_text(free)
-        self._say(f"policy {self.policy} with {room} of device memory for state")
+        self._budget = budget
+        self._say(f"policy {self.policy} with {_text(budget)} of device memory")
         self._note_plan(updater)
+
+    def _fall_back(self, reason: str) -> None:
+        """Begin again under the policy that needs the least device memory.
+
+        The job may have added parameters that the budget does not suffice for.
+        """
+        self.export()
+        self.close()
+        self._say(f"policy {self.policy}: {reason}; {_FIRST_POLICY} goes on")
+        self.policy, self._budget = _FIRST_POLICY, None
 
     def _leave(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
         """Give the state back to torch, for good."""
@@ -306,3 +333,9 @@ def _is_of_step(entry: dict[str, Any], moments: Iterable[str]) -> bool:
         return False
     is_initial = float(entry.get("step", 1)) == 0
     return not (is_initial and not any(local_shard(value).any() for value in values))
+
+
+def _text(budget: Budget) -> str:
+    if isinstance(budget, Mapping):
+        return ", ".join(f"{bytes_text(own)} in {name}" for name, own in budget.items())
+    return bytes_text(budget)

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ebbtide.features.run.driver.log import RunLog
+from ebbtide.features.run.driver.phase_memory import PhaseMemory
 from ebbtide.features.run.options import RunOptions
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
@@ -21,15 +22,22 @@ class DrivenProcess:
     """The drivers of a process, by optimizer, and what they share.
 
     Attributes:
+        memory: The job's memory by phase; None where it is not recorded.
         finish: Writes the end of the log.
         backwards: How many backwards have begun.
         kept: The optimizers that have stepped, where their parameters are compared at
             the end.
     """
 
-    def __init__(self, options: RunOptions, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        options: RunOptions,
+        note: Callable[[str], None],
+        memory: PhaseMemory | None = None,
+    ) -> None:
         self.options = options
         self.note = note
+        self.memory = memory
         self.log = RunLog(options.folder)
         self.backwards = 0
         self.drivers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

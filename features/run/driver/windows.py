@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ebbtide.errors import UserError
 from ebbtide.features.run.driver.process import DrivenProcess
+from ebbtide.interleave.engine.options import Budget
 from ebbtide.interleave.engine.param_updater import ParamUpdater
 from ebbtide.interleave.policies import as_policy
 
@@ -18,16 +19,13 @@ def state_bytes(updater: ParamUpdater) -> float:
     return updater.workload.state_bytes * updater.workload.params
 
 
-def free_for_state(process: DrivenProcess, updater: ParamUpdater) -> float:
-    """Return the bytes of device memory that the state of an optimizer may use.
+def free_bytes(process: DrivenProcess, updater: ParamUpdater) -> float:
+    """Return the bytes that the state of an optimizer may use in all phases.
 
-    It is the optimizer's part, by the size of its state, of what is free in all phases
-    of an iteration. It is never more than what torch's own state would take, so that a
-    job that survives without ebbtide survives with it.
+    It is the optimizer's part, by the size of its state, of what the job leaves free at
+    its peak.
     """
     own = state_bytes(updater)
-    updaters = [driver.updater for driver in process.drivers.values()]
-    everything = sum(state_bytes(one) for one in updaters if one is not None)
     total = process.options.memory_budget
     if total is None:
         total = updater.device.free_bytes()
@@ -36,22 +34,43 @@ def free_for_state(process: DrivenProcess, updater: ParamUpdater) -> float:
         # subgroups.
         job = updater.workload
         return own / 2 + _EXTRA_SUBGROUPS * job.state_bytes * job.subgroup_params
-    return min(total * own / everything, own) if own else 0.0
+    return total * _share(process, updater)
 
 
-def choose_policy(name: str, updater: ParamUpdater, free: float) -> str:
+def budget_by_phase(process: DrivenProcess, updater: ParamUpdater) -> Budget:
+    """Return the bytes that the state may use in each phase.
+
+    In phases in which the job needs less, it is more. It is never more than what
+    torch's own state would take, so that a job that survives without ebbtide survives
+    with it.
+    """
+    own, free = state_bytes(updater), free_bytes(process, updater)
+    spare = {} if process.memory is None else process.memory.spare_bytes()
+    if not spare or process.options.memory_budget is not None:
+        return min(free, own)
+    share = _share(process, updater)
+    return {phase: min(free + share * more, own) for phase, more in spare.items()}
+
+
+def _share(process: DrivenProcess, updater: ParamUpdater) -> float:
+    updaters = [driver.updater for driver in process.drivers.values()]
+    everything = sum(state_bytes(one) for one in updaters if one is not None)
+    return state_bytes(updater) / everything if everything else 1.0
+
+
+def choose_policy(name: str, updater: ParamUpdater, budget: Budget) -> str:
     """Let an engine go on under a policy, and return its text.
 
     `static` is the static split with the most state on the device that fits. Raises
     UserError if the policy has no plan; the plan before stays.
     """
     if name != "static":
-        updater.use_policy(as_policy(name), free)
+        updater.use_policy(as_policy(name), budget)
         return name
     for share in _SPLITS:
         text = f"twin-flow:{share:g}"
         try:
-            updater.use_policy(as_policy(text), free)
+            updater.use_policy(as_policy(text), budget)
         except UserError:
             continue
         return text

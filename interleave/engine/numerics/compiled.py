@@ -283,13 +283,13 @@ def _update(grad, rows, out, scalars, first):
         place = U(place + NEXT_PLACE)
 
 
-def _update_state(grad, rows, scalars, first):
+def _update_state(grad, masters, moments, scalars, first):
     place = place_of(first)
     for i in range(grad.size):
-        new = step(grad[i], load(rows, i), scalars, place)
-        # It may be a parameter in half precision.
-        store(rows[0], i, new[0])
-        save(rows[1:], i, new[1:])
+        new = step(grad[i], (masters[i], *load(moments, i)), scalars, place)
+        # They may be a parameter in half precision.
+        store(masters, i, new[0])
+        save(moments, i, new[1:])
         place = U(place + NEXT_PLACE)
 
 

@@ -166,7 +166,7 @@ class CpuKernel:
                 of.position + begin - of.begin,
             )
             if parameter is None:
-                loops.update_state(stored, parts, scalars, position)
+                loops.update_state(stored, parts[0], parts[1:], scalars, position)
             elif rule.split is not None:
                 loops.update_split(
                     stored, parts[0], parts[1:], parameter[begin:end], scalars, position

@@ -526,6 +526,19 @@ def test_parameter_that_grows_with_its_state_is_followed(drive: Drive) -> None:
     assert torch.allclose(growing_job(), bare)
 
 
+def test_parameters_beyond_the_budget_stay_on_the_host(drive: Drive) -> None:
+    notes = drive("twin-flow:0", compares=True, memory_budget=2240.0)
+    model, optimizer = job(steps=4)
+    extra = torch.nn.Parameter(torch.ones(300))
+    optimizer.add_param_group({"params": [extra]})
+    extra.sum().backward()
+    optimizer.step()
+    train(model, optimizer, 2, 4)
+    assert not any("left" in note for note in notes)
+    assert any("zero-offload goes on" in note for note in notes)
+    assert len(optimizer.state_dict()["state"]) == 5
+
+
 def test_frozen_parameters_stay(drive: Drive) -> None:
     drive()
     model, optimizer = job()
@@ -589,16 +602,6 @@ def test_state_that_fits_on_some_ranks_stays(
     assert "state" not in optimizer.__dict__
 
 
-def test_optimizer_that_is_deleted_has_its_end(drive: Drive, events: Any) -> None:
-    drive()
-    for _ in range(2):
-        job(steps=2)
-        gc.collect()
-    drive()
-    ends = [event for event in events() if event["kind"] == "end"]
-    assert [(end["optimizer"], end["steps"]) for end in ends] == [(1, 2), (2, 2)]
-
-
 def test_several_optimizers_share_the_budget(drive: Drive) -> None:
     notes = drive("adaptive", memory_budget=4480.0)
     models = [small_model() for _ in range(2)]
@@ -632,3 +635,14 @@ def test_bfloat16_parameters_are_updated_as_by_torch(drive: Drive, kind: Any) ->
 def _distance(one: torch.nn.Module, other: torch.nn.Module) -> float:
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def test_deleted_optimizer_is_told_at_the_end(drive: Drive, events: Any) -> None:
+    drive()
+    job(steps=3)
+    gc.collect()
+    job(steps=4)
+    gc.collect()
+    drive()
+    ends = [event for event in events() if event["kind"] == "end"]
+    assert [(end["optimizer"], end["steps"]) for end in ends] == [(1, 3), (2, 4)]
