@@ -122,7 +122,12 @@ class OptimizerDriver:
         self.figures.end()
         self.updater = None
 
-    def _update(self, optimizer: torch.optim.Optimizer, torch_step: Step) -> None:
+    def _update(
+        self,
+        optimizer: torch.optim.Optimizer,
+        torch_step: Step,
+        is_again: bool = False,
+    ) -> None:
         # A scaler leaves unscaling, and skipping the step, to a fused kernel.
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and float(found_inf):
@@ -147,9 +152,9 @@ class OptimizerDriver:
             if updater.is_lost:
                 raise
             is_done = updater.steps != counts
-            if not is_done and self.policy != _FIRST_POLICY:
+            if not is_done and not is_again:
                 self._fall_back(str(error))
-                self._update(optimizer, torch_step)
+                self._update(optimizer, torch_step, is_again=True)
                 return
             self._leave(optimizer, str(error))
             if not is_done:
@@ -256,7 +261,8 @@ class OptimizerDriver:
     def _fall_back(self, reason: str) -> None:
         """Begin again under the policy that needs the least device memory.
 
-        The job may have added parameters that the budget does not suffice for.
+        The job may have added parameters that the budget does not suffice for, or
+        changed the types of some.
         """
         self.export()
         self.close()
