@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
+# A process that steps optimizers writes their end when it ends.
+_NO_END = (
+    "it was killed or left by os._exit, so the figures of its optimizers are not known"
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ def summary_lines(logs: list[ProcessLog]) -> list[str]:
         left = [own for own in log.of_kind("left") if "optimizer" not in own]
         for event in ends or left:
             lines.append(f"{rank}{_end_text(event)}")
+        if not (ends or left):
+            lines.append(f"{rank}{_NO_END}")
     if not lines:
         lines.append(
             "nothing was driven: no Adam, AdamW or SGD of torch has stepped after a "

@@ -164,11 +164,14 @@ class ParamUpdater:
 
         All is in new host memory.
         """
-        rule_of = self._rule_of_params()
-        pairs = zip(self._offloaded.params, self._offloaded.gather(), strict=True)
+        offloaded = self._offloaded
+        # The job may have changed the types of parameters, and so what groups name.
+        parts = zip(
+            offloaded.params, offloaded.own_rules, offloaded.gather(), strict=True
+        )
         return {
-            param: make_entry(rule_of[param], param, state, self._step_count(param))
-            for param, state in pairs
+            param: make_entry(rule, param, state, self._step_count(param))
+            for param, rule, state in parts
             if self._step_count(param)
         }
 
@@ -178,7 +181,7 @@ class ParamUpdater:
 
         Those without an entry begin anew. Raises EngineError for an entry of another
         rule or shape; nothing is changed."""
-        params, rule_of = self._params_with_state(), self._rule_of_params()
+        params, rule_of = self._params_with_state(entries), self._rule_of_params()
         loaded = {
             param: parse_entry(rule_of[param], param, entries[param], "a state", False)
             for param in params
@@ -252,16 +255,19 @@ class ParamUpdater:
             )
         return params
 
-    def _params_with_state(self) -> list[torch.Tensor]:
+    def _params_with_state(
+        self, others: Collection[torch.Tensor] = ()
+    ) -> list[torch.Tensor]:
         """Return the parameters that need state, each once.
 
-        They are not frozen, or were not frozen before.
+        They are not frozen, or were not frozen before: those have state, also in
+        `others`, or a gradient.
         """
-        own = set(self._offloaded.params)
+        own = {*self._offloaded.params, *others}
         return [
             param
             for param in dict.fromkeys(self._group_params())
-            if param.requires_grad or param in own
+            if param.requires_grad or param in own or param.grad is not None
         ]
 
     def _rule_of_params(self) -> dict[torch.Tensor, UpdateRule]:

@@ -46,13 +46,25 @@ def _rule_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> st
     return "adamw" if group.get("decoupled_weight_decay", is_adamw) else "adam"
 
 
-def reason_to_leave(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return why torch is to update an optimizer, None if an engine can."""
-    if not getattr(type(optimizer).step, "is_driven", False):
-        return f"{type(optimizer).__qualname__} has a step of its own"
+def is_driven(kind: type[torch.optim.Optimizer]) -> bool:
+    """Return whether the steps of a class are those of a driver."""
+    return bool(getattr(kind.step, "is_driven", False))
+
+
+def unsupported_option(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return an option of a group that no engine has, as a reason; None without."""
     for name in _UNSUPPORTED:
         if any(group.get(name) for group in optimizer.param_groups):
             return f"the option {name} is set"
+    return None
+
+
+def reason_to_leave(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return why torch is to update an optimizer, None if an engine can."""
+    if not is_driven(type(optimizer)):
+        return f"{type(optimizer).__qualname__} has a step of its own"
+    if reason := unsupported_option(optimizer):
+        return reason
     if torch._C._current_graph_task_id() != -1:
         return "it steps inside of the backward"
     params = [param for param in params_of(optimizer) if param.requires_grad]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import itertools
+import multiprocessing.util
 import os
 import weakref
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.features.run.driver.groups import params_of
+from ebbtide.features.run.driver.groups import is_driven, params_of
 from ebbtide.features.run.driver.layer_moves import LayerMoves
 from ebbtide.features.run.driver.log import digest
 from ebbtide.features.run.driver.optimizer_driver import OptimizerDriver
@@ -40,7 +42,7 @@ def install_driver(
     """
     process = DrivenProcess(options, note, memory)
     driver = TorchDriver(process)
-    os.register_at_fork(after_in_child=process.log.forget)
+    os.register_at_fork(after_in_child=driver.forget)
     atexit.register(driver.finish)
     return driver.close
 
@@ -51,8 +53,9 @@ class TorchDriver:
     def __init__(self, process: DrivenProcess) -> None:
         self._process = process
         process.finish = self.finish
-        self._is_finished = False
-        self._retired: list[OptimizerDriver] = []
+        # Whether something was driven in this process whose end is to be written.
+        self._is_running = False
+        self._numbers = itertools.count(1)
         self._patches = Patches()
         for owner in (torch.autograd, torch.autograd.graph):
             run_backward = self._counted(owner._engine_run_backward)
@@ -79,6 +82,7 @@ class TorchDriver:
     def _hook_deepspeed(self, module: Any) -> None:
         from ebbtide.features.run.driver.deepspeed_engines import DeepSpeedEngines
 
+        self._begin()
         self._deepspeed = DeepSpeedEngines(self._process)
         self._patches.wrap(module.DeepSpeedEngine, "__init__", self._deepspeed.making)
 
@@ -126,28 +130,50 @@ class TorchDriver:
     def finish(self) -> None:
         """Write the end of each optimizer, and of the parameters."""
         process = self._process
-        drivers = [*self._retired, *process.drivers.values()]
-        if self._is_finished or not (drivers or self._deepspeed):
+        if not self._is_running:
             return
-        self._is_finished = True
+        self._is_running = False
         if self._layers is not None:
             self._layers.close()
         if self._deepspeed is not None:
             self._deepspeed.log_ends()
-        for driver in drivers:
+        for driver in list(process.drivers.values()):
             driver.close()
-            process.log.add(
-                "end",
-                optimizer=driver.number,
-                policy=driver.policy if driver.steps else None,
-                steps=driver.steps,
-                left=driver.left,
-                **driver.figures.result or driver.figures_of_torch(),
-            )
+            self._end(driver)
         process.close()
         if process.options.compares:
             self._write_params()
         process.log.flush()
+
+    def forget(self) -> None:
+        """Leave the end of what was driven to the process that this one is a fork of.
+
+        What this process drives later is its own.
+        """
+        self._is_running = False
+        self._process.log.forget()
+
+    def _begin(self) -> None:
+        """Write the end of the run when this process ends."""
+        if not self._is_running and multiprocessing.parent_process() is not None:
+            # A process that was forked calls no function of `atexit`.
+            multiprocessing.util.Finalize(None, self.finish, exitpriority=0)
+        self._is_running = True
+
+    def _end(self, driver: OptimizerDriver) -> None:
+        self._process.log.add(
+            "end",
+            optimizer=driver.number,
+            policy=driver.policy if driver.steps else None,
+            steps=driver.steps,
+            left=driver.left,
+            **driver.figures.result or driver.figures_of_torch(),
+        )
+
+    def _end_of_deleted(self, driver: OptimizerDriver) -> None:
+        if self._is_running:
+            driver.release()
+            self._end(driver)
 
     def _write_params(self) -> None:
         """Write the parameters of all optimizers beside the log."""
@@ -170,6 +196,7 @@ class TorchDriver:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._begin()
         driver, log = self._driver_of(optimizer), self._process.log
         if self._process.options.compares and not log.step:
             self._log_start(optimizer, driver.number)
@@ -196,18 +223,13 @@ class TorchDriver:
         drivers = self._process.drivers
         driver = drivers.get(optimizer)
         if driver is None:
-            number = len(drivers) + len(self._retired) + 1
-            driver = OptimizerDriver(optimizer, self._process, number)
+            driver = OptimizerDriver(optimizer, self._process, next(self._numbers))
             drivers[optimizer] = driver
-            weakref.finalize(optimizer, self._retire, driver).atexit = False
+            end = weakref.finalize(optimizer, self._end_of_deleted, driver)
+            end.atexit = False
             if self._process.options.compares:
                 self._process.kept.append(optimizer)
         return driver
-
-    def _retire(self, driver: OptimizerDriver) -> None:
-        """Keep the figures of an optimizer that the job has deleted."""
-        driver.updater = None
-        self._retired.append(driver)
 
     def _torch_step(self, optimizer: Any) -> None:
         kinds = self._originals.items()
@@ -232,7 +254,9 @@ class TorchDriver:
 
         def load_state_dict(optimizer: Any, state_dict: Any) -> None:
             driver = self._process.drivers.get(optimizer)
-            is_left = driver is not None and driver.left is not None
+            is_left = not is_driven(type(optimizer)) or (
+                driver is not None and driver.left is not None
+            )
             (as_torch if is_left else keeping)(optimizer, state_dict)
 
         return load_state_dict

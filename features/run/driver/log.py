@@ -75,6 +75,15 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     """Return a digest of the bits of tensors."""
     whole = hashlib.sha256()
     for tensor in tensors:
-        flat = local_shard(tensor).detach().cpu().contiguous().reshape(-1)
-        whole.update(flat.view(torch.uint8).numpy().tobytes())
+        for part in dense_parts(local_shard(tensor).detach()):
+            flat = part.cpu().contiguous().reshape(-1)
+            whole.update(flat.view(torch.uint8).numpy().tobytes())
     return whole.hexdigest()[:16]
+
+
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return a tensor; indices and values if it is sparse."""
+    if tensor.layout == torch.strided:
+        return (tensor,)
+    sparse = tensor.to_sparse_coo().coalesce()
+    return sparse.indices(), sparse.values()

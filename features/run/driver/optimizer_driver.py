@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from ebbtide.features.run.driver.groups import (
     engine_groups,
     params_of,
     reason_to_leave,
+    unsupported_option,
 )
+from ebbtide.features.run.driver.log import dense_parts
 from ebbtide.features.run.driver.process import DrivenProcess, Step
 from ebbtide.features.run.driver.torch_state import (
     State,
@@ -37,6 +39,7 @@ from ebbtide.interleave.engine.params.local_shards import device_of, local_shard
 from ebbtide.interleave.engine.rules.rule import GroupRules
 from ebbtide.units import bytes_text
 
+_FIRST_POLICY = "zero-offload"
 _SUBGROUPS = 10
 _MAX_SUBGROUP_PARAMS = 100_000_000
 _FITS = "its whole state fits beside the job: torch's own step goes on"
@@ -62,7 +65,7 @@ class OptimizerDriver:
         self.left: str | None = None
         self.steps = self.iterations = 0
         self.number = number
-        self.policy = "zero-offload"
+        self.policy = _FIRST_POLICY
         self.figures = RunFigures()
         self._optimizer = weakref.ref(optimizer)
         self._process = process
@@ -100,15 +103,24 @@ class OptimizerDriver:
         optimizer = self._optimizer()
         state = {} if optimizer is None else optimizer.__dict__.get("state", {})
         values = [value for entry in state.values() for value in entry.values()]
-        tensors = [one for one in values if isinstance(one, torch.Tensor)]
-        return {"device_bytes": sum(local_shard(one).nbytes for one in tensors)}
+        tensors = [local_shard(one) for one in values if isinstance(one, torch.Tensor)]
+        parts = [part for tensor in tensors for part in dense_parts(tensor)]
+        return {"device_bytes": sum(part.nbytes for part in parts)}
 
     def close(self) -> None:
         """Close the engine, and keep the figures of its plan."""
+        updater = self.updater
+        self.release()
+        if updater is not None:
+            updater.close()
+
+    def release(self) -> None:
+        """Leave the engine to its own end, and keep the figures of its plan.
+
+        A garbage collection can do so while other engines are in use.
+        """
         self.figures.end()
-        if self.updater is not None:
-            self.updater.close()
-            self.updater = None
+        self.updater = None
 
     def _update(self, optimizer: torch.optim.Optimizer, torch_step: Step) -> None:
         # A scaler leaves unscaling, and skipping the step, to a fused kernel.
@@ -116,25 +128,37 @@ class OptimizerDriver:
         if found_inf is not None and float(found_inf):
             return
         self._follow(optimizer)
+        reason = self.updater and unsupported_option(optimizer)
+        if reason:
+            self._leave(optimizer, reason)
+            torch_step(optimizer)
+            return
         updater = self.updater or self._attach(optimizer)
         if updater is None:
             torch_step(optimizer)
             return
         grad_scale = getattr(optimizer, "grad_scale", None)
         factor = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
-        before = sum(updater.steps.values())
+        counts = dict(updater.steps)
         try:
             updater.param_groups = engine_groups(optimizer)
             updater.update_params(factor)
         except UserError as error:
             if updater.is_lost:
                 raise
-            is_done = sum(updater.steps.values()) > before
+            is_done = updater.steps != counts
+            if not is_done and self.policy != _FIRST_POLICY:
+                self._fall_back(str(error))
+                self._update(optimizer, torch_step)
+                return
             self._leave(optimizer, str(error))
             if not is_done:
                 torch_step(optimizer)
             return
         self.steps += 1
+        _count_no_idle_steps(updater, counts)
+        if factor != 1:
+            _unscale_grads(optimizer, factor)
         self.figures.add(updater)
         self._note_plan(updater)
         if self.steps == WINDOW_STEPS:
@@ -171,6 +195,9 @@ class OptimizerDriver:
                 updater = self._open(optimizer)
             except UserError as error:
                 reason = str(error)
+                if self.policy != _FIRST_POLICY:
+                    self._fall_back(reason)
+                    return self._attach(optimizer)
         if not self.steps and not all_ranks_agree(updater is not None):
             reason = reason or "torch updates on another rank"
         if reason is not None:
@@ -210,7 +237,8 @@ class OptimizerDriver:
         """Take the policy of the run, by the windows of the first iterations."""
         process = self._process
         is_free = free_bytes(process, updater) >= state_bytes(updater)
-        if is_free and not process.options.compares:
+        # Replicas that torch updates on some ranks alone would drift apart.
+        if not process.options.compares and all_ranks_agree(is_free):
             self._leave(optimizer, _FITS)
             return
         try:
@@ -224,6 +252,16 @@ class OptimizerDriver:
         self._budget = budget
         self._say(f"policy {self.policy} with {_text(budget)} of device memory")
         self._note_plan(updater)
+
+    def _fall_back(self, reason: str) -> None:
+        """Begin again under the policy that needs the least device memory.
+
+        The job may have added parameters that the budget does not suffice for.
+        """
+        self.export()
+        self.close()
+        self._say(f"policy {self.policy}: {reason}; {_FIRST_POLICY} goes on")
+        self.policy, self._budget = _FIRST_POLICY, None
 
     def _leave(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
         """Give the state back to torch, for good."""
@@ -251,19 +289,50 @@ class OptimizerDriver:
         self._process.note(f"step {step}, optimizer {self.number}: {text}")
 
 
+def _count_no_idle_steps(
+    updater: ParamUpdater, counts: dict[torch.Tensor, int]
+) -> None:
+    """Restore the counts of SGD without momentum, which leaves no state, as in torch.
+
+    The first step with momentum differs from those after it.
+    """
+    for group in updater.param_groups:
+        if group.get("momentum") == 0:
+            updater.steps |= {param: counts.get(param, 0) for param in group["params"]}
+
+
+def _unscale_grads(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Write the gradients without their scale, as torch's fused kernels do."""
+    params = params_of(optimizer)
+    grads = [local_shard(one.grad) for one in params if one.grad is not None]
+    if grads:
+        with torch.no_grad():
+            torch._foreach_mul_(grads, factor)
+
+
 def _whole_entries(
     optimizer: torch.optim.Optimizer, updater: ParamUpdater
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """Return the entries of an optimizer's state that have all moments.
-
-    Torch makes those of SGD without momentum empty.
-    """
+    """Return the entries of an optimizer's state that are of a step."""
     moments = updater.moments
     return {
         param: entry
         for param, entry in optimizer.__dict__.get("state", {}).items()
-        if all(entry.get(name) is not None for name in moments.get(param, ("",)))
+        if param in moments and _is_of_step(entry, moments[param])
     }
+
+
+def _is_of_step(entry: dict[str, Any], moments: Iterable[str]) -> bool:
+    """Return whether an entry has all moments.
+
+    Torch makes those of SGD without momentum empty, and those of a fused step that a
+    scaler has skipped 0.
+    """
+    values = [entry.get(name) for name in moments]
+    if any(value is None for value in values):
+        return False
+    is_initial = float(entry.get("step", 1)) == 0
+    return not (is_initial and not any(local_shard(value).any() for value in values))
 
 
 def _text(budget: Budget) -> str:

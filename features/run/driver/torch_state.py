@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ebbtide.features.run.driver.groups import params_of
-from ebbtide.features.run.driver.log import digest
+from ebbtide.interleave.engine.numerics.tensor_fingerprint import fingerprint_tensor
 from ebbtide.interleave.engine.params.local_shards import local_shard
 
 State = dict[Any, dict[str, Any]]
@@ -65,7 +65,8 @@ def loading_as_torch(original: Callable[..., None]) -> Callable[..., None]:
         names = [name for group in groups for name in group["params"]]
         pairs = zip(names, params_of(self), strict=True)
         own = {param: dict(loaded[name]) for name, param in pairs if name in loaded}
-        self.state = defaultdict(dict, own)
+        others = {key: loaded[key] for key in loaded.keys() - names}
+        self.state = defaultdict(dict, {**own, **others})
 
     return load_state_dict
 
@@ -81,9 +82,8 @@ def torch_layout(
         if group is None:
             continue
         if "momentum_buffer" in entry:
-            # SGD counts no steps, and has no momentum where it is 0.
+            # SGD counts no steps.
             del entry["step"]
-            entry = entry if group["momentum"] else {}
         elif group.get("fused") or group.get("capturable"):
             entry["step"] = entry["step"].to(local_shard(param).device)
         state[param] = entry
@@ -105,16 +105,17 @@ def move_to_params(state: State) -> None:
 def contents(state: State) -> list[tuple[Any, ...]]:
     """Return what shows whether somebody has written to a state.
 
-    Writes through a DTensor count no version.
+    Writes through `data`, an array of NumPy or a DTensor count no version.
     """
     return [
-        (id(param), name, id(value), _version(value))
+        (id(param), name, id(value), _fingerprint(value))
         for param, entry in state.items()
         for name, value in entry.items()
     ]
 
 
-def _version(value: Any) -> Any:
-    if hasattr(value, "to_local"):
-        return digest([value])
-    return getattr(value, "_version", value)
+def _fingerprint(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    words = fingerprint_tensor(value)
+    return value._version if words is None else words.tolist()

@@ -43,7 +43,10 @@ def fingerprint_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
     """
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return _together([fingerprint_tensor(getattr(tensor, name)) for name in names])
+        parts = [getattr(tensor, name) for name in names]
+        # Newer versions of torch name the mesh of a DTensor, too.
+        tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+        return _together([fingerprint_tensor(part) for part in tensors])
     if tensor.layout != torch.strided or tensor.is_meta:
         return None
     words = _words(_dense(tensor.detach()))

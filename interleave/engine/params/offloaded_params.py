@@ -19,6 +19,7 @@ from ebbtide.interleave.engine.params.local_shards import (
     check_apart,
     check_params,
     device_of,
+    flat_like,
     flat_view,
     local_shard,
     own_rank,
@@ -52,6 +53,8 @@ class OffloadedParams:
         # The parameters, in the order of their indices; none before the engine is
         # opened.
         self.params: list[torch.Tensor] = []
+        # The rules that they had then, by index.
+        self.own_rules: list[UpdateRule] = []
         # Whether the parameters of the constructor were checked or opened.
         self.is_checked = False
         self.calls = StepCalls(runner)
@@ -60,7 +63,6 @@ class OffloadedParams:
         self._options = runner.options
         self._expected_scalars = expected_scalars
         self._rule_of_params = rule_of_params
-        self._own_rules: list[UpdateRule] = []
         self._layouts: list[_Layout] = []
         # Where the parameters were at the last step.
         self._addresses: list[int] = []
@@ -120,7 +122,7 @@ class OffloadedParams:
         The parameter does not have the state of that rule.
         """
         for own_rule, rule in zip(
-            self._own_rules, self._rules(self.params), strict=True
+            self.own_rules, self._rules(self.params), strict=True
         ):
             if rule.name != own_rule.name:
                 raise EngineError(
@@ -152,7 +154,7 @@ class OffloadedParams:
         self.calls.finish()
         if not self.params:
             return []
-        engine, own, rules = self._runner.engine, self._values(), self._own_rules
+        engine, own, rules = self._runner.engine, self._values(), self.own_rules
         values, has_parts = (
             self._whole_values(own, False),
             any(rule.split is not None for rule in rules),
@@ -169,7 +171,28 @@ class OffloadedParams:
             for index, state in whole.items()
         }
         self.exchange.scatter(whole, parts)
-        return [tuple(parts.get(index, state)) for index, state in enumerate(states)]
+        return [
+            self._in_current_order(index, tuple(parts.get(index, state)))
+            for index, state in enumerate(states)
+        ]
+
+    def _in_current_order(
+        self, index: int, state: state_dict.ParamState
+    ) -> state_dict.ParamState:
+        """Return a state in the order that the parameter's memory has now.
+
+        The job may have changed it since the engine took the parameter, as by another
+        memory format.
+        """
+        shard = local_shard(self.params[index])
+        _, _, shape, strides = self._layouts[index]
+        is_same = shard.stride() == strides or shard.shape != shape
+        if is_same or self.own_rules[index].scales:
+            return state
+        return tuple(
+            flat_like(row.as_strided(shape, strides), self.params[index])
+            for row in state
+        )
 
     def load(
         self,
@@ -407,7 +430,7 @@ class OffloadedParams:
             self.calls,
             self._expected_scalars,
         )
-        self.params, self._own_rules = list(params), self._rules(params)
+        self.params, self.own_rules = list(params), self._rules(params)
         self._runner.uses_ranks = any(hasattr(param, "to_local") for param in params)
         self.calls.set_params(self.params, self.exchange.owners)
         self._fingerprints.clear()
@@ -447,7 +470,7 @@ class OffloadedParams:
         self._loaded = {
             index: state_dict.rounded_masters(rule, state)
             for index, (rule, state) in enumerate(
-                zip(self._own_rules, states, strict=True)
+                zip(self.own_rules, states, strict=True)
             )
             if state is not None
         }
@@ -502,7 +525,7 @@ class OffloadedParams:
         if self._has_state:
             rules = zip(
                 self.gather(),
-                self._own_rules,
+                self.own_rules,
                 self._rules(self.params),
                 self._values(),
                 strict=True,

@@ -16,6 +16,7 @@ import torch
 from torch.optim import AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ebbtide.features.run.driver import optimizer_driver
 from tests.features.run.conftest import Drive
 from tests.features.run.models import (
     are_close,
@@ -220,6 +221,25 @@ def test_state_can_be_read_and_written(drive: Drive) -> None:
     assert all(torch.allclose(a * (1 - 1e-4), b, atol=1e-7) for a, b in pairs)
 
 
+@pytest.mark.parametrize("kind", ["data", "numpy"])
+def test_state_is_followed_where_writes_count_no_version(
+    drive: Drive, kind: str
+) -> None:
+    def writing_job() -> torch.nn.Module:
+        model, optimizer = job()
+        for entry in optimizer.state.values():
+            if kind == "data":
+                entry["exp_avg"].data.zero_()
+            else:
+                entry["exp_avg"].numpy()[...] = 0
+        train(model, optimizer, 2, 2)
+        return model
+
+    bare = writing_job()
+    drive()
+    assert are_close(writing_job(), bare)
+
+
 def test_cleared_state_begins_anew(drive: Drive) -> None:
     def reset_job() -> torch.nn.Module:
         model, optimizer = job()
@@ -342,6 +362,183 @@ def test_added_group_is_updated(drive: Drive) -> None:
     assert len(optimizer.state_dict()["state"]) == 5
 
 
+def test_state_of_frozen_parameters_is_kept(drive: Drive) -> None:
+    def freezing_job() -> torch.nn.Module:
+        model, optimizer = job()
+        weight = model[0].weight  # type: ignore[index]
+        # As torch, a step updates it as long as it has a gradient.
+        weight.requires_grad_(False)
+        optimizer.step()
+        train(model, optimizer, 1, 2)
+        other = AdamW(model.parameters(), lr=1e-2)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(model, other, 1, 3)
+        assert int(other.state_dict()["state"][0]["step"]) == 3
+        weight.requires_grad_(True)
+        train(model, other, 1, 4)
+        return model
+
+    bare = freezing_job()
+    drive()
+    assert are_close(freezing_job(), bare)
+
+
+@pytest.mark.parametrize("name", ["amsgrad", "maximize"])
+def test_option_that_is_set_later_is_followed(drive: Drive, name: str) -> None:
+    def changing_job() -> torch.nn.Module:
+        model, optimizer = job()
+        if name == "amsgrad":
+            # Torch needs its state.
+            for entry in optimizer.state.values():
+                entry["max_exp_avg_sq"] = torch.zeros_like(entry["exp_avg_sq"])
+        optimizer.param_groups[0][name] = True
+        train(model, optimizer, 2, 2)
+        return model
+
+    bare = changing_job()
+    notes = drive()
+    assert are_close(changing_job(), bare)
+    assert any(name in note.lower() for note in notes)
+
+
+def test_momentum_that_begins_later_is_that_of_torch(drive: Drive) -> None:
+    def late_job() -> tuple[torch.nn.Module, Any]:
+        model, optimizer = job(torch.optim.SGD, dampening=0.5)
+        without = optimizer.state_dict()["state"]
+        optimizer.param_groups[0]["momentum"] = 0.9
+        train(model, optimizer, 2, 2)
+        optimizer.param_groups[0]["momentum"] = 0.0
+        train(model, optimizer, 1, 4)
+        optimizer.param_groups[0]["momentum"] = 0.9
+        train(model, optimizer, 1, 5)
+        return model, without
+
+    bare, bare_state = late_job()
+    drive()
+    model, state = late_job()
+    assert are_close(model, bare)
+    assert state == bare_state == {}
+
+
+def test_fused_step_unscales_gradients(drive: Drive) -> None:
+    def scaled_job() -> list[torch.Tensor]:
+        model, optimizer = job(steps=0, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(model(torch.ones(4, 8)).square().mean()).backward()
+        scaler.step(optimizer)
+        return [param.grad for param in model.parameters() if param.grad is not None]
+
+    bare = scaled_job()
+    drive()
+    pairs = zip(scaled_job(), bare, strict=True)
+    assert all(torch.allclose(a, b) for a, b in pairs)
+
+
+def test_state_of_a_skipped_step_is_that_of_none(
+    drive: Drive, expected: torch.nn.Module
+) -> None:
+    """Torch makes the state in a fused step that a scaler skips."""
+    model, optimizer = job(steps=0)
+    optimizer.state |= {
+        param: {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(param)}
+        | {"exp_avg_sq": torch.zeros_like(param)}
+        for param in model.parameters()
+    }
+    saved = copy.deepcopy(optimizer.state_dict())
+    notes = drive()
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, 4)
+    assert are_close(model, expected)
+    assert not any("left" in note for note in notes)
+
+
+def test_sparse_gradients_are_left_to_torch(drive: Drive, events: Any) -> None:
+    notes = drive(compares=True)
+    table = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.5)
+    table(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    assert "gradients are sparse" in notes[0]
+    drive()
+    (end,) = [event for event in events() if event["kind"] == "end"]
+    assert end["device_bytes"] == 2 * 8 + 6 * 4
+
+
+def test_class_with_own_step_loads_as_torch(drive: Drive) -> None:
+    class Own(AdamW):
+        def step(self, closure: Any = None) -> Any:
+            return None
+
+    drive()
+    _, optimizer = job()
+    saved = copy.deepcopy(optimizer.state_dict())
+    own = Own(small_model(torch.bfloat16).parameters())
+    own.load_state_dict(saved)
+    assert own.state_dict()["state"][0]["exp_avg"].dtype == torch.bfloat16
+
+
+def test_type_that_changes_later_leaves_the_state_readable(drive: Drive) -> None:
+    drive()
+    model, optimizer = job()
+    model.to(torch.bfloat16)
+    assert optimizer.state_dict()["state"][0]["exp_avg"].dtype == torch.float32
+
+
+def test_memory_format_that_changes_later_is_followed(drive: Drive) -> None:
+    def changing_job() -> torch.nn.Module:
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        for number in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(2, 3, 6, 6)).square().mean().backward()
+            optimizer.step()
+            if number == 2:
+                model.to(memory_format=torch.contiguous_format)
+        return model
+
+    bare = changing_job()
+    drive()
+    assert are_close(changing_job(), bare)
+
+
+def test_parameter_that_grows_with_its_state_is_followed(drive: Drive) -> None:
+    def growing_job() -> torch.Tensor:
+        param = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
+        optimizer = AdamW([param], lr=1e-2)
+        for number in range(6):
+            optimizer.zero_grad()
+            param.square().sum().backward()
+            optimizer.step()
+            if number == 3:
+                entry = optimizer.state.pop(param)
+                for name in ("exp_avg", "exp_avg_sq"):
+                    entry[name] = torch.cat([entry[name], torch.zeros(1, 3)])
+                param = torch.nn.Parameter(
+                    torch.cat([param.detach(), torch.ones(1, 3)])
+                )
+                optimizer.param_groups[0]["params"] = [param]
+                optimizer.state[param] = entry
+        return param.detach()
+
+    bare = growing_job()
+    drive()
+    assert torch.allclose(growing_job(), bare)
+
+
+def test_parameters_beyond_the_budget_stay_on_the_host(drive: Drive) -> None:
+    notes = drive("twin-flow:0", compares=True, memory_budget=2240.0)
+    model, optimizer = job(steps=4)
+    extra = torch.nn.Parameter(torch.ones(300))
+    optimizer.add_param_group({"params": [extra]})
+    extra.sum().backward()
+    optimizer.step()
+    train(model, optimizer, 2, 4)
+    assert not any("left" in note for note in notes)
+    assert any("zero-offload goes on" in note for note in notes)
+    assert len(optimizer.state_dict()["state"]) == 5
+
+
 def test_frozen_parameters_stay(drive: Drive) -> None:
     drive()
     model, optimizer = job()
@@ -393,6 +590,16 @@ def test_state_that_fits_is_given_back(drive: Drive, events: Any) -> None:
     assert [event["steps"] for event in events() if event["kind"] == "end"] == []
     entry = optimizer.__dict__["state"][model[0].weight]  # type: ignore[index]
     assert int(entry["step"]) == 6
+
+
+def test_state_that_fits_on_some_ranks_stays(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive("adaptive", memory_budget=1e6)
+    answers = iter([True, False])
+    monkeypatch.setattr(optimizer_driver, "all_ranks_agree", lambda own: next(answers))
+    _, optimizer = job(steps=6)
+    assert "state" not in optimizer.__dict__
 
 
 def test_several_optimizers_share_the_budget(drive: Drive) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.tensor
 
 from ebbtide.interleave.engine.numerics import tensor_fingerprint
 from ebbtide.interleave.engine.numerics.tensor_fingerprint import (
@@ -64,3 +65,17 @@ def test_of_words__parts_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = of_words(words)
     monkeypatch.setattr(tensor_fingerprint, "_PART_WORDS", 2048)
     assert torch.equal(of_words(words), expected)
+
+
+def test_fingerprint_tensor__is_of_the_local_part_of_a_dtensor() -> None:
+    distributed = torch.distributed
+    distributed.init_process_group(
+        "gloo", rank=0, world_size=1, store=distributed.HashStore()
+    )
+    try:
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        tensor = torch.randn(4, 3)
+        whole = distributed.tensor.distribute_tensor(tensor, mesh)
+        assert torch.equal(printed(whole), of_words(printed(tensor)))
+    finally:
+        distributed.destroy_process_group()
