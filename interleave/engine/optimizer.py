@@ -37,9 +37,9 @@ class InterleavedOptimizer(ParamUpdater, torch.optim.Optimizer):  # type: ignore
 
     Args:
         params: Parameters or parameter groups, as for optimizers of torch.
-        rule: `adamw`, `adam`, `sgd`, `lion`, `muon`, `adamw-bf16`, `adamw-pure-bf16`,
-            `adamw-8bit` or `adamw-remainder`. A group with a key `rule` has that rule,
-            with its defaults.
+        rule: `adamw`, `adam`, `sgd`, `lion`, `muon`, `adamw-bf16`, `adamw-8bit`,
+            `adamw-remainder`, or `adamw-pure-bf16` and likewise of `adam` and `sgd`. A
+            group with a key `rule` has that rule, with its defaults.
         keywords: Options, which OptimizerOptions lists, and hyperparameters of the
             rule, as in torch or in the paper.
 

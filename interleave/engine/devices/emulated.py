@@ -18,6 +18,7 @@ from ebbtide.interleave.engine.forks import (
     fork_generation,
     fork_lock,
 )
+from ebbtide.interleave.engine.numerics.joined_updates import joined_updates
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.numerics.reference import TensorUpdate
 from ebbtide.interleave.engine.rules.adamw import ADAMW
@@ -258,8 +259,8 @@ class EmulatedDevice(EmulatedStreams, Device):
     def run_updates(self, updates: Sequence[TensorUpdate]) -> None:
         """Update all tensors, at the rate of the device. The stream `gpu` calls
         this."""
-        start_s, params = time.perf_counter(), 0
-        for update in updates:
+        start_s = time.perf_counter()
+        for update in joined_updates(updates):
             self._kernel.update(
                 update.grad,
                 update.state,
@@ -269,7 +270,7 @@ class EmulatedDevice(EmulatedStreams, Device):
                 position=update.position,
                 shape=update.shape,
             )
-            params += update.out.numel()
+        params = sum(update.out.numel() for update in updates)
         if self.gpu_update_params_per_s:
             _sleep_until(start_s + params / self.gpu_update_params_per_s)
 

@@ -160,7 +160,7 @@ class OffloadedParams:
             any(rule.split is not None for rule in rules),
         )
         with engine.paused():
-            changed = self._changed(own)[0] if has_parts else set()
+            changed = self._changed(own) if has_parts else set()
             changed |= self.exchange.on_any_rank(changed)
             states = state_dict.gather_states(
                 rules, engine.store.states, values, changed, self._loaded
@@ -338,8 +338,15 @@ class OffloadedParams:
 
         The parameters are given by indices, or all. After a step they are the
         parameters that the step has written, since the job may have changed others.
+        Nothing has values of parameters that are their own masters, and no copy of
+        which is on the host.
         """
-        recorded = range(len(values)) if indices is None else list(indices)
+        chosen = range(len(values)) if indices is None else list(indices)
+        for index in chosen:
+            self._fingerprints.pop(index, None)
+        recorded = [index for index in chosen if self._is_followed(index)]
+        if not recorded:
+            return
         own = [
             flat_view(self.params[index])
             if index in self.exchange.owners
@@ -537,8 +544,7 @@ class OffloadedParams:
         if addresses != self._addresses:
             check_apart(values)
             self._addresses = addresses
-        changed, fingerprints = self._changed(values)
-        changed |= self._loaded.keys()
+        changed = self._changed(values) | self._loaded.keys()
         exchanged = self.exchange.on_any_rank(changed)
         changed |= exchanged
         values = self._whole_values(values, bool(exchanged))
@@ -551,7 +557,7 @@ class OffloadedParams:
             engine.store.forget_params(changed)
             # Now, since the job may change those that the step does not update before
             # its end.
-            self._fingerprints |= {index: (fingerprints, index) for index in changed}
+            self.record_values(values, changed)
             if outdated := len(replaced & self._loaded.keys()):
                 log.warning(
                     "ebbtide: %d parameters have changed since the masters in the "
@@ -562,25 +568,32 @@ class OffloadedParams:
             self._loaded.clear()
         return values
 
-    def _changed(
-        self, values: Sequence[torch.Tensor]
-    ) -> tuple[set[int], Callable[[], list[bytes]]]:
+    def _is_followed(self, index: int) -> bool:
+        """Return whether something has the value of a parameter beside itself."""
+        has_masters = self._own_rules[index].has_masters
+        return has_masters or self._runner.engine.store.holds_params(index)
+
+    def _changed(self, values: Sequence[torch.Tensor]) -> set[int]:
         """Return the indices of the parameters whose values changed.
 
-        Their values are not what the masters round to. Return also a function that
-        returns the fingerprints of all.
+        Their values are not what the masters round to, or that is not known.
         """
+        followed = list(filter(self._is_followed, range(len(values))))
+        recorded = [index for index in followed if index in self._fingerprints]
+        own = [values[index] for index in recorded]
+        if not own:
+            return set(followed)
         if _layouts(self.params) == self._layouts:
-            current = self._runner.device.fingerprint(values)()
+            current = self._runner.device.fingerprint(own)()
         else:
             # Parameters that have moved are not on the device of the engine.
-            current = [self._runner.kernel.fingerprint(value.cpu()) for value in values]
-        changed = {
-            index
-            for index, (fingerprints, place) in self._fingerprints.items()
-            if fingerprints()[place] != current[index]
-        }
-        return changed, lambda: current
+            current = [self._runner.kernel.fingerprint(value.cpu()) for value in own]
+        unchanged = set()
+        for index, fingerprint in zip(recorded, current, strict=True):
+            fingerprints, place = self._fingerprints[index]
+            if fingerprints()[place] == fingerprint:
+                unchanged.add(index)
+        return set(followed) - unchanged
 
 
 def _layouts(params: Sequence[torch.Tensor]) -> list[_Layout]:

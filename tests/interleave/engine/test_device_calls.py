@@ -47,11 +47,15 @@ class CountingDevice(EmulatedDevice):
 
 
 @pytest.mark.parametrize("gradients", ["kept", "streamed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_step__of_many_parameters_calls_the_device_once_for_each_subgroup_and_result(
-    gradients: str,
+    gradients: str, dtype: torch.dtype
 ) -> None:
     device = CountingDevice()
-    params = [torch.nn.Parameter(torch.ones(10 + index % 7)) for index in range(120)]
+    params = [
+        torch.nn.Parameter(torch.ones(10 + index % 7, dtype=dtype))
+        for index in range(120)
+    ]
     optimizer = InterleavedAdamW(
         params,
         policy="gpu-only",
@@ -69,10 +73,12 @@ def test_step__of_many_parameters_calls_the_device_once_for_each_subgroup_and_re
         optimizer.zero_grad()
         # The first step does not know yet how many backwards there are.
         sums = len(params) if gradients == "streamed" and step else 1
+        # On the device nothing has a value of a parameter that is its own master.
+        fingerprints = {} if dtype == torch.float32 else {"fingerprint": 2}
         assert device.calls == {
             "update": subgroups,
             "sums_of_squares": sums,
-            "fingerprint": 2,
+            **fingerprints,
         }
         # The last comes first: then there is nothing to wait for in the others.
         assert device.waits == list(range(sums, 0, -1))

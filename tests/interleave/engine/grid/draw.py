@@ -113,6 +113,9 @@ HYPERPARAMETERS: dict[str, dict[str, tuple[Any, ...]]] = {
         "dampening": (0.0, 0.3),
     },
 }
+HYPERPARAMETERS |= {
+    f"{name}-pure-bf16": HYPERPARAMETERS[name] for name in ("adam", "sgd")
+}
 
 
 def draw_job(seed: int) -> Job:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 from ebbtide.features.layers.engine import weights
 from ebbtide.features.layers.engine.recomputation import Recomputation
@@ -71,6 +72,15 @@ def is_late(job: Job) -> bool:
 def has_remainders(job: Job) -> bool:
     return (
         is_changed(job) and job.rule == "adamw-remainder" and job.policy != "gpu-only"
+    )
+
+
+def has_own_masters(job: Job) -> bool:
+    return (
+        is_changed(job)
+        and job.dtype == torch.float32
+        and job.rule in ("adamw", "adam", "sgd")
+        and job.policy != "gpu-only"
     )
 
 
@@ -141,6 +151,9 @@ MECHANISMS = {
     ),
     "records of what a late step has written": Mechanism(
         ((StepCalls, "record", lambda *_: None),), is_late
+    ),
+    "values of own masters on the host": Mechanism(
+        ((Store, "holds_params", lambda *_: False),), has_own_masters
     ),
     "copies of changed parameters": Mechanism(
         ((Store, "forget_params", lambda *_: None),), has_remainders

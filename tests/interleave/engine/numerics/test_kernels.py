@@ -19,7 +19,10 @@ from numba import njit
 
 from ebbtide import host_limits
 from ebbtide.interleave.engine.numerics import compiled, compiled_beside, reference
+from ebbtide.interleave.engine.numerics.joined_updates import joined_updates
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
+from ebbtide.interleave.engine.numerics.reference import TensorUpdate
+from ebbtide.interleave.engine.rules import find_rule
 from ebbtide.interleave.engine.rules.adamw import ADAMW, Hyper
 from tests.conftest import run_process
 from tests.interleave.engine.states import (
@@ -108,6 +111,42 @@ def test_update__gives_the_bits_of_the_reference_for_millions_of_elements(
         assert_same(state, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_masters", [False, True])
+def test_joined_updates__have_the_bits_of_each(
+    kernels: dict[int, CpuKernel], dtype: torch.dtype, has_masters: bool
+) -> None:
+    """Small updates with equal factors are joined; the others stay as they are."""
+    rule = find_rule("adamw") if dtype == torch.float32 or has_masters else None
+    rule = rule or find_rule("adamw-pure-bf16")
+    rule = rule if has_masters else rule.without_masters
+    sizes, steps = (5, 1, 40_000, 300, 0, 70), (2, 2, 2, 3, 2, 2)
+    generator = torch.Generator().manual_seed(1)
+    updates, expected = [], []
+    for size, step in zip(sizes, steps, strict=True):
+        param = torch.randn(size, generator=generator).to(dtype)
+        grad = torch.randn(size, generator=generator).to(dtype)
+        rows = [row.uniform_(0, 1, generator=generator) for row in rule.zero_rows(size)]
+        scalars = rule.scalars(rule.defaults, step)
+        state, _, own = rule.inputs(rows, param)
+        updates.append(TensorUpdate(grad, state, param, scalars, own))
+        copies = [row.clone() for row in rows], param.clone()
+        state, written, own = rule.inputs(*copies)
+        kernels[1].update(grad, state, written, scalars, rule=own)
+        expected.append((copies[1], *copies[0]))
+    count = 0
+    for update in joined_updates(updates):
+        count += 1
+        kernels[1].update(
+            update.grad, update.state, update.written, update.scalars, rule=update.rule
+        )
+    # A large one, one of another step, and the others; rounding knows positions.
+    assert count == (len(updates) if rule.has_ranges else 3)
+    for update, tensors in zip(updates, expected, strict=True):
+        own = [update.out, *update.state[0 if has_masters else 1 :]]
+        assert all(torch.equal(a, b) for a, b in zip(own, tensors, strict=True))
+
+
 @given(seed=SEEDS, length=st.integers(1, 1000), cut=st.integers(0, 1000))
 def test_update__does_not_depend_on_where_a_parameter_is_split(
     kernels: dict[int, CpuKernel], seed: int, length: int, cut: int
@@ -155,6 +194,21 @@ def test_compiled_update__fuses_no_operations(stored: type) -> None:
         Hyper().scalars(1),
         0,
     )
+
+
+@pytest.mark.parametrize("has_masters", [False, True])
+def test_compiled_update__computes_many_elements_at_once(has_masters: bool) -> None:
+    master, *moments = state = np.zeros((3, 10), np.float32)
+    loops, scalars = compiled.loops_of(ADAMW), Hyper().scalars(1)
+    if has_masters:
+        code = check_code(loops.update, master, tuple(state), master, scalars, 0)
+    else:
+        code = check_code(
+            loops.update_state, master, master, tuple(moments), scalars, 0
+        )
+    if platform.machine() == "x86_64":
+        # Of packed elements, not of one.
+        assert re.search(r"\bv?sqrtps\b", code)
 
 
 @pytest.mark.slow
