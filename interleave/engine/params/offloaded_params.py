@@ -570,7 +570,7 @@ class OffloadedParams:
 
     def _is_followed(self, index: int) -> bool:
         """Return whether something has the value of a parameter beside itself."""
-        has_masters = self._own_rules[index].has_masters
+        has_masters = self.own_rules[index].has_masters
         return has_masters or self._runner.engine.store.holds_params(index)
 
     def _changed(self, values: Sequence[torch.Tensor]) -> set[int]:
