@@ -51,8 +51,8 @@ def run(
         str | None,
         options.valued(
             "RATE",
-            "Without a GPU: rate of the emulated link in bytes/s per direction.",
-            "1GB",
+            "Emulate the device; rate of its link in bytes/s per direction, e.g. 2GB.",
+            "1GB where there is no GPU",
         ),
     ] = None,
     weights: Annotated[

@@ -75,6 +75,8 @@ def test_help__says_the_same_of_an_option_in_every_command() -> None:
             "--help-all",
             "--layers",
             "--params",
+            # One of them, or several.
+            "--policy",
             "--ranks",
             "--storage",
         ),

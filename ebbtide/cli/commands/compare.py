@@ -166,14 +166,7 @@ def compare(
         ),
     ] = 0,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="FOLDER",
-            help="With CMD: keep traces, outputs of the job, and a page here.",
-            show_default="not kept",
-        ),
+        Path | None, options.output_option("FOLDER", "none, and only with CMD")
     ] = None,
     plot: options.Plot = None,
     save: options.Save = None,
