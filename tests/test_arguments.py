@@ -299,7 +299,7 @@ def test_signatures__name_all_options_with_their_defaults() -> None:
     ]
     of_optimizers = {"max_grad_norm", "gradients", "loss_scale", "model"}
     enable = inspect.signature(patching.enable).parameters
-    assert {*enable} == {*OPTIONS, "beside"} - of_optimizers
+    assert {*enable} == {*OPTIONS, "beside", "on_unsupported"} - of_optimizers
     for name in OPTIONS:
         one = adamw[name]
         assert one.kind is one.KEYWORD_ONLY
