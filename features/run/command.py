@@ -78,10 +78,10 @@ def run(
 ) -> int:
     """Run a training job with its optimizer state where a policy puts it.
 
-    The job needs no change: torch's Adam, AdamW and SGD update by ebbtide's engine. It
-    begins under zero-offload; after three iterations the policy is planned with the
-    memory that they left free. Where the whole state fits, torch goes on. The job is
-    recorded meanwhile."""
+    The job needs no change: torch's Adam, AdamW, SGD and Muon update by ebbtide's
+    engine. It begins under zero-offload; after three iterations the policy is planned
+    with the memory that they left free. Where the whole state fits, torch goes on. The
+    job is recorded meanwhile."""
     from ebbtide.features.run.launch import run_job
     from ebbtide.features.run.options import LINK_BYTES_PER_S, RunOptions
     from ebbtide.features.run.results import summary_lines

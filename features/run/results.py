@@ -68,8 +68,8 @@ def summary_lines(logs: list[ProcessLog]) -> list[str]:
             lines.append(f"{rank}{_NO_END}")
     if not lines:
         lines.append(
-            "nothing was driven: no Adam, AdamW or SGD of torch has stepped after a "
-            "backward"
+            "nothing was driven: no Adam, AdamW, SGD or Muon of torch has stepped "
+            "after a backward"
         )
     return lines
 

@@ -137,8 +137,8 @@ def compare_job(
     bare = jobs.run(BARE, policy="none")
     if not bare.logs:
         raise UserError(
-            "nothing was compared: no Adam, AdamW or SGD of torch has stepped in this "
-            "job"
+            "nothing was compared: no Adam, AdamW, SGD or Muon of torch has stepped in "
+            "this job"
         )
     progress(OTHER_KERNELS, 1, total)
     other = _with_other_kernels(jobs)

@@ -14,6 +14,8 @@ from ebbtide.interleave.engine.rules.rule import find_rule
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 # The end of a rule's name for parameters of a type.
 _ENDINGS = {torch.float32: "", torch.bfloat16: "-pure-bf16"}
+# Older versions of torch have no Muon.
+MUON: Any = getattr(torch.optim, "Muon", None)
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -42,8 +44,14 @@ def engine_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def _rule_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
     if isinstance(optimizer, torch.optim.SGD):
         return "sgd"
+    if _is_muon(optimizer):
+        return "muon"
     is_adamw = isinstance(optimizer, torch.optim.AdamW)
     return "adamw" if group.get("decoupled_weight_decay", is_adamw) else "adam"
+
+
+def _is_muon(optimizer: torch.optim.Optimizer) -> bool:
+    return MUON is not None and isinstance(optimizer, MUON)
 
 
 def is_driven(kind: type[torch.optim.Optimizer]) -> bool:
@@ -69,7 +77,9 @@ def reason_to_leave(optimizer: torch.optim.Optimizer) -> str | None:
         return "it steps inside of the backward"
     params = [param for param in params_of(optimizer) if param.requires_grad]
     types = {local_shard(param).dtype for param in params}
-    others = sorted(str(dtype) for dtype in types.difference(_ENDINGS))
+    # Without masters in fp32, Muon has no rule.
+    supported = {torch.float32} if _is_muon(optimizer) else {*_ENDINGS}
+    others = sorted(str(dtype) for dtype in types - supported)
     if others:
         return f"parameters are {', '.join(others)}"
     grads = [param.grad for param in params if param.grad is not None]

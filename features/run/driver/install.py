@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.features.run.driver.groups import is_driven, params_of
+from ebbtide.features.run.driver.groups import MUON, is_driven, params_of
 from ebbtide.features.run.driver.layer_moves import LayerMoves
 from ebbtide.features.run.driver.log import digest
 from ebbtide.features.run.driver.optimizer_driver import OptimizerDriver
@@ -34,7 +34,9 @@ def install_driver(
     note: Callable[[str], None],
     memory: PhaseMemory | None = None,
 ) -> Callable[[], None]:
-    """Replace `step`, `state` and `load_state_dict` of torch's Adam, AdamW and SGD.
+    """Replace `step`, `state` and `load_state_dict` of torch's optimizers.
+
+    These are Adam, AdamW, SGD and Muon.
 
     No object changes its class, and no name of torch stands for another object. Return
     a function that ends the run and restores torch. `note` adds a note to the trace;
@@ -66,7 +68,8 @@ class TorchDriver:
         self._patches.when_imported(engines, self._hook_deepspeed)
         self._layers = LayerMoves(process) if process.options.moves_layers else None
         # AdamW inherits from Adam in newer versions of torch.
-        kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+        kinds = [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD]
+        kinds += [] if MUON is None else [MUON]
         self._originals = {
             kind: _unhooked(kind.step) for kind in kinds if "step" in vars(kind)
         }

@@ -82,8 +82,9 @@ def torch_layout(
         if group is None:
             continue
         if "momentum_buffer" in entry:
-            # SGD counts no steps.
+            # SGD and Muon count no steps, and have no masters.
             del entry["step"]
+            entry.pop("master", None)
         elif group.get("fused") or group.get("capturable"):
             entry["step"] = entry["step"].to(local_shard(param).device)
         state[param] = entry
