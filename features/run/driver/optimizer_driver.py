@@ -42,6 +42,8 @@ from ebbtide.units import bytes_text
 _FIRST_POLICY = "zero-offload"
 _SUBGROUPS = 10
 _MAX_SUBGROUP_PARAMS = 100_000_000
+# Changes of free memory by a smaller share make no new plan.
+_DRIFT = 0.15
 _FITS = "its whole state fits beside the job: torch's own step goes on"
 
 
@@ -70,7 +72,9 @@ class OptimizerDriver:
         self._optimizer = weakref.ref(optimizer)
         self._process = process
         self._seen_backwards = 0
+        # What the plan may use, and what was free in all phases when it was made.
         self._budget: Budget | None = None
+        self._free = 0.0
         # The state that a reader has got, and its contents then.
         self._exported: tuple[State, Any] | None = None
         self._plan: object = None
@@ -160,14 +164,22 @@ class OptimizerDriver:
             if not is_done:
                 torch_step(optimizer)
             return
-        self.steps += 1
         _count_no_idle_steps(updater, counts)
         if factor != 1:
             _unscale_grads(optimizer, factor)
+        self._end_update(optimizer, updater)
+
+    def _end_update(
+        self, optimizer: torch.optim.Optimizer, updater: ParamUpdater
+    ) -> None:
+        """Count an update by the engine, and change the plan where that is due."""
+        self.steps += 1
         self.figures.add(updater)
         self._note_plan(updater)
         if self.steps == WINDOW_STEPS:
             self._decide(optimizer, updater)
+        elif self._budget is not None:
+            self._follow_memory(updater)
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Take what the job did to state and groups since the last step.
@@ -247,16 +259,29 @@ class OptimizerDriver:
             self._leave(optimizer, _FITS)
             return
         try:
-            budget = budget_by_phase(process, updater)
-            self.policy = choose_policy(process.options.policy, updater, budget)
+            self._use_policy(process.options.policy, updater)
         except Exception as error:
             # Also a fault of a policy of the user's: the plan before stays.
             self._say(f"policy {process.options.policy}: {error}; zero-offload goes on")
             process.log.add("failed", optimizer=self.number, reason=str(error))
-            return
-        self._budget = budget
+
+    def _use_policy(self, name: str, updater: ParamUpdater) -> None:
+        """Go on under a policy, with the device memory that is free now."""
+        budget = budget_by_phase(self._process, updater)
+        self.policy = choose_policy(name, updater, budget)
+        self._budget, self._free = budget, free_bytes(self._process, updater)
         self._say(f"policy {self.policy} with {_text(budget)} of device memory")
         self._note_plan(updater)
+
+    def _follow_memory(self, updater: ParamUpdater) -> None:
+        """Make a smaller plan once the job leaves less memory free, or a wider one."""
+        free = free_bytes(self._process, updater)
+        if abs(free - self._free) <= _DRIFT * max(free, self._free):
+            return
+        try:
+            self._use_policy(self.policy, updater)
+        except UserError as error:
+            self._fall_back(str(error))
 
     def _fall_back(self, reason: str) -> None:
         """Begin again under the policy that needs the least device memory.

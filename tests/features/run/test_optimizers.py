@@ -17,6 +17,7 @@ from torch.optim import AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ebbtide.features.run.driver import optimizer_driver
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from tests.features.run.conftest import Drive
 from tests.features.run.models import (
     are_close,
@@ -667,3 +668,24 @@ def test_muon_is_that_of_torch(drive: Drive) -> None:
     entries = optimizer.state_dict()["state"]
     assert entries.keys() == bare_optimizer.state_dict()["state"].keys()
     assert all([*entry] == ["momentum_buffer"] for entry in entries.values())
+
+
+def test_less_free_memory_makes_a_smaller_plan(
+    drive: Drive, events: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive("zero-offload", compares=True)
+    offloaded, _ = job(steps=12)
+    # The whole state takes 2,240 bytes.
+    free = {"bytes": 2000.0}
+    monkeypatch.setattr(EmulatedDevice, "free_bytes", lambda _: free["bytes"])
+    notes = drive("adaptive", compares=True)
+    model, optimizer = job(steps=6)
+    assert "2.00 KB" in notes[0] or "1.95 KiB" in notes[0]
+    for step, size in ((6, 1990.0), (7, 1100.0), (8, 1100.0), (9, 2000.0)):
+        free["bytes"] = size
+        count = len(notes)
+        train(model, optimizer, 1, step)
+        changed = any("of device memory" in note for note in notes[count:])
+        assert changed == (step in (7, 9))
+    train(model, optimizer, 2, 10)
+    assert are_equal(model, offloaded)
