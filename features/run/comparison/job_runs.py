@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ _POLL_S = 0.1
 # The first iterations under a policy do not count.
 _WARM_UP = 2
 _LAST_LINES = 8
+# In names of files.
+_UNUSUAL = re.compile(r"[^\w.]+")
 # Services that record experiments keep them to themselves, and waiting threads of torch
 # leave the cores to updates.
 _SWITCHES = {
@@ -121,7 +124,7 @@ class JobRuns:
 
     def run(self, name: str, **options: Any) -> JobRun:
         """Run the job once. Raises UserError if it fails."""
-        trace = self.folder / f"{name.replace(':', '-').replace(',', '-')}.ebb"
+        trace = self.folder / f"{_UNUSUAL.sub('-', name)}.ebb"
         logs = trace.with_suffix(".logs")
         logs.mkdir()
         own = replace(self.options, folder=str(logs), **options)
