@@ -5,7 +5,10 @@ import re
 from collections.abc import Iterable
 
 from ebbtide.errors import SizeError
-from ebbtide.missing_values import NO_VALUE
+
+# The words for values that were not recorded or cannot be known: for a name or a fact
+# in a sentence, and for a figure or a cell of a table.
+NOT_KNOWN, NO_VALUE = "not known", "-"
 
 RATE_UNITS = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

@@ -48,10 +48,9 @@ from ebbtide.analysis.metrics.storage_use import StorageUse, storage_use
 from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
 from ebbtide.analysis.timeseries.statistics import median_or_none, sum_or_none
 from ebbtide.analysis.timeseries.step_functions import Floats, length, union_length
-from ebbtide.missing_values import NOT_KNOWN
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
-from ebbtide.units import ms_text
+from ebbtide.units import NOT_KNOWN, ms_text
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from ebbtide.analysis.metrics.framework_setup import FrameworkSetup, framework_setup
-from ebbtide.missing_values import NOT_KNOWN
 from ebbtide.profiler.trace import Trace, metadata
-from ebbtide.units import bytes_text, count_text, rate_text
+from ebbtide.units import NOT_KNOWN, bytes_text, count_text, rate_text
 
 
 class JobDetail(NamedTuple):

@@ -33,10 +33,9 @@ from ebbtide.analysis.tables.ranks import differences_table, rank_table
 from ebbtide.analysis.tables.summary import gpu_table, phase_table
 from ebbtide.analysis.tables.table import Table
 from ebbtide.errors import TraceError
-from ebbtide.missing_values import NOT_KNOWN
 from ebbtide.output_files import new_output
 from ebbtide.profiler.trace import Trace
-from ebbtide.units import bytes_text, ms_text, range_text
+from ebbtide.units import NOT_KNOWN, bytes_text, ms_text, range_text
 
 
 @dataclass(frozen=True)

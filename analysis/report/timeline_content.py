@@ -29,10 +29,9 @@ from ebbtide.analysis.timeline.boxes import (
 from ebbtide.analysis.timeline.panels import TimelinePanel
 from ebbtide.analysis.timeline.styles import OTHER_SUBSTEP, SUBSTEP_COLORS
 from ebbtide.analysis.timeseries.step_functions import Floats
-from ebbtide.missing_values import NO_VALUE, NOT_KNOWN
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import Trace
-from ebbtide.units import bytes_text, ms_text
+from ebbtide.units import NO_VALUE, NOT_KNOWN, bytes_text, ms_text
 
 
 @dataclass(frozen=True)

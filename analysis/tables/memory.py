@@ -27,10 +27,9 @@ from ebbtide.analysis.tables.table import (
     size,
     text,
 )
-from ebbtide.missing_values import NOT_KNOWN
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import AllocatorState
-from ebbtide.units import bytes_text, ms_text
+from ebbtide.units import NOT_KNOWN, bytes_text, ms_text
 
 _SOURCE = "ebbtide memory --json"
 _MAX_SITE_CHARS = 60

@@ -9,9 +9,8 @@ from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import prediction_line
 from ebbtide.analysis.tables.table import Misfit, View
 from ebbtide.machines.accuracy import ranges_text
-from ebbtide.missing_values import NOT_KNOWN
 from ebbtide.profiler.trace import Trace
-from ebbtide.units import bytes_text, bytes_unit, ms_text, range_text
+from ebbtide.units import NOT_KNOWN, bytes_text, bytes_unit, ms_text, range_text
 
 _MAX_CATEGORIES = 4
 FITS, BARELY, MISFIT = "fits", "fits barely", "does not fit"

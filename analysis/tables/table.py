@@ -12,9 +12,8 @@ from operator import attrgetter
 from typing import Any
 
 from ebbtide.analysis.metrics.devices import free_memory_text, ran_on_cpu
-from ebbtide.missing_values import NO_VALUE
 from ebbtide.profiler.trace import Trace
-from ebbtide.units import RATE_UNITS, bytes_text, bytes_unit, count_text
+from ebbtide.units import NO_VALUE, RATE_UNITS, bytes_text, bytes_unit, count_text
 
 # Of the figures of a column: returns a function from a figure to its text, and their
 # unit.

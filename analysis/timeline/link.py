@@ -24,9 +24,8 @@ from ebbtide.analysis.timeline.styles import (
     link_style,
 )
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
-from ebbtide.missing_values import NOT_KNOWN
 from ebbtide.profiler.trace import Trace
-from ebbtide.units import rate_text
+from ebbtide.units import NOT_KNOWN, rate_text
 
 
 def link_panel(

@@ -13,8 +13,7 @@ from ebbtide.interleave.replay.inputs import NETWORK_NOTE
 from ebbtide.interleave.replay.tables import FITS_TEXTS
 from ebbtide.machines.accuracy import DATA_SHEETS, ranges_text
 from ebbtide.machines.machine import Machine
-from ebbtide.missing_values import NO_VALUE
-from ebbtide.units import count_text, counted
+from ebbtide.units import NO_VALUE, count_text, counted
 
 # From this share on host memory decides what fits.
 _BINDING_SHARE = 0.75

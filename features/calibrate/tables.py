@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ebbtide.analysis.tables.table import Column, Table, View, rate, size, text
 from ebbtide.machines.machine import SHARED_RATES, Machine
-from ebbtide.missing_values import NOT_KNOWN
+from ebbtide.units import NOT_KNOWN
 
 
 class _Rate(NamedTuple):

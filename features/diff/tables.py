@@ -19,8 +19,7 @@ from ebbtide.analysis.tables.table import (
 )
 from ebbtide.features.diff.comparison import Change, Diff, TimeChange
 from ebbtide.features.diff.gate import LimitResult
-from ebbtide.missing_values import NO_VALUE, NOT_KNOWN
-from ebbtide.units import bytes_text, ms_text
+from ebbtide.units import NO_VALUE, NOT_KNOWN, bytes_text, ms_text
 
 # Pools whose peak may be the largest change: the memory that a job requests from its
 # device.

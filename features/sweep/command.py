@@ -22,7 +22,7 @@ from ebbtide.cli.options import count, size
 from ebbtide.cli.outputs import check_outputs, print_outputs, save_picture
 from ebbtide.cli.printing import echo, echo_line, print_view, progress_bar
 from ebbtide.cli.reading import check_options
-from ebbtide.missing_values import NOT_KNOWN
+from ebbtide.units import NOT_KNOWN
 
 if TYPE_CHECKING:
     from ebbtide.features.sweep.task import Row, Scenario, Task, TaskRunner

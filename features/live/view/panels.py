@@ -28,9 +28,8 @@ from ebbtide.features.live.view.snapshot import (
     SelectedRank,
 )
 from ebbtide.foreign_text import masked
-from ebbtide.missing_values import NO_VALUE
 from ebbtide.phases import ITERATION_PARTS
-from ebbtide.units import bytes_text, ms_text, rate_text
+from ebbtide.units import NO_VALUE, bytes_text, ms_text, rate_text
 
 LETTERS = {"forward": "F", "backward": "B", "update": "U", "other": "·"}
 _LEVELS = " ▁▂▃▄▅▆▇█"
