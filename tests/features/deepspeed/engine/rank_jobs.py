@@ -57,11 +57,12 @@ def main(folder: Path, *jobs: str) -> None:
         (folder / f"{job}-{rank}.json").write_text(
             json.dumps(kinds[kind](folder, variant))
         )
-    # Threads of gloo that still run at the end of the process would abort it.
     deepspeed.comm.destroy_process_group()
-    if child:
-        _, status = os.waitpid(child, 0)
-        sys.exit(os.waitstatus_to_exitcode(status))
+    status = os.waitpid(child, 0)[1] if child else 0
+    sys.stderr.flush()
+    # Threads of gloo that still run at the end of the process would abort it, seldom
+    # even without groups.
+    os._exit(os.waitstatus_to_exitcode(status))
 
 
 if __name__ == "__main__":
