@@ -103,12 +103,12 @@ def test_compare__of_a_command_has_equal_bits_on_the_device(
     command = ["--", sys.executable, "-W", "ignore", str(job)]
     done = on_stand_in(["-m", "ebbtide", "compare", *options, *policies, *command])
     comparison = json.loads(done.stdout)
-    assert comparison["losses_equal"]
+    assert comparison["equal"] == {"losses": True, "parameters": True}
     assert not comparison["emulated"]
     _, *driven = comparison["runs"]
     assert [run["policy"] for run in driven] == list(POLICIES)
     assert all(run["optimizers"][0]["steps"] == 8 for run in driven)
-    assert comparison["to_bare"]["loss"] < 1e-5
+    assert comparison["against_job"]["loss"] < 1e-5
 
 
 def test_dry_run__calls_neither_runtime_nor_driver(on_stand_in: OnStandIn) -> None:

@@ -15,15 +15,23 @@ from ebbtide.features.run.comparison.equality import (
     Distance,
     distance,
     first_difference,
+    max_ulp,
     reason_not_comparable,
 )
 from ebbtide.features.run.comparison.job_runs import JobRun, JobRuns
 from ebbtide.features.run.comparison.picture import draw_job_comparison
-from ebbtide.features.run.comparison.view import job_comparison_view
+from ebbtide.features.run.comparison.view import (
+    exposed_ms,
+    job_comparison_view,
+    measured_ms,
+    predicted_ms,
+    total_bytes,
+)
 from ebbtide.features.run.options import LINK_BYTES_PER_S, WINDOW_STEPS, RunOptions
 from ebbtide.interleave.compare.testbed import find_testbed
 from ebbtide.interleave.policies import as_policy
 from ebbtide.machines.catalog import find_machine
+from ebbtide.phases import PHASES
 
 __all__ = ["compare_job", "draw_job_comparison", "job_comparison_view"]
 
@@ -75,18 +83,34 @@ class JobComparison:
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide compare --json -- CMD` prints."""
+        bare, *driven = self.runs
+        first = driven[0]
+        is_compared = self.reason is None
         return {
-            "command": list(self.command),
-            "steps": self.steps,
+            "job": {
+                "command": list(self.command),
+                "steps": self.steps,
+                "ranks": len(bare.logs),
+                "params": params_of_run(bare),
+            },
             "emulated": self.emulated_link is not None,
             "link_bytes_per_s": self.emulated_link,
-            "losses_equal": self.status == 0,
+            "runs": [_run_json(run) for run in self.runs],
+            "equal": {
+                name: all(run.bits(kind) == first.bits(kind) for run in driven)
+                if is_compared
+                else None
+                for name, kind in (("losses", "loss"), ("parameters", "final"))
+            },
+            "against_job": {
+                "max_ulp": max(max_ulp(bare, run) for run in driven),
+                **vars(self.to_bare),
+                "of_kernels": self.of_kernels and vars(self.of_kernels),
+            },
+            "deterministic": self.self_difference is None if is_compared else None,
             "difference": self.difference,
             "self_difference": self.self_difference,
             "reason": self.reason,
-            "to_bare": vars(self.to_bare),
-            "of_kernels": self.of_kernels and vars(self.of_kernels),
-            "runs": [_run_json(run) for run in self.runs],
         }
 
 
@@ -94,9 +118,17 @@ def _run_json(run: JobRun) -> dict[str, Any]:
     return {
         "name": run.name,
         "policy": run.policy,
-        "times_ms": run.times_ms,
+        "iteration_ms": measured_ms(run, "iteration"),
+        "predicted_ms": predicted_ms(run, "iteration"),
+        "phases_ms": {phase: measured_ms(run, phase) for phase in PHASES},
+        "exposed_ms": exposed_ms(run),
+        **{
+            key: total_bytes(run, key)
+            for key in ("device_bytes", "host_bytes", "h2d_bytes", "d2h_bytes")
+        },
+        "losses": run.logs[0].values("loss", "value") if run.logs else [],
+        "parameters_digest": "-".join(run.bits("final")),
         "optimizers": run.ends,
-        "losses": [log.values("loss", "value") for log in run.logs],
         "failures": run.failures,
     }
 
@@ -160,6 +192,12 @@ def _with_other_kernels(jobs: JobRuns) -> JobRun | None:
         return None
 
 
+def params_of_run(run: JobRun) -> int:
+    """Return the number of parameters of the first rank's optimizers."""
+    starts = run.logs[0].of_kind("start") if run.logs else []
+    return sum(int(start["params"]) for start in starts)
+
+
 def _rates(
     bare: JobRun,
     folder: Path,
@@ -171,8 +209,7 @@ def _rates(
 
     They are those of the machine that was named, on a GPU, or of this one, measured.
     """
-    starts = bare.logs[0].of_kind("start")
-    params = max(_LEAST_PARAMS, sum(start["params"] for start in starts))
+    params = max(_LEAST_PARAMS, params_of_run(bare))
     budget = options.memory_budget or 8.0 * params
     named = find_machine(machine) if machine is not None and link is None else None
     testbed = find_testbed(params, -(-params // _SUBGROUPS), budget, link, named)

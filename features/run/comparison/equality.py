@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ebbtide.features.run.comparison.job_runs import JobRun
@@ -107,6 +108,19 @@ def distance(one: JobRun, other: JobRun) -> Distance:
         if log.params_path.exists() and other_log.params_path.exists():
             params.append(_params_distance(log, other_log))
     return Distance(_largest(losses), max(params))
+
+
+def max_ulp(one: JobRun, other: JobRun) -> float:
+    """Return the largest difference of losses in units of the last place of fp32."""
+    largest = 0.0
+    for log, other_log in zip(one.logs, other.logs, strict=False):
+        values = log.values("loss", "value"), other_log.values("loss", "value")
+        for a, b in zip(*values, strict=False):
+            if a == a and b == b:
+                largest = max(
+                    largest, abs(a - b) / float(np.spacing(np.float32(abs(a))))
+                )
+    return largest
 
 
 def _largest(values: Sequence[float]) -> float:

@@ -95,6 +95,10 @@ class JobRun:
         ends = [end for log in self.logs for end in log.of_kind("end")]
         return [end.get("plan") for end in ends]
 
+    def bits(self, kind: str) -> list[str]:
+        """Return the bits of the events of a kind, of all ranks."""
+        return [str(bits) for log in self.logs for bits in log.values(kind)]
+
     @property
     def failures(self) -> list[str]:
         """Why policies have no plan."""

@@ -17,7 +17,7 @@ from ebbtide.profiler.trace import open_trace
 from tests.conftest import ebbtide, running_process
 from tests.features.run.jobs import NO_OPTIMIZER, PLAIN, WAITING
 
-# The state of the plain job is 49,792 B: half of it.
+# The state of the plain job is 50,304 B: half of it.
 BUDGET = ("--memory-budget", "25kB")
 
 
@@ -173,8 +173,10 @@ def test_comparison_is_equal_and_kept(job: Path) -> None:
     )
     assert run.returncode == 0, run.stderr + run.stdout
     comparison = json.loads(run.stdout)
-    assert comparison["losses_equal"] is True
-    assert comparison["steps"] == 12
+    assert comparison["equal"] == {"losses": True, "parameters": True}
+    assert comparison["deterministic"] is True
+    assert comparison["job"]["steps"] == 12
+    assert comparison["job"]["params"] == 6288
     assert comparison["emulated"] is True
     names = [one["name"] for one in comparison["runs"]]
     assert names == ["as it is", "zero-offload", "static", "adaptive"]
@@ -183,7 +185,15 @@ def test_comparison_is_equal_and_kept(job: Path) -> None:
     (figures,) = adaptive["optimizers"]
     assert 0 < figures["device_bytes"] <= 25_000
     assert figures["predicted_ms"]["iteration"] > 0
-    assert comparison["to_bare"]["loss"] < 1e-4
+    assert comparison["against_job"]["loss"] < 1e-4
+    assert comparison["against_job"]["max_ulp"] < 1000
+    for one in comparison["runs"]:
+        assert len(one["losses"]) == 24
+        assert one["iteration_ms"] > one["phases_ms"]["update"] > 0
+    assert adaptive["device_bytes"] == figures["device_bytes"]
+    assert adaptive["predicted_ms"] > 0
+    assert adaptive["exposed_ms"] > 0
+    assert len({one["parameters_digest"] for one in comparison["runs"][1:]}) == 1
     # Each run has begun anew, in a folder of its own.
     assert sorted(path.name for path in job.parent.iterdir()) == [
         "kept",

@@ -135,5 +135,5 @@ def test_ranks_have_equal_bits_under_all_policies(division: str, event: str) -> 
     run = ebbtide("compare", *options, "--json", "--", *words)
     assert run.returncode == 0, run.stdout + run.stderr
     comparison = json.loads(run.stdout)
-    assert comparison["losses_equal"] is True
-    assert comparison["to_bare"]["loss"] < 1e-4
+    assert comparison["equal"] == {"losses": True, "parameters": True}
+    assert comparison["against_job"]["loss"] < 1e-4
