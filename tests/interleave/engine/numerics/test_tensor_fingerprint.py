@@ -3,6 +3,8 @@ changes show."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.distributed.tensor
@@ -67,15 +69,21 @@ def test_of_words__parts_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(of_words(words), expected)
 
 
-def test_fingerprint_tensor__is_of_the_local_part_of_a_dtensor() -> None:
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Groups of one rank. Tests of DeepSpeed keep theirs to the end of the process."""
     distributed = torch.distributed
-    distributed.init_process_group(
-        "gloo", rank=0, world_size=1, store=distributed.HashStore()
-    )
-    try:
-        mesh = distributed.init_device_mesh("cpu", (1,))
-        tensor = torch.randn(4, 3)
-        whole = distributed.tensor.distribute_tensor(tensor, mesh)
-        assert torch.equal(printed(whole), of_words(printed(tensor)))
-    finally:
-        distributed.destroy_process_group()
+    if distributed.is_initialized():
+        yield
+        return
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_fingerprint_tensor__is_of_the_local_part_of_a_dtensor(one_rank: None) -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    tensor = torch.randn(4, 3)
+    whole = torch.distributed.tensor.distribute_tensor(tensor, mesh)
+    assert torch.equal(printed(whole), of_words(printed(tensor)))
