@@ -23,6 +23,11 @@ def size(text: str) -> int:
         raise typer.BadParameter(str(error)) from None
 
 
+def optional_size(text: str | None) -> int | None:
+    """Parse a size as `size` does, None as it is."""
+    return None if text is None else size(text)
+
+
 # The heading of options that few need: a help has options with a heading only where all
 # are asked for.
 RARE = "More options"
@@ -138,6 +143,19 @@ def machine_option(default: str) -> Any:
         "another host.",
         default,
     )
+
+
+def memory_budget_option(default: str) -> Any:
+    return valued(
+        "SIZE", "Device memory for optimizer state in bytes, e.g. 2GiB.", default
+    )
+
+
+EMULATE_LINK = valued(
+    "RATE",
+    "Emulate the device; rate of its link in bytes/s per direction, e.g. 2GB.",
+    "1GB where there is no GPU",
+)
 
 
 def jobs_option(default: str) -> Any:

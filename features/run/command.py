@@ -38,23 +38,14 @@ def run(
     steps: Annotated[int | None, options.STEPS] = None,
     memory_budget: Annotated[
         str | None,
-        options.valued(
-            "SIZE",
-            "Device memory for optimizer state in bytes, e.g. 2GiB.",
-            "what the job leaves free; without a GPU, half of the state",
+        options.memory_budget_option(
+            "what the job leaves free; without a GPU, half of the state"
         ),
     ] = None,
     machine: Annotated[
         str | None, options.machine_option("this machine, which is measured")
     ] = None,
-    emulate_link: Annotated[
-        str | None,
-        options.valued(
-            "RATE",
-            "Emulate the device; rate of its link in bytes/s per direction, e.g. 2GB.",
-            "1GB where there is no GPU",
-        ),
-    ] = None,
+    emulate_link: Annotated[str | None, options.EMULATE_LINK] = None,
     weights: Annotated[
         str,
         options.valued(
@@ -98,15 +89,13 @@ def run(
     as_policy(f"adaptive,weights={weights},activations={activations}")
     if steps == 0:
         raise typer.BadParameter("--steps must be at least 1")
-    link = None if emulate_link is None else float(options.size(emulate_link))
-    budget = None if memory_budget is None else float(options.size(memory_budget))
     run_options = RunOptions(
         folder="",
         policy=policy,
         steps=steps,
-        memory_budget=budget,
+        memory_budget=options.optional_size(memory_budget),
         machine=machine,
-        link_bytes_per_s=link or LINK_BYTES_PER_S,
+        link_bytes_per_s=options.optional_size(emulate_link) or LINK_BYTES_PER_S,
         weights=weights,
         activations=activations,
     )

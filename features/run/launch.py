@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,6 +12,7 @@ from ebbtide.features.run.agent.hooks import RUN
 from ebbtide.features.run.options import RunOptions
 from ebbtide.features.run.results import ProcessLog, read_logs
 from ebbtide.profiler.agent.options import Options
+from ebbtide.profiler.agent.patches import Patches
 from ebbtide.profiler.recording.collector import RecordedCommand
 from ebbtide.profiler.recording.launch import profile_in_terminal
 
@@ -23,10 +25,18 @@ def run_job(
     It gets this process's terminal and signals, as under `ebbtide profile`.
     """
     with TemporaryDirectory(prefix="ebbtide-run-") as folder:
-        os.environ[RUN] = replace(options, folder=folder).text()
-        try:
-            job = RecordedCommand(words, output, Options(), force)
+        job = RecordedCommand(words, output, Options(), force)
+        with variables_set({RUN: replace(options, folder=folder).text()}):
             code = profile_in_terminal(job)
-        finally:
-            del os.environ[RUN]
         return code, read_logs(Path(folder))
+
+
+@contextmanager
+def variables_set(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment inside the block."""
+    patches = Patches()
+    patches.set_variables(values)
+    try:
+        yield
+    finally:
+        patches.undo()

@@ -13,7 +13,7 @@ LINK_BYTES_PER_S = 1e9
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the processes of a job are told.
+    """The options of a run, for the processes of its job.
 
     Attributes:
         folder: Where each process writes its log.
@@ -27,7 +27,6 @@ class RunOptions:
         compares: Whether the run is one of a comparison: losses and parameters are
             logged, and state that fits stays with the engine.
         weights, activations: As for `move_layers`; `resident` and `keep` move nothing.
-        layer_budget: Bytes of device memory for what layers move; None: what is free.
         other_kernels: Whether torch updates with another kernel than it would.
     """
 
@@ -41,7 +40,6 @@ class RunOptions:
     compares: bool = False
     weights: str = "resident"
     activations: str = "keep"
-    layer_budget: float | None = None
     other_kernels: bool = False
 
     @property

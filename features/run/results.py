@@ -1,4 +1,4 @@
-"""What the processes of a run have logged, for the command that started it."""
+"""The logs of a run's processes, for the command that started it."""
 
 from __future__ import annotations
 
@@ -72,11 +72,6 @@ def summary_lines(logs: list[ProcessLog]) -> list[str]:
             "after a backward"
         )
     return lines
-
-
-def was_driven(logs: list[ProcessLog]) -> bool:
-    """Return whether an engine has updated anything."""
-    return any(event["steps"] for log in logs for event in log.of_kind("end"))
 
 
 def _end_text(event: Event) -> str:

@@ -20,8 +20,6 @@ from ebbtide.phases import PHASES
 
 matplotlib.use("Agg")
 
-# Distances between the two bars of a policy, and between policies.
-_PAIR_STEP, _POLICY_STEP = 0.72, 1.75
 # Height of a policy in inches.
 _POLICY_HEIGHT = 0.5
 EMULATED = "an emulated device: these times say nothing about a GPU"
@@ -72,14 +70,9 @@ def _draw_figures(figure: SubFigure, results: list[ComparedPolicy]) -> None:
     bars = [
         bar
         for number, result in enumerate(results)
-        for bar in _pair(result, number * _POLICY_STEP)
+        for bar in _pair(result, number * policy_bars.POLICY_STEP)
     ]
-    kinds = policy_bars.byte_kinds(bars)
-    (panels,) = policy_bars.add_panels(figure, kinds)
-    policy_bars.draw_row(panels, kinds, bars)
-    panels[0].set_xlabel("median time of an iteration (ms)")
-    panels[0].tick_params(axis="y", labelsize=8.5, length=0)
-    policy_bars.add_legend(figure, bars)
+    policy_bars.draw_medians(figure, bars)
 
 
 def _pair(result: ComparedPolicy, position: float) -> list[policy_bars.PolicyBar]:
@@ -95,7 +88,7 @@ def _pair(result: ComparedPolicy, position: float) -> list[policy_bars.PolicyBar
             },
             remark=remark if half == "measured" else "",
             is_faint=half == "predicted",
-            position=position + (0.0 if half == "measured" else _PAIR_STEP),
+            position=position + (0.0 if half == "measured" else policy_bars.PAIR_STEP),
             median_ms=getattr(result.times["iteration"], half),
         )
         for half in ("measured", "predicted")

@@ -82,20 +82,9 @@ def compare(
     ] = None,
     memory_budget: Annotated[
         str | None,
-        options.valued(
-            "SIZE",
-            "Device memory for optimizer state in bytes, e.g. 2GiB.",
-            "half of the state and three subgroups",
-        ),
+        options.memory_budget_option("half of the state and three subgroups"),
     ] = None,
-    emulate_link: Annotated[
-        str | None,
-        options.valued(
-            "RATE",
-            "Emulate the device; rate of its link in bytes/s per direction, e.g. 2GB.",
-            "1GB where there is no GPU",
-        ),
-    ] = None,
+    emulate_link: Annotated[str | None, options.EMULATE_LINK] = None,
     forward_ms: Annotated[
         float | None,
         options.valued(
@@ -188,8 +177,8 @@ def compare(
             command,
             policies=policy,
             steps=iterations if iterations is not None else steps,
-            memory_budget=_size(memory_budget),
-            link=_size(emulate_link),
+            memory_budget=options.optional_size(memory_budget),
+            link=options.optional_size(emulate_link),
             machine=machine,
             output=output,
             plot=plot,
@@ -201,9 +190,9 @@ def compare(
         raise typer.BadParameter("-o is for a command: keep traces with --save FOLDER")
     if subgroup_params == 0:
         raise typer.BadParameter("--subgroup-params must be at least 1")
-    memory_budget_bytes = _size(memory_budget)
-    host_bytes = _size(host_free_bytes)
-    link_bytes_per_s = _size(emulate_link)
+    memory_budget_bytes = options.optional_size(memory_budget)
+    host_bytes = options.optional_size(host_free_bytes)
+    link_bytes_per_s = options.optional_size(emulate_link)
     # Torch reads these when it is imported. Without the first one, matrix products on a
     # GPU differ from run to run; by the second one, waiting threads of torch leave the
     # cores to the updates.
@@ -288,7 +277,3 @@ def _phase_waits(
     return PhaseWaits(
         forward_s, 2 * forward_s if backward_ms is None else backward_ms / 1e3
     )
-
-
-def _size(text: str | None) -> int | None:
-    return None if text is None else options.size(text)

@@ -20,8 +20,8 @@ from ebbtide.cli.options import (
     Metrics,
     count,
     metrics_server,
+    optional_size,
     output_option,
-    size,
     valued,
 )
 from ebbtide.cli.options import iterations as parse_iterations
@@ -187,7 +187,7 @@ def profile(
     options = Options(
         first=first,
         last=last,
-        max_bytes=size(max_size) if max_size is not None else None,
+        max_bytes=optional_size(max_size),
         poll_ms=poll,
         allocator_iterations=allocator_iterations,
         transfers=transfers,

@@ -13,7 +13,7 @@ from ebbtide.features.run.comparison.compare import compare_job
 from ebbtide.features.run.comparison.page import is_folder_of_comparison, write_page
 from ebbtide.features.run.comparison.picture import draw_job_comparison
 from ebbtide.features.run.comparison.view import job_comparison_view
-from ebbtide.features.run.options import LINK_BYTES_PER_S, RunOptions
+from ebbtide.features.run.options import RunOptions
 from ebbtide.output_files import new_output
 
 
@@ -35,12 +35,7 @@ def compare_and_print(
     `link` is the rate of an emulated link. A folder and a picture are written where
     they are named.
     """
-    options = RunOptions(
-        folder="",
-        steps=steps,
-        memory_budget=memory_budget,
-        link_bytes_per_s=link or LINK_BYTES_PER_S,
-    )
+    options = RunOptions(folder="", steps=steps, memory_budget=memory_budget)
     with ExitStack() as outputs:
         picture, _ = outputs.enter_context(new_outputs(plot, None, force))
         if output is None:
@@ -58,6 +53,7 @@ def compare_and_print(
                 folder.resolve(),
                 policies,
                 options,
+                link,
                 machine,
                 lambda name, done, total: update(
                     f"{name} (run {done + 1} of {total})", done, total

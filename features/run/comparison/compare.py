@@ -19,10 +19,8 @@ from ebbtide.features.run.comparison.equality import (
     reason_not_comparable,
 )
 from ebbtide.features.run.comparison.job_runs import JobRun, JobRuns
-from ebbtide.features.run.comparison.picture import draw_job_comparison
 from ebbtide.features.run.comparison.view import (
     exposed_ms,
-    job_comparison_view,
     measured_ms,
     predicted_ms,
     total_bytes,
@@ -32,8 +30,6 @@ from ebbtide.interleave.compare.testbed import find_testbed
 from ebbtide.interleave.policies import as_policy
 from ebbtide.machines.catalog import find_machine
 from ebbtide.phases import PHASES
-
-__all__ = ["compare_job", "draw_job_comparison", "job_comparison_view"]
 
 POLICIES = ("zero-offload", "static", "adaptive")
 BARE, OTHER_KERNELS = "as it is", "torch's other kernels"
@@ -138,11 +134,13 @@ def compare_job(
     folder: Path,
     policies: Sequence[str] | None,
     options: RunOptions,
+    link: float | None,
     machine: str | None,
     progress: Callable[[str, int, int], None],
 ) -> JobComparison:
     """Run a job as it is and under policies, one after the other.
 
+    Without a GPU the device is emulated, with a link of this rate or the machine's.
     Traces and outputs are written into a folder. Raises UserError if the job fails, or
     a policy is not valid.
     """
@@ -158,8 +156,8 @@ def compare_job(
     total = len(names) + 2
     link_of, emulated_link = None, None
     if not torch.cuda.is_available():
-        emulated_link = options.link_bytes_per_s
-        if machine is not None and emulated_link == LINK_BYTES_PER_S:
+        emulated_link = link or LINK_BYTES_PER_S
+        if machine is not None and link is None:
             own = find_machine(machine)
             link_of, emulated_link = own.name, scaled_link(own)
         options = replace(options, link_bytes_per_s=emulated_link)

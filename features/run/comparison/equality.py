@@ -1,8 +1,8 @@
-"""What differs first between two runs of a job, and how far."""
+"""Compares two runs of a job: the first difference, and the distance."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,32 +100,32 @@ _LOOKS: tuple[Callable[[ProcessLog, ProcessLog], str | None], ...] = (
 
 def distance(one: JobRun, other: JobRun) -> Distance:
     """Return how far two runs are from each other, on any rank."""
-    losses, params = [0.0], [0.0]
+    losses = [abs(a - b) / max(abs(a), 1e-30) for a, b in _loss_pairs(one, other)]
+    params = [0.0]
     for log, other_log in zip(one.logs, other.logs, strict=False):
-        values = log.values("loss", "value"), other_log.values("loss", "value")
-        pairs = zip(*values, strict=False)
-        losses += [abs(a - b) / max(abs(a), 1e-30) for a, b in pairs]
         if log.params_path.exists() and other_log.params_path.exists():
             params.append(_params_distance(log, other_log))
-    return Distance(_largest(losses), max(params))
+    return Distance(max(losses, default=0.0), max(params))
 
 
 def max_ulp(one: JobRun, other: JobRun) -> float:
     """Return the largest difference of losses in units of the last place of fp32."""
-    largest = 0.0
+    return max(
+        (
+            abs(a - b) / float(np.spacing(np.float32(abs(a))))
+            for a, b in _loss_pairs(one, other)
+        ),
+        default=0.0,
+    )
+
+
+def _loss_pairs(one: JobRun, other: JobRun) -> Iterator[tuple[float, float]]:
+    """Yield the losses of two runs that are numbers in both, of all ranks."""
     for log, other_log in zip(one.logs, other.logs, strict=False):
         values = log.values("loss", "value"), other_log.values("loss", "value")
         for a, b in zip(*values, strict=False):
             if a == a and b == b:
-                largest = max(
-                    largest, abs(a - b) / float(np.spacing(np.float32(abs(a))))
-                )
-    return largest
-
-
-def _largest(values: Sequence[float]) -> float:
-    """Return the largest value that is a number."""
-    return max(value for value in values if value == value)
+                yield a, b
 
 
 def _params_distance(log: ProcessLog, other: ProcessLog) -> float:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
+import signal
 import time
 from collections.abc import Sequence
+from contextlib import chdir
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from ebbtide.analysis.metrics.iterations import rank_durations
 from ebbtide.errors import UserError
 from ebbtide.features.run.agent.hooks import RUN
 from ebbtide.features.run.comparison.job_folder import private_copy
+from ebbtide.features.run.launch import variables_set
 from ebbtide.features.run.options import WINDOW_STEPS, RunOptions
 from ebbtide.features.run.results import ProcessLog, read_logs
 from ebbtide.phases import PHASES
@@ -48,14 +50,12 @@ class JobRun:
 
     Attributes:
         name: The policy, as the user named it, or what else the run is.
-        code: The exit code.
         logs: The logs of its processes, by rank.
         trace: Its trace; None where nothing was recorded.
         output: The file with its output.
     """
 
     name: str
-    code: int
     logs: list[ProcessLog]
     trace: Path | None
     output: Path
@@ -91,7 +91,7 @@ class JobRun:
 
     @property
     def plans(self) -> list[Any]:
-        """What the last plan of each optimizer has, of all ranks."""
+        """The counts of each optimizer's last plan, of all ranks."""
         ends = [end for log in self.logs for end in log.of_kind("end")]
         return [end.get("plan") for end in ends]
 
@@ -127,28 +127,24 @@ class JobRuns:
         self.is_in_place = False
 
     def run(self, name: str, **options: Any) -> JobRun:
-        """Run the job once. Raises UserError if it fails."""
+        """Run the job once.
+
+        Raises UserError if it fails, KeyboardInterrupt if an interrupt has ended it.
+        """
         trace = self.folder / f"{_UNUSUAL.sub('-', name)}.ebb"
         logs = trace.with_suffix(".logs")
         logs.mkdir()
         own = replace(self.options, folder=str(logs), **options)
         home = Path.cwd()
-        environment = dict(os.environ)
-        with private_copy(home) as copy:
+        job = RecordedCommand(self.words, trace, Options())
+        variables = {RUN: own.text(), **_SWITCHES}
+        with private_copy(home) as copy, chdir(copy or home), variables_set(variables):
             self.is_in_place = copy is None
-            os.environ.update({RUN: own.text(), **_SWITCHES})
-            os.chdir(copy or home)
-            try:
-                code = _wait(
-                    BackgroundJob(RecordedCommand(self.words, trace, Options()))
-                )
-            finally:
-                os.chdir(home)
-                os.environ.clear()
-                os.environ.update(environment)
+            code = _wait(BackgroundJob(job))
+        if code == 128 + signal.SIGINT:
+            raise KeyboardInterrupt
         run = JobRun(
             name,
-            code,
             read_logs(logs),
             trace if trace.exists() else None,
             trace.with_suffix(".log"),

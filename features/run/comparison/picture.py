@@ -16,7 +16,7 @@ from ebbtide.phases import BACKWARD, FORWARD, PHASES, UPDATE
 if TYPE_CHECKING:
     from ebbtide.features.run.comparison.compare import JobComparison
 
-_PAIR_STEP, _RUN_STEP, _RUN_HEIGHT = 0.72, 1.75, 0.62
+_RUN_HEIGHT = 0.62
 
 
 def draw_job_comparison(comparison: JobComparison) -> Figure:
@@ -24,17 +24,12 @@ def draw_job_comparison(comparison: JobComparison) -> Figure:
     bars = [
         bar
         for number, run in enumerate(comparison.runs)
-        for bar in _bars(run, number * _RUN_STEP)
+        for bar in _bars(run, number * policy_bars.POLICY_STEP)
     ]
-    kinds = policy_bars.byte_kinds(bars)
     height = 1.3 + _RUN_HEIGHT * len(comparison.runs)
-    figure = policy_bars.figure_for(kinds, height)
+    figure = policy_bars.figure_for(policy_bars.byte_kinds(bars), height)
     figure.set_label("ebbtide: policies on the job, measured and predicted")
-    (panels,) = policy_bars.add_panels(figure, kinds)
-    policy_bars.draw_row(panels, kinds, bars)
-    panels[0].set_xlabel("median time of an iteration (ms)")
-    panels[0].tick_params(axis="y", labelsize=8.5, length=0)
-    policy_bars.add_legend(figure, bars)
+    policy_bars.draw_medians(figure, bars)
     device = "a GPU" if comparison.emulated_link is None else EMULATED
     losses = "equal bit for bit" if comparison.status == 0 else "NOT EQUAL"
     command = " ".join(comparison.command)
@@ -58,7 +53,7 @@ def _bars(run: JobRun, position: float) -> list[policy_bars.PolicyBar]:
         phases_ms=_predicted_phases(run, iteration - update, update),
         bytes_by_kind=_bytes(run, "predicted_"),
         is_faint=True,
-        position=position + _PAIR_STEP,
+        position=position + policy_bars.PAIR_STEP,
         median_ms=iteration,
     )
     return [measured, predicted]

@@ -55,7 +55,7 @@ def _is_muon(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_driven(kind: type[torch.optim.Optimizer]) -> bool:
-    """Return whether the steps of a class are those of a driver."""
+    """Return whether a driver does the steps of a class."""
     return bool(getattr(kind.step, "is_driven", False))
 
 

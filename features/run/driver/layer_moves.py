@@ -30,10 +30,7 @@ class LayerMoves:
             return
         try:
             self._moved = move_layers(
-                module,
-                weights=options.weights,
-                activations=options.activations,
-                memory_budget=options.layer_budget,
+                module, weights=options.weights, activations=options.activations
             )
         except UserError as error:
             self._reason = str(error)

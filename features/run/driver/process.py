@@ -1,4 +1,4 @@
-"""What the drivers of a process share: options, log, devices and free memory."""
+"""Options, log and devices that all drivers of a process share."""
 
 from __future__ import annotations
 

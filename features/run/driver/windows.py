@@ -16,7 +16,8 @@ _SPLITS = tuple(percent / 100 for percent in range(0, 100, 10))
 
 def state_bytes(updater: ParamUpdater) -> float:
     """Return the bytes of the whole state of an optimizer."""
-    return updater.workload.state_bytes * updater.workload.params
+    job = updater.workload
+    return job.state_bytes * job.params
 
 
 def free_bytes(process: DrivenProcess, updater: ParamUpdater) -> float:
@@ -25,7 +26,6 @@ def free_bytes(process: DrivenProcess, updater: ParamUpdater) -> float:
     It is the optimizer's part, by the size of its state, of what the job leaves free at
     its peak.
     """
-    own = state_bytes(updater)
     total = process.options.memory_budget
     if total is None:
         total = updater.device.free_bytes()
@@ -33,7 +33,8 @@ def free_bytes(process: DrivenProcess, updater: ParamUpdater) -> float:
         # An emulated device has no memory of its own: half of the state fits, and three
         # subgroups.
         job = updater.workload
-        return own / 2 + _EXTRA_SUBGROUPS * job.state_bytes * job.subgroup_params
+        params = job.params / 2 + _EXTRA_SUBGROUPS * job.subgroup_params
+        return job.state_bytes * params
     return total * _share(process, updater)
 
 

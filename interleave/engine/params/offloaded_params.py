@@ -344,7 +344,8 @@ class OffloadedParams:
         chosen = range(len(values)) if indices is None else list(indices)
         for index in chosen:
             self._fingerprints.pop(index, None)
-        recorded = [index for index in chosen if self._is_followed(index)]
+        followed = self._followed()
+        recorded = [index for index in chosen if index in followed]
         if not recorded:
             return
         own = [
@@ -568,21 +569,22 @@ class OffloadedParams:
             self._loaded.clear()
         return values
 
-    def _is_followed(self, index: int) -> bool:
-        """Return whether something has the value of a parameter beside itself."""
-        has_masters = self.own_rules[index].has_masters
-        return has_masters or self._runner.engine.store.holds_params(index)
+    def _followed(self) -> set[int]:
+        """Return the parameters whose value something else has, too."""
+        rules = enumerate(self.own_rules)
+        with_masters = {index for index, rule in rules if rule.has_masters}
+        return with_masters | self._runner.engine.store.params_on_host()
 
     def _changed(self, values: Sequence[torch.Tensor]) -> set[int]:
         """Return the indices of the parameters whose values changed.
 
         Their values are not what the masters round to, or that is not known.
         """
-        followed = list(filter(self._is_followed, range(len(values))))
-        recorded = [index for index in followed if index in self._fingerprints]
+        followed = self._followed()
+        recorded = sorted(followed & self._fingerprints.keys())
         own = [values[index] for index in recorded]
         if not own:
-            return set(followed)
+            return followed
         if _layouts(self.params) == self._layouts:
             current = self._runner.device.fingerprint(own)()
         else:
@@ -593,7 +595,7 @@ class OffloadedParams:
             fingerprints, place = self._fingerprints[index]
             if fingerprints()[place] == fingerprint:
                 unchanged.add(index)
-        return set(followed) - unchanged
+        return followed - unchanged
 
 
 def _layouts(params: Sequence[torch.Tensor]) -> list[_Layout]:

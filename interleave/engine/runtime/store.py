@@ -221,10 +221,11 @@ class Store:
         for param in changed:
             self._buffers.outdated_params |= self.subgroups_of(param)
 
-    def holds_params(self, param: int) -> bool:
-        """Return whether the host has a copy of a parameter for an update."""
+    def params_on_host(self) -> set[int]:
+        """Return the parameters of which the host has a copy for an update."""
         kept = self._buffers.params.keys() - self._buffers.outdated_params
-        return not kept.isdisjoint(self.subgroups_of(param))
+        segments = (self.subgroups[number].segments for number in kept)
+        return {segment.param for own in segments for segment in own}
 
     def _lacks_params(self, number: int) -> bool:
         """Return whether the host lacks parameters that a subgroup's update reads."""

@@ -127,6 +127,21 @@ def add_panels(figure: Figure | SubFigure, kinds: Sequence[str], rows: int = 1) 
     )
 
 
+# Distances between the two bars of a policy, measured and predicted, and between
+# policies.
+PAIR_STEP, POLICY_STEP = 0.72, 1.75
+
+
+def draw_medians(figure: Figure | SubFigure, bars: Sequence[PolicyBar]) -> None:
+    """Draw measured bars and their predictions in each panel, and a legend below."""
+    kinds = byte_kinds(bars)
+    (panels,) = add_panels(figure, kinds)
+    draw_row(panels, kinds, bars)
+    panels[0].set_xlabel("median time of an iteration (ms)")
+    panels[0].tick_params(axis="y", labelsize=8.5, length=0)
+    add_legend(figure, bars)
+
+
 def draw_row(
     panels: Sequence[Axes],
     kinds: Sequence[str],

@@ -75,3 +75,12 @@ def test_nothing_is_spare_where_memory_is_not_read() -> None:
     assert memory_of(*without, *phases).spare_bytes() == {}
     assert memory_of(*FIRST).spare_bytes() == {}
     assert memory_of().spare_bytes() == {}
+
+
+def test_records_end_with_the_first_question() -> None:
+    memory = memory_of(*FIRST)
+    spare = memory.spare_bytes()
+    later = reading(31, 5), phase(FORWARD, 31, 40), phase(BACKWARD, 40, 50)
+    memory.add(b"".join((*later, phase(UPDATE, 50, 60))))
+    assert memory.spare_bytes() == spare
+    assert not memory._data

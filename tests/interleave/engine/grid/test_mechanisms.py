@@ -153,7 +153,7 @@ MECHANISMS = {
         ((StepCalls, "record", lambda *_: None),), is_late
     ),
     "values of own masters on the host": Mechanism(
-        ((Store, "holds_params", lambda *_: False),), has_own_masters
+        ((Store, "params_on_host", lambda *_: set()),), has_own_masters
     ),
     "copies of changed parameters": Mechanism(
         ((Store, "forget_params", lambda *_: None),), has_remainders
