@@ -52,6 +52,8 @@ def on_stand_in(tmp_path_factory: pytest.TempPathFactory) -> OnStandIn:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(paths),
             "OMP_NUM_THREADS": "1",
+            # Says where a job hangs, before the limit of a test.
+            "CUDA_RUNTIME_DUMP_S": str(LIMIT_S - 100),
             **own,
         }
         command = [sys.executable, "-W", "ignore", "-m", "tests.cuda_runtime", *script]

@@ -2,6 +2,7 @@
 failures, races, counts."""
 
 import ctypes
+import gc
 import itertools
 import os
 import sys
@@ -56,8 +57,39 @@ _numbers = itertools.count(1)
 errors: list[str] = []
 
 
+class _WithoutCollection:
+    """Lets no garbage be collected while kernels run: finalizers may wait for streams,
+    and those on the thread of a stream would wait for themselves."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kernels = 0
+        self._is_enabled = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._is_enabled |= gc.isenabled()
+            gc.disable()
+            self._kernels += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._kernels -= 1
+            if not self._kernels and self._is_enabled:
+                self._is_enabled = False
+                gc.enable()
+
+
+_without_collection = _WithoutCollection()
+
+
 @_Kernel
 def _run(number: int) -> None:
+    with _without_collection:
+        _run_kernel(number)
+
+
+def _run_kernel(number: int) -> None:
     name, work = _pending[number] if number in _in_graphs else _pending.pop(number)
     try:
         with torch.inference_mode(False), torch.no_grad():

@@ -243,6 +243,28 @@ raise RuntimeError("the end")
     assert done.stderr.strip().endswith("RuntimeError: the end")
 
 
+def test_kernels__collect_no_garbage_whose_finalizers_wait_for_the_device(
+    on_stand_in: OnStandIn,
+) -> None:
+    script = """
+import gc, weakref, torch
+from tests.cuda_runtime import runtime
+
+class Cycle:
+    def __init__(self):
+        self.own = self
+
+def make_garbage():
+    for _ in range(2000):
+        weakref.finalize(Cycle(), torch.cuda.synchronize)
+
+runtime.launch("garbage", make_garbage, [], [])
+torch.cuda.synchronize()
+assert gc.isenabled()
+"""
+    on_stand_in(script, dump_s=200)
+
+
 def test_fork__leaves_the_child_without_devices(on_stand_in: OnStandIn) -> None:
     script = """
 import os, torch
