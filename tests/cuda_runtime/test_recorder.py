@@ -151,11 +151,16 @@ def test_profile__has_counters_of_the_link_that_agree_with_copies(
 ) -> None:
     link: pd.DataFrame = profiled.trace.link(0)
     assert set(link["source"]) == {"nvml-counters"}
+    # Where cores are short, counters are read for the first time after some copies.
+    begin_ns = (link["t_ns"] - link["window_ns"]).min()
     copies = profiled.trace.transfers(0)
+    copies = copies[copies["end_ns"] > begin_ns]
+    begun = copies["start_ns"] < begin_ns
     for direction in ("h2d", "d2h"):
         counted = (link[f"{direction}_bytes_per_s"] * link["window_ns"]).sum() / 1e9
-        copied = copies["bytes"][copies["direction"] == direction].sum()
-        assert counted == pytest.approx(copied, rel=0.02)
+        is_own = copies["direction"] == direction
+        least = copies["bytes"][is_own & ~begun].sum()
+        assert least * 0.98 <= counted <= copies["bytes"][is_own].sum() * 1.02
 
 
 OUT_OF_MEMORY = """

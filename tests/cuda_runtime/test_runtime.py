@@ -279,3 +279,17 @@ if not child:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 """
     on_stand_in(script)
+
+
+def test_fork__lets_the_child_end_where_its_parent_waits_for_a_time(
+    on_stand_in: OnStandIn,
+) -> None:
+    script = """
+import os, signal, sys
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+    on_stand_in(script, dump_s=500)

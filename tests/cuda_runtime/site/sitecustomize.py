@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 # By modules of the job, those of the stand-in that replace kernels in them.
@@ -73,8 +74,26 @@ def _remove_counters():
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _dump_at(end_s):
+    """Print where all threads are at a time, and end; in processes forked off, too.
+
+    These have no thread that waits for the time, but would wait for it when they end.
+    """
+
+    def wait():
+        left_s = max(1, end_s - time.monotonic())
+        faulthandler.dump_traceback_later(left_s, exit=True)
+
+    wait()
+    os.register_at_fork(
+        before=faulthandler.cancel_dump_traceback_later,
+        after_in_parent=wait,
+        after_in_child=wait,
+    )
+
+
 if "CUDA_RUNTIME_COUNTERS" in os.environ:
     sys.meta_path.insert(0, AfterImport(INSTALLERS))
     atexit.register(_remove_counters)
     if seconds := os.environ.get("CUDA_RUNTIME_DUMP_S"):
-        faulthandler.dump_traceback_later(float(seconds), exit=True)
+        _dump_at(time.monotonic() + float(seconds))
