@@ -25,9 +25,7 @@ def check_overlap(plan: Plan, workload: Workload) -> None:
     is_late = plan.has_late_operations
     for op in plan.ops:
         if op.is_speculative and (
-            op.resource != "cpu"
-            or not workload.clipping
-            or workload.gradients_held_until_step
+            op.resource != "cpu" or not workload.clipping or workload.copies_at_step
         ):
             raise plan_error(
                 plan.policy,

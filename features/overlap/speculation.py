@@ -22,7 +22,7 @@ def speculate(
     valid, before all else of the step (`uploads_first`) or in their places. There are
     no such updates without clipping, or if gradients are held until the step.
     """
-    if not workload.clipping or workload.gradients_held_until_step or count <= 0:
+    if not workload.clipping or workload.copies_at_step or count <= 0:
         return plan
     on_cpu = sorted(
         op.subgroup for op in plan.ops if op.kind == "update" and op.resource == "cpu"

@@ -101,6 +101,6 @@ def run(
     )
     path = Path(output) if output else trace_name(command)
     code, logs = run_job(list(command), Path(path), run_options, force)
-    for line in summary_lines(logs):
+    for line in [] if logs is None else summary_lines(logs):
         print_note(line)
     return code

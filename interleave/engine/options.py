@@ -57,7 +57,7 @@ class OptimizerArguments(SharedArguments, total=False):
     policy: Policy | str
     overlap: Literal["none", "forward", "backward", "both", "auto"]
     max_grad_norm: float | None
-    gradients: Literal["kept", "streamed"]
+    gradients: Literal["kept", "copied", "streamed"]
     loss_scale: float | Literal["dynamic"] | None
     model: torch.nn.Module | None
 
@@ -79,9 +79,10 @@ class OptimizerOptions:
             default, what the device has free.
         max_grad_norm: Maximum norm of all gradients, over all ranks; larger ones are
             clipped. None to not clip.
-        gradients: `kept` in `p.grad` until the step, or `streamed` to the host as soon
-            as the backward has computed them; then only the optimizer can clip and
-            scale them.
+        gradients: `kept` in `p.grad` until the step. `copied` to the host as soon as
+            the backward has computed them, too; those that the job changes after that,
+            by clipping for instance, are copied again. `streamed` to the host, so that
+            they take no device memory; then only the optimizer can clip and scale them.
         loss_scale: A number, or `dynamic`. Then back-propagate `scale(loss)`, and a
             step with a gradient that is not finite is skipped.
         device: By default the device of the parameters; for parameters on the CPU an
@@ -93,14 +94,16 @@ class OptimizerOptions:
             `step` returns before; read them outside of `model` only after
             `synchronize()`. `backward`: updates are computed as soon as gradients are
             there, beside the old state, and again where the step turns out to be
-            clipped; this needs streamed gradients and more host memory. `both`, or
-            `auto`, the fastest of what gradients and `model` allow.
+            clipped; this needs copied or streamed gradients and more host memory.
+            `both`, or `auto`, the fastest of what gradients and `model` allow.
         model: With updates under the forward: the module whose forward uses the
             parameters, so that it waits for them.
         storage: A folder, or several, for state that host memory does not hold; see
             `commit`.
         host_memory_budget: With `storage`: bytes of host memory for state and buffers;
             by default most of what is free.
+        offered: The phases beside the step in which updates can run, whatever the
+            policy.
         beside_step: The phases beside the step in which the caller can run the updates
             of a policy that has some there; by default those that `model` and
             `gradients` allow, of any policy.
@@ -125,14 +128,16 @@ class OptimizerOptions:
     storage: str | Path | Sequence[str | Path] | None = None
     host_memory_budget: float | None = None
     beside_step: InitVar[Overlap | None] = None
+    offered: Overlap = field(init=False)
     supported: Overlap = field(init=False)
 
     def __post_init__(
         self, model: torch.nn.Module | None, beside_step: Overlap | None
     ) -> None:
-        if self.gradients not in ("kept", "streamed"):
+        if self.gradients not in ("kept", "copied", "streamed"):
             raise EngineError(
-                f"gradients is {self.gradients!r}: it must be 'kept' or 'streamed'"
+                f"gradients is {self.gradients!r}: it must be 'kept', 'copied' or "
+                "'streamed'"
             )
         if self.subgroup_params < 1:
             raise EngineError(
@@ -147,9 +152,11 @@ class OptimizerOptions:
                 f"max_grad_norm is {self.max_grad_norm}: it must be above 0, or None"
             )
         _check_budget(self.memory_budget)
-        own = Overlap(forward=model is not None, backward=self.streamed)
-        policy = self._policy_with_overlap(own if beside_step is None else beside_step)
+        own = Overlap(forward=model is not None, backward=self.gradients != "kept")
+        offered = own if beside_step is None else beside_step
+        policy = self._policy_with_overlap(offered)
         object.__setattr__(self, "policy", policy)
+        object.__setattr__(self, "offered", offered)
         object.__setattr__(
             self,
             "supported",
@@ -181,7 +188,7 @@ class OptimizerOptions:
 
     @property
     def streamed(self) -> bool:
-        """Whether gradients are offloaded as soon as they are computed."""
+        """Whether gradients are moved to the host as soon as they are computed."""
         return self.gradients == "streamed"
 
     def open_backing(self) -> Backing:
@@ -219,11 +226,10 @@ class OptimizerOptions:
             overlap = policy.overlap
         elif overlap == "none":
             return policy
-        if overlap in ("backward", "both") and not self.streamed:
+        if overlap in ("backward", "both") and self.gradients == "kept":
             raise EngineError(
-                f"overlap is {overlap!r} and gradients are {self.gradients!r}: updates "
-                "inside the backward need "
-                "gradients='streamed'"
+                f"overlap is {overlap!r} and gradients are 'kept': updates inside the "
+                "backward need gradients='copied' or gradients='streamed'"
             )
         if overlap == "auto":
             best = "auto" if supported == BOTH else supported.name

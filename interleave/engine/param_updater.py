@@ -1,7 +1,7 @@
 """Updates the parameters of groups with an engine."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -35,11 +35,16 @@ class ParamUpdater:
     Attributes:
         param_groups: Groups of parameters and hyperparameters, as in torch.
         steps: The number of updates of each parameter.
+        follow_groups: Sets `param_groups`, where the caller has others, before factors
+            are expected of them.
     """
 
     def __init__(self, rules: GroupRules, options: OptimizerOptions) -> None:
         self.param_groups: list[dict[str, Any]] = []
         self.steps: dict[torch.Tensor, int] = {}
+        self.follow_groups: Callable[[], None] = lambda: None
+        # The factor of gradients that the caller gave to the last step.
+        self._last_factor: float | None = None
         self._rules = rules
         self._loss_scale = LossScale(options.loss_scale)
         self._runner = AdaptiveRunner(options)
@@ -129,7 +134,13 @@ class ParamUpdater:
         try:
             with deferred_interrupts():
                 values, gradients, updated = offloaded.begin_step(params)
+            stale_share = self._runner.engine.update.stale_share
+            self._runner.planner.observe_copies(stale_share)
             scale = self._own_factor(gradients) if factor is None else factor
+            self._runner.planner.observe_clipping(
+                bool(stale_share) or scale != self._expected_scale
+            )
+            self._last_factor = factor
             with deferred_interrupts():
                 if scale is None:
                     self._skip_step()
@@ -154,9 +165,7 @@ class ParamUpdater:
         # Not deferred: other ranks may never come. The gradients are copied to the host
         # meanwhile.
         norm.add_all(gradients)
-        factor = norm.scale_factor(self._offloaded.params, self._loss_scale.value)
-        self._runner.planner.observe_clipping(factor != self._expected_scale)
-        return factor
+        return norm.scale_factor(self._offloaded.params, self._loss_scale.value)
 
     @locked
     def entries(self) -> dict[torch.Tensor, dict[str, Any]]:
@@ -191,6 +200,12 @@ class ParamUpdater:
         with deferred_interrupts():
             self._offloaded.load(params, states)
             self.steps = {param: step for param, (_, step) in loaded.items()}
+
+    def wait_in(self, model: torch.nn.Module) -> None:
+        """Let updates end under the forward of a module, which waits for them.
+
+        Call it before the first step. Raises EngineError for a module that cannot."""
+        self._calls.add_hooks(model)
 
     @locked
     def use_policy(self, policy: Policy, budget: Budget | None) -> None:
@@ -304,6 +319,8 @@ class ParamUpdater:
     @property
     def _expected_scale(self) -> float:
         """The factor of gradients if they are finite and not clipped."""
+        if self._last_factor is not None:
+            return self._last_factor
         return 1.0 / self._loss_scale.value
 
     def _expected_scalars(self) -> list[Scalars | None]:
@@ -313,6 +330,8 @@ class ParamUpdater:
         """
         count = len(self._offloaded.params)
         try:
+            self.follow_groups()
+            self._group_params()
             self._check_groups()
         except EngineError:  # The step raises it.
             return [None] * count

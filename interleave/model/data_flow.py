@@ -66,7 +66,7 @@ class _PlanCheck:
         self._clips = workload.clipping and plan.follows(CLIPPING_FIRST)
         # By place and subgroup, -1 for places of all; None where it was moved away.
         self._contents: dict[tuple[str, int], _Content | None] = {}
-        until_step = workload.gradients_held_until_step
+        until_step = workload.copies_at_step
         ready = (
             [UPDATE] * plan.subgroups if until_step else gradient_ready_points(workload)
         )

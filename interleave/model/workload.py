@@ -158,6 +158,9 @@ class Workload:
         gradients_held_until_step: Whether gradients stay on the device, in the job's
             own memory, until the step begins; else each may be copied to the host as
             soon as it is ready. The key of the file is `gradients_stay`.
+        copies_gradients_early: Whether gradients that stay on the device are copied to
+            the host as soon as they are ready, too; a copy counts if its gradient is
+            the same when the step begins.
         accumulates: Whether there are several micro-steps: gradients that stay on the
             device are there all the time.
         missing_bytes: Device memory that the job lacks without any optimizer state; 0
@@ -208,6 +211,7 @@ class Workload:
     collective_bytes: tuple[tuple[str, float, float], ...] = ()
     gpu_slack_bytes: FreeBytes = 0.0
     gradients_held_until_step: bool = False
+    copies_gradients_early: Flag = False
     accumulates: Flag = False
     missing_bytes: FreeBytes = 0.0
     sizes: Sizes | None = None
@@ -277,6 +281,11 @@ class Workload:
 
         It is in the memory of its parameter, unless the update reads that."""
         return 0.0 if self.master == "fp32" else self.grad_bytes
+
+    @property
+    def copies_at_step(self) -> bool:
+        """Whether no gradient is copied to the host before the step begins."""
+        return self.gradients_held_until_step and not self.copies_gradients_early
 
     @property
     def needs_all_gradients(self) -> bool:

@@ -47,9 +47,7 @@ class PlanBuilder:
         self.sizes = self.workload.subgroups
         self._gradient_points = gradient_ready_points(self.workload)
         self.early = self.early and not self.workload.needs_all_gradients
-        self.speculative = (
-            self.speculative and not self.workload.gradients_held_until_step
-        )
+        self.speculative = self.speculative and not self.workload.copies_at_step
         self._gradient_copies: dict[int, int] = {}
         self._clip: tuple[int, ...] = ()
         self._resident: set[int] = set()
@@ -149,7 +147,7 @@ class PlanBuilder:
 
         Return the index of the copy.
         """
-        until_step = self.workload.gradients_held_until_step
+        until_step = self.workload.copies_at_step
         point = UPDATE if until_step else self._gradient_points[subgroup]
         blocks = blocking and not until_step
         copy = self.add(

@@ -389,7 +389,7 @@ def explain(workload: Workload, machine: Machine) -> list[AblationStep]:
         if len(workload.gpu_free or ()) > 1:
             add("windows: state parked in memory that is free for a while", "adaptive")
         add("late updates, under the next forward", "adaptive,overlap=forward")
-        if workload.clipping and not workload.gradients_held_until_step:
+        if workload.clipping and not workload.copies_at_step:
             add("speculative updates, inside the backward", "adaptive,overlap=both")
     if plan is not None and plan.stored:
         in_memory, rates = (

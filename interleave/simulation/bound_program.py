@@ -131,9 +131,9 @@ class BoundProgram(LinearProgram):
             and self._workload.needs_all_gradients
         ):
             forbidden |= {"gpu updates", "gradients up", "uploaded"}
-            if not self._overlap.backward or self._workload.gradients_held_until_step:
+            if not self._overlap.backward or self._workload.copies_at_step:
                 forbidden |= {"cpu updates"}
-        if interval.phase == BACKWARD and self._workload.gradients_held_until_step:
+        if interval.phase == BACKWARD and self._workload.copies_at_step:
             forbidden |= {"gradients down"}
         if not windows and interval.phase not in (OVERHEAD, UPDATE):
             forbidden |= {"fetched", "flushed"}

@@ -233,9 +233,7 @@ def _gradient_cuts(workload: Workload, speculates: bool) -> set[float]:
 
     They are some of all, and the last ones.
     """
-    waits = workload.gradients_held_until_step or (
-        workload.needs_all_gradients and not speculates
-    )
+    waits = workload.copies_at_step or (workload.needs_all_gradients and not speculates)
     if waits or not workload.backward_s:
         return set()
     ready_s = gradient_ready_s(workload)

@@ -28,6 +28,12 @@ def on_device(job: Job) -> Job:
     # Generated code is not the stand-in's; a child has no devices.
     edits = tuple(event for event in job.edits if event.kind != "fork")
     job = replace(job, device="cuda", kinds=kinds, compiled=None, edits=edits)
+    if job.gradients == "copied" and job.overlap in ("none", "forward"):
+        # Jobs may write to gradients while they are copied, which is a race: the step
+        # tells.
+        job = replace(job, gradients="kept")
+    elif job.gradients == "copied":
+        job = replace(job, gradients="streamed", clipping=None)
     if job.rule in RULES_NOT_HERE:
         job = replace(job, rule="adamw", hyperparameters=(("lr", 0.01),))
     if job.weights is not None:

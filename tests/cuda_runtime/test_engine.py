@@ -16,7 +16,7 @@ def test_random_jobs__have_the_bits_of_the_plain_job_without_races(
     on_stand_in(arguments, jitter_us=300, seed=seed, order=1)
 
 
-@pytest.mark.parametrize("mode", ["none", "forward", "both", "layers"])
+@pytest.mark.parametrize("mode", ["none", "forward", "both", "copied", "layers"])
 def test_failing_calls__leave_the_bits_of_the_plain_job_or_an_error(
     on_stand_in: OnStandIn, mode: str
 ) -> None:
@@ -58,9 +58,12 @@ def test_races__are_reported_where_a_wait_is_left_out(
     assert "cuda_runtime: race" in done.stderr
 
 
-def test_races__are_none_where_nothing_is_left_out(on_stand_in: OnStandIn) -> None:
+@pytest.mark.parametrize("mode", ["both", "copied"])
+def test_races__are_none_where_nothing_is_left_out(
+    on_stand_in: OnStandIn, mode: str
+) -> None:
     done = on_stand_in(
-        ["-m", "tests.cuda_runtime.mutations", "nothing", "both"],
+        ["-m", "tests.cuda_runtime.mutations", "nothing", mode],
         jitter_us=1000,
         seed=1,
         order=1,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from ebbtide.interleave.engine.param_updater import ParamUpdater
 from ebbtide.interleave.engine.params.local_shards import local_shard
 from ebbtide.interleave.engine.rules.rule import find_rule
 
@@ -39,6 +41,15 @@ def engine_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
             own = {key: group[key] for key in rule.defaults if key in group}
             groups.append({**own, "params": params, "rule": name})
     return groups
+
+
+def follow_groups(
+    updater: ParamUpdater, optimizer_ref: weakref.ref[torch.optim.Optimizer]
+) -> None:
+    """Let an engine have the hyperparameters that an optimizer has now."""
+    optimizer = optimizer_ref()
+    if optimizer is not None:
+        updater.param_groups = engine_groups(optimizer)
 
 
 def _rule_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:

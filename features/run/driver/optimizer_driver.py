@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ebbtide.features.run.driver.agreement import all_ranks_agree
 from ebbtide.features.run.driver.figures import RunFigures
 from ebbtide.features.run.driver.groups import (
     engine_groups,
+    follow_groups,
     params_of,
     reason_to_leave,
     unsupported_option,
@@ -30,6 +32,7 @@ from ebbtide.features.run.driver.windows import (
     budget_by_phase,
     choose_policy,
     free_bytes,
+    policy_of,
     state_bytes,
 )
 from ebbtide.features.run.options import WINDOW_STEPS
@@ -37,6 +40,7 @@ from ebbtide.interleave.engine.options import Budget, OptimizerOptions
 from ebbtide.interleave.engine.param_updater import ParamUpdater
 from ebbtide.interleave.engine.params.local_shards import device_of, local_shard
 from ebbtide.interleave.engine.rules.rule import GroupRules
+from ebbtide.state_bytes import STATE_BYTES
 from ebbtide.units import bytes_text
 
 _FIRST_POLICY = "zero-offload"
@@ -230,19 +234,25 @@ class OptimizerDriver:
         process, params = self._process, params_of(optimizer)
         size = sum(local_shard(param).numel() for param in params)
         device = device_of([param for param in params if param.requires_grad])
+        model = process.models and process.models.with_params(params)
         # One core is left to an emulated device.
         threads = max(1, host_limits.cores() - 1) if device.type == "cpu" else None
         options = OptimizerOptions.of_arguments(
-            policy=self.policy,
+            policy=policy_of(self.policy, STATE_BYTES * size),
             machine=process.options.machine,
             memory_budget=self._budget,
+            gradients="copied",
             subgroup_params=min(_MAX_SUBGROUP_PARAMS, max(1, -(-size // _SUBGROUPS))),
             device=process.device_for(device),
             threads=threads,
+            model=model,
         )
         updater = ParamUpdater(GroupRules("adamw", {}), options)
         try:
-            updater.param_groups = engine_groups(optimizer)
+            if model is not None:
+                updater.wait_in(model)
+            follow_groups(updater, self._optimizer)
+            updater.follow_groups = partial(follow_groups, updater, self._optimizer)
             updater.load_entries(_whole_entries(optimizer, updater))
             self._plan = updater.plan
         except BaseException:

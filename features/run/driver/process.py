@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ebbtide.features.run.driver.called_models import CalledModels, needs_model
 from ebbtide.features.run.driver.log import RunLog
 from ebbtide.features.run.driver.phase_memory import PhaseMemory
 from ebbtide.features.run.options import RunOptions
@@ -25,6 +26,7 @@ class DrivenProcess:
         memory: The job's memory by phase; None where it is not recorded.
         finish: Writes the end of the log.
         backwards: How many backwards have begun.
+        models: The modules that were called; None where no policy needs them.
         kept: The optimizers that have stepped, where their parameters are compared at
             the end.
     """
@@ -40,6 +42,7 @@ class DrivenProcess:
         self.memory = memory
         self.log = RunLog(options.folder)
         self.backwards = 0
+        self.models = CalledModels() if needs_model(options.policy) else None
         self.drivers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self.finish: Callable[[], None] = lambda: None
         self.kept: list[torch.optim.Optimizer] = []
@@ -65,6 +68,8 @@ class DrivenProcess:
 
     def close(self) -> None:
         """Close all devices, whose engines are closed."""
+        if self.models is not None:
+            self.models.close()
         for device in self._devices.values():
             device.close()
         self._devices.clear()

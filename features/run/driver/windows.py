@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from ebbtide import host_limits
 from ebbtide.errors import UserError
 from ebbtide.features.run.driver.process import DrivenProcess
 from ebbtide.interleave.engine.options import Budget
 from ebbtide.interleave.engine.param_updater import ParamUpdater
-from ebbtide.interleave.policies import as_policy
+from ebbtide.interleave.policies import Policy, as_policy
 
+# Free host memory over the state's, for updates beside the old state.
+_HOST_FACTOR = 2
 # Of the memory of an emulated device, beside half of the state.
 _EXTRA_SUBGROUPS = 3
 # Shares of the subgroups that static splits keep on the host.
@@ -59,6 +62,20 @@ def _share(process: DrivenProcess, updater: ParamUpdater) -> float:
     return state_bytes(updater) / everything if everything else 1.0
 
 
+def policy_of(name: str, nbytes: float) -> Policy:
+    """Return the policy of a text, for a state of this size.
+
+    One that plans by rates may update inside the backward, unless the text says
+    otherwise, or the host has no room for the new state beside the old one.
+    """
+    policy = as_policy(name)
+    available = host_limits.available_bytes()
+    has_room = available is None or available > _HOST_FACTOR * nbytes
+    if not policy.is_adaptive or policy.states("overlap") or not has_room:
+        return policy
+    return policy.with_options(overlap="backward")
+
+
 def choose_policy(name: str, updater: ParamUpdater, budget: Budget) -> str:
     """Let an engine go on under a policy, and return its text.
 
@@ -66,7 +83,7 @@ def choose_policy(name: str, updater: ParamUpdater, budget: Budget) -> str:
     UserError if the policy has no plan; the plan before stays.
     """
     if name != "static":
-        updater.use_policy(as_policy(name), budget)
+        updater.use_policy(policy_of(name, state_bytes(updater)), budget)
         return name
     for share in _SPLITS:
         text = f"twin-flow:{share:g}"

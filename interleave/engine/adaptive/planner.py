@@ -36,6 +36,10 @@ from ebbtide.units import bytes_text
 # The change of the share of clipped steps that calls for a new plan, and the weight of
 # the last step in it.
 _CLIP_DRIFT, _CLIP_WEIGHT = 0.15, 0.05
+# The weight of the last step in the share of early copies that are made again, without
+# such copies its decrease in a step, and the shares that end and begin them.
+_STALE_WEIGHT, _RETRY_WEIGHT = 0.1, 0.01
+_MAX_STALE, _MIN_STALE = 0.5, 0.25
 # Minimum number of steps between two plans: the first and the largest value.
 _PATIENCE, _MAX_PATIENCE = 3, 96
 
@@ -63,7 +67,7 @@ class Planner:
         policy: Policy,
         machine: Machine,
         subgroups: Sequence[Subgroup],
-        streamed: bool,
+        gradients: str,
         supported: Overlap = NO_OVERLAP,
     ) -> None:
         policy.refuse_simulation_only()
@@ -85,10 +89,14 @@ class Planner:
             grad_bytes=width,
             state_bytes=_mean_state_bytes(subgroups),
             master=master,
-            gradients_held_until_step=not streamed,
+            gradients_held_until_step=gradients != "streamed",
+            copies_gradients_early=gradients == "copied",
             in_own_engine=True,
         )
         self._planned: tuple[Workload, Machine, Budget | None] | None = None
+        self._may_copy_early = gradients == "copied"
+        # The share of the gradients copied early that had to be copied again.
+        self._stale_share = 0.0
         self._steps = 0
         # Device memory that the last plan may use.
         self.needed_bytes = 0.0
@@ -196,10 +204,13 @@ class Planner:
 
     def continue_from(self, other: "Planner") -> None:
         """Take the phases that another planner of the same job has observed."""
-        self._steps = other._steps
+        self._steps, self._stale_share = other._steps, other._stale_share
         phases = {
             name: getattr(other.workload, name)
-            for name in ("forward_s", "backward_s", "clip_active_share")
+            for name in (
+                *("forward_s", "backward_s", "clip_active_share"),
+                "copies_gradients_early",
+            )
         }
         self.workload = replace(self.workload, **phases)
 
@@ -227,15 +238,34 @@ class Planner:
             self.workload, clip_active_share=share + _CLIP_WEIGHT * (is_active - share)
         )
 
+    def observe_copies(self, stale_share: float | None) -> None:
+        """Update the share of gradients that change after their early copies.
+
+        Plans have no such copies while it is large; after some steps they are tried
+        again. None: the step had none.
+        """
+        if not self._may_copy_early:
+            return
+        copies = self.workload.copies_gradients_early
+        if stale_share is not None:
+            self._stale_share += _STALE_WEIGHT * (stale_share - self._stale_share)
+        elif not copies:
+            self._stale_share *= 1 - _RETRY_WEIGHT
+        if self._stale_share > _MAX_STALE or self._stale_share < _MIN_STALE:
+            self.workload = replace(
+                self.workload, copies_gradients_early=self._stale_share < _MIN_STALE
+            )
+
     def replan_reason(self, budget: Budget | None) -> str | None:
         """Return why a new plan is due; None if it is not."""
-        if (
-            self._planned is None
-            or not self.policy.depends_on_rates
-            or self._steps <= _WARM_UP_STEPS
-        ):
+        if self._planned is None:
             return None
         job, machine, planned_budget = self._planned
+        if job.copies_gradients_early != self.workload.copies_gradients_early:
+            change = "change" if job.copies_gradients_early else "may stay the same"
+            return f"gradients {change} between the backward and the step"
+        if not self.policy.depends_on_rates or self._steps <= _WARM_UP_STEPS:
+            return None
         limit = max_budget(budget)
         if _budgets_differ(budget, planned_budget, _DRIFT) or (
             limit is not None and limit < self.needed_bytes
@@ -254,6 +284,10 @@ class Planner:
             return None
         # Fluctuations wait for the full patience; leaps do not.
         drift = _DRIFT if steps >= self._patience else _LEAP
+        return self._drift(job, machine, drift)
+
+    def _drift(self, job: Workload, machine: Machine, drift: float) -> str | None:
+        """Return which rate or phase differs from a plan's by more than a share."""
         rates = planning_rates(self.machine)
         for key, before in planning_rates(machine).items():
             now = rates[key]

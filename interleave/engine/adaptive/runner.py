@@ -1,6 +1,7 @@
 """Runs an engine by the plans of a planner, within the available device memory."""
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -70,7 +71,7 @@ class AdaptiveRunner:
         self._planner: Planner | None = None
         self._next_plan: Plan | None = None
         self._closers = [self.kernel.close]
-        self._close = weakref.finalize(self, _call_all, self._closers)
+        self._close = weakref.finalize(self, _close_deleted, self._closers)
         # Whether steps communicate with other ranks.
         self.uses_ranks = False
         # Why it cannot step, once it has no engine any more.
@@ -172,7 +173,7 @@ class AdaptiveRunner:
     def _new_planner(self, machine: Machine, subgroups: Sequence[Subgroup]) -> Planner:
         options = self.options
         return Planner(
-            options.policy, machine, subgroups, options.streamed, options.supported
+            options.policy, machine, subgroups, options.gradients, options.supported
         )
 
     @property
@@ -288,7 +289,14 @@ class AdaptiveRunner:
         """
         options = self.options
         subgroups, machine = self.engine.store.subgroups, self.planner.machine
-        self._use_options(replace(self.options, policy=policy, memory_budget=budget))
+        self._use_options(
+            replace(
+                options,
+                policy=policy,
+                memory_budget=budget,
+                beside_step=options.offered,
+            )
+        )
         try:
             if self._needs_rates and not any(planning_rates(machine).values()):
                 machine = self._first_rates(subgroups)
@@ -388,7 +396,8 @@ class AdaptiveRunner:
     def close(self) -> None:
         """End the threads and release all memory. Deleting this object does the
         same."""
-        self._close()
+        if self._close.detach() is not None:
+            _call_all(self._closers)
         self._engine = None
 
     def _handle_failure(self, failure: OperationFailed) -> None:
@@ -509,6 +518,27 @@ def _state_share(subgroup: Subgroup) -> float:
     return state_elements(subgroup) / (
         state_elements(subgroup) + gradient_elements(subgroup)
     )
+
+
+# How long a thread of the job waits for the end of an engine that it has deleted.
+_DELETION_WAIT_S = 10.0
+_OWN_THREADS = "ebbtide-"
+
+
+def _close_deleted(closers: list[Callable[[], None]]) -> None:
+    """Close an engine that is deleted, on another thread.
+
+    The garbage collector may call this on any thread, with locks that the threads of
+    the engine need before they end.
+    """
+    if not threading.main_thread().is_alive():
+        # The process ends, and has no new threads.
+        _call_all(closers)
+        return
+    closing = threading.Thread(target=_call_all, args=(closers,), name="ebbtide-close")
+    closing.start()
+    is_own = threading.current_thread().name.startswith(_OWN_THREADS)
+    closing.join(0 if is_own else _DELETION_WAIT_S)
 
 
 def _call_all(closers: list[Callable[[], None]]) -> None:

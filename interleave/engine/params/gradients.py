@@ -15,6 +15,7 @@ import torch
 from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.norm import total
+from ebbtide.interleave.engine.params.early_copies import EarlyCopies, first_params
 from ebbtide.interleave.engine.params.exchange import Exchange
 from ebbtide.interleave.engine.params.local_shards import (
     flat_like,
@@ -144,8 +145,10 @@ _ADDITIONS = (_aten.add.Tensor, _aten.add_.Tensor)
 class GradientCollector:
     """Collects the gradients of parameters for an engine.
 
-    It collects over as many backwards as the step before had. Streamed gradients are
-    offloaded when they are computed for the last time, and `p.grad` is a placeholder.
+    It collects over as many backwards as the step before had. Copied gradients stay in
+    `p.grad`, and their copies begin when they are computed for the last time (see
+    EarlyCopies). Streamed gradients are offloaded when they are computed for the last
+    time, and `p.grad` is a placeholder.
     If a job sets that to None, or runs one more backward, they are recalled and
     submitted at the step. `expected_scalars` returns the factors of a step that is
     neither clipped nor skipped. The gradients of an exchange are gathered at the step.
@@ -157,7 +160,7 @@ class GradientCollector:
         exchange: Exchange,
         engine: Engine,
         norm: GradientNorm,
-        streamed: bool,
+        kind: str,
         calls: StepCalls,
         expected_scalars: Callable[[], Sequence[Scalars | None] | None],
     ) -> None:
@@ -165,20 +168,22 @@ class GradientCollector:
         self._exchange = exchange
         self._engine = engine
         self._norm = norm
-        self._streamed = streamed
+        self._streamed = kind == "streamed"
         self._calls = calls
         self._expected_scalars = expected_scalars
         # The placeholders in p.grad of the offloaded gradients, by the parameter's
         # index.
         self._placeholders: dict[int, torch.Tensor] = {}
         self._sizes = [local_shard(param).numel() for param in params]
-        watches_all = streamed or calls.has_hooks
-        if not watches_all:
+        watched = {index for index, one in enumerate(params) if one.requires_grad}
+        if not (self._streamed or calls.has_hooks):
             trained = [
-                size * param.requires_grad
-                for size, param in zip(self._sizes, params, strict=True)
+                size * (index in watched) for index, size in enumerate(self._sizes)
             ]
             self._sizes = _thinned(trained)
+            last = first_params(engine) if kind == "copied" else set()
+            watched = {one for one in watched if self._sizes[one] or one in last}
+        self._copies = EarlyCopies(params, engine, watched)
         # A rank may have only empty shards.
         self._total_size = max(1, sum(self._sizes))
         # How often each gradient was computed in this step, and in the one before.
@@ -186,9 +191,10 @@ class GradientCollector:
         self._ready_size = 0
         weak_self = weakref.ref(self)
         self._handles = [
-            param.register_post_accumulate_grad_hook(_make_hook(weak_self, index))
-            for index, param in enumerate(params)
-            if param.requires_grad and (watches_all or self._sizes[index])
+            params[index].register_post_accumulate_grad_hook(
+                _make_hook(weak_self, index)
+            )
+            for index in sorted(watched)
         ]
 
     def collect(self) -> dict[int, torch.Tensor]:
@@ -241,6 +247,7 @@ class GradientCollector:
             [0] * len(self._times),
             0,
         )
+        self._copies.begin()
 
     def close(self) -> None:
         """Stop watching backwards."""
@@ -290,6 +297,7 @@ class GradientCollector:
                 param, GradientPlaceholder(local_shard(param).detach())
             )
             self._placeholders[index] = param.grad = placeholder
+        self._copies.gradient_ready(index)
         engine.report_progress(ready_share)
 
 

@@ -427,7 +427,7 @@ class OffloadedParams:
             self.exchange,
             engine,
             self.norm,
-            self._options.streamed,
+            self._options.gradients,
             self.calls,
             self._expected_scalars,
         )

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from ebbtide.interleave.engine.devices.device import Mark
 from ebbtide.interleave.engine.rules.rule import Scalars
 from ebbtide.interleave.engine.runtime.arena import block_sizes, worst_case
 from ebbtide.interleave.engine.runtime.executor import Executor, OperationFailed
@@ -106,7 +107,7 @@ class Engine:
         before the step only speculative updates are done again.
         """
         with self._executor.paused():
-            self.store.speculative.invalidate()
+            self.store.speculative.invalidate(range(len(self.store.subgroups)))
             yield
 
     def before_fork(self) -> None:
@@ -148,6 +149,23 @@ class Engine:
         ):
             self._executor.mark_available(subgroup, update.marks[subgroup])
 
+    @property
+    def copies_early(self) -> bool:
+        """Whether gradients that stay with the job are copied before the step."""
+        return self.is_running and self._workload.copies_gradients_early
+
+    def copy_gradients(
+        self, subgroup: int, gradients: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Copy the gradients (flat) of a subgroup to the host, from now on.
+
+        The job may change them after that: `submit_gradients` has the last values.
+        """
+        mark = self.device.record("job")
+        for param, gradient in gradients.items():
+            self.update.gradients[param] = gradient
+        self._executor.mark_available(subgroup, [mark])
+
     def recall_gradients(
         self, params: Sequence[torch.Tensor]
     ) -> dict[int, torch.Tensor]:
@@ -181,15 +199,31 @@ class Engine:
         if not self.is_running:
             self._start()
         update, mark = self.update, self.device.record("job")
-        update.submit(mark)
-        for param, gradient in gradients.items():
-            update.gradients[param] = gradient
+        if self.copies_early:
+            with self._executor.paused():
+                update.submit(mark)
+                self._renew_copies(self.store.use_gradients(gradients), mark)
+        else:
+            update.submit(mark)
+            for param, gradient in gradients.items():
+                update.gradients[param] = gradient
         if update.assumed:
             for param in set(range(self._params)) - update.offloaded - gradients.keys():
                 update.assumed[param] = None
         for subgroup in range(len(self.store.subgroups)):
             self._executor.mark_available(subgroup, [mark])
         self._executor.advance_to(UPDATE)
+
+    def _renew_copies(self, stale: set[int], mark: Mark) -> None:
+        """Copy stale gradients again, and others not before a mark."""
+        assert self.plan is not None
+        copies = {
+            index: op.subgroup
+            for index, op in enumerate(self.plan.ops)
+            if op.kind == "gradient down"
+        }
+        again = {index for index, subgroup in copies.items() if subgroup in stale}
+        self._executor.renew(copies, again, mark)
 
     def step(
         self, values: Sequence[torch.Tensor], scalars: Sequence[Scalars | None]

@@ -122,6 +122,20 @@ class Executor:
             run.mark_available(number, marks)
             self._wake()
 
+    def renew(
+        self, operations: Collection[int], stale: Collection[int], mark: Mark
+    ) -> None:
+        """Let operations that are not done wait for a mark, too, and stale ones run
+        again after it. Call it while this is paused."""
+        with self._changed:
+            run = self._run
+            if run is None:
+                return
+            for index in operations:
+                if index in stale or not run.done[index]:
+                    run.add_mark(index, mark)
+            run.repeat(stale)
+
     def repeat(self, indices: Collection[int]) -> None:
         """Let operations on the CPU run again that have begun. Nothing that follows
         them may have."""

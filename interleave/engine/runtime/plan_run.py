@@ -112,7 +112,9 @@ class PlanRun:
         """Return whether `take` would return an operation."""
         queues = (self._ready[lane], self._ahead[lane])
         return any(
-            not self._taken[index] and can_start(self.plan.ops[index])
+            not self._taken[index]
+            and not self._missing[index]
+            and can_start(self.plan.ops[index])
             for queue in queues
             for _, index in queue
         )
@@ -136,8 +138,8 @@ class PlanRun:
                 self._count_down(dependent)
 
     def repeat(self, indices: Iterable[int]) -> None:
-        """Let operations on the CPU run again that have begun. Nothing that follows
-        them may have."""
+        """Let operations run again that have begun. Nothing that follows them may have,
+        or it is repeated, too; one on the device must be done."""
         for index in indices:
             if not self.done[index]:
                 self._outdated.add(index)
@@ -150,6 +152,10 @@ class PlanRun:
                 self._undone[dependent] += 1
                 self._missing[dependent] += 1
             self._take_again(index)
+
+    def add_mark(self, index: int, mark: Mark) -> None:
+        """Let the stream of an operation that is not issued wait for a mark, too."""
+        self._marks[index].append(mark)
 
     def complete(self, index: int, start_s: float, end_s: float) -> None:
         """Record that an operation is done, with its times.
@@ -192,7 +198,8 @@ class PlanRun:
         first = None
         while queue and first is None:
             _, index = heappop(queue)
-            if self._taken[index]:
+            # One that waits again for what is repeated comes back then.
+            if self._taken[index] or self._missing[index]:
                 continue
             if can_start(self.plan.ops[index]):
                 first = index
@@ -205,7 +212,8 @@ class PlanRun:
     def _take_again(self, index: int) -> None:
         self._taken[index] = False
         self._keys[index] = min(self._dependents[index], default=index)
-        self._enqueue(index)
+        if not self._missing[index]:
+            self._enqueue(index)
 
     def _is_ahead(self, index: int) -> bool:
         return (

@@ -1,6 +1,6 @@
 """Updates that run before the factors of the step are known."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -90,11 +90,11 @@ class SpeculativeUpdates:
             self._use(subgroup)
         return invalid
 
-    def invalidate(self) -> None:
-        """Let all be done again, since the state changes that they have read. No
+    def invalidate(self, subgroups: Collection[int]) -> None:
+        """Let those of subgroups be done again, since what they have read changes. No
         operation may run meanwhile."""
-        self._assumed = dict.fromkeys(self._assumed)
-        for subgroup in list(self._outdated):
+        self._assumed |= dict.fromkeys(self._assumed.keys() & subgroups)
+        for subgroup in self._outdated.intersection(subgroups):
             self.restore(subgroup)
 
     def restore(self, subgroup: int) -> None:

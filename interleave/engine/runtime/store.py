@@ -1,7 +1,7 @@
 """Performs the operations of a plan on the optimizer state."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -30,7 +30,7 @@ from ebbtide.interleave.engine.runtime.layout import (
 from ebbtide.interleave.engine.runtime.speculative import SpeculativeUpdates
 from ebbtide.interleave.engine.runtime.subgroup_states import SubgroupStates
 from ebbtide.interleave.engine.runtime.transfer_buffers import TransferBuffers
-from ebbtide.interleave.engine.runtime.update import Update
+from ebbtide.interleave.engine.runtime.update import Update, UpdatePhase
 from ebbtide.interleave.model.kinds import find_kind
 from ebbtide.interleave.model.plan import Op, Plan
 
@@ -156,7 +156,7 @@ class Store:
     def end(self, op: Op) -> None:
         """Take an operation as done, and release what nobody needs any more."""
         if op.kind == "gradient down":
-            self._drop_gradients(op.subgroup)
+            self._end_gradient_copy(op.subgroup)
         elif op.kind == "upload":
             self.update.written.add(op.subgroup)
         elif op.kind == "update" and op.resource == "gpu":
@@ -433,24 +433,63 @@ class Store:
     def copy_gradient_to_host(self, subgroup: int) -> None:
         """Issue the copy of the gradient of a subgroup to the host."""
         buffer, update = self._buffers.gradients[subgroup], self.update
-        segments = [
-            segment
-            for segment in self.subgroups[subgroup].segments
-            if update.gradients[segment.param] is not None
-        ]
         self.device.copy(
             "d2h",
-            [(update.gradient(segment), buffer[segment.span]) for segment in segments],
+            [
+                (update.gradient(segment), buffer[segment.span])
+                for segment in self._with_gradient(subgroup)
+            ],
         )
 
-    def _drop_gradients(self, subgroup: int) -> None:
+    def use_gradients(self, gradients: Mapping[int, torch.Tensor]) -> set[int]:
+        """Take the gradients (flat) of a step, of which some may be on the host.
+
+        Return the subgroups whose copies there are not of these gradients. No operation
+        may run meanwhile.
+        """
+        update = self.update
+        update.gradients = [
+            gradients.get(param) for param in range(len(update.gradients))
+        ]
+        copied = [
+            (number, segment)
+            for number in update.copies
+            for segment in self._with_gradient(number)
+        ]
+        values = [update.gradient(segment) for _, segment in copied]
+        current = self.device.fingerprint(values)() if values else []
+        stale = {
+            number
+            for (number, segment), own in zip(copied, current, strict=True)
+            if update.copies[number].get(segment.param) != own
+        }
+        if update.copies:
+            update.stale_share = len(stale) / len(update.copies)
+        update.copied -= stale
+        self.speculative.invalidate(stale)
+        return stale
+
+    def _with_gradient(self, subgroup: int) -> list[ParamSegment]:
+        """Return the segments of a subgroup that have a gradient on the device."""
+        gradients = self.update.gradients
+        segments = self.subgroups[subgroup].segments
+        return [one for one in segments if gradients[one.param] is not None]
+
+    def _end_gradient_copy(self, subgroup: int) -> None:
         """Drop the gradients that are on the host now.
 
-        Keep them if the job holds them until the step.
+        Keep them if the job holds them until the step, which has begun; before that the
+        job may change them, and the fingerprint of the copy tells at the step.
         """
         update = self.update
         update.copied.add(subgroup)
-        if not update.streamed:
+        if not update.streamed and update.phase is UpdatePhase.OPEN:
+            segments = self._with_gradient(subgroup)
+            buffer = self._buffers.gradients[subgroup]
+            own = self._kernel.fingerprints([buffer[one.span] for one in segments])
+            params = [segment.param for segment in segments]
+            update.copies[subgroup] = dict(zip(params, own, strict=True))
+        elif not update.streamed:
             return
         for segment in self.subgroups[subgroup].segments:
             if self._subgroups_of[segment.param] <= update.copied:

@@ -54,6 +54,10 @@ class Update:
             host.
         offloaded: Parameters whose gradients were offloaded before the step.
         copied: Subgroups whose gradients are on the host.
+        copies: By subgroup that was copied before the step, while the job had its
+            gradients: the fingerprints of the copies, by parameter.
+        stale_share: The share of these subgroups that are copied again; None: there
+            are none.
         missing: By subgroup: how many of its parameters have gradients that are not
             offloaded.
         marks: By subgroup: what its offloaded gradients are issued before.
@@ -77,6 +81,8 @@ class Update:
     phase: UpdatePhase = UpdatePhase.OPEN
     offloaded: set[int] = field(default_factory=set)
     copied: set[int] = field(default_factory=set)
+    copies: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    stale_share: float | None = None
     missing: list[int] = field(default_factory=list)
     marks: list[list[Mark]] = field(default_factory=list)
     updated: set[int] = field(default_factory=set)

@@ -520,7 +520,7 @@ class PlacementSearch:
         clamped = placement.clamped(
             len(self._workload.subgroups), self._fit_in_update, self._fit_at_start
         )
-        if not self._costs.overlap.backward or self._workload.gradients_held_until_step:
+        if not self._costs.overlap.backward or self._workload.copies_at_step:
             clamped = clamped._replace(speculated=0)
         if self._costs.overlap.forward:
             # Late flushes may run at the start of the next iteration anyway.

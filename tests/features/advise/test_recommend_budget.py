@@ -29,7 +29,7 @@ def planner(policy: str, job: Workload) -> Planner:
         as_policy(policy),
         machine(),
         subgroups,
-        streamed=not job.gradients_held_until_step,
+        "kept" if job.gradients_held_until_step else "streamed",
     )
 
 

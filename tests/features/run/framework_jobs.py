@@ -94,3 +94,71 @@ if os.environ["STEPS"] == "5":
 print("ended at", trainer.global_step)
 torch.save([param.detach() for param in model.parameters()], os.environ["RESULT"])
 """
+
+# Generates sequences without gradients in each step, and trains on their rewards.
+GENERATION = """
+import os
+import torch
+from torch import nn
+
+class Policy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(16, 32)
+        self.cell = nn.GRUCell(32, 32)
+        self.scores = nn.Linear(32, 16)
+        self.value = nn.Linear(32, 1)
+    def forward(self, tokens):
+        state = torch.zeros(len(tokens), 32)
+        states = []
+        for column in self.tokens(tokens).unbind(1):
+            state = self.cell(column, state)
+            states.append(state)
+        states = torch.stack(states, 1)
+        return self.scores(states), self.value(states).squeeze(-1)
+    @torch.no_grad()
+    def generate(self, generator, length=6):
+        tokens = torch.zeros(8, 1, dtype=torch.long)
+        for _ in range(length):
+            chances = self(tokens)[0][:, -1].softmax(-1)
+            drawn = torch.multinomial(chances, 1, generator=generator)
+            tokens = torch.cat([tokens, drawn], 1)
+        return tokens
+
+torch.manual_seed(0)
+policy = Policy()
+critic = list(policy.value.parameters())
+actor = [one for name, one in policy.named_parameters() if "value" not in name]
+optimizers = [torch.optim.AdamW(actor, lr=1e-2), torch.optim.Adam(critic, lr=1e-2)]
+begin = 0
+if os.path.isdir("checkpoint"):
+    saved = torch.load("checkpoint/state.pt")
+    policy.load_state_dict(saved["policy"])
+    for optimizer, state in zip(optimizers, saved["optimizers"]):
+        optimizer.load_state_dict(state)
+    begin = 5
+for step in range(begin, int(os.environ["STEPS"])):
+    generator = torch.Generator().manual_seed(step)
+    policy.eval()
+    tokens = policy.generate(generator)
+    rewards = (tokens[:, 1:] == 3).float().sum(1, keepdim=True)
+    policy.train()
+    for _ in range(2):
+        scores, values = policy(tokens[:, :-1])
+        chances = scores.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        advantages = (rewards - values).detach()
+        loss = -(chances * advantages).mean() + (values - rewards).square().mean()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+    if step == 4:
+        os.makedirs("checkpoint")
+        torch.save({"policy": policy.state_dict(),
+                    "optimizers": [one.state_dict() for one in optimizers]},
+                   "checkpoint/state.pt")
+print("ended at", os.environ["STEPS"])
+torch.save([param.detach() for param in policy.parameters()], os.environ["RESULT"])
+"""

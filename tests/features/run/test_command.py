@@ -154,7 +154,17 @@ def test_bad_input_is_refused_in_a_line(
     assert run.returncode == 2
     assert text in run.stderr
     assert "Traceback" not in run.stderr
+    assert "nothing was driven" not in run.stderr
     assert not list(job.parent.glob("*.ebb"))
+
+
+def test_trace_that_exists_stays_and_nothing_is_run(job: Path) -> None:
+    (job.parent / "run.ebb").mkdir()
+    run = ebbtide("run", "-o", "run.ebb", "--", sys.executable, "train.py")
+    assert run.returncode == 2
+    assert run.stderr.count("\n") == 1
+    assert "exists already" in run.stderr
+    assert not (job.parent / "result.pt").exists()
 
 
 def test_comparison_is_equal_and_kept(job: Path) -> None:

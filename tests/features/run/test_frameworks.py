@@ -12,22 +12,34 @@ import pytest
 import torch
 
 from tests.conftest import ebbtide
-from tests.features.run.framework_jobs import ACCELERATE, LIGHTNING, TRAINER
+from tests.features.run.framework_jobs import (
+    ACCELERATE,
+    GENERATION,
+    LIGHTNING,
+    TRAINER,
+)
 
 JOBS = {
     "transformers": TRAINER,
     "accelerate": ACCELERATE,
     "pytorch_lightning": LIGHTNING,
+    "torch": GENERATION,
 }
 # Half of the state: the rest stays on the host.
-BUDGETS = {"transformers": "110kB", "accelerate": "9kB", "pytorch_lightning": "9kB"}
+BUDGETS = {
+    "transformers": "110kB",
+    "accelerate": "9kB",
+    "pytorch_lightning": "9kB",
+    "torch": "25kB",
+}
+QUICK = ("accelerate", "torch")
 # Losses of the Trainer depend on the order of sums in attention.
 TOLERANCE = 1e-3
 
 all_jobs = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if name != "accelerate" else [])
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
         for name in JOBS
     ],
 )

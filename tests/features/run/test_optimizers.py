@@ -8,6 +8,7 @@ import importlib
 import inspect
 import io
 import threading
+import time
 import warnings
 from typing import Any
 
@@ -16,8 +17,10 @@ import torch
 from torch.optim import AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ebbtide.features.overlap.pending_params import PendingParams
 from ebbtide.features.run.driver import optimizer_driver
 from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
+from ebbtide.interleave.engine.param_updater import ParamUpdater
 from tests.features.run.conftest import Drive
 from tests.features.run.models import (
     are_close,
@@ -75,7 +78,14 @@ def test_other_rules_are_those_of_torch(
     assert are_close(model, bare)
 
 
-@pytest.mark.parametrize("policy", ["pipelined", "twin-flow:0.5", "adaptive", "static"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *("pipelined", "twin-flow:0.5", "adaptive", "static"),
+        *("interleaved:2,overlap=forward", "adaptive,overlap=both"),
+        "pipelined,overlap=auto",
+    ],
+)
 def test_all_policies_have_equal_bits(drive: Drive, policy: str) -> None:
     drive("zero-offload", compares=True)
     offloaded, _ = job(steps=7)
@@ -668,6 +678,95 @@ def test_muon_is_that_of_torch(drive: Drive) -> None:
     entries = optimizer.state_dict()["state"]
     assert entries.keys() == bare_optimizer.state_dict()["state"].keys()
     assert all([*entry] == ["momentum_buffer"] for entry in entries.values())
+
+
+def test_updates_end_under_the_next_forward(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def averaged_job() -> list[torch.Tensor]:
+        """Train a model whose parameters are read after each step, by references."""
+        model = small_model()
+        params = list(model.parameters())
+        averages = [param.detach().clone() for param in params]
+        optimizer = AdamW(params, lr=1e-2)
+        for number in range(10):
+            train(model, optimizer, 1, number)
+            for average, param in zip(averages, params, strict=True):
+                average.lerp_(param.detach(), 0.1)
+        return averages + params
+
+    late = []
+    wait_for = PendingParams.wait_for
+
+    def noted_wait(self: PendingParams, params: Any) -> None:
+        late.append(self.is_pending)
+        wait_for(self, params)
+
+    monkeypatch.setattr(PendingParams, "wait_for", noted_wait)
+    drive("zero-offload", compares=True)
+    offloaded = averaged_job()
+    assert not any(late)
+    notes = drive("pipelined,overlap=forward", compares=True)
+    driven = averaged_job()
+    assert any(late)
+    assert any("policy pipelined,overlap=forward" in note for note in notes)
+    assert all(map(torch.equal, driven, offloaded))
+
+
+def test_overlap_with_the_forward_needs_a_module_with_all_parameters(
+    drive: Drive,
+) -> None:
+    notes = drive("pipelined,overlap=forward", compares=True)
+    first, second = small_model(), small_model()
+    params = [*first.parameters(), *second.parameters()]
+    optimizer = AdamW(params, lr=1e-2)
+    for _ in range(5):
+        optimizer.zero_grad()
+        second(first(torch.ones(2, 8))).sum().backward()
+        optimizer.step()
+    assert "need the module whose forward" in notes[0]
+    assert "zero-offload goes on" in notes[0]
+
+
+def test_updates_of_a_job_that_clips_begin_in_the_backward(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def clipping_job(steps: int, wait: Any = lambda: None) -> torch.nn.Module:
+        model = small_model()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        for number in range(steps):
+            torch.manual_seed(number)
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            if number >= 4:
+                wait()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        return model
+
+    updaters: list[ParamUpdater] = []
+
+    def open_updater(*args: Any) -> ParamUpdater:
+        updaters.append(ParamUpdater(*args))
+        return updaters[-1]
+
+    copied = []
+
+    def wait_for_copies() -> None:
+        update = updaters[0]._runner.engine.update
+        end_s = time.monotonic() + 60
+        while not update.copies and time.monotonic() < end_s:
+            time.sleep(0.001)
+        copied.append(bool(update.copies))
+
+    drive("zero-offload", compares=True)
+    offloaded = clipping_job(10)
+    monkeypatch.setattr(optimizer_driver, "ParamUpdater", open_updater)
+    drive("adaptive", compares=True)
+    model = clipping_job(10, wait_for_copies)
+    assert all(copied)
+    assert updaters[0]._runner.planner.policy.overlap == "backward"
+    assert are_equal(model, offloaded)
 
 
 def test_less_free_memory_makes_a_smaller_plan(

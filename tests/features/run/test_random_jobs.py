@@ -13,7 +13,11 @@ from tests.features.run.random_jobs import Outcome, RandomJob
 
 SEEDS = 60
 MORE_SEEDS = 1_000
-POLICIES = ("twin-flow:0.3", "twin-flow:0.7", "pipelined", "interleaved:2", "adaptive")
+POLICIES = (
+    *("twin-flow:0.3", "twin-flow:0.7", "pipelined", "interleaved:2", "adaptive"),
+    *("adaptive,overlap=none", "interleaved:2,overlap=both"),
+    *("pipelined,overlap=forward", "adaptive,overlap=forward"),
+)
 # Events whose state dicts are not torch's to the letter: a fused step that a scaler
 # has skipped makes empty state, and a type that changes in the middle stays with it.
 UNLIKE_LAYOUTS = {"overflow", "type"}

@@ -14,6 +14,7 @@ BORDERS = {
         "features/calibrate/fitting/samples.py": "policies that traces record",
         "features/run/command.py": "`run --policy`",
         "features/run/comparison/compare.py": "`compare --policy`, of a command",
+        "features/run/driver/called_models.py": "options of a job's process",
         "features/run/driver/windows.py": "options of a job's process",
         "interleave/compare/compare.py": "`compare --policy`, and its function",
         "interleave/engine/options.py": "arguments of optimizers",

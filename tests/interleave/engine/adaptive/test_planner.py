@@ -164,7 +164,7 @@ def test_adaptive__corrects_wrong_rates() -> None:
 def test_planner__follows_a_change_after_many_fluctuations() -> None:
     """In virtual time: the measured schedules are simulated on the true machine."""
     subgroups = divide([torch.zeros(COUNT * SUBGROUP, dtype=torch.bfloat16)], SUBGROUP)
-    planned = Planner(as_policy("adaptive"), machine(), subgroups, False)
+    planned = Planner(as_policy("adaptive"), machine(), subgroups, "kept")
     plan = planned.plan(ROOM)
     plans = 0
 
@@ -206,7 +206,7 @@ def test_planner__spends_a_small_share_of_the_time(
     """Steps that take no time do not pay for a plan, even if rates change."""
     monkeypatch.undo()
     subgroups = divide([torch.zeros(COUNT * SUBGROUP, dtype=torch.bfloat16)], SUBGROUP)
-    planned = Planner(as_policy("adaptive"), machine(), subgroups, False)
+    planned = Planner(as_policy("adaptive"), machine(), subgroups, "kept")
     plan = planned.plan(ROOM)
     plan_count = 0
     for number in range(30):
@@ -230,7 +230,7 @@ def test_replan_reason__is_that_more_steps_are_clipped() -> None:
         as_policy("pipelined,overlap=auto"),
         machine(),
         subgroups,
-        streamed=True,
+        "streamed",
         supported=BOTH,
     )
     planning.workload = replace(planning.workload, forward_s=0.1, backward_s=0.3)
@@ -245,4 +245,32 @@ def test_replan_reason__is_that_more_steps_are_clipped() -> None:
         == "the share of clipped steps went from 0.05 to 0.99"
     )
     planning.plan(None)
+    assert planning.replan_reason(None) is None
+
+
+def test_replan_reason__is_that_gradients_change_after_their_copies() -> None:
+    subgroups = divide([torch.zeros(SUBGROUP * COUNT)], SUBGROUP)
+    planning = Planner(as_policy("zero-offload"), machine(), subgroups, "copied")
+    planning.workload = replace(planning.workload, forward_s=0.1, backward_s=0.3)
+
+    def gradient_starts() -> set[str | None]:
+        plan = planning.plan(None)
+        return {op.start for op in plan.ops if op.kind == "gradient down"}
+
+    early = gradient_starts()
+    for _ in range(8):
+        planning.observe_copies(1.0)
+    assert (
+        planning.replan_reason(None)
+        == "gradients change between the backward and the step"
+    )
+    late = gradient_starts()
+    assert late != early
+    assert planning.replan_reason(None) is None
+    for _ in range(100):
+        planning.observe_copies(None)
+    reason = planning.replan_reason(None)
+    assert reason == "gradients may stay the same between the backward and the step"
+    assert gradient_starts() == early
+    planning.observe_copies(1.0)
     assert planning.replan_reason(None) is None

@@ -120,7 +120,7 @@ def test_planner__moves_state_from_a_drive_that_has_become_slower(
     same = replace(
         MACHINE, host_memory_bytes=80e3, storage=2 * (StoragePath(2e6, 2e6),)
     )
-    planning = Planner(as_policy("adaptive"), same, subgroups, streamed=True)
+    planning = Planner(as_policy("adaptive"), same, subgroups, "streamed")
     planning.workload = replace(planning.workload, forward_s=0.01, backward_s=0.02)
     plan = planning.plan(0.0)
     assert reads(plan) == [4, 4]

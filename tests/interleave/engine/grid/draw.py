@@ -143,7 +143,7 @@ def draw_rank_job(seed: int) -> Job:
     # Replicas have no streamed gradients. Matrices of shards are updated as a whole,
     # and scales of 8 bits are padded.
     replica = {
-        "gradients": "kept",
+        "gradients": draw.choice(("kept", "copied")),
         "overlap": "forward" if job.overlap != "none" else "none",
     }
     return replace(
@@ -258,7 +258,7 @@ def _calls(draw: random.Random, options: dict[str, Any]) -> dict[str, Any]:
             "checkpoints": None,
         }
     if (
-        options["gradients"] == "kept"
+        options["gradients"] != "streamed"
         and options["loss_scale"] is None
         and options["max_grad_norm"] is None
     ):
@@ -274,9 +274,9 @@ def _calls(draw: random.Random, options: dict[str, Any]) -> dict[str, Any]:
 
 def _engine(draw: random.Random, options: dict[str, Any]) -> dict[str, Any]:
     """Draw options of the optimizer, of which few are refused."""
-    gradients = draw.choice(("kept", "streamed"))
+    gradients = draw.choice(("kept", "copied", "streamed"))
     policy = draw.choice(POLICIES if draw.random() < 0.5 else OVERLAPPING)
-    speculates = gradients == "streamed"
+    speculates = gradients != "kept"
     overlaps = OVERLAPS if speculates else ("none", "forward", "auto")
     if speculates and draw.random() < 0.15:
         policy, overlaps = draw.choice(SPECULATING), ("backward", "both")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ebbtide.interleave.engine.runtime.plan_run import PlanRun
 from ebbtide.interleave.model.plan import STEP, Op, Plan, Resource
 
@@ -36,3 +38,33 @@ def test_repeat__lets_operations_run_again_in_the_order_in_which_others_wait_for
     assert (take(), take(), take()) == (1, 0, None)
     assert [index for index, _, _ in run.discarded] == [0, 1]
     assert run.remaining == len(ops)
+
+
+def test_repeat__of_a_copy_holds_back_what_waits_for_it() -> None:
+    ops = (
+        op("gradient down", "d2h", 0),
+        op("update", "cpu", 0, 0),
+        op("upload", "h2d", 0, 1),
+    )
+    run = PlanRun(Plan("test", ops, 1, frozenset(), frozenset(), frozenset(), 0.0), {})
+    mark: Any = object()
+    run.advance_to(STEP, lambda: mark)
+
+    def take(lane: Resource) -> int | None:
+        return run.take(lane, lambda _: True)
+
+    def copy() -> None:
+        assert take("d2h") == 0
+        run.issue(0, mark)
+        run.complete(0, 1.0, 2.0)
+
+    copy()
+    run.add_mark(0, mark)
+    run.repeat([0])
+    # The update could start before.
+    assert take("cpu") is None
+    assert not run.can_take("cpu", lambda _: True)
+    assert mark in run.marks_before(0)
+    copy()
+    assert take("cpu") == 1
+    assert take("cpu") is None
