@@ -12,6 +12,7 @@ from ebbtide.interleave.engine.devices.device import Device
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.numerics.reference import LossScale, scalars_of
 from ebbtide.interleave.engine.options import Budget, OptimizerOptions
+from ebbtide.interleave.engine.params.local_shards import are_same
 from ebbtide.interleave.engine.params.offloaded_params import OffloadedParams
 from ebbtide.interleave.engine.params.state_dict import make_entry, parse_entry
 from ebbtide.interleave.engine.params.step_calls import locked, weak_call
@@ -233,7 +234,8 @@ class ParamUpdater:
 
     @locked
     def _open(self) -> None:
-        self._offloaded.open(self._params_with_state())
+        if not self._offloaded.params:
+            self._offloaded.open(self._params_with_state())
 
     def _skip_step(self) -> None:
         """Drop the gradients, since one is not finite.
@@ -262,6 +264,8 @@ class ParamUpdater:
         """Return the parameters of all groups. Raises EngineError if one that has state
         is in no group any more."""
         params = [param for group in self.param_groups for param in group["params"]]
+        if are_same(params, self._offloaded.params):
+            return params
         if removed := len(set(self._offloaded.params).difference(params)):
             raise EngineError(
                 f"{removed} parameters of this optimizer are in no group any more: put "
@@ -278,10 +282,13 @@ class ParamUpdater:
         They are not frozen, or were not frozen before: those have state, also in
         `others`, or a gradient.
         """
+        params = self._group_params()
+        if are_same(params, self._offloaded.params):
+            return params
         own = {*self._offloaded.params, *others}
         return [
             param
-            for param in dict.fromkeys(self._group_params())
+            for param in dict.fromkeys(params)
             if param.requires_grad or param in own or param.grad is not None
         ]
 

@@ -38,7 +38,11 @@ from ebbtide.features.run.driver.windows import (
 from ebbtide.features.run.options import WINDOW_STEPS
 from ebbtide.interleave.engine.options import Budget, OptimizerOptions
 from ebbtide.interleave.engine.param_updater import ParamUpdater
-from ebbtide.interleave.engine.params.local_shards import device_of, local_shard
+from ebbtide.interleave.engine.params.local_shards import (
+    are_same,
+    device_of,
+    local_shard,
+)
 from ebbtide.interleave.engine.rules.rule import GroupRules
 from ebbtide.state_bytes import STATE_BYTES
 from ebbtide.units import bytes_text
@@ -199,7 +203,8 @@ class OptimizerDriver:
             and state is exported[0]
             and contents(state) == exported[1]
         )
-        are_in_groups = set(params_of(optimizer)).issuperset(self.updater.params)
+        params, own = params_of(optimizer), self.updater.params
+        are_in_groups = are_same(params, own) or set(params).issuperset(own)
         if is_unchanged and are_in_groups:
             optimizer.__dict__.pop("state", None)
             return

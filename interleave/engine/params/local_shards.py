@@ -4,6 +4,7 @@ A local shard is this rank's part of a DTensor, or the whole of an ordinary tens
 """
 
 import math
+import operator
 import os
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,6 +15,14 @@ from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.engine.rules.rule import BLOCK
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def are_same(one: Sequence[object], other: Sequence[object]) -> bool:
+    """Return whether two sequences have the same objects, in order.
+
+    Sets of tensors take longer: the hash of a tensor is a function of Python.
+    """
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from ebbtide.interleave.engine.params import state_dict
 from ebbtide.interleave.engine.params.exchange import Exchange, exchange_of
 from ebbtide.interleave.engine.params.gradients import GradientCollector, GradientNorm
 from ebbtide.interleave.engine.params.local_shards import (
+    are_same,
     check_apart,
     check_params,
     device_of,
@@ -267,9 +268,10 @@ class OffloadedParams:
             )
         self.calls.begin_step()
         self._follow_layouts()
-        own_params = set(self.params)
-        if any(param not in own_params and param.grad is not None for param in params):
-            self.add(params)
+        if not are_same(params, self.params):
+            added = set(params).difference(self.params)
+            if any(param.grad is not None for param in added):
+                self.add(params)
         values, engine = self._follow_values(), self._runner.engine
         gradients = self.collector.collect()
         missing = self.exchange.on_any_rank(gradients) - gradients.keys()

@@ -206,7 +206,7 @@ def test_step__goes_on_after_an_operation_failed_under_the_forward() -> None:
         (
             {"overlap": "both"},
             EngineError,
-            "updates inside the backward need gradients='streamed'",
+            "updates inside the backward need gradients='copied' or gradients='streamed'",
         ),
         ({"policy": "gpu-only"}, PolicyError, "no option 'overlap=forward'"),
         ({"model": 3}, EngineError, "model is 3: it must be the torch.nn.Module"),
