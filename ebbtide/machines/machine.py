@@ -207,6 +207,11 @@ class Machine:
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
+    def gpu_name(self) -> str | None:
+        """The name of the GPU; None if it is not known."""
+        return None if self.gpu is None else self.gpu.name
+
+    @property
     def out_of_place_share(self) -> float:
         """The measured `cpu_out_of_place_share`, or an assumed one if not known."""
         return (

@@ -16,6 +16,8 @@ from ebbtide.features.advise.job.decoder import (
     compute_span,
 )
 from ebbtide.features.advise.job.training_job import ComputeTimes, TunableSettings
+from ebbtide.machines.accuracy import evidence_for
+from ebbtide.machines.evidence import JobKind, card_of, kind_of
 from ebbtide.machines.kernels.efficiency import (
     DEVIATIONS_OF_RANGE,
     PRODUCT,
@@ -133,8 +135,22 @@ class TransformerCompute:
         gradients = is_exposed * _FULL_BYTES * params / ranks
         copied = gradients * self.implementation.offloaded_share
         copies_s = copied / (machine.d2h_bytes_per_s or math.inf)
+        kind = kind_of(
+            "transformer",
+            self.implementation.runtime,
+            self.shape.sequence,
+            precision,
+            ranks,
+            machine.gpu_name,
+        )
         times = ComputeTimes(
-            forward_s, typical - forward_s + copies_s, 0.0, factor, 0.0, note
+            forward_s,
+            typical - forward_s + copies_s,
+            0.0,
+            factor,
+            0.0,
+            note,
+            evidence=evidence_for(kind),
         )
         gathered = self.param_bytes * params * micro_steps
         return with_collectives(times, gathered, machine, ranks, is_exposed)
@@ -156,6 +172,8 @@ class RecordedCompute:
     param_bytes: float
     params: float
     own_update_s: float | None = None
+    # The kind of a job whose times a dry run predicted; None: they were measured.
+    kind: JobKind | None = None
 
     def times(
         self, machine: Machine, settings: TunableSettings, micro_steps: int
@@ -171,7 +189,13 @@ class RecordedCompute:
             self.own_update_s
             and self.own_update_s * ratio * self.settings.ranks / settings.ranks
         )
-        times = ComputeTimes(forward, backward, self.other_s, factor, 0.0, note, own_s)
+        evidence = None
+        if self.kind is not None:
+            card = card_of(machine.gpu_name)
+            evidence = evidence_for(self.kind._replace(card=card))
+        times = ComputeTimes(
+            forward, backward, self.other_s, factor, 0.0, note, own_s, evidence
+        )
         if self.settings.ranks > 1:
             # The recorded times have their collectives.
             return times

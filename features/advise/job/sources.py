@@ -1,6 +1,5 @@
 """Jobs to find a machine for: of a trace, of a workload file, or of a size."""
 
-import math
 import re
 import shlex
 from collections import Counter
@@ -12,7 +11,8 @@ from ebbtide.analysis.metrics.devices import ran_on_cpu
 from ebbtide.analysis.metrics.framework_setup import framework_setup
 from ebbtide.analysis.metrics.gradient_wait import gradient_wait
 from ebbtide.analysis.metrics.job import JobMetrics
-from ebbtide.analysis.metrics.prediction import predicted_range
+from ebbtide.analysis.metrics.job_kind import kind_of_trace
+from ebbtide.analysis.metrics.prediction import is_predicted
 from ebbtide.analysis.metrics.recorded_free_memory import moment_elements
 from ebbtide.errors import WorkloadError
 from ebbtide.features.advise.job.compute_times import (
@@ -46,7 +46,6 @@ from ebbtide.interleave.replay.recorded_job import (
     state_bytes_on_device,
 )
 from ebbtide.interleave.replay.workload_from_trace import workload_of
-from ebbtide.machines.kernels.efficiency import DEVIATIONS_OF_RANGE
 from ebbtide.profiler.trace import Trace
 from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 
@@ -194,6 +193,7 @@ def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
             work=recorded_kernels(trace, workload.param_bytes),
             factor=_times_factor(trace, workload),
             own_update_s=recorded.own_update_s,
+            kind=kind_of_trace(trace) if is_predicted(trace) else None,
         ),
         memory=recorded_memory(trace, workload),
         state_bytes=state_bytes_on_device(JobMetrics(trace)),
@@ -206,13 +206,8 @@ def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
 
 
 def _times_factor(trace: Trace, workload: Workload) -> float:
-    """Return the factor within which the times of a trace are known: a dry run has a
-    range with a probability of 80 %; an estimated wait for gradients that was taken off
-    the backward is known within a share of it."""
-    if (
-        span := predicted_range(trace, "iteration")
-    ) is not None and 0 < span.low_ms < span.high_ms:
-        return math.exp(math.log(span.high_ms / span.low_ms) / 2 / DEVIATIONS_OF_RANGE)
+    """Return the factor within which the times of a trace are known: an estimated wait
+    for gradients that was taken off the backward is known within a share of it."""
     wait = gradient_wait(JobMetrics(trace))
     if wait is None or wait.wait_ms <= 0 or workload.compute_s <= 0:
         return 1.0
