@@ -9,14 +9,11 @@ from typing import NamedTuple
 from ebbtide.errors import WorkloadError
 from ebbtide.features.advise.job.training_job import TunableSettings
 from ebbtide.machines.kernels import time_priors as priors
-from ebbtide.machines.kernels.rates import (
-    AttentionSize,
-    GpuRates,
-    KernelWork,
-    ProductSize,
-)
+from ebbtide.machines.kernels.efficiency import AttentionSize, ProductSize
+from ebbtide.machines.kernels.rates import GpuRates, KernelWork
 from ebbtide.machines.kernels.time_priors import PriorRange, WorkClass
 from ebbtide.machines.machine import Machine
+from ebbtide.state_bytes import PARAM_BYTES
 
 # Published decoders from 1e9 to 1e11 parameters have about this width per layer (GPT-3
 # 6.7B: 128, Llama 65B: 102).
@@ -278,7 +275,9 @@ class _Direction(NamedTuple):
         ]
         end = [
             *self._products(
-                hidden, shape.vocabulary, is_aligned=shape.vocabulary % 8 == 0
+                hidden,
+                shape.vocabulary,
+                math.gcd(16, shape.vocabulary * PARAM_BYTES),
             ),
             self._memory_work(shape.vocabulary * work.vocabulary_bytes, 4),
         ]
@@ -298,7 +297,7 @@ class _Direction(NamedTuple):
         )
 
     def _products(
-        self, inputs: float, outputs: float, is_aligned: bool = True
+        self, inputs: float, outputs: float, alignment_bytes: int = 16
     ) -> Iterator[KernelWork]:
         """Yield the product of a linear layer; in the backward the products for the
         gradients of its input and of its weights."""
@@ -310,9 +309,8 @@ class _Direction(NamedTuple):
             else (self.tokens * outputs,)
         )
         for result in results:
-            dimensions = ProductSize(
-                result, min(self.tokens, inputs, outputs), is_aligned
-            )
+            smallest, inner = min(self.tokens, inputs, outputs), flops / 2 / result
+            dimensions = ProductSize(result, smallest, inner, alignment_bytes)
             yield KernelWork(
                 "mm",
                 "compute",
@@ -332,7 +330,7 @@ class _Direction(NamedTuple):
             yield self._memory_work(
                 _SCORE_BYTES[self.is_backward] * scores / self.tokens, 3
             )
-            dimensions = ProductSize(scores, min(head_size, sequence))
+            dimensions = ProductSize(scores, min(head_size, sequence), head_size)
             bmm = KernelWork(
                 "bmm",
                 "compute",
