@@ -133,8 +133,11 @@ class TransformerCompute:
         gradients = is_exposed * _FULL_BYTES * params / ranks
         copied = gradients * self.implementation.offloaded_share
         copies_s = copied / (machine.d2h_bytes_per_s or math.inf)
+        # The kernels of an update on the device, which no step of a framework waits for.
+        rate = machine.gpu_update_params_per_s
+        update_s = None if rate is None else params / ranks / rate
         times = ComputeTimes(
-            forward_s, typical - forward_s + copies_s, 0.0, factor, 0.0, note
+            forward_s, typical - forward_s + copies_s, 0.0, factor, 0.0, note, update_s
         )
         gathered = self.param_bytes * params * micro_steps
         return with_collectives(times, gathered, machine, ranks, is_exposed)
