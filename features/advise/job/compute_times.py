@@ -133,7 +133,7 @@ class TransformerCompute:
         gradients = is_exposed * _FULL_BYTES * params / ranks
         copied = gradients * self.implementation.offloaded_share
         copies_s = copied / (machine.d2h_bytes_per_s or math.inf)
-        # The kernels of an update on the device, which no step of a framework waits for.
+        # The kernels of an update on the device: no step of a framework is waited for.
         rate = machine.gpu_update_params_per_s
         update_s = None if rate is None else params / ranks / rate
         times = ComputeTimes(
