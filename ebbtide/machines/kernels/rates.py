@@ -108,6 +108,10 @@ class GpuRates:
             1,
         )
 
+    def least_host_ns(self, size: float) -> float:
+        """Return the time below which the host cannot move `size` bytes."""
+        return 1e9 * size / self._host_bytes_per_s
+
     def peak(self, precision: str) -> float:
         """Return the peak of a type in FLOP/s.
 

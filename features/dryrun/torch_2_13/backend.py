@@ -138,7 +138,8 @@ class Backend:
             )
         if self.libraries.compiles:
             notes.append(
-                "torch.compile was left out: the memory is that of the eager model"
+                "torch.compile was left out: the memory is that of the eager model, "
+                "the times are those of fused kernels"
             )
         if self.mode.shapes.bounds:
             names = _counted(self.mode.shapes.bounds)

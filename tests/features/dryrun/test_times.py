@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -321,6 +322,98 @@ def test_kernel_work__of_vectors_and_bags_is_limited_by_bytes() -> None:
     forward, backward = (work for work in works if "bag" in work.name)
     assert gathered < forward.bytes < 2 * gathered
     assert backward.bytes > 100_000 * width * 4 + 2 * gathered
+
+
+@pytest.mark.parametrize("backend", ["inductor", "eager"])
+def test_compiled_code__moves_what_chains_read_and_others_use(backend: str) -> None:
+    """A chain reads its input, and the product that uses its result makes it write
+    that; the backward reads the gradient, the result and the input. The update makes it
+    write the gradient. Each chain is one launch."""
+    size = 2 * 1024 * 1024
+
+    def job() -> None:
+        x, weight = (
+            torch.empty(1024, 1024, device="cuda", dtype=torch.bfloat16)
+            for _ in range(2)
+        )
+
+        @torch.compile(backend=backend)
+        def run(x: Any) -> Any:
+            return (2 * x.sin()).exp() @ weight
+
+        optimizer = torch.optim.SGD([x.requires_grad_()])
+        while True:
+            run(x).backward(torch.empty_like(x))
+            optimizer.step()
+            x.grad = None
+
+    def look(run: DryRun) -> Any:
+        works = [kernel.work for kernel in run.clock.kernels]
+        elementwise = [w for w in works if w.work_class is WorkClass.ELEMENTWISE]
+        return (
+            [sum(work.bytes for work in elementwise) / size / 2],
+            [sum(work.launches for work in elementwise) / 2],
+            [work.copied_bytes / size for work in works if work.copied_bytes],
+        )
+
+    moved, launches, written = observe(job, look)
+    if backend == "eager":
+        # Forward: three operations; backward: four, of which two take two tensors.
+        assert (moved, launches, written) == ([3 * 2 + 4 * 2 + 2], [7], [])
+    else:
+        assert (moved, launches, written) == ([1 + 3], [2], [1, 1, 1, 1])
+
+
+def test_compiled_code__with_cuda_graphs_takes_no_time_of_the_host() -> None:
+    def host_ns(mode: str | None) -> int:
+        def job() -> None:
+            layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(50))).cuda()
+            run: Any = layers if mode is None else torch.compile(layers, mode=mode)
+            with torch.no_grad():
+                run(torch.empty(8, 8, device="cuda"))
+
+        def look(run: DryRun) -> int:
+            products = [k for k in run.clock.kernels if k.work.flops]
+            return int(products[-1].launch_ns - products[0].launch_ns)
+
+        return int(observe(job, look))
+
+    eager, compiled, graphed = map(host_ns, (None, "default", "reduce-overhead"))
+    assert graphed < compiled / 100 < compiled < eager
+
+
+def test_host__never_updates_faster_than_its_memory() -> None:
+    """AdamW on the CPU moves 28 B a parameter in one pass, and 80 B in torch's loops,
+    whatever the case; bf16 parameters and moments take half of it."""
+    elements, rate = 1 << 24, 10e9
+    kinds = [
+        (True, False, torch.float32, 28),
+        (False, True, torch.float32, 80),
+        (False, False, torch.float32, 80),
+        (True, False, torch.bfloat16, 14),
+    ]
+
+    def measure() -> list[tuple[float, float]]:
+        shares = []
+        machine = replace(MACHINE, host_memory_bytes_per_s=rate)
+        with DryRun(DryRunOptions(iterations=20, machine=machine)) as run:
+            run.clock.in_job = True
+            for fused, foreach, dtype, bytes_per_param in kinds:
+                weight = nn.Parameter(torch.zeros(elements, dtype=dtype))
+                weight.grad = torch.zeros(elements, dtype=dtype)
+                optimizer = torch.optim.AdamW([weight], fused=fused, foreach=foreach)
+                optimizer.step()  # makes the state
+                before = [case.host_ns for case in run.clock._cases]
+                optimizer.step()
+                least_ns = 1e9 * bytes_per_param * elements / rate
+                ends = [case.host_ns for case in run.clock._cases]
+                ratios = [(b - a) / least_ns for a, b in zip(before, ends, strict=True)]
+                shares.append((ratios[0], ratios[1]))
+        return shares
+
+    for fast, typical in run_forked(measure):
+        assert fast >= 1
+        assert 1 < typical < 1.5
 
 
 def test_rms_norm_and_silu__are_one_kernel_in_each_direction() -> None:

@@ -2,6 +2,7 @@
 decides its efficiency."""
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -89,10 +90,8 @@ def charge_of(
     outputs: list[Any],
 ) -> Charge:
     """Return the cost of an operation that is no copy between host and device."""
-    tensors = [*inputs, *outputs]
-    if not any(tensor.device.type == "cuda" for tensor in tensors):
-        sizes = (tensor.numel() * tensor.element_size() for tensor in tensors)
-        return Charge(host_bytes=0 if func.is_view else sum(sizes))
+    if not any(tensor.device.type == "cuda" for tensor in (*inputs, *outputs)):
+        return Charge(host_bytes=_host_bytes(func, args, kwargs, inputs, outputs))
     work = kernel_work(func, args, kwargs, result, inputs, outputs)
     takes_lists = work is not None and work.work_class is WorkClass.FOREACH
     return Charge(work, len(inputs) if takes_lists else 0)
@@ -111,7 +110,7 @@ def kernel_work(
     name = _short_name(func)
     if func.is_view or name in _UNINITIALIZED:
         return None
-    written = _written_tensors(func, args, kwargs)
+    written = written_tensors(func, args, kwargs)
     if not written and _shares_storage(inputs, outputs):
         return None
     work_class = _work_class(func)
@@ -175,11 +174,24 @@ def _product_work(
     return _ProductWork()
 
 
+def _host_bytes(
+    func: Any, args: Any, kwargs: Any, inputs: list[Any], outputs: list[Any]
+) -> int:
+    """Return the bytes of host memory that an operation reads and writes."""
+    name = _short_name(func)
+    if func.is_view or name in _UNINITIALIZED:
+        return 0
+    written = written_tensors(func, args, kwargs)
+    return _traffic(name, _work_class(func), inputs, written or outputs, _stored_bytes)
+
+
 def tensor_bytes(tensor: Any) -> int:
     """Return the bytes of a tensor on the device, each element once though it is
     expanded; 0 on the host."""
-    if tensor.device.type != "cuda":
-        return 0
+    return _stored_bytes(tensor) if tensor.device.type == "cuda" else 0
+
+
+def _stored_bytes(tensor: Any) -> int:
     elements = tensor.numel()
     if elements and 0 in (strides := tensor.stride()):
         elements = math.prod(
@@ -225,10 +237,15 @@ def _work_class(func: Any) -> WorkClass:
     )
 
 
-def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Any]:
+def written_tensors(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the tensors that an operation changes."""
     if not func._schema.is_mutable:
         return []
     positions, names = written_arguments(func)
+    if _short_name(func).startswith("_fused_") and kwargs.get("grad_scale") is None:
+        # Gradients are written where they are unscaled alone.
+        gradients = _argument_position(func, "grads")
+        positions = [position for position in positions if position != gradients]
     values = [args[position] for position in positions if position < len(args)]
     return list(
         tensors_in([*values, *(kwargs[name] for name in names if name in kwargs)])
@@ -245,11 +262,15 @@ def _shares_storage(inputs: list[Any], outputs: list[Any]) -> bool:
 
 
 def _traffic(
-    name: str, work_class: WorkClass, inputs: list[Any], written: list[Any]
+    name: str,
+    work_class: WorkClass,
+    inputs: list[Any],
+    written: list[Any],
+    bytes_of: Callable[[Any], int] = tensor_bytes,
 ) -> int:
     targets = {id(tensor) for tensor in written}
-    writes = sum(tensor_bytes(tensor) for tensor in written)
-    others = [tensor_bytes(tensor) for tensor in inputs if id(tensor) not in targets]
+    writes = sum(bytes_of(tensor) for tensor in written)
+    others = [bytes_of(tensor) for tensor in inputs if id(tensor) not in targets]
     in_place = any(id(tensor) in targets for tensor in inputs)
     if work_class is WorkClass.INDEXED:
         if "embedding_bag" in name:
