@@ -135,6 +135,9 @@ class TransformerCompute:
         gradients = is_exposed * _FULL_BYTES * params / ranks
         copied = gradients * self.implementation.offloaded_share
         copies_s = copied / (machine.d2h_bytes_per_s or math.inf)
+        # The kernels of an update on the device: no step of a framework is waited for.
+        rate = machine.gpu_update_params_per_s
+        update_s = None if rate is None else params / ranks / rate
         kind = kind_of(
             "transformer",
             self.implementation.runtime,
@@ -150,7 +153,8 @@ class TransformerCompute:
             factor,
             0.0,
             note,
-            evidence=evidence_for(kind),
+            update_s,
+            evidence_for(kind),
         )
         gathered = self.param_bytes * params * micro_steps
         return with_collectives(times, gathered, machine, ranks, is_exposed)

@@ -119,8 +119,7 @@ def job_of_size(
         recorded=recorded,
         facts=JobFacts(total_params=shape.params),
         notes=(
-            f"assumed: {shape.layers} layers of width {shape.hidden:,}, sequence "
-            f"{shape.sequence:,}, vocabulary "
+            f"assumed: {shape.text}, sequence {shape.sequence:,}, vocabulary "
             f"{shape.vocabulary:,}, fused attention; {PARAM_BYTES} + {GRAD_BYTES} + "
             f"{STATE_BYTES} B a parameter (bf16 "
             "weights and gradients, fp32 masters and moments); memory is an estimate: "

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer import BadParameter
 
 from ebbtide.cli import run
+from ebbtide.cli.options import count
 from ebbtide.features.advise import whole_job
 from tests.features.advise.jobs import gpu_machine
 from tests.features.advise.test_levers import lora_trace
@@ -364,3 +366,11 @@ def test_outputs__say_where_the_box_limits_a_rate_of_the_file(
             "raise its total, too"
         )
         assert (note in capsys.readouterr().out) == is_limited
+
+
+def test_count__is_exact_where_floating_point_is_not() -> None:
+    """32.8e9 and 16.4e9 are no whole numbers in floating point."""
+    assert (count("32.8B"), count("16.4B")) == (32_800_000_000, 16_400_000_000)
+    for text in ("1.5", "nan", "-3", "1e999999"):
+        with pytest.raises(BadParameter):
+            count(text)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ebbtide.errors import WorkloadError
 from ebbtide.features.advise.job.compute_times import (
     PEAKS_FACTOR,
     SAME_GPU_FACTOR,
@@ -18,6 +19,7 @@ from ebbtide.features.advise.job.compute_times import (
 from ebbtide.features.advise.job.decoder import (
     RUNTIMES,
     Implementation,
+    LayerParts,
     checkpointed_share,
     shape_of,
 )
@@ -218,3 +220,66 @@ def test_activations__full_checkpointing_keeps_inputs_and_one_layer() -> None:
     assert shape.kept_bytes(2048, checkpointing=False) == 2048 * 4096 * 32 * 34
     assert shape.kept_bytes(2048, checkpointing=True) == 2048 * 4096 * 32 * 2
     assert 2 / 34 < checkpointed_share(int(6.7e9)) < 0.15
+
+
+# Published: parameters, layers, width, heads, size and heads of keys, vocabulary, tied,
+# and the width of the feed-forward network, of which the last two have more.
+DECODERS = [
+    (751_632_384, 28, 1024, 16, 128, 8, 151_936, False, True, 1, 3072),
+    (596_049_920, 28, 1024, 16, 128, 8, 151_936, True, True, 1, 3072),
+    (8_030_261_248, 32, 4096, 32, 128, 8, 128_256, False, True, 1, 14_336),
+    (124_439_808, 12, 768, 12, 64, 12, 50_257, True, False, 1, 3072),
+    (46_702_792_704, 32, 4096, 32, 128, 8, 32_000, False, True, 8, 14_336),
+    (30_532_122_624, 48, 2048, 32, 128, 4, 151_936, False, True, 128, 768),
+]
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_shape_of__has_the_feed_forward_network_of_published_decoders(
+    decoder: tuple[Any, ...],
+) -> None:
+    """Qwen3-0.6B (both ends counted, and one), Llama 3.1 8B, GPT-2, Mixtral 8x7B and
+    Qwen3-30B-A3B."""
+    params, layers, hidden, heads, size, keys, entries, tied, gated, experts, width = (
+        decoder
+    )
+    parts = LayerParts(
+        head_size=size,
+        key_value_heads=keys,
+        is_gated=gated,
+        is_tied=tied,
+        experts=experts,
+    )
+    shape = shape_of(params, 2048, entries, layers, hidden, heads, parts)
+    assert shape.feed_forward_width == pytest.approx(width, rel=0.02)
+    assert shape.query_width == heads * size
+
+
+def test_times__of_wider_heads_and_more_experts_follow_their_work() -> None:
+    """Heads of 128 at a width of 1,024 have twice the attention of those of 64, and of
+    128 experts a token runs through 8."""
+
+    def seconds(params: int, **parts: Any) -> float:
+        shape = shape_of(params, 16_384, 50_304, 28, 1024, 16, LayerParts(**parts))
+        job = job_of_size(shape, BatchSettings(), False, FUSED)
+        times = job.compute.times(preset("h100-80gb"), job.settings, 1)
+        return times.forward_s
+
+    small = 500_000_000
+    assert seconds(small, head_size=64) == pytest.approx(seconds(small), rel=0.01)
+    assert 1.2 < seconds(small, head_size=128) / seconds(small) < 2
+    all_run = seconds(8 * small, experts=128, active_experts=128)
+    assert seconds(8 * small, experts=128, active_experts=8) < all_run / 2
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        LayerParts(experts=2, active_experts=3),
+        LayerParts(key_value_heads=5),
+        LayerParts(head_size=4096),
+    ],
+)
+def test_shape_of__refuses_parts_that_cannot_be(parts: LayerParts) -> None:
+    with pytest.raises(WorkloadError):
+        shape_of(500_000_000, 2048, 50_304, 28, 1024, 16, parts)
