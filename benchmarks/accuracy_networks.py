@@ -802,6 +802,8 @@ def t5(_: str, job: Any) -> Network:
         feed_forward_proj="gated-gelu",
         tie_word_embeddings=False,
         dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
     )
     config._attn_implementation = "eager"
     model = transformers.T5ForConditionalGeneration(config)

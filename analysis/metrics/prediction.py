@@ -22,7 +22,18 @@ class TimeRange:
 
     low_ms: float
     high_ms: float
-    is_guess: bool = False  # Whether too few known jobs are like it.
+    # What the range is made from; None for a phase, whose ends are assumptions.
+    evidence: EvidenceRange | None = None
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether too few projects are like the job."""
+        return self.evidence is not None and self.evidence.is_guess
+
+    @property
+    def trust(self) -> str:
+        """The trust in the range, in a line."""
+        return "" if self.evidence is None else f"80 % range; {self.evidence.text}"
 
     @property
     def text(self) -> str:
@@ -72,7 +83,7 @@ def predicted_range(trace: Trace, part: str) -> TimeRange | None:
         if likely_ms is None or evidence is None:
             return None
         ends = likely_ms * evidence.low, likely_ms * evidence.high
-        return TimeRange(*ends, evidence.is_guess)
+        return TimeRange(*ends, evidence)
     numbers, slowest = (
         set(steady_iterations(trace).numbers),
         dict[int, tuple[float, float]](),

@@ -60,7 +60,7 @@ def _times(summary: Summary) -> Iterator[KeyFigure]:
     if summary.iteration_ms is not None:
         context = f"median of {summary.iterations - summary.warmup_iterations}"
         if (whole := summary.iteration_range) is not None:
-            context = f"predicted: {whole.text}"
+            context = f"predicted: {whole.text}; {whole.trust}"
         yield KeyFigure("iteration", ms_text(summary.iteration_ms), context)
         longest = summary.longest_phase
         if longest is not None and longest.share is not None:

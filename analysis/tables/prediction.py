@@ -6,7 +6,7 @@ Does the job fit, what holds the memory, and how long does an iteration take?
 from collections.abc import Iterator
 
 from ebbtide.analysis.metrics.job import JobMetrics
-from ebbtide.analysis.metrics.prediction import evidence_of, prediction_line
+from ebbtide.analysis.metrics.prediction import prediction_line
 from ebbtide.analysis.tables.table import Misfit, View
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import NOT_KNOWN, bytes_text, bytes_unit, ms_text
@@ -40,9 +40,9 @@ def prediction_view(trace: Trace) -> View:
         ][:_MAX_CATEGORIES]
         yield f"        peak of tensors {bytes_text(holders.bytes)}: {', '.join(parts)}"
     yield f"time    {_time_text(metrics)}"
-    evidence = evidence_of(trace)
-    if evidence is not None and metrics.summary().iteration_range is not None:
-        yield f"        80 % range; {evidence.text}"
+    times = metrics.summary().iteration_range
+    if times is not None:
+        yield f"        {times.trust}"
 
 
 def _memory_line(metrics: JobMetrics) -> str:

@@ -64,6 +64,16 @@ def test_commands__say_that_a_trace_is_predicted(
         assert json.loads(capsys.readouterr().out)["predicted"] is True
 
 
+def test_report__says_how_far_to_trust_the_iteration(
+    predicted: Trace, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    assert run(["report", str(predicted.path), "-o", str(page)]) == 0
+    evidence = evidence_of(predicted)
+    assert evidence is not None
+    assert f"80 % range; {evidence.text}" in page.read_text()
+
+
 def test_summary__has_the_range_of_each_time(predicted: Trace, capsys: Printed) -> None:
     assert run(["summary", str(predicted.path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
