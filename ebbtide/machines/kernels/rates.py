@@ -46,6 +46,9 @@ class KernelWork:
     # unpacked.
     copied_bytes: float = 0.0
     group: str | None = None  # Of a collective, its process group and number of ranks.
+    # Of a collective of several boxes, the share of the ranks of a box that take part;
+    # 0: of one box.
+    share_of_box: float = 0.0
 
 
 class GpuRates:
@@ -62,6 +65,8 @@ class GpuRates:
         self._host_bytes_per_s = (
             machine and machine.host_memory_bytes_per_s
         ) or priors.HOST_BYTES_PER_S
+        box = machine.box if machine is not None else None
+        self._network_bytes_per_s = box.network_bytes_per_s if box is not None else None
 
     def kernel_ns(self, work: KernelWork) -> list[int]:
         """Return the time of a kernel in each case.
@@ -69,11 +74,10 @@ class GpuRates:
         It is max(FLOPs / rate, bytes / rate) and a fixed time per launch.
         """
         if work.work_class is WorkClass.COLLECTIVE:
-            rate = self.gpu.peer_bytes_per_s or _DEFAULT.peer_bytes_per_s or 0.0
             return _times(
                 0.0,
                 None,
-                work.bytes / rate,
+                work.bytes / self._ring_bytes_per_s(work.share_of_box),
                 priors.COLLECTIVE_EFFICIENCY,
                 priors.COLLECTIVE_NS,
                 1,
@@ -96,6 +100,13 @@ class GpuRates:
             0.0, None, work.copied_bytes / rate, copy, priors.KERNEL_NS, launches=1
         )
         return [sum(pair) for pair in zip(times, copies, strict=True)]
+
+    def _ring_bytes_per_s(self, share_of_box: float) -> float:
+        """Return the rate at which a rank sends; rings between boxes share the links of
+        each (`Machine.ring_bytes_per_s`)."""
+        peer = self.gpu.peer_bytes_per_s or _DEFAULT.peer_bytes_per_s or 1.0
+        network = share_of_box * (self._network_bytes_per_s or 0.0)
+        return min(peer, network) if network else peer
 
     def host_ns(self, size: int) -> list[int]:
         """Return the time in each case for the host to read and write `size` bytes."""

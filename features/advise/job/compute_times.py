@@ -245,8 +245,7 @@ def with_collectives(
     all parameters times the micro-steps. Where it is not known how far compute hides
     them, the time is the geometric mean of the longer of both and of their sum, the
     ends of the 80 % range."""
-    rate = machine.gpu and machine.gpu.peer_bytes_per_s
-    rate = rate or machine.h2d_bytes_per_s
+    rate = machine.ring_bytes_per_s(ranks)
     if ranks == 1 or rate is None:
         return times
     one_pass = (

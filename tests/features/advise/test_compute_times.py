@@ -195,6 +195,17 @@ def test_times__more_ranks_exchange_parameters() -> None:
     assert alone.collectives_s == 0
 
 
+def test_times__exchanges_of_several_hosts_pass_their_links() -> None:
+    """DGX A100: 8 links of 200 Gbit/s, and 300 GB/s between the GPUs of a host."""
+    host, hosts = (
+        times_of_size(7e9, FUSED, machine="a100-80gb-sxm", ranks=ranks)
+        for ranks in (8, 16)
+    )
+    by_ranks = (15 / 16) / (7 / 8)
+    ratio = hosts.collectives_s / host.collectives_s
+    assert ratio == pytest.approx(300 / 200 * by_ranks)
+
+
 def test_combined_factor__adds_squares_of_logarithms() -> None:
     assert combined_factor(1.3) == pytest.approx(1.3)
     assert combined_factor(np.exp(3), np.exp(4)) == pytest.approx(np.exp(5))
