@@ -247,17 +247,19 @@ class Machine:
             else rate
         )
 
-    def ring_bytes_per_s(self, ranks: int) -> float | None:
+    def ring_bytes_per_s(self, ranks: int, stride: int = 1) -> float | None:
         """Return the rate at which each of `ranks` ranks sends in a ring; None: not
         known.
 
         A ring of several boxes passes each byte from box to box once, over the links of
-        the box together (bus bandwidth in nccl-tests' doc/PERFORMANCE.md)."""
+        the box together (bus bandwidth in nccl-tests' doc/PERFORMANCE.md). So many
+        rings share them as there are ranks between two of one, its `stride`."""
         peer = self.gpu.peer_bytes_per_s if self.gpu is not None else None
         peer = peer or self.h2d_bytes_per_s
-        if self.box is None or ranks <= self.box.ranks:
+        if self.box is None or ranks * stride <= self.box.ranks:
             return peer
-        rates = (peer, self.box.network_bytes_per_s)
+        network = self.box.network_bytes_per_s
+        rates = (peer, network and network / min(stride, self.box.ranks))
         return min((rate for rate in rates if rate), default=None)
 
     def for_ranks(self, ranks: int) -> Machine:

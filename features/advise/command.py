@@ -165,6 +165,16 @@ def plan(
         int,
         options.valued("N", "Experts that a token uses.", rich_help_panel=SHAPE, min=1),
     ] = 1,
+    tensor_parallel: Annotated[
+        int,
+        options.valued(
+            "N", "Ranks that share each layer.", rich_help_panel=SHAPE, min=1
+        ),
+    ] = 1,
+    pipeline_parallel: Annotated[
+        int,
+        options.valued("N", "Pipeline stages of layers.", rich_help_panel=SHAPE, min=1),
+    ] = 1,
     runtime: Annotated[
         Literal["fused", "eager", "deepspeed"] | None,
         options.valued(
@@ -233,6 +243,7 @@ def plan(
     only_with_params = (
         *(layers, hidden, heads, head_size, kv_heads, tied is not None),
         *(feed_forward != "gated", experts > 1, active_experts > 1),
+        *(tensor_parallel > 1, pipeline_parallel > 1),
         *(runtime, attention, checkpointing),
     )
     _check_source(
@@ -271,6 +282,7 @@ def plan(
                 is_tied=tied,
                 experts=experts,
                 active_experts=active_experts,
+                parallel=decoder.Parallelism(tensor_parallel, pipeline_parallel),
             ),
         ),
         batch,

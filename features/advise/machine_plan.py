@@ -545,7 +545,7 @@ def _notes(own: PlacedJob) -> tuple[str, ...]:
         notes.append(
             f"uses {per_host} of {box.ranks} GPUs of a host, whose price counts in full"
         )
-    if own.hosts > 1:
+    if own.hosts > 1 and (box is None or box.network_bytes_per_s is None):
         notes.append(NETWORK_NOTE)
     return tuple(filter(None, (*notes, unified_memory_text(own.machine))))
 

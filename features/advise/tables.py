@@ -28,7 +28,7 @@ def plan_view(answer: JobPlans, max_plans: int | None = None) -> View:
     job, plans, here = answer.job, answer.ordered(), answer.here
     yield from _answer(job, plans, here)
     remarks = [*answer.remarks]
-    if any((plan.hosts or 1) > 1 for plan in plans[:max_plans]):
+    if any(NETWORK_NOTE in plan.notes for plan in plans[:max_plans]):
         remarks.append(NETWORK_NOTE)
     remarks += [*_smallest_machine(plans, answer.smallest), _job_text(job)]
     remarks += [f"note: {note}" for note in job.notes]

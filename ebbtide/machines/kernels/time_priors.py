@@ -97,6 +97,6 @@ COPY_NS = PriorRange(5_000, 8_000, 12_000)
 # Operations on tensors of the host: bytes read and written per second, and the share of
 # a machine's rate (benchmarks/cpu_updates.py).
 HOST_BYTES_PER_S = 20e9
-HOST_EFFICIENCY = PriorRange(1.0, 0.8, 0.4)
+HOST_EFFICIENCY = PriorRange(1.0, 0.6, 0.3)
 # Launches that CUDA queues at most; the host waits at the next one.
 MAX_QUEUED = 1024

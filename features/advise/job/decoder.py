@@ -119,6 +119,27 @@ class Implementation:
 NOT_STATED = Implementation()
 
 
+@dataclass(frozen=True)
+class Parallelism:
+    """Ranks that share a replica of the model: `tensor` of them the widths of each
+    layer and its tokens (sequence parallelism), `pipeline` stages the layers, one
+    micro-step forward and one backward at a time."""
+
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a replica."""
+        return self.tensor * self.pipeline
+
+    def bubble(self, micro_steps: int) -> float:
+        """Return the time of all micro-steps over that without waits for other stages
+        (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
+        Clusters", section 2.2)."""
+        return (micro_steps + self.pipeline - 1) / micro_steps
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerParts:
     """What the layers of a decoder have where they are not the usual ones."""
@@ -129,6 +150,7 @@ class LayerParts:
     is_tied: bool | None = None  # Whether both ends share an embedding; None: guessed.
     experts: int = 1
     active_experts: int = 1  # Experts that each token runs through.
+    parallel: Parallelism = Parallelism()
 
 
 @dataclass(frozen=True)
@@ -143,6 +165,11 @@ class TransformerShape:
     head_size: int = 128
     heads: int | None = None  # None: so many that their width is the layer's.
     parts: LayerParts = LayerParts()
+
+    @property
+    def parallel(self) -> Parallelism:
+        """The ranks that share it."""
+        return self.parts.parallel
 
     @property
     def query_width(self) -> float:
@@ -178,6 +205,10 @@ class TransformerShape:
             texts.append(f"{self.heads} heads of {self.head_size}, {keys} of keys")
         if parts.experts > 1:
             texts.append(f"{parts.active_experts} of {parts.experts} experts")
+        if self.parallel.tensor > 1:
+            texts.append(f"tensor parallel over {self.parallel.tensor} ranks")
+        if self.parallel.pipeline > 1:
+            texts.append(f"{self.parallel.pipeline} pipeline stages")
         return ", ".join(texts)
 
     @property
@@ -222,16 +253,17 @@ class TransformerShape:
         """Return the bytes of activations that a forward over `tokens` tokens keeps,
         without the logits."""
         size = _CHECKPOINT_BYTES if checkpointing else _LAYER_BYTES
-        return tokens * self.hidden * self.layers * size
+        # The first stage keeps as many micro-steps as there are stages.
+        return tokens * self.hidden * self.layers * size / self.parallel.tensor
 
     def layer_bytes(self, tokens: float) -> float:
         """Return the bytes of activations of one layer, which checkpointing computes
         again in the backward."""
-        return tokens * self.hidden * _LAYER_BYTES
+        return tokens * self.hidden * _LAYER_BYTES / self.parallel.tensor
 
     def logit_bytes(self, tokens: float) -> float:
         """Return the bytes of the logits; their gradients take as many."""
-        return tokens * self.vocabulary * _LOGIT_BYTES
+        return tokens * self.vocabulary * _LOGIT_BYTES / self.parallel.tensor
 
 
 # With less than this share of 12 h^2 a layer besides two embeddings, a model has one
@@ -305,6 +337,15 @@ def _check_parts(shape: TransformerShape, heads: int) -> None:
             f"--kv-heads {parts.key_value_heads} does not divide the {heads} heads "
             "(--heads)"
         )
+    if parts.parallel.tensor > heads:
+        raise WorkloadError(
+            f"--tensor-parallel {parts.parallel.tensor} is more than {heads} heads"
+        )
+    if parts.parallel.pipeline > shape.layers:
+        raise WorkloadError(
+            f"--pipeline-parallel {parts.parallel.pipeline} is more than "
+            f"{shape.layers} layers"
+        )
     if shape.attention_weights >= shape.layer_weights:
         raise WorkloadError(
             f"attention of {heads} heads of {shape.head_size} has more weights than a "
@@ -355,16 +396,17 @@ class _Direction(NamedTuple):
         """Return the time in s: the host runs ahead of the GPU, or the GPU waits for
         launches."""
         shape, hidden = self.shape, self.shape.hidden
+        tensor = shape.parallel.tensor
         work = runtime.backward if self.is_backward else runtime.forward
-        width = shape.feed_forward_width
+        width = shape.feed_forward_width / tensor
         active_width = shape.parts.active_experts * width
         bytes_per_token = (
-            hidden * work.hidden_bytes + active_width * work.feed_forward_bytes
+            hidden * work.hidden_bytes / tensor + active_width * work.feed_forward_bytes
         )
         parts = shape.parts
         # Queries and the output, keys and values: less where they are guessed.
         scale = shape.attention_weights / (
-            2 * hidden * (shape.query_width + shape.key_width)
+            2 * hidden * (shape.query_width + shape.key_width) * tensor
         )
         layer = [
             *2 * [*self._products(hidden, scale * shape.query_width)],
@@ -376,22 +418,23 @@ class _Direction(NamedTuple):
         end = [
             *self._products(
                 hidden,
-                shape.vocabulary,
+                shape.vocabulary / tensor,
                 math.gcd(16, shape.vocabulary * PARAM_BYTES),
             ),
-            self._memory_work(shape.vocabulary * work.vocabulary_bytes, 4),
+            self._memory_work(shape.vocabulary / tensor * work.vocabulary_bytes, 4),
         ]
         host_ns = (
             priors.ENGINE_OPERATION_NS
             if self.is_backward
             else priors.PYTHON_OPERATION_NS
         )
-        launches = shape.layers * (work.launches + len(layer))
+        layers = math.ceil(shape.layers / shape.parallel.pipeline)
+        launches = layers * (work.launches + len(layer))
         gpu_ns = zip(_total(rates, layer), _total(rates, end), strict=True)
         ranges = zip(gpu_ns, host_ns, runtime.overhead, strict=True)
         return PriorRange(
             *(
-                max(shape.layers * a + b, launches * host) * over / 1e9
+                max(layers * a + b, launches * host) * over / 1e9
                 for (a, b), host, over in ranges
             )
         )
@@ -444,9 +487,10 @@ class _Direction(NamedTuple):
             self.shape.sequence,
             self.shape.head_size,
         )
-        scores = self.tokens * sequence * shape.query_width / head_size
+        tensor = shape.parallel.tensor
+        scores = self.tokens * sequence * shape.query_width / head_size / tensor
         flops = 2 * scores * head_size  # of one product of scores, all of them
-        width = 2 * (shape.query_width + shape.key_width)
+        width = 2 * (shape.query_width + shape.key_width) / tensor
         moved = PARAM_BYTES * self.tokens * width * (1 + self.is_backward)
         if kind == MATH:
             yield self._memory_work(

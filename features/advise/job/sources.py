@@ -85,14 +85,19 @@ def job_of_size(
 ) -> TrainingJob:
     """Return a job of a decoder in bf16 with Adam, whose parameters, gradients and
     state all ranks share."""
-    ranks, micro_batch = batch.ranks or 1, batch.micro_batch or 1
-    step_tokens = ranks * micro_batch * shape.sequence
+    replica = shape.parallel.ranks
+    ranks, micro_batch = batch.ranks or replica, batch.micro_batch or 1
+    if ranks % replica:
+        raise WorkloadError(
+            f"--ranks {ranks} is not a multiple of the {replica} that share a model"
+        )
+    step_tokens = ranks // replica * micro_batch * shape.sequence
     tokens = batch.tokens or step_tokens
     micro_steps, rest = divmod(tokens, step_tokens)
     if rest or not micro_steps:
         raise WorkloadError(
             f"--tokens {tokens:,} is not a multiple of the {step_tokens:,} of ranks x "
-            "micro-batch x sequence"
+            "micro-batch x sequence (ranks that share a model count once)"
         )
     workload = replace(
         workload_of_size(JobSize(shape.params, ranks)),
@@ -263,11 +268,16 @@ def _memory_of_shape(
         size = kept * (steps / _STEPS_PER_PHASE) + working + at_the_end.get(number, 0.0)
         points.append(MemoryPoint(1 + number / _STEPS_PER_PHASE, gradients, size))
     points.append(MemoryPoint(3.0, gradients, 0.0))
+    replica = shape.parallel.ranks
     is_alone = settings.ranks == 1
     gathered = min(
         GATHERED_LAYERS * workload.param_bytes * shape.layer_params + _REDUCE_BYTES,
         2.0 * shape.params,
     )
+    if replica > 1:
+        # A rank keeps the parameters and gradients of its part.
+        others = shape.params / replica - workload.params
+        gathered = (workload.param_bytes + workload.grad_bytes) * others
     inputs = shape.kept_bytes(tokens, True) + shape.layer_bytes(tokens)
     checkpointed = (inputs * _FRAGMENTATION + 2 * logits) / (kept + 2 * logits)
     return OwnMemory(

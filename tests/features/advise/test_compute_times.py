@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from ebbtide.features.advise.job.decoder import (
     RUNTIMES,
     Implementation,
     LayerParts,
+    Parallelism,
     checkpointed_share,
     shape_of,
 )
@@ -193,6 +195,63 @@ def test_times__more_ranks_exchange_parameters() -> None:
     assert 4.0 < total < 4.0 + exchange_s
     assert shared.factor > 1
     assert alone.collectives_s == 0
+
+
+def test_times__of_pipelines_have_their_bubble() -> None:
+    """Each of 4 stages has a quarter of the layers; 8 micro-steps take 11 of it."""
+    whole, staged = (
+        parallel_times(1, stages, ranks=4, tokens=tokens)
+        for stages, tokens in ((1, 4 * 8 * 2048), (4, 8 * 2048))
+    )
+    ratio = staged.forward_s / (whole.forward_s / 4 * 11 / 8)
+    # The last stage has all of the vocabulary.
+    assert 1 <= ratio < 1.25
+    assert parallel_times(1, 4, ranks=4, tokens=2048).forward_s == pytest.approx(
+        staged.forward_s * 4 / 11
+    )
+
+
+def test_times__of_tensor_parallelism_sum_in_each_layer() -> None:
+    """A half of each product, and 2 sums of 2,048 x hidden in each layer: no shorter
+    than half the time and they at the rate of NVLink."""
+    shape = shape_of(int(7e9), 2048, 50_304)
+    whole, halves = (parallel_times(n, 1, ranks=n, tokens=2048) for n in (1, 2))
+    sums_s = 2 * shape.layers * 2048 * shape.hidden * 2 / 450e9
+    assert halves.forward_s > whole.forward_s / 2 + sums_s
+    assert halves.forward_s < 0.8 * whole.forward_s
+    # Within a replica there is nothing to exchange.
+    assert halves.collectives_s == 0
+    # 4 replicas of 2 on a host exchange gradients and parameters once.
+    assert parallel_times(2, 1, ranks=8, tokens=8 * 2048).collectives_s > 0
+
+
+def parallel_times(tensor: int, pipeline: int, **batch: Any) -> ComputeTimes:
+    """Return the times of 7 B on H100, 2,048 tokens a micro-step."""
+    parts = LayerParts(parallel=Parallelism(tensor, pipeline))
+    shape = shape_of(int(7e9), 2048, 50_304, parts=parts)
+    job = job_of_size(shape, BatchSettings(**batch), False, FUSED)
+    machine = preset("h100-80gb")
+    # Exchanges between replicas are tested by themselves.
+    times = job.compute.times(machine, job.settings, job.micro_steps)
+    if not times.collectives_s or tensor * pipeline > 1:
+        return times
+    alone = replace(job.settings, ranks=1)
+    return job.compute.times(machine, alone, job.micro_steps)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "ranks", "problem"),
+    [
+        (64, 1, 64, "--tensor-parallel 64 is more than 32 heads"),
+        (1, 64, 64, "--pipeline-parallel 64 is more than"),
+        (2, 2, 6, "--ranks 6 is not a multiple of the 4 that share a model"),
+    ],
+)
+def test_parallelism__refuses_what_cannot_be(
+    tensor: int, pipeline: int, ranks: int, problem: str
+) -> None:
+    with pytest.raises(WorkloadError, match=problem):
+        parallel_times(tensor, pipeline, ranks=ranks)
 
 
 def test_times__exchanges_of_several_hosts_pass_their_links() -> None:

@@ -413,7 +413,7 @@ def test_host__never_updates_faster_than_its_memory() -> None:
 
     for fast, typical in run_forked(measure):
         assert fast >= 1
-        assert 1 < typical < 1.5
+        assert 1 < typical < 2
 
 
 def test_rms_norm_and_silu__are_one_kernel_in_each_direction() -> None:
