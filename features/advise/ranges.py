@@ -17,6 +17,7 @@ from ebbtide.machines.machine import Machine
 # Updates of published runs were predicted within about this factor by machines fitted
 # to others (docs/validation.md).
 _MODEL_FACTOR = 1.02
+_NO_OFFLOAD = "gpu-only"
 # Policies whose updates consist of the same operations.
 _SAME_OPERATIONS = {"twin-flow": "zero-offload"}
 
@@ -65,8 +66,13 @@ def policy_time(
     (within `compute_factor`), a standard error lower and higher. Changes of the
     logarithm are summed as squares, each direction apart, and extended to the 10th and
     the 90th percentile. A fit to runs of the policy has its residuals instead. Compute
-    that was predicted has the range of its evidence."""
+    that was predicted has the range of its evidence, which is that of a whole iteration
+    where nothing is offloaded."""
     likely = steps.iteration_s
+    likely_ms = likely * 1e3
+    if evidence is not None and steps.plan.policy == _NO_OFFLOAD:
+        ends_ms = likely_ms * evidence.low, likely_ms * evidence.high
+        return PolicyTime(steps.plan.policy, Range(likely_ms, *ends_ms))
     squares = {True: math.log(_MODEL_FACTOR) ** 2, False: math.log(_MODEL_FACTOR) ** 2}
     if evidence is not None:
         compute_factor = 1.0
@@ -79,7 +85,6 @@ def policy_time(
         math.exp(DEVIATIONS_OF_RANGE * math.sqrt(squares[side]))
         for side in (False, True)
     )
-    likely_ms = likely * 1e3
     ms = Range(likely_ms, likely_ms / shorter, likely_ms * longer)
     return PolicyTime(steps.plan.policy, ms)
 
