@@ -209,7 +209,7 @@ def policies_table(plan: MachinePlan) -> Table:
     )
     return Table(
         "policies",
-        "Other policies that fit",
+        f"Other policies that fit{': ranges are guesses' * plan.is_guess}",
         columns,
         plan.policies if len(plan.policies) > 1 else (),
     )

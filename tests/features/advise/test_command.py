@@ -348,6 +348,8 @@ def test_plan__marks_a_range_with_few_projects_as_a_guess(
     text = capsys.readouterr().out
     assert f"80 % range; {span.text}" in text
     assert (re.search(r"\d-[\d.]+\? ", text) is not None) is (count < 3)
+    assert run([*command.split(), "--explain"]) == 0
+    assert ("ranges are guesses" in capsys.readouterr().out) is (count < 3)
     assert run([*command.split(), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)["plans"][0]
     assert plan["evidence"] == span.text
