@@ -4,7 +4,8 @@ Each project counts the same, whatever its number of runs: the residuals of a pr
 share one weight, as in hierarchical conformal prediction (Lee, Barber and Willett 2023,
 "Distribution-free inference with hierarchical data"; the two layers of Dunn, Wasserman
 and Ramdas 2022, "Distribution-free prediction sets for two-layer hierarchical models").
-Projects that are like the job count more (localized conformal prediction, Guan 2023).
+Projects with the layers of the job count more (localized conformal prediction, Guan
+2023).
 """
 
 from __future__ import annotations
@@ -196,12 +197,12 @@ def evidence_range(kind: JobKind, projects: Projects) -> EvidenceRange:
 
 def calibrated_margin(kind: JobKind, projects: Projects) -> float:
     """Return the score that ranges of a kind need to hold with `LEVEL`: the quantile of
-    scores of runs whose project is left out. A project weighs by the root of its
-    likeness, and the next one, whose score is not known, as one that is like the job in
-    everything."""
+    scores of runs whose project is left out. Projects with other layers weigh less, and
+    the next one, whose score is not known, as much as one with the same."""
     weighted: list[tuple[float, float]] = []
     for case in (case for cases in projects.values() for case in cases):
-        each = case.share / len(case.scores) * math.sqrt(kind.likeness(case.kind))
+        alike = 1.0 if case.kind.layers == kind.layers else _OTHER_LAYERS
+        each = alike * case.share / len(case.scores)
         weighted += ((score, each) for score in case.scores)
     weighted.sort()
     total = sum(weight for _, weight in weighted) + 1

@@ -138,28 +138,20 @@ def test_calibrated_margin__counts_the_unknown_project() -> None:
 
 
 def test_calibrated_margin__is_that_of_the_projects_that_are_alike() -> None:
-    """Two kinds, one of which is predicted well, have margins of their own: neither
-    borrows the coverage of the other."""
+    """Few projects that are predicted poorly are held as often as stated, though many
+    of another kind are predicted well."""
     random = np.random.default_rng(6)
-    other = JobKind("convolutions", "eager", "", "float32", "1", "V100")
-    good = {
-        f"good {name}": (Case(KIND, 1.0, 0.0, (center, -center)),)
-        for name, center in enumerate(random.uniform(0.01, 0.05, 20))
-    }
-    poor = {
-        f"poor {name}": (Case(other, 1.0, 0.0, (float(center),)),)
-        for name, center in enumerate(random.normal(0, 0.6, 20))
-    }
-    with_scores = scored({**good, **poor})
-    spans = [evidence_range(kind, with_scores) for kind in (KIND, other)]
-    widths = [span.high / span.low for span in spans]
-    assert widths[1] > 3 * widths[0]
-    inside = [
-        spans[1].low <= math.exp(own.residuals[0]) <= spans[1].high
-        for cases in poor.values()
-        for own in cases
-    ]
-    assert mean(inside) >= LEVEL - 0.1
+    other = KIND._replace(layers="convolutions")
+    shares = []
+    for _ in range(200):
+        projects = {
+            f"{kind.layers} {name}": (Case(kind, 1.0, 0.0, (float(center),)),)
+            for kind, count, spread in ((KIND, 30, 0.05), (other, 10, 0.5))
+            for name, center in enumerate(random.normal(0, spread, count))
+        }
+        shares.append(coverage_of(projects.pop("convolutions 9"), projects))
+    # A standard error of 0.03.
+    assert mean(shares) >= LEVEL - 0.06
 
 
 def test_weighted_quantile__is_the_first_value_past_a_weight() -> None:
