@@ -1,273 +1,160 @@
-"""Compare predictions with measured runs, and write docs/accuracy.md, its picture, and
-what ebbtide prints of it.
+"""Compare predictions of today with runs of others, by source; write docs/accuracy.md,
+its picture, and the residuals from which ebbtide makes ranges of iterations.
 
     python benchmarks/accuracy.py
 
-Blind: `SET.predicted.csv` in benchmarks/accuracy was committed before
-`SET.measured.csv` was read. Fitted: predicted now, by priors that some of these runs
-have corrected.
+Decoders are predicted here, other models by `accuracy_models.py` (`--set-aside` with
+the sources that are set aside). Prints coverage by source left out, and the median
+width by kind of job.
 """
 
 from __future__ import annotations
 
-import csv
 import json
+import math
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from accuracy_jobs import FOLDER, Job, Prediction, predict, read_rows
-from matplotlib.axes import Axes
+from accuracy_evidence import (
+    DECODERS,
+    FOLDER,
+    Run,
+    all_runs,
+    by_source,
+    projects_of_runs,
+    without,
+)
 from published import jobs as published_jobs
 from published import simulated_sample
 
-ROOT = Path(__file__).parents[1]
-# Sets that were predicted before their times were read, with the priors before
-# 2026-11-26 and with those since.
-FIRST = {
-    "streamed": (
-        "ml_dataflow: Llama-like models whose weights and state are streamed from the "
-        "host"
-    ),
-    "llm-foundry": "llm-foundry: MPT on 8 to 512 GPUs with FSDP, bf16",
-    "torchtitan": "torchtitan: Llama 3.1 8B on 8 and 128 GPUs with FSDP, bf16",
-    "deepspeed": (
-        "Deep Optimizer States: ZeRO-3 with offload, four ranks bound to NUMA nodes"
-    ),
-    "deepspeed-unbound": ("Deep Optimizer States, not bound: one, two and four ranks"),
-    "fine-tuning": (
-        "fms-acceleration: full fine-tuning of 1 to 8 B on 1 to 4 GPUs with FSDP, bf16"
-    ),
-}
-SECOND = {
-    "internevo": "InternEvo: 7 B on 8 to 1,024 GPUs",
-    "gpt2-h200": "training-gpt-2: GPT-2 124M on 2 GPUs, as its code was tuned",
-    "llmq": "llmq: Qwen2.5 of 0.5 to 32 B on 1 to 8 GPUs, C++ and CUDA",
-    "fms-fsdp": "fms-fsdp: Llama 2 of 7 to 70 B on 96 and 128 GPUs",
-    "llama1b-h200": "training-llama-3-2: Llama 3.2 1B on 2 and 8 GPUs",
-    "flash-attention": "flash-attention: GPT-2 and GPT-3 of 0.1 to 2.7 B on 8 GPUs",
-    "litgpt-thunder": "LitGPT with Thunder: TinyLlama 1.1B on 1 and 8 GPUs",
-    "torchtitan-a100": "torchtitan: Llama 2 and 3 of 8 to 70 B on 64 GPUs",
-    "from-0-to-agi": "From-0-to-AGI: 0.07 to 0.7 B on one GPU limited to 240 W",
-    "kempner": "KempnerForge: 0.08 to 13 B on 1 to 32 GPUs",
-    "pax": "Pax: GPT of 0.1 and 5 B on 64 and 256 GPUs, XLA",
-    "llm-c": "llm.c and modded-nanogpt: GPT-2 of 0.1 to 1.6 B on 8 GPUs",
-    "torchtune": "torchtune: Llama 3.2 3B on one GPU",
-    "llama-factory": "LLaMA-Factory: Qwen2.5 of 0.5 and 1.5 B on 1 and 4 GPUs",
-    "xtuner": "XTuner: Llama 2 and Yi of 7 to 70 B on 8 and 32 GPUs",
-    "fp4-fa4": "fp4-fa4: Llama 3.1 8B on one GPU, FlashAttention 4",
-    "llm-tii": "llm_TII: Llama 1.3B and Qwen3 1.8B on 2 GPUs",
-    "nanogpt-4090": "nanogpt-speedrun: GPT-2 124M on 2 GPUs",
-    "tinyllama": "TinyLlama: 1.1 B on 16 GPUs",
-}
-BLIND = FIRST | SECOND
-# Set -> the name that pages and the picture have of it.
-NAMES = {name: title.partition(":")[0] for name, title in BLIND.items()}
-FITTED = {
-    "streamed-8b": "ml_dataflow: 8 B on H100 and RTX 3090",
-    **{name: NAMES[name] for name in FIRST},
-    "torchtitan-corrected": "torchtitan, its cards and checkpointing stated",
-    "gpt2-h200": NAMES["gpt2-h200"],
-}
-CARDS = {
-    "h100": "H100 80GB HBM3",
-    "a100": "A100-SXM",
-    "rtx5090": "RTX 5090",
-    "rtx4090": "RTX 4090",
-    "rtx3090": "RTX 3090",
-    "rtx-pro": "RTX PRO 6000",
-    "h200": "H200",
-    "gb200": "GB200",
-}
-GOOD_SHARE, GOOD_ERROR = 0.75, 0.15
-_ALL_KERNELS = (
-    "its forward runs kernels of larger heads, too "
-    "([attention](validation.md#attention))"
+from ebbtide.machines.evidence import (
+    Case,
+    EvidenceRange,
+    Projects,
+    evidence_range,
+    scored,
 )
-REASONS = {
-    ("streamed", "A100"): f"{_ALL_KERNELS}: 0.3 of the peak; alone 0.72",
-    (
-        "streamed",
-        "RTX 5090",
-    ): "heads of 64 are faster than those of 128 on this card; the prior had them slower",
-    (
-        "torchtitan",
-        "H100",
-    ): "cards of 500 W and 2.4 TB/s, selective checkpointing: within 9 % with these stated",
-    (
-        "deepspeed",
-        "A100",
-    ): "20B, 256 heads of 16: scores of attention were charged 1.5 times their traffic",
-    (
-        "deepspeed",
-        "H100",
-    ): "2 to 16 % too slow, most for small models and blocking copies; the cause is not separated",
-    (
-        "fine-tuning",
-        "A100",
-    ): "too slow: with the priors of today +12 %; the rest is not separated",
-    (
-        "internevo",
-        "A100",
-    ): "8 runs on 256 to 1,024 GPUs: exchanges are counted as within one host; all up to 128 held",
-    (
-        "gpt2-h200",
-        "H200",
-    ): "vocabulary of 50,257, no multiple of 8; GELU of 8 kernels; the 16 runs without held",
-    ("llama1b-h200", "H200"): "16 to 25 % too fast; the cause is not separated",
-    ("from-0-to-agi", "RTX 3090"): "240 W instead of 350",
-    ("pax", "A100"): "without Transformer Engine 26 % too fast, with it 11 %",
-    ("pax", "H100"): "too fast; the cause is not separated",
-    (
-        "llm-c",
-        "A100",
-    ): "124M and 350M 29 and 38 % too slow, though 13 % on H100; the cause is not separated",
-    ("xtuner", "A100"): "70B on 4 hosts: exchanges are counted as within one",
-    (
-        "fp4-fa4",
-        "GB200",
-    ): "too fast, within ranges that are wide: no product was measured on this card",
-}
+
+ROOT = Path(__file__).parents[1]
+DATE = "2026-11-30"
+# Ends of the picture's axis; what lies outside is drawn there.
+LIMITS = 0.25, 4
+HEAD = ["sources", "runs", "held", "width", "median error", "median size of errors"]
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """A prediction beside the measured step, s."""
+class Judged:
+    """The runs of a source, and the ranges that other sources give them."""
 
-    job: Job
-    prediction: Prediction
-    measured_s: float
+    name: str
+    runs: Sequence[Run]
+    ranges: Sequence[EvidenceRange]
+
+    @cached_property
+    def holds(self) -> list[bool]:
+        """Whether the range of each run holds it."""
+        pairs = zip(self.runs, self.ranges, strict=True)
+        return [one.low <= math.exp(run.residual) <= one.high for run, one in pairs]
 
     @property
-    def error(self) -> float:
-        """The relative error of the likely time."""
-        return self.prediction.likely_s / self.measured_s - 1
-
-    @property
-    def holds(self) -> bool:
-        """Whether the range holds the measured step."""
-        return self.prediction.low_s <= self.measured_s <= self.prediction.high_s
+    def coverage(self) -> float:
+        """The share of runs that the ranges hold."""
+        return statistics.mean(self.holds)
 
     @property
     def width(self) -> float:
-        """The high end of the range over the low one."""
-        return self.prediction.high_s / self.prediction.low_s
+        """The high end of a range over the low one (median)."""
+        return statistics.median(one.high / one.low for one in self.ranges)
 
     @property
-    def card(self) -> str:
-        """The GPU."""
-        return next(
-            name for key, name in CARDS.items() if self.job.machine.startswith(key)
-        )
+    def errors(self) -> list[float]:
+        """Relative errors of the likely times."""
+        return [math.exp(-run.residual) - 1 for run in self.runs]
 
     @property
-    def short_card(self) -> str:
-        """The GPU in few letters."""
-        return {"H100 80GB HBM3": "H100", "A100-SXM": "A100"}.get(self.card, self.card)
+    def size(self) -> float:
+        """The median size of an error."""
+        return statistics.median(map(abs, self.errors))
+
+    @property
+    def family(self) -> str:
+        """The kind of most of its jobs."""
+        return Counter(run.family for run in self.runs).most_common(1)[0][0]
+
+    @property
+    def cards(self) -> str:
+        """The GPUs, by the words of their names that have digits."""
+        return ", ".join(sorted({run.kind.card for run in self.runs}))
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether most ranges are guesses."""
+        return statistics.mean(one.is_guess for one in self.ranges) > 0.5
+
+    def of(self, family: str) -> Judged | None:
+        """Return the runs of one kind of job; None: it has none."""
+        chosen = [i for i, run in enumerate(self.runs) if run.family == family]
+        if not chosen:
+            return None
+        runs, ranges = ([rows[i] for i in chosen] for rows in (self.runs, self.ranges))
+        return Judged(self.name, runs, ranges)
 
 
-def compare(
-    name: str, predicted: Callable[[str, Job], Prediction | None]
-) -> list[Comparison]:
-    """Return the runs of a set with their predictions."""
-    with (FOLDER / f"{name}.measured.csv").open() as file:
-        rows = csv.DictReader(line for line in file if not line.startswith("#"))
-        measured = {row["name"]: float(row["step_s"]) for row in rows}
-    pairs = [
-        (job, predicted(name, job))
-        for job in read_rows(Job, FOLDER / f"{name}.jobs.csv")
+def judge(
+    fitted: Sequence[Run], aside: Sequence[Run]
+) -> tuple[list[Judged], list[Judged]]:
+    """Return the sources with ranges of the others, and those that are set aside with
+    ranges of all that are not."""
+    projects = projects_of_runs(fitted)
+    left_out = [
+        _judged(name, runs, scored(without(projects, name)))
+        for name, runs in by_source(fitted).items()
     ]
-    return [
-        Comparison(job, one, measured[job.name])
-        for job, one in pairs
-        if one is not None
+    with_scores = scored(projects)
+    judged = [
+        _judged(name, runs, with_scores) for name, runs in by_source(aside).items()
     ]
+    return left_out, judged
 
 
-def stored() -> Callable[[str, Job], Prediction]:
-    """Return a function that looks up predictions that were committed."""
-    files = {
-        name: {
-            one.name: one
-            for one in read_rows(Prediction, FOLDER / f"{name}.predicted.csv")
-        }
-        for name in BLIND
+def _judged(name: str, runs: Sequence[Run], projects: Projects) -> Judged:
+    ranges = {
+        kind: evidence_range(kind, projects) for kind in {run.kind for run in runs}
     }
-    return lambda name, job: files[name][job.name]
+    return Judged(name, runs, [ranges[run.kind] for run in runs])
 
 
-def cells(rows: list[Comparison]) -> list[str]:
-    """Return runs, held share, width, median of errors and of their sizes, and the
-    largest, as cells."""
-    errors = [row.error for row in rows]
+def record(left_out: Sequence[Judged], errors: Sequence[float]) -> dict[str, object]:
+    """Return what ebbtide makes ranges from: residuals by source, their scores, and
+    errors of held-out updates."""
+    projects = scored(projects_of_runs(run for one in left_out for run in one.runs))
+    rows = {
+        one.name: [_row(case, one) for case in projects[one.name]] for one in left_out
+    }
     sizes = [abs(error) for error in errors]
-    return [
-        f"{len(rows):,}",
-        f"{100 * coverage(rows):.0f} %",
-        f"{statistics.median(row.width for row in rows):.2f}",
-        f"{100 * statistics.median(errors):+.1f} %",
-        f"{100 * statistics.median(sizes):.1f} %",
-        f"{100 * max(sizes):.0f} %",
-    ]
+    return {
+        "date": DATE,
+        "page": "docs/accuracy.md",
+        "projects": rows,
+        "updates": {
+            "runs": len(errors),
+            "mean_error": round(statistics.mean(sizes), 4),
+            "largest_error": round(max(sizes), 4),
+        },
+    }
 
 
-HEAD = ["runs", "held", "width", "median error", "median size of errors", "largest"]
-
-
-def coverage(rows: list[Comparison]) -> float:
-    """Return the share of the runs that the ranges hold."""
-    return sum(row.holds for row in rows) / len(rows)
-
-
-def by_card(
-    rows: Iterable[Comparison], by_size: bool = False
-) -> dict[str, list[Comparison]]:
-    """Return the rows by GPU, or by GPU and size of the model (which names of streamed
-    jobs have)."""
-    groups: dict[str, list[Comparison]] = defaultdict(list)
-    for row in rows:
-        size = f", {row.job.name.split('_')[1].upper()}" if by_size else ""
-        groups[row.short_card + size].append(row)
-    return dict(sorted(groups.items()))
-
-
-def table(head: list[str], rows: Iterable[list[str]]) -> str:
-    """Return a Markdown table."""
-    return "".join(
-        f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows)
-    )
-
-
-def misses(blind: dict[str, list[Comparison]]) -> list[list[str]]:
-    """Return the groups whose ranges hold less than three quarters, or whose median is
-    off, the worst first."""
-    groups = [
-        (name, group, rows)
-        for name, all_rows in blind.items()
-        for group, rows in by_card(all_rows, by_size=name == "streamed").items()
-    ]
-
-    def is_bad(rows: list[Comparison]) -> bool:
-        return (
-            coverage(rows) < GOOD_SHARE
-            or abs(statistics.median(row.error for row in rows)) > GOOD_ERROR
-        )
-
-    bad = sorted(
-        (one for one in groups if is_bad(one[2])), key=lambda one: coverage(one[2])
-    )
-    return [
-        [
-            NAMES[name],
-            card,
-            *cells(rows)[:4],
-            REASONS.get((name, card.partition(",")[0]), "not known"),
-        ]
-        for name, card, rows in bad
-    ]
+def _row(case: Case, judged: Judged) -> list[object]:
+    pairs = zip(judged.runs, judged.holds, strict=True)
+    own = [holds for run, holds in pairs if run.kind == case.kind]
+    coverage = round(statistics.mean(own), 3)
+    numbers = round(case.share, 4), coverage
+    return [*case.kind, *numbers, list(case.residuals), list(case.scores)]
 
 
 def updates() -> list[float]:
@@ -283,149 +170,190 @@ def updates() -> list[float]:
     return errors
 
 
-def blind_table(titles: dict[str, str], blind: dict[str, list[Comparison]]) -> str:
-    """Return the table of some sets, whole and by GPU."""
-    rows = []
-    for name, title in titles.items():
-        groups = by_card(blind[name])
-        rows.append(
-            [
-                f"**{title}**",
-                "all" if len(groups) > 1 else next(iter(groups)),
-                *cells(blind[name]),
-            ]
-        )
-        if len(groups) > 1:
-            rows += [
-                [NAMES[name], card, *cells(group)] for card, group in groups.items()
-            ]
-    return table(["set", "GPU", *HEAD], rows)
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    return "".join(
+        f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows)
+    )
+
+
+def percent(value: float, form: str = ".0f") -> str:
+    """Return a share in percent."""
+    return f"{100 * value:{form}} %"
+
+
+def cells(judged: Sequence[Judged]) -> list[str]:
+    """Return the figures of some sources, which weigh the same."""
+    medians = [statistics.median(one.errors) for one in judged]
+    return [
+        str(len(judged)),
+        f"{sum(len(one.runs) for one in judged):,}",
+        percent(statistics.mean(one.coverage for one in judged)),
+        f"{statistics.median(one.width for one in judged):.2f}",
+        percent(statistics.median(medians), "+.0f"),
+        percent(statistics.median(one.size for one in judged)),
+    ]
+
+
+def families(judged: Sequence[Judged]) -> dict[str, list[Judged]]:
+    """Return the sources of each kind of job, with their runs of that kind."""
+    groups: dict[str, list[Judged]] = defaultdict(list)
+    for one in judged:
+        for family in sorted({run.family for run in one.runs}):
+            part = one.of(family)
+            if part is not None:
+                groups[family].append(part)
+    return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
+
+
+def source_row(one: Judged) -> list[str]:
+    """Return the cells of a source."""
+    return [
+        one.name,
+        one.family,
+        one.cards,
+        f"{len(one.runs):,}",
+        percent(one.coverage),
+        f"{one.width:.2f}{'?' * one.is_guess}",
+        percent(statistics.median(one.errors), "+.0f"),
+        percent(one.size),
+    ]
+
+
+SOURCE_HEAD = [
+    "source",
+    "jobs",
+    "GPU",
+    "runs",
+    "held",
+    "width",
+    "median error",
+    "median size",
+]
+
+
+def aside_text(aside: Sequence[Judged]) -> str:
+    """Return the sentence on the sources that are set aside."""
+    if not aside:
+        return ""
+    return (
+        f"Of {len(aside)} sources that were set aside and predicted once at the end, "
+        f"they held {cells(aside)[2]} (median size of an error {cells(aside)[5]}). "
+    )
 
 
 def page(
-    blind: dict[str, list[Comparison]],
-    fitted: dict[str, list[Comparison]],
-    errors: list[float],
+    left_out: Sequence[Judged], aside: Sequence[Judged], errors: Sequence[float]
 ) -> str:
     """Return docs/accuracy.md: `page.md` beside the sets, with figures and tables."""
-    everything, second = (
-        [row for name in names for row in blind[name]] for names in (BLIND, SECOND)
+    decoders, others = (
+        [one for one in left_out if (one.family == DECODERS) is wanted]
+        for wanted in (True, False)
     )
+    everything = [*left_out, *aside]
+    cards = {run.kind.card for one in everything for run in one.runs}
     sizes = [abs(error) for error in errors]
+    by_kind = [[name, *cells(group)] for name, group in families(left_out).items()]
+    totals = [["**all, left out**", *cells(left_out)]]
+    if aside:
+        totals.append(["**all, set aside**", *cells(aside)])
+    rows = sorted(left_out, key=lambda one: one.coverage)
     return (
         (FOLDER / "page.md")
         .read_text()
         .format(
-            held=f"{100 * coverage(everything):.0f}",
-            runs=f"{len(everything):,}",
-            error=cells(everything)[3],
-            size=cells(everything)[4],
-            misses=table(["set", "GPU", *HEAD[:4], "reason"], misses(blind)),
-            runs_first=f"{len(everything) - len(second):,}",
-            held_second=f"{100 * coverage(second):.0f}",
-            runs_second=f"{len(second):,}",
-            error_second=cells(second)[3],
-            size_second=cells(second)[4],
-            sets=len(SECOND),
-            sets_held=sum(coverage(blind[name]) >= GOOD_SHARE for name in SECOND),
-            first=blind_table(FIRST, blind),
-            second=blind_table(SECOND, blind),
-            fitted=table(
-                ["set", *HEAD],
-                [[title, *cells(fitted[name])] for name, title in FITTED.items()],
-            ),
+            sources=len(everything),
+            others=sum(one.family != DECODERS for one in everything),
+            cards=len(cards),
+            runs=f"{sum(len(one.runs) for one in everything):,}",
+            coverage=cells(left_out)[2],
+            width=cells(left_out)[3],
+            aside=aside_text(aside),
+            decoder_size=cells(decoders)[5],
+            other_size=cells(others)[5],
+            kinds=table(["jobs", *HEAD], [*by_kind, *totals]),
+            left_out=table(SOURCE_HEAD, map(source_row, rows)),
+            set_aside=table(SOURCE_HEAD, map(source_row, aside)),
             updates=len(errors),
-            mean=f"{100 * statistics.mean(sizes):.1f}",
-            largest=f"{100 * max(sizes):.1f}",
+            mean=percent(statistics.mean(sizes), ".1f"),
+            largest=percent(max(sizes), ".1f"),
         )
     )
 
 
-def draw(blind: dict[str, list[Comparison]], path: Path) -> None:
-    """Draw measured over predicted times, of the sets of each time below each other."""
-    figure, both = plt.subplots(2, figsize=(9, 9), layout="constrained")
-    for axes, names, priors in zip(
-        both, (SECOND, FIRST), ("of 2026-11-26", "before 2026-11-26"), strict=True
-    ):
-        _draw_sets(axes, {name: blind[name] for name in names})
-        axes.set_title(
-            f"Predicted blind, with the priors {priors}: each run, and the median 80 "
-            "% range (grey)",
-            fontsize=10,
+def draw(left_out: Sequence[Judged], aside: Sequence[Judged], path: Path) -> None:
+    """Draw predicted over measured times of each source, with its median range."""
+    order = list(families(left_out))
+    rows = sorted(left_out, key=lambda one: (order.index(one.family), one.name))
+    rows = [*aside, *reversed(rows)]
+    figure, axes = plt.subplots(
+        figsize=(8, 1.2 + 0.19 * len(rows)), layout="constrained"
+    )
+    for place, one in enumerate(rows):
+        is_aside = one in aside
+        color = "#d55e00" if is_aside else "#0072b2"
+        # The range of the measured time, seen from it: predicted over measured.
+        low = statistics.median(1 / span.high for span in one.ranges)
+        high = statistics.median(1 / span.low for span in one.ranges)
+        style = (0, (2, 1)) if one.is_guess else "solid"
+        axes.plot(
+            [low, high],
+            [place, place],
+            color="0.8",
+            lw=6,
+            linestyle=style,
+            solid_capstyle="butt",
         )
-    figure.savefig(path, dpi=110)
-
-
-def _draw_sets(axes: Axes, sets: dict[str, list[Comparison]]) -> None:
-    labels = []
-    for name, all_rows in sets.items():
-        for card, rows in by_card(all_rows).items():
-            place = len(labels)
-            ratios = sorted(row.measured_s / row.prediction.likely_s for row in rows)
-            offsets = [
-                place - 0.3 + 0.6 * (number + 0.5) / len(ratios)
-                for number in range(len(ratios))
-            ]
-            low = statistics.median(
-                row.prediction.low_s / row.prediction.likely_s for row in rows
-            )
-            high = statistics.median(
-                row.prediction.high_s / row.prediction.likely_s for row in rows
-            )
-            axes.fill_between(
-                [place - 0.4, place + 0.4], low, high, color="0.85", linewidth=0
-            )
-            axes.plot(offsets, ratios, ".", markersize=3, color="tab:blue")
-            labels.append(
-                f"{NAMES[name]}, {card}: {100 * coverage(rows):.0f} % of {len(rows):,}"
-            )
-    axes.axhline(1, color="0.4", linewidth=0.8)
-    axes.set_xticks(
-        range(len(labels)),
-        labels,
+        ratios = [min(max(1 + error, LIMITS[0]), LIMITS[1]) for error in one.errors]
+        marker = "D" if is_aside else "o"
+        axes.plot(
+            ratios, [place] * len(ratios), marker, ms=3, color=color, alpha=0.5, mew=0
+        )
+        axes.plot([statistics.median(ratios)], [place], "|", ms=9, color="black")
+    axes.axvline(1, color="0.4", lw=0.8)
+    axes.set_yticks(
+        range(len(rows)),
+        [f"{one.name} ({one.family}{', set aside' * (one in aside)})" for one in rows],
         fontsize=7,
-        rotation=40,
-        ha="right",
-        rotation_mode="anchor",
     )
-    axes.set_yscale("log")
-    axes.set_yticks([0.5, 0.7, 1, 1.5, 2], ["0.5", "0.7", "1", "1.5", "2"])
+    axes.set_ylim(-0.7, len(rows) - 0.3)
+    axes.set_xscale("log")
+    axes.set_xlim(*LIMITS)
+    axes.set_xticks(
+        [0.25, 0.5, 0.7, 1, 1.4, 2, 4], ["0.25", "0.5", "0.7", "1", "1.4", "2", "4"]
+    )
     axes.minorticks_off()
-    axes.set_ylabel("measured / predicted")
-
-
-def record(
-    blind: dict[str, list[Comparison]], errors: list[float]
-) -> dict[str, object]:
-    """Return what ebbtide prints: ranges of iterations by GPU, and held-out updates."""
-    everything = [row for rows in blind.values() for row in rows]
-    groups: dict[str, list[Comparison]] = {"all": everything}
-    for row in everything:
-        groups.setdefault(row.card, []).append(row)
-    sizes = [abs(error) for error in errors]
-    return {
-        "date": "2026-11-26",
-        "page": "docs/accuracy.md",
-        "iterations": {
-            name: {"runs": len(rows), "held": round(coverage(rows), 3)}
-            for name, rows in groups.items()
-        },
-        "updates": {
-            "runs": len(errors),
-            "mean_error": round(statistics.mean(sizes), 4),
-            "largest_error": round(max(sizes), 4),
-        },
-    }
+    axes.set_xlabel(
+        "predicted / measured; grey: 80 % range by the other sources (broken: a guess); diamonds: set aside",
+        fontsize=8,
+    )
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def main() -> None:
-    look_up = stored()
-    blind = {name: compare(name, look_up) for name in BLIND}
-    fitted = {name: compare(name, lambda _, job: predict(job)) for name in FITTED}
+    runs = all_runs()
+    fitted = [run for run in runs if not run.source.is_set_aside]
+    aside = [run for run in runs if run.source.is_set_aside]
+    left_out, judged_aside = judge(fitted, aside)
+    for one in sorted(left_out, key=lambda one: one.coverage):
+        print(" | ".join(source_row(one)))
+    groups = {
+        **families(left_out),
+        "all, left out": left_out,
+        "set aside": judged_aside,
+    }
+    print(
+        "\n"
+        + table(
+            ["jobs", *HEAD],
+            [[name, *cells(group)] for name, group in groups.items() if group],
+        )
+    )
     errors = updates()
-    (ROOT / "docs" / "accuracy.md").write_text(page(blind, fitted, errors))
-    draw(blind, ROOT / "docs" / "pictures" / "accuracy.png")
-    values = json.dumps(record(blind, errors))
+    (ROOT / "docs" / "accuracy.md").write_text(page(left_out, judged_aside, errors))
+    draw(left_out, judged_aside, ROOT / "docs" / "pictures" / "accuracy.png")
+    values = json.dumps(record(left_out, errors))
     (ROOT / "ebbtide" / "machines" / "track_record.json").write_text(values + "\n")
 
 

@@ -119,10 +119,9 @@ def predict(job: Job) -> Prediction | None:
         times = planned.compute.times(machine, planned.settings, planned.micro_steps)
         update_s = job.params / job.ranks / (machine.gpu_update_params_per_s or 1e11)
         again_s = times.forward_s * job.checkpointing if job.checkpointing < 1 else 0.0
-        likely, side = (
-            times.forward_s + times.backward_s + again_s + update_s,
-            times.factor**DEVIATIONS_OF_RANGE,
-        )
+        compute_s = times.forward_s + times.backward_s + again_s
+        likely = compute_s + update_s + planned.workload.other_s
+        side = times.factor**DEVIATIONS_OF_RANGE
         return Prediction(job.name, likely / side, likely, likely * side)
     plan = plan_for_machine(
         planned, machine, PlanRequest(job.machine, as_policies([job.policy]))

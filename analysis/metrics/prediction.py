@@ -5,18 +5,41 @@ from dataclasses import dataclass
 import numpy as np
 
 from ebbtide.analysis.metrics.cache import once_per_trace
-from ebbtide.analysis.metrics.iterations import steady_iterations
+from ebbtide.analysis.metrics.iterations import median_ms, steady_iterations
+from ebbtide.analysis.metrics.job_kind import kind_of_trace
+from ebbtide.machines.accuracy import evidence_for
+from ebbtide.machines.evidence import EvidenceRange
 from ebbtide.profiler.trace import Trace
+from ebbtide.units import range_text
 
 PREDICTED = "predicted by a dry run"
+_WHOLE = "iteration"
 
 
 @dataclass(frozen=True)
 class TimeRange:
-    """The time of a part of an iteration under fast and under slow assumptions, ms."""
+    """The range of the time of a part of an iteration, ms."""
 
     low_ms: float
     high_ms: float
+    # What the range is made from; None for a phase, whose ends are assumptions.
+    evidence: EvidenceRange | None = None
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether too few projects are like the job."""
+        return self.evidence is not None and self.evidence.is_guess
+
+    @property
+    def trust(self) -> str:
+        """The trust in the range, in a line."""
+        return "" if self.evidence is None else f"80 % range; {self.evidence.text}"
+
+    @property
+    def text(self) -> str:
+        """The range in words."""
+        words = range_text(self.low_ms, self.high_ms)
+        return f"{words}, a guess" if self.is_guess else words
 
 
 def is_predicted(trace: Trace) -> bool:
@@ -35,14 +58,32 @@ def prediction_line(trace: Trace) -> str | None:
 
 
 @once_per_trace
+def evidence_of(trace: Trace) -> EvidenceRange | None:
+    """Return how far predictions of jobs like that of a dry run were off.
+
+    None for measured traces.
+    """
+    is_known = trace.meta.prediction is not None
+    return evidence_for(kind_of_trace(trace)) if is_known else None
+
+
+@once_per_trace
 def predicted_range(trace: Trace, part: str) -> TimeRange | None:
     """Return the range of the time of a phase, `other` or `iteration`.
 
-    Each end is taken as the median of measured times is: of the slowest rank. None for
-    measured traces, and without a steady iteration.
+    That of an iteration is by the evidence of jobs that are like it. The ends of a
+    phase are under fast and slow assumptions, each taken as the median of measured
+    times is: of the slowest rank. None for measured traces, and without a steady
+    iteration.
     """
     if trace.meta.prediction is None:
         return None
+    if part == _WHOLE:
+        likely_ms, evidence = median_ms(trace, part), evidence_of(trace)
+        if likely_ms is None or evidence is None:
+            return None
+        ends = likely_ms * evidence.low, likely_ms * evidence.high
+        return TimeRange(*ends, evidence)
     numbers, slowest = (
         set(steady_iterations(trace).numbers),
         dict[int, tuple[float, float]](),

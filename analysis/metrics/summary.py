@@ -196,8 +196,9 @@ class Summary(TabularResult, table="phases"):
         about: Lines on the job: command, device, model, optimizer.
         remarks: Lines on the quality of the data.
         is_predicted: Whether a dry run made the trace; `predicted` in JSON.
-        iteration_range: Of a predicted trace, `iteration_ms` under fast and under slow
-            assumptions; `iteration_low_ms` and `iteration_high_ms` in JSON.
+        iteration_range: Of a predicted trace, the range of `iteration_ms` by jobs that
+            are like it; `iteration_low_ms`, `iteration_high_ms` and `range_is_guess` in
+            JSON.
         storage: Bytes and waits of storage, per rank and direction; empty where none
             was used.
         rank_differences: The ranks that differ from the others.
@@ -283,6 +284,7 @@ class Summary(TabularResult, table="phases"):
             "predicted": True,
             "iteration_low_ms": low_ms,
             "iteration_high_ms": high_ms,
+            "range_is_guess": None if times is None else times.is_guess,
         }
 
 
@@ -318,7 +320,7 @@ def _summarize(trace: Trace) -> Summary:
     shares = _shares(trace)
     for phase in ITERATION_PARTS:
         phase_times = slowest.columns[phase]
-        median = median_ms(trace, phase)
+        median, times = median_ms(trace, phase), predicted_range(trace, phase)
         phases.append(
             PhaseSummary(
                 phase=phase,
@@ -339,11 +341,8 @@ def _summarize(trace: Trace) -> Summary:
                 if median is not None
                 else None,
                 share=shares.get(phase),
-                **(
-                    asdict(times)
-                    if (times := predicted_range(trace, phase)) is not None
-                    else {}
-                ),
+                low_ms=None if times is None else times.low_ms,
+                high_ms=None if times is None else times.high_ms,
             )
         )
     return Summary(

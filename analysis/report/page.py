@@ -35,7 +35,7 @@ from ebbtide.analysis.tables.table import Table
 from ebbtide.errors import TraceError
 from ebbtide.output_files import new_output
 from ebbtide.profiler.trace import Trace
-from ebbtide.units import NOT_KNOWN, bytes_text, ms_text, range_text
+from ebbtide.units import NOT_KNOWN, bytes_text, ms_text
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def _times(summary: Summary) -> Iterator[KeyFigure]:
     if summary.iteration_ms is not None:
         context = f"median of {summary.iterations - summary.warmup_iterations}"
         if (whole := summary.iteration_range) is not None:
-            context = f"predicted: {range_text(whole.low_ms, whole.high_ms)}"
+            context = f"predicted: {whole.text}; {whole.trust}"
         yield KeyFigure("iteration", ms_text(summary.iteration_ms), context)
         longest = summary.longest_phase
         if longest is not None and longest.share is not None:

@@ -13,7 +13,7 @@ from ebbtide.analysis.tables.table import (
     size,
     text,
 )
-from ebbtide.machines.accuracy import accuracy_of, ranges_text
+from ebbtide.machines.accuracy import accuracy_of, card_text
 from ebbtide.machines.machine import Machine
 
 # Rates in which machines of one card differ, by their heading in the table.
@@ -79,10 +79,7 @@ def catalog_view(machines: Sequence[Machine], with_sources: bool) -> View:
                 "  not determined by these runs, as assumed before: "
                 f"{', '.join(undetermined)}"
             )
-        yield (
-            "  iterations of `plan`: "
-            f"{ranges_text((machine.gpu and machine.gpu.name) or '')}"
-        )
+        yield (f"  iterations of `plan`: {card_text(machine.gpu_name)}")
         if machine.unified_memory:
             yield (
                 "  GPU and CPU share one memory: offload frees none of it (--policy "

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import prediction_line
 from ebbtide.analysis.tables.table import Misfit, View
-from ebbtide.machines.accuracy import ranges_text
 from ebbtide.profiler.trace import Trace
-from ebbtide.units import NOT_KNOWN, bytes_text, bytes_unit, ms_text, range_text
+from ebbtide.units import NOT_KNOWN, bytes_text, bytes_unit, ms_text
 
 _MAX_CATEGORIES = 4
 FITS, BARELY, MISFIT = "fits", "fits barely", "does not fit"
@@ -41,7 +40,9 @@ def prediction_view(trace: Trace) -> View:
         ][:_MAX_CATEGORIES]
         yield f"        peak of tensors {bytes_text(holders.bytes)}: {', '.join(parts)}"
     yield f"time    {_time_text(metrics)}"
-    yield f"        priors of plan: {ranges_text()}"
+    times = metrics.summary().iteration_range
+    if times is not None:
+        yield f"        {times.trust}"
 
 
 def _memory_line(metrics: JobMetrics) -> str:
@@ -150,7 +151,4 @@ def _time_text(metrics: JobMetrics) -> str:
     phases = ", ".join(
         f"{phase.phase} {ms_text(phase.median_ms)}" for phase in summary.phases[:3]
     )
-    return (
-        f"{ms_text(summary.iteration_ms)} an iteration "
-        f"({range_text(times.low_ms, times.high_ms)}): {phases}"
-    )
+    return f"{ms_text(summary.iteration_ms)} an iteration ({times.text}): {phases}"

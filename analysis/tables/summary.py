@@ -51,9 +51,10 @@ def phase_table(trace: Trace, summary: Summary) -> Table:
     """Return the table of an iteration and its phases."""
     whole = summary.iteration_range
     bounds = () if whole is None else (whole.low_ms, whole.high_ms)
+    heading = "range (a guess)" if whole is not None and whole.is_guess else "range"
     total = PhaseSummary("iteration", 0, summary.iteration_ms, *(None,) * 6, *bounds)
     ranges = text(
-        "range",
+        heading,
         lambda row: None if row.low_ms is None else range_text(row.low_ms, row.high_ms),
     )
     columns = (

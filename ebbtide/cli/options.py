@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +36,9 @@ RARE = "More options"
 _SCALES = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
+_MOST = 10**30
+
+
 def count(text: str) -> int:
     """Parse `12`, `5e8` or `13B`. Raises BadParameter for anything but a whole number
     from 0."""
@@ -46,11 +50,12 @@ def count(text: str) -> int:
         else (text, 1)
     )
     try:
-        value = float(stem) * scale
-        number = round(value)
-    except (ValueError, OverflowError):
-        value, number = 0.5, 0
-    if abs(value - number) > 1e-6 or number < 0:
+        # Not in floating point, in which 32.8e9 is no whole number.
+        value = Decimal(stem) * scale
+        number = round(value) if value < _MOST else -1
+    except (ArithmeticError, ValueError):
+        value, number = Decimal(0), -1
+    if value != number or number < 0:
         raise typer.BadParameter(
             f"{text!r} is not a count: write a whole number, like 12, 5e8 or 13B"
         )

@@ -12,6 +12,14 @@ from statistics import NormalDist
 from typing import Any, Literal
 
 from ebbtide.json_files import section
+from ebbtide.machines.evidence import (
+    EvidenceRange,
+    JobKind,
+    Projects,
+    card_of,
+    evidence_range,
+    projects_of,
+)
 from ebbtide.machines.machine import Box, Machine
 from ebbtide.units import counted
 
@@ -190,24 +198,39 @@ def _measured_factor(entry: Any) -> float:
 
 @cache
 def track_record() -> dict[str, Any]:
-    """Return `iterations` by GPU, and errors of `updates`.
-
-    A GPU is a part of its name, or `all`; `iterations` has `runs` and the share `held`.
-    """
+    """Return the residuals of iterations by project, and errors of `updates`."""
     file = Path(__file__).with_name("track_record.json")
     record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return record
 
 
-def ranges_text(gpu_name: str = "all") -> str:
+@cache
+def _projects() -> Projects:
+    return projects_of(track_record())
+
+
+@cache
+def evidence_for(kind: JobKind) -> EvidenceRange:
+    """Return the range of iterations of jobs of a kind, and how far to trust it."""
+    return evidence_range(kind, _projects())
+
+
+def card_text(gpu_name: str | None) -> str:
     """Return in few words how far ranges of iterations on a GPU can be trusted."""
-    for name, record in track_record()["iterations"].items():
-        if name in gpu_name:
-            return (
-                f"80 % range; held {100 * record['held']:.0f} % of {record['runs']:,} "
-                "runs of known sources, not tested on others"
-            )
-    return "80 % range; no run of this card was compared"
+    card = card_of(gpu_name)
+    coverages = [
+        sum(case.share * case.coverage for case in own)
+        / sum(case.share for case in own)
+        for cases in _projects().values()
+        if (own := [case for case in cases if case.kind.card == card])
+    ]
+    if not coverages:
+        return "80 % range; no run of this card was compared"
+    projects = counted(len(coverages), "project")
+    return (
+        f"80 % range; held for {sum(coverages):.0f} of {projects} on this card, each "
+        "left out"
+    )
 
 
 def updates_text() -> str:

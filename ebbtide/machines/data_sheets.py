@@ -14,6 +14,7 @@ from ebbtide.machines.host import (
     Host,
     link_bytes_per_s,
     memory_rate,
+    network_bytes_per_s,
     parse_host,
     slower_link,
 )
@@ -232,6 +233,9 @@ def _in_host(machine: Machine, name: str, sheet: HostSheet, gpu_source: str) -> 
                 alone_bytes_per_s, alone_cores
             ),
             one_rank_host_memory_bytes_per_s=alone_bytes_per_s,
+            network_bytes_per_s=(
+                network_bytes_per_s(host.network) if host.network else None
+            ),
         ),
         extra={
             **machine.extra,

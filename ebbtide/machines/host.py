@@ -17,7 +17,7 @@ GRAMMAR = (
     "parts separated by commas, in any order: memory (ddr4-8ch, ddr5-5600-2ch with "
     "MT/s, lpddr5x-512GB/s, "
     "hbm3-5300GB/s), 16-cores, pcie4x16, nvlink-c2c or unified, the size of memory "
-    "(256GB), 2-sockets, 4-ranks"
+    "(256GB), 2-sockets, 4-ranks, links of the box to others (8x400Gbit)"
 )
 # The link of a GPU that shares the memory of the CPU.
 UNIFIED = "unified"
@@ -45,6 +45,7 @@ class Host:
     link: str | None = None  # Link of each GPU: `pcie4x16`, `nvlink-c2c` or `unified`.
     sockets: int | None = None  # CPUs.
     ranks: int | None = None  # Ranks, each with a GPU, that share the box.
+    network: str | None = None  # Links of the box to others: `8x400gbit`.
 
     def over(self, other: Host) -> Host:
         """Return this host with what it does not state taken from another one.
@@ -65,6 +66,7 @@ class Host:
             self.link,
             self.memory_bytes and _size_text(self.memory_bytes),
             self.ranks and _count_text(self.ranks, "rank"),
+            self.network and self.network.replace("gbit", "Gbit"),
         ]
         return ",".join(str(part) for part in parts if part)
 
@@ -100,6 +102,12 @@ def link_bytes_per_s(link: str) -> float:
         return _NVLINK_C2C_BYTES_PER_S
     generation, width = _pcie(link)
     return _LANE_GB_PER_S[generation] * width * 1e9
+
+
+def network_bytes_per_s(network: str) -> float:
+    """Return the peak of the links of a box to others in one direction."""
+    links, rate = network.removesuffix("gbit").split("x")
+    return int(links) * int(rate) * 1e9 / 8
 
 
 def slower_link(gpu: str, host: str) -> str:
@@ -168,6 +176,8 @@ def _parse_part(part: str) -> dict[str, str | int] | None:
         return {"memory": f"{kind}-{transfers}-{channels}ch"}
     if re.fullmatch(r"(lpddr5x|hbm3)-[1-9]\d{1,4}gb/s", part, re.ASCII):
         return {"memory": part}
+    if re.fullmatch(r"[1-9]\d?x[1-9]\d{0,3}gbit", part, re.ASCII):
+        return {"network": part}
     if match := re.fullmatch(r"(\d{1,4})-(core|socket|rank)s?", part, re.ASCII):
         number = int(match[1])
         return {f"{match[2]}s": number} if 1 <= number <= _MOST[match[2]] else None

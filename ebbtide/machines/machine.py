@@ -83,6 +83,8 @@ class Box:
     one_rank_cpu_update_params_per_s: TotalRate | None = None
     # The same of host memory.
     one_rank_host_memory_bytes_per_s: TotalRate | None = None
+    # Copies of all of them together to other boxes, in one direction.
+    network_bytes_per_s: TotalRate | None = None
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,11 @@ class Machine:
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
+    def gpu_name(self) -> str | None:
+        """The name of the GPU; None if it is not known."""
+        return None if self.gpu is None else self.gpu.name
+
+    @property
     def out_of_place_share(self) -> float:
         """The measured `cpu_out_of_place_share`, or an assumed one if not known."""
         return (
@@ -239,6 +246,21 @@ class Machine:
             if rate is not None and master == "remainder"
             else rate
         )
+
+    def ring_bytes_per_s(self, ranks: int, stride: int = 1) -> float | None:
+        """Return the rate at which each of `ranks` ranks sends in a ring; None: not
+        known.
+
+        A ring of several boxes passes each byte from box to box once, over the links of
+        the box together (bus bandwidth in nccl-tests' doc/PERFORMANCE.md). So many
+        rings share them as there are ranks between two of one, its `stride`."""
+        peer = self.gpu.peer_bytes_per_s if self.gpu is not None else None
+        peer = peer or self.h2d_bytes_per_s
+        if self.box is None or ranks * stride <= self.box.ranks:
+            return peer
+        network = self.box.network_bytes_per_s
+        rates = (peer, network and network / min(stride, self.box.ranks))
+        return min((rate for rate in rates if rate), default=None)
 
     def for_ranks(self, ranks: int) -> Machine:
         """Return the machine with the rates of one of `ranks` ranks that share the box.

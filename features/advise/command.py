@@ -116,6 +116,65 @@ def plan(
             min=1,
         ),
     ] = None,
+    head_size: Annotated[
+        int | None,
+        options.valued(
+            "N",
+            "Width of a head, also where heads times it is not the layer's width.",
+            "by --heads",
+            rich_help_panel=SHAPE,
+            min=1,
+        ),
+    ] = None,
+    kv_heads: Annotated[
+        int | None,
+        options.valued(
+            "N",
+            "Heads of keys and values (grouped queries).",
+            "as --heads",
+            rich_help_panel=SHAPE,
+            min=1,
+        ),
+    ] = None,
+    feed_forward: Annotated[
+        Literal["gated", "plain"],
+        options.valued(
+            "KIND",
+            "Feed-forward network: gated (three matrices) or plain (two).",
+            rich_help_panel=SHAPE,
+        ),
+    ] = "gated",
+    tied: Annotated[
+        bool | None,
+        typer.Option(
+            "--tied/--untied",
+            help="Input and output share the embedding (default: by the parameters).",
+            rich_help_panel=SHAPE,
+        ),
+    ] = None,
+    experts: Annotated[
+        int,
+        options.valued(
+            "N",
+            "Experts of a layer; --params counts all.",
+            rich_help_panel=SHAPE,
+            min=1,
+        ),
+    ] = 1,
+    active_experts: Annotated[
+        int,
+        options.valued("N", "Experts that a token uses.", rich_help_panel=SHAPE, min=1),
+    ] = 1,
+    tensor_parallel: Annotated[
+        int,
+        options.valued(
+            "N", "Ranks that share each layer.", rich_help_panel=SHAPE, min=1
+        ),
+    ] = 1,
+    pipeline_parallel: Annotated[
+        int,
+        options.valued("N", "Pipeline stages of layers.", rich_help_panel=SHAPE, min=1),
+    ] = 1,
     runtime: Annotated[
         Literal["fused", "eager", "deepspeed"] | None,
         options.valued(
@@ -181,7 +240,12 @@ def plan(
     has_shape = (
         layers is not None and hidden is not None and (ranks or 1) == len(machines) == 1
     )
-    only_with_params = (layers, hidden, heads, runtime, attention, checkpointing)
+    only_with_params = (
+        *(layers, hidden, heads, head_size, kv_heads, tied is not None),
+        *(feed_forward != "gated", experts > 1, active_experts > 1),
+        *(tensor_parallel > 1, pipeline_parallel > 1),
+        *(runtime, attention, checkpointing),
+    )
     _check_source(
         (len(traces), workload, params),
         has_layers=has_shape or bool(traces) or save_workload is None,
@@ -205,7 +269,21 @@ def plan(
     recording = open_trace(Path(traces[0])) if traces else None
     job = sources.job_of_files(recording, workload, batch) or sources.job_of_size(
         decoder.shape_of(
-            params or 0, sequence or 2048, vocabulary, layers, hidden, heads or 0
+            params or 0,
+            sequence or 2048,
+            vocabulary,
+            layers,
+            hidden,
+            heads or 0,
+            decoder.LayerParts(
+                head_size=head_size,
+                key_value_heads=kv_heads,
+                is_gated=feed_forward == "gated",
+                is_tied=tied,
+                experts=experts,
+                active_experts=active_experts,
+                parallel=decoder.Parallelism(tensor_parallel, pipeline_parallel),
+            ),
         ),
         batch,
         checkpointing,
@@ -291,8 +369,8 @@ def _check_source(
         )
     if params is None and has_options:
         raise typer.BadParameter(
-            "--layers, --hidden, --heads, --runtime, --attention, --checkpointing need "
-            "--params"
+            "options of the model (--layers, --heads, --runtime, --checkpointing and "
+            "others) need --params"
         )
 
 

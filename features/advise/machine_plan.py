@@ -60,6 +60,7 @@ from ebbtide.interleave.simulation.bound import min_iteration_s
 from ebbtide.interleave.simulation.simulator import Steps
 from ebbtide.machines.accuracy import accuracy_of
 from ebbtide.machines.catalog import MachineArgument, find_machine, preset, presets
+from ebbtide.machines.evidence import EvidenceRange
 from ebbtide.machines.machine import Machine, unified_memory_text
 from ebbtide.profiler.trace import Trace
 
@@ -123,7 +124,8 @@ class PlacedJob:
 
     def time(self, steps: Steps) -> PolicyTime:
         """Return the range of a policy's iteration here."""
-        return policy_time(steps, self.shared, self.placed.times.factor)
+        times = self.placed.times
+        return policy_time(steps, self.shared, times.factor, times.evidence)
 
     @property
     def ranks_per_host(self) -> int:
@@ -233,6 +235,16 @@ class MachinePlan:
         return lines_to_paste(self.choice, own.context, pasted)
 
     @property
+    def evidence(self) -> EvidenceRange | None:
+        """The evidence of the range of the iteration; None: its times were measured."""
+        return self.placed.placed.times.evidence
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether the range of the iteration is a guess."""
+        return self.evidence is not None and self.evidence.is_guess
+
+    @property
     def code(self) -> str | None:
         """Lines of Python for the script; None where nothing fits."""
         return None if self.lines is None else self.lines.python
@@ -311,6 +323,8 @@ class MachinePlan:
                 values |= zip(keys, value or [None] * len(keys), strict=True)
         values |= {
             "advice": self.advice and self.advice.as_json(),
+            "evidence": self.evidence and self.evidence.text,
+            "is_guess": self.is_guess,
             "code": self.code,
             "lines": self.lines,
             "policies": [time.as_json() for time in self.policies],
@@ -531,7 +545,7 @@ def _notes(own: PlacedJob) -> tuple[str, ...]:
         notes.append(
             f"uses {per_host} of {box.ranks} GPUs of a host, whose price counts in full"
         )
-    if own.hosts > 1:
+    if own.hosts > 1 and (box is None or box.network_bytes_per_s is None):
         notes.append(NETWORK_NOTE)
     return tuple(filter(None, (*notes, unified_memory_text(own.machine))))
 

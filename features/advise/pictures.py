@@ -69,7 +69,7 @@ def draw_plans(job: TrainingJob, plans: Sequence[MachinePlan]) -> Figure:
         target.tick_params(axis="x", labelsize=7.5)
     figure.suptitle(f"{job.workload.name}: predicted", x=0.01, ha="left", fontsize=11)
     figure.supxlabel(
-        "Memory of a rank; grey: what it has. Lines: ranges that hold with a probability of 80 %.", x=0.01, ha="left",
+        "Memory of a rank; grey: what it has. Lines: ranges of 80 %; dashed: a guess, few known jobs are like it.", x=0.01, ha="left",
         fontsize=8, color="#555555",
     )  # fmt: skip
     return figure
@@ -122,6 +122,8 @@ def _draw_ranges(
             lw=3,
             alpha=0.45,
             solid_capstyle="butt",
+            dash_capstyle="butt",
+            linestyle=(0, (1, 1)) if plan.is_guess else "solid",
         )
         axes.plot([likely], [row], "o", color=panel.color, ms=5)
         write_figure(axes, row, high, f"{likely:,.{digits_of(likely)}f}")

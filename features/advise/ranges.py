@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 from ebbtide.interleave.simulation.simulator import Steps, simulate_steps
 from ebbtide.json_files import section
 from ebbtide.machines.accuracy import accuracy_of, uncertainty_of
+from ebbtide.machines.evidence import EvidenceRange
 from ebbtide.machines.kernels.efficiency import DEVIATIONS_OF_RANGE
 from ebbtide.machines.machine import Machine
 
 # Updates of published runs were predicted within about this factor by machines fitted
 # to others (docs/validation.md).
 _MODEL_FACTOR = 1.02
+_NO_OFFLOAD = "gpu-only"
 # Policies whose updates consist of the same operations.
 _SAME_OPERATIONS = {"twin-flow": "zero-offload"}
 
@@ -53,14 +55,29 @@ class PolicyTime(NamedTuple):
         }
 
 
-def policy_time(steps: Steps, machine: Machine, compute_factor: float) -> PolicyTime:
+def policy_time(
+    steps: Steps,
+    machine: Machine,
+    compute_factor: float,
+    evidence: EvidenceRange | None = None,
+) -> PolicyTime:
     """Return the range of a policy's mean iteration on the machine that it was
     simulated on. The plan is simulated again with each uncertain rate, and the compute
     (within `compute_factor`), a standard error lower and higher. Changes of the
     logarithm are summed as squares, each direction apart, and extended to the 10th and
-    the 90th percentile. A fit to runs of the policy has its residuals instead."""
+    the 90th percentile. A fit to runs of the policy has its residuals instead. Compute
+    that was predicted has the range of its evidence, which is that of a whole iteration
+    where nothing is offloaded."""
     likely = steps.iteration_s
+    likely_ms = likely * 1e3
+    if evidence is not None and steps.plan.policy == _NO_OFFLOAD:
+        ends_ms = likely_ms * evidence.low, likely_ms * evidence.high
+        return PolicyTime(steps.plan.policy, Range(likely_ms, *ends_ms))
     squares = {True: math.log(_MODEL_FACTOR) ** 2, False: math.log(_MODEL_FACTOR) ** 2}
+    if evidence is not None:
+        compute_factor = 1.0
+        for side, end in ((True, evidence.high), (False, evidence.low)):
+            squares[side] = (math.log(end) / DEVIATIONS_OF_RANGE) ** 2
     for iteration_s in _varied(steps, machine, compute_factor) if likely > 0 else ():
         change = math.log(iteration_s / likely)
         squares[change > 0] += change**2
@@ -68,7 +85,6 @@ def policy_time(steps: Steps, machine: Machine, compute_factor: float) -> Policy
         math.exp(DEVIATIONS_OF_RANGE * math.sqrt(squares[side]))
         for side in (False, True)
     )
-    likely_ms = likely * 1e3
     ms = Range(likely_ms, likely_ms / shorter, likely_ms * longer)
     return PolicyTime(steps.plan.policy, ms)
 

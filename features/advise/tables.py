@@ -11,7 +11,7 @@ from ebbtide.features.advise.machine_plan import JobPlans, MachinePlan
 from ebbtide.features.advise.ranges import Range
 from ebbtide.interleave.replay.inputs import NETWORK_NOTE
 from ebbtide.interleave.replay.tables import FITS_TEXTS
-from ebbtide.machines.accuracy import DATA_SHEETS, ranges_text
+from ebbtide.machines.accuracy import DATA_SHEETS
 from ebbtide.machines.machine import Machine
 from ebbtide.units import NO_VALUE, count_text, counted
 
@@ -28,7 +28,7 @@ def plan_view(answer: JobPlans, max_plans: int | None = None) -> View:
     job, plans, here = answer.job, answer.ordered(), answer.here
     yield from _answer(job, plans, here)
     remarks = [*answer.remarks]
-    if any((plan.hosts or 1) > 1 for plan in plans[:max_plans]):
+    if any(NETWORK_NOTE in plan.notes for plan in plans[:max_plans]):
         remarks.append(NETWORK_NOTE)
     remarks += [*_smallest_machine(plans, answer.smallest), _job_text(job)]
     remarks += [f"note: {note}" for note in job.notes]
@@ -95,9 +95,9 @@ def _plans_table(plans: Sequence[MachinePlan], max_plans: int | None) -> Table:
         text("machine", "machine"),
         text("needs", fits_text),
         device,
-        text("s/iteration", lambda plan: _range(plan.iteration, 1e3)),
-        text("tokens/s", lambda plan: _range(plan.tokens_per_s)),
-        text("cost/1e9 tokens", lambda plan: _range(plan.cost)),
+        text("s/iteration", lambda plan: _range(plan, plan.iteration, 1e3)),
+        text("tokens/s", lambda plan: _range(plan, plan.tokens_per_s)),
+        text("cost/1e9 tokens", lambda plan: _range(plan, plan.cost)),
         text("policy", "policy"),
         text("limited by", "limited_by"),
     ]
@@ -111,9 +111,13 @@ def _plans_table(plans: Sequence[MachinePlan], max_plans: int | None) -> Table:
 
 def _plans_note(plans: Sequence[MachinePlan], host_binds: bool) -> str:
     """Return what the figures of the table are of, and how far they hold."""
-    gpu = plans[0].placed.machine.gpu
-    gpu_name = "all" if len(plans) > 1 else (gpu and gpu.name) or ""
-    note = f"{ranges_text(gpu_name)}; memory is that of a rank."
+    evidence = plans[0].evidence
+    basis = "by the uncertainty of rates" if evidence is None else evidence.text
+    if evidence is not None and len(plans) > 1:
+        basis = f"{plans[0].machine}: {basis}"
+    note = f"80 % range; {basis}. Memory is that of a rank."
+    if len(plans) > 1 and any(plan.is_guess for plan in plans):
+        note += " ?: a guess, fewer than 3 projects are like it."
     if host_binds:
         note += f" Of host memory {100 * SYSTEM_SHARE:.0f} % stays for the system."
     on_host = sorted({plan.ranks_per_host for plan in plans if plan.ranks_per_host})
@@ -205,7 +209,7 @@ def policies_table(plan: MachinePlan) -> Table:
     )
     return Table(
         "policies",
-        "Other policies that fit",
+        f"Other policies that fit{': ranges are guesses' * plan.is_guess}",
         columns,
         plan.policies if len(plan.policies) > 1 else (),
     )
@@ -218,13 +222,14 @@ def fits_text(plan: MachinePlan) -> str:
     return "nothing" if plan.fits else "does not fit"
 
 
-def _range(span: Range | None, scale: float = 1.0) -> str | None:
-    """Return a range with three digits at its high end."""
+def _range(plan: MachinePlan, span: Range | None, scale: float = 1.0) -> str | None:
+    """Return a range with three digits at its high end, marked if it is a guess."""
     if span is None:
         return None
     high = span.high / scale
     digits = digits_of(high)
-    return f"{span.low / scale:,.{digits}f}-{high:,.{digits}f}"
+    mark = "?" * plan.is_guess
+    return f"{span.low / scale:,.{digits}f}-{high:,.{digits}f}{mark}"
 
 
 def _of(size: float | None, capacity: float | None) -> str | None:

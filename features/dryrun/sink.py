@@ -18,11 +18,14 @@ from ebbtide.machines.machine import Machine
 
 class Charge(NamedTuple):
     """The cost of an operation: a kernel that takes `list_tensors` as lists, or
-    `host_bytes` to move; neither: a view."""
+    `host_bytes` to move; neither: a view.
+
+    `is_free`: it takes no time of the host, which runs compiled code."""
 
     work: KernelWork | None = None
     list_tensors: int = 0
     host_bytes: int | None = None
+    is_free: bool = False
 
 
 class Sink:
@@ -59,8 +62,11 @@ class Sink:
         """
         if charge.work is not None:
             in_engine = in_backward and not self.phases.module_names
-            self.clock.run_host(_launch_cost(charge.list_tensors, in_engine))
+            if not charge.is_free:
+                self.clock.run_host(_launch_cost(charge.list_tensors, in_engine))
             self.clock.run_kernel(charge.work)
+        elif charge.is_free:
+            return
         elif charge.host_bytes is None:
             self.clock.run_host(priors.VIEW_NS)
         elif self.clock.in_job and charge.host_bytes:

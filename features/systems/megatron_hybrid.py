@@ -4,6 +4,7 @@ from bisect import bisect_left
 from dataclasses import replace
 from itertools import accumulate
 
+from ebbtide.features.systems.torch_updates import THREADS, with_torch_rate
 from ebbtide.interleave.model.plan import Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies.plan_builder import PlanBuilder
@@ -15,7 +16,13 @@ from ebbtide.state_bytes import MASTER_BYTES
 _RUN = SystemRun("megatron-hybrid:0.5,overlap=copies", 30, ())
 
 
-@system("megatron-hybrid", _RUN, overlap=("none", "copies"), masters=("cpu", "gpu"))
+@system(
+    "megatron-hybrid",
+    _RUN,
+    overlap=("none", "copies"),
+    masters=("cpu", "gpu"),
+    threads=THREADS,
+)
 def megatron_hybrid(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Update the fraction F of the parameters on the CPU and the rest on the GPU, as
     Megatron-LM's HybridDeviceOptimizer does.
@@ -23,7 +30,8 @@ def megatron_hybrid(workload: Workload, machine: Machine, policy: Policy) -> Pla
     F is rounded up to whole subgroups, the first ones. Gradients and parameters cross
     the link in fp32, at the step: all gradients, then all updates, then all parameters;
     with `overlap=copies` each as soon as it can. With `masters=gpu` the GPU keeps fp32
-    masters of all parameters, as without --use-precision-aware-optimizer."""
+    masters of all parameters, as without --use-precision-aware-optimizer. torch's fused
+    AdamW updates, on one thread or `threads=all`."""
     fraction = policy.number("the fraction on the CPU", None, 0.0, 1.0)
     builder = PlanBuilder(policy.text, workload)
     on_cpu = range(
@@ -41,7 +49,7 @@ def megatron_hybrid(workload: Workload, machine: Machine, policy: Policy) -> Pla
     for subgroup, update in zip(on_cpu, updates, strict=True):
         after = (update,) if policy.overlap == "copies" else (update, updates[-1])
         builder.upload_masters(subgroup, after, staged=not keeps_masters)
-    plan = builder.plan()
+    plan = with_torch_rate(builder.plan(), workload, machine, policy)
     if not keeps_masters:
         return plan
     masters_bytes = MASTER_BYTES * sum(builder.sizes[subgroup] for subgroup in on_cpu)

@@ -6,6 +6,7 @@ clip gradients.
 
 from dataclasses import replace
 
+from ebbtide.features.systems.torch_updates import THREADS, with_torch_rate
 from ebbtide.interleave.model.operations import CLIPPING_FIRST, ONE_UPLOAD, Departures
 from ebbtide.interleave.model.plan import Plan, backward_points, forward_points
 from ebbtide.interleave.model.workload import Workload
@@ -15,14 +16,15 @@ from ebbtide.machines.machine import Machine
 from ebbtide.state_bytes import MASTER_BYTES, STATE_BYTES
 
 
-@system("fsdp2-offload", SystemRun("fsdp2-offload", 70))
+@system("fsdp2-offload", SystemRun("fsdp2-offload", 70), threads=THREADS)
 def fsdp2_offload(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Keep parameters and state on the host and update all on the CPU at the step, as
     FSDP2 does with CPUOffloadPolicy.
 
     Gradients are copied to the host in fp32 within the backward. Parameters are copied
     to the device twice, in fp32: before the forward and before the backward of each
-    subgroup uses them. The forward waits for them."""
+    subgroup uses them. The forward waits for them. torch's fused AdamW updates, on one
+    thread or `threads=all`."""
     policy.reject_value()
     builder = PlanBuilder(policy.text, workload)
     needed, count = forward_points(workload), len(builder.sizes)
@@ -34,7 +36,7 @@ def fsdp2_offload(workload: Workload, machine: Machine, policy: Policy) -> Plan:
         builder.add(
             "upload", "h2d", subgroup, MASTER_BYTES, (update,), due=needed[subgroup]
         )
-    plan = builder.plan(validate=False)
+    plan = with_torch_rate(builder.plan(validate=False), workload, machine, policy)
     return replace(plan, departures=Departures(frozenset({ONE_UPLOAD}))).validate(
         workload
     )
@@ -79,6 +81,7 @@ def torchao(workload: Workload, machine: Machine, policy: Policy) -> Plan:
             builder.ops[update].start,
         )
     plan = _plan(builder, workload, "torchao")
+    plan = with_torch_rate(plan, workload, machine, policy)
     if workload.state_bytes < STATE_BYTES:
         return plan
     no_masters = (

@@ -21,7 +21,7 @@ class RecordedJob:
     """The settings of a job, as far as they are known.
 
     `state_bytes`: bytes of optimizer state per parameter. `own_update_s`: the length of
-    its update; None: the state is not on the device. `policy`: its own one.
+    its update, all state on the device; None: not known. `policy`: its own one.
     `iteration_s`: its recorded iteration on the machine named `machine`; None:
     predicted, or not known.
     """
@@ -152,8 +152,10 @@ def own_job(workload: Workload, job: RecordedJob | None) -> Workload:
 
     A job whose state is on the device today has its own state and update.
     """
-    if job is None or job.state_bytes is None:
+    if job is None:
         return workload
+    if job.state_bytes is None:
+        return replace(workload, own_update_s=job.own_update_s)
     # Its gradients are in the memory that it takes already, or in the memory of layers.
     stay = workload.gradients_held_until_step or not workload.layers
     return replace(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbtide.analysis.metrics.prediction import evidence_of
 from ebbtide.analysis.plot import draw
 from ebbtide.cli import run
 from ebbtide.features.export.chrome_trace import write_chrome_trace
@@ -63,11 +64,25 @@ def test_commands__say_that_a_trace_is_predicted(
         assert json.loads(capsys.readouterr().out)["predicted"] is True
 
 
+def test_report__says_how_far_to_trust_the_iteration(
+    predicted: Trace, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    assert run(["report", str(predicted.path), "-o", str(page)]) == 0
+    evidence = evidence_of(predicted)
+    assert evidence is not None
+    assert f"80 % range; {evidence.text}" in page.read_text()
+
+
 def test_summary__has_the_range_of_each_time(predicted: Trace, capsys: Printed) -> None:
     assert run(["summary", str(predicted.path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
+    evidence = evidence_of(predicted)
+    assert evidence is not None
+    ends = [3.0 * factor for factor in (evidence.low, evidence.high)]
+    assert [printed[f"iteration_{end}_ms"] for end in ("low", "high")] == ends
+    assert printed["range_is_guess"] is evidence.is_guess
     # The medians of iterations 1 and 2.
-    assert (printed["iteration_low_ms"], printed["iteration_high_ms"]) == (2.5, 4.5)
     ranges = {
         phase["phase"]: (phase["low_ms"], phase["high_ms"])
         for phase in printed["phases"]

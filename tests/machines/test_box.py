@@ -31,7 +31,19 @@ SHARED = Machine(
     ),
 )
 totals = st.none() | st.floats(1e6, 1e13)
-boxes = st.builds(Box, st.integers(1, 64), totals, totals, totals, totals)
+boxes = st.builds(Box, st.integers(1, 64), totals, totals, totals, totals, totals)
+
+
+def test_ring_bytes_per_s__of_several_boxes_is_that_of_their_links() -> None:
+    """PCIe of 25 GB/s between GPUs without a rate of their own."""
+    box = replace(SHARED.box or Box(2), network_bytes_per_s=12.5e9)
+    machine = replace(SHARED, box=box)
+    assert [machine.ring_bytes_per_s(ranks) for ranks in (2, 3)] == [25e9, 12.5e9]
+    # Links that are faster than those between GPUs, and links that are not known.
+    fast = replace(machine, box=replace(box, network_bytes_per_s=100e9))
+    assert fast.ring_bytes_per_s(4) == SHARED.ring_bytes_per_s(4) == 25e9
+    # With one rank on each host, two are two boxes.
+    assert machine.for_ranks(1).ring_bytes_per_s(2) == 12.5e9
 
 
 @pytest.mark.parametrize(

@@ -257,8 +257,10 @@ def test_with_host__takes_what_is_not_stated_from_the_own_host() -> None:
     # CPUs are not taken from the own host where cores are stated.
     assert (
         with_host(machine, "32-cores").extra["host"]["spec"]
-        == "ddr5-4800-16ch,32-cores,pcie5x16,2048GiB,8-ranks"
+        == "ddr5-4800-16ch,32-cores,pcie5x16,2048GiB,8-ranks,8x400Gbit"
     )
+    slower = with_host(machine, "1x100Gbit").box
+    assert slower == replace(machine.box or Box(8), network_bytes_per_s=12.5e9)
 
 
 def test_with_host__a_fitted_machine_is_fitted_no_more() -> None:

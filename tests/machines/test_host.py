@@ -31,6 +31,7 @@ hosts = st.builds(
     | st.just("nvlink-c2c"),
     st.integers(1, 16),
     st.integers(1, 1024),
+    st.none() | st.builds("{}x{}gbit".format, st.integers(1, 99), st.integers(1, 999)),
 )
 
 
@@ -70,6 +71,8 @@ REFUSED = [
         "500MB",
         "1e30",
         "2048-ranks",
+        "0x400Gbit",
+        "8x400Gb",
     ),
     *(
         "ddr5-2ch,ddr4-2ch",

@@ -229,5 +229,6 @@ def test_load_machine__reads_a_file_of_version_0_2_0() -> None:
         for key, value in json.loads(path.read_text()).items()
         if value is not None
     }
+    stated["box"]["network_bytes_per_s"] = None  # a key of later versions
     read = load_machine(path).as_json()
     assert {key: read.get(key) for key in stated} == stated

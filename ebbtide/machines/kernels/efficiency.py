@@ -73,6 +73,7 @@ class Evidence(NamedTuple):
 
 
 PRODUCT, FLASH_2, FLASH_3, CUDNN = "product", "flash2", "flash3", "cudnn"
+EFFICIENT = "efficient"  # torch's memory-efficient attention, made of CUTLASS
 # A job differs by so much from others on the same card (clocks, versions, shapes), and
 # a card from others of its class. Attention in jobs reached 0.87 (A100, RTX 5090) to
 # 0.98 (H100) of what the same kernels reach alone.
@@ -117,19 +118,37 @@ EVIDENCE = (
 OTHER_TYPES = {"float8": 0.92, "tf32": 0.93}
 # A backward of attention over its forward: 0.86 to 0.87 of the rate on A100 and H100.
 BACKWARD_OF_ATTENTION = 0.87
+# FlashAttention-2 takes 0.5 to 0.6 of the time of xformers' kernel, which torch has as
+# its memory-efficient one (A100, sequences from 2,048 on; Dao 2023, figures 4 to 6).
+_EFFICIENT_OF_FLASH_2 = 0.55
 # Elements of the result that all processors work on at a time: 120 tiles of 128 x 128.
 # A product of n such waves has the share n / (n + 1) of its rate. On A100 (NVIDIA,
 # figure for cubes) that gives 0.35, 0.68, 0.83 and 0.90 of the best rate for 1024,
 # 2048, 3072 and 4096; measured are 0.30, 0.67, 0.81 and 0.89. Below one wave tiles get
 # smaller.
 _WAVE_ELEMENTS = 120 * 128 * 128
+# A result of few tiles with a long inner dimension is cut along that dimension, too
+# (split-K of cuBLAS and CUTLASS, "Efficient GEMM"), so that up to so many waves are
+# filled by pieces of at least so many inner elements.
+_SPLIT_WAVES, _SPLIT_LENGTH = 2, 1024
 # One whose smallest dimension is d reaches d / (d + 32) of this: its tiles are not
 # filled.
 _SMALL_DIMENSION = 32
-# Without rows at multiples of 16 B, other kernels are taken: 3 times the time
-# (vocabulary of 128,003; Netflix 2026, "Scaling LLM Post-Training") to 5 times (GPT-2
-# with 50,257 on H200, with the loss; benchmarks/accuracy).
-_NOT_ALIGNED = 0.25
+# Outside of the matrix units a tile of a 16th of the elements, 32 x 32, keeps a
+# processor as busy: these units take 8 (A100, RTX 4090) to 16 times as long (H100).
+_PLAIN_TILE_SHARE = 1 / 16
+# Without rows at multiples of 16 B, other kernels are taken. With odd rows of 2 B they
+# take 3 times the time (vocabulary of 128,003; Netflix 2026, "Scaling LLM
+# Post-Training") to 5 times (GPT-2 with 50,257 on H200, with the loss;
+# benchmarks/accuracy). Between, at 4 and 8 B, interpolated: loads are as many times as
+# long.
+_ALIGNMENT_BYTES, _LEAST_ALIGNMENT, _NOT_ALIGNED = 16, 2, 0.25
+# Cards run above the clock of their data sheet's peak by at most this: RTX 3090 2,100
+# instead of 1,695 MHz (`nvidia-smi -q`: Max Clocks). Others do not: their power limits
+# them.
+_CLOCK_LIMITS = {CardClass.GEFORCE: 1.25}
+# Heads for which FlashAttention has kernels; others run the next larger one.
+_FLASH_HEADS = (32, 64, 96, 128, 160, 192, 256)
 # Attention over sequences of s reaches s / (s + 400): FlashAttention-3 and cuDNN on
 # H100, 512 to 16,384.
 _SHORT_SEQUENCE = 400
@@ -193,30 +212,59 @@ def card_class_of(gpu: GpuCompute) -> CardClass:
     return by_capability.get(capability, CardClass.OTHER)
 
 
-def product_factor(
-    result_elements: float, smallest_dimension: float, is_aligned: bool = True
-) -> float:
+def peak_limit(card_class: CardClass) -> float:
+    """Return the share of a data sheet's peak that no kernel of a GPU exceeds."""
+    return _CLOCK_LIMITS.get(card_class, 1.0)
+
+
+class ProductSize(NamedTuple):
+    """The size of a matrix product, or of a convolution as one."""
+
+    result_elements: float
+    smallest_dimension: float
+    inner: float = 0.0  # Elements of each sum; 0: not known.
+    # Rows of all matrices begin at multiples of so many bytes.
+    alignment_bytes: int = _ALIGNMENT_BYTES
+
+
+def product_factor(size: ProductSize, *, plain: bool = False) -> float:
     """Return the share of large products' rate that one of this size reaches.
 
-    It is the rate in half precision.
+    `plain`: outside of the matrix units, which need no alignment.
     """
-    waves = result_elements / _WAVE_ELEMENTS
+    scale = _PLAIN_TILE_SHARE if plain else 1.0
+    waves = size.result_elements / _WAVE_ELEMENTS / scale
+    split = min(_SPLIT_WAVES, waves * size.inner / _SPLIT_LENGTH)
+    waves = max(waves, split)
     filled = waves / (waves + 1) if waves > 1 else math.sqrt(waves) / 2
-    return (
-        filled
-        * smallest_dimension
-        / (smallest_dimension + _SMALL_DIMENSION)
-        * (1.0 if is_aligned else _NOT_ALIGNED)
-    )
+    unfilled = _SMALL_DIMENSION * math.sqrt(scale)
+    factor = filled * size.smallest_dimension / (size.smallest_dimension + unfilled)
+    return factor if plain else factor * _alignment_factor(size.alignment_bytes)
 
 
-def attention_factor(sequence: float, head_size: float, card_class: CardClass) -> float:
+def _alignment_factor(alignment_bytes: int) -> float:
+    aligned = max(alignment_bytes, _LEAST_ALIGNMENT) / _ALIGNMENT_BYTES
+    exponent = math.log(_NOT_ALIGNED, _LEAST_ALIGNMENT / _ALIGNMENT_BYTES)
+    return math.pow(min(1.0, aligned), exponent)
+
+
+class AttentionSize(NamedTuple):
+    """The size of attention, and its implementation."""
+
+    sequence: float
+    head_size: float
+    implementation: str = FLASH_2
+
+
+def attention_factor(size: AttentionSize, card_class: CardClass) -> float:
     """Return the share of a rate that attention of this size reaches.
 
     It is the rate on long sequences and heads of 128.
     """
-    heads = math.pow(
-        min(1.0, head_size / _FULL_HEAD),
-        _HEAD_EXPONENTS.get(card_class, _HEAD_EXPONENT),
-    )
-    return sequence / (sequence + _SHORT_SEQUENCE) * heads
+    exponent = _HEAD_EXPONENTS.get(card_class, _HEAD_EXPONENT)
+    heads = math.pow(min(1.0, size.head_size / _FULL_HEAD), exponent)
+    factor = size.sequence / (size.sequence + _SHORT_SEQUENCE) * heads
+    if size.implementation == EFFICIENT:
+        return factor * _EFFICIENT_OF_FLASH_2
+    kernels = (head for head in _FLASH_HEADS if head >= size.head_size)
+    return factor * size.head_size / next(kernels, size.head_size)

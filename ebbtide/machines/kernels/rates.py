@@ -4,15 +4,16 @@ The time is under fast, typical and slow assumptions.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from ebbtide.machines.kernels import efficiency
 from ebbtide.machines.kernels import time_priors as priors
-from ebbtide.machines.kernels.efficiency import FLASH_2, PRODUCT
+from ebbtide.machines.kernels.efficiency import EFFICIENT, FLASH_2, PRODUCT
 from ebbtide.machines.kernels.time_priors import CASES, PriorRange, WorkClass
 from ebbtide.machines.machine import GpuCompute, Machine
 from ebbtide.machines.sheets import GPU_SHEETS
 
+ProductSize = efficiency.ProductSize
+AttentionSize = efficiency.AttentionSize
 # Where no machine states its own: a device without a name counts as one.
 _DEFAULT = GPU_SHEETS["h100-80gb"].compute
 # Where a data sheet has no rate of a type, the operation runs in the next one.
@@ -22,25 +23,6 @@ _NEXT_TYPE = {
     "float16": "tf32",
     "tf32": "float32",
 }
-
-
-class ProductSize(NamedTuple):
-    """The size of a matrix product.
-
-    It has the elements of its result, and the smallest of its three dimensions.
-    """
-
-    result_elements: float
-    smallest_dimension: float
-    is_aligned: bool = True  # Whether rows of all matrices begin at multiples of 16 B.
-
-
-class AttentionSize(NamedTuple):
-    """The size of attention, and its implementation, one of `efficiency.EVIDENCE`."""
-
-    sequence: float
-    head_size: float
-    implementation: str = FLASH_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +39,16 @@ class KernelWork:
     # GPU sends.
     bytes: float
     precision: str = "float32"
-    # Of a product, or of attention; None: large.
+    # Of a product, a convolution or attention; None: large.
     size: ProductSize | AttentionSize | None = None
     launches: int = 1
+    # Bytes that further kernels move before and after: operands in another layout, or
+    # unpacked.
+    copied_bytes: float = 0.0
     group: str | None = None  # Of a collective, its process group and number of ranks.
+    # Of a collective of several boxes, the share of the ranks of a box that take part;
+    # 0: of one box.
+    share_of_box: float = 0.0
 
 
 class GpuRates:
@@ -77,6 +65,8 @@ class GpuRates:
         self._host_bytes_per_s = (
             machine and machine.host_memory_bytes_per_s
         ) or priors.HOST_BYTES_PER_S
+        box = machine.box if machine is not None else None
+        self._network_bytes_per_s = box.network_bytes_per_s if box is not None else None
 
     def kernel_ns(self, work: KernelWork) -> list[int]:
         """Return the time of a kernel in each case.
@@ -84,26 +74,39 @@ class GpuRates:
         It is max(FLOPs / rate, bytes / rate) and a fixed time per launch.
         """
         if work.work_class is WorkClass.COLLECTIVE:
-            rate = self.gpu.peer_bytes_per_s or _DEFAULT.peer_bytes_per_s or 0.0
             return _times(
                 0.0,
                 None,
-                work.bytes / rate,
+                work.bytes / self._ring_bytes_per_s(work.share_of_box),
                 priors.COLLECTIVE_EFFICIENCY,
                 priors.COLLECTIVE_NS,
                 1,
             )
         flops_s = work.flops / self.peak(work.precision) if work.flops else 0.0
-        memory_s = work.bytes / (self.gpu.memory_bytes_per_s or 1.0)
+        rate = self.gpu.memory_bytes_per_s or 1.0
         memory = priors.MEMORY_EFFICIENCY[work.work_class]
-        return _times(
+        copy = priors.MEMORY_EFFICIENCY[WorkClass.ELEMENTWISE]
+        times = _times(
             flops_s,
             self._efficiency(work),
-            memory_s,
+            work.bytes / rate,
             memory,
             priors.KERNEL_NS,
             work.launches,
         )
+        if not work.copied_bytes:
+            return times
+        copies = _times(
+            0.0, None, work.copied_bytes / rate, copy, priors.KERNEL_NS, launches=1
+        )
+        return [sum(pair) for pair in zip(times, copies, strict=True)]
+
+    def _ring_bytes_per_s(self, share_of_box: float) -> float:
+        """Return the rate at which a rank sends; rings between boxes share the links of
+        each (`Machine.ring_bytes_per_s`)."""
+        peer = self.gpu.peer_bytes_per_s or _DEFAULT.peer_bytes_per_s or 1.0
+        network = share_of_box * (self._network_bytes_per_s or 0.0)
+        return min(peer, network) if network else peer
 
     def host_ns(self, size: int) -> list[int]:
         """Return the time in each case for the host to read and write `size` bytes."""
@@ -115,6 +118,10 @@ class GpuRates:
             priors.VIEW_NS,
             1,
         )
+
+    def least_host_ns(self, size: float) -> float:
+        """Return the time below which the host cannot move `size` bytes."""
+        return 1e9 * size / self._host_bytes_per_s
 
     def peak(self, precision: str) -> float:
         """Return the peak of a type in FLOP/s.
@@ -159,33 +166,40 @@ class GpuRates:
         )
 
     def _efficiency(self, work: KernelWork) -> PriorRange | None:
+        """Return the share of the peak of a kernel, which is never above what the card
+        can reach; None: without FLOPs."""
+        share = self._share_of_peak(work)
+        if share is None:
+            return None
+        limit = efficiency.peak_limit(self._card_class)
+        return PriorRange(*(min(limit, value) for value in share))
+
+    def _share_of_peak(self, work: KernelWork) -> PriorRange | None:
         size = work.size
+        if work.work_class is WorkClass.DEPTHWISE:
+            return priors.DEPTHWISE_EFFICIENCY
         if work.work_class is WorkClass.CONVOLUTION:
-            return priors.CONVOLUTION_EFFICIENCY
+            return self._product_share(work).times(priors.CONVOLUTION_OF_PRODUCT)
         if work.work_class is WorkClass.MATRIX:
-            factor = (
-                efficiency.product_factor(*size)
-                if isinstance(size, ProductSize)
-                else 1.0
-            )
-            if work.precision == "float32":
-                return PriorRange(
-                    *(factor * value for value in priors.FLOAT32_EFFICIENCY)
-                )
-            return self.share(PRODUCT).cases(
-                factor * efficiency.OTHER_TYPES.get(work.precision, 1.0)
-            )
+            return self._product_share(work)
         if work.work_class in (WorkClass.ATTENTION, WorkClass.ATTENTION_BACKWARD):
             backward = work.work_class is WorkClass.ATTENTION_BACKWARD
             factor = efficiency.BACKWARD_OF_ATTENTION if backward else 1.0
-            if isinstance(size, AttentionSize):
-                factor *= efficiency.attention_factor(
-                    size.sequence, size.head_size, self._card_class
-                )
-            return self.share(
-                size.implementation if isinstance(size, AttentionSize) else FLASH_2
-            ).cases(factor)
+            kind = FLASH_2
+            if isinstance(size, efficiency.AttentionSize):
+                factor *= efficiency.attention_factor(size, self._card_class)
+                kind = size.implementation
+            return self.share(FLASH_2 if kind == EFFICIENT else kind).cases(factor)
         return None
+
+    def _product_share(self, work: KernelWork) -> PriorRange:
+        is_plain, factor = work.precision == "float32", 1.0
+        if isinstance(work.size, efficiency.ProductSize):
+            factor = efficiency.product_factor(work.size, plain=is_plain)
+        if is_plain:
+            return priors.FLOAT32_EFFICIENCY.scaled(factor)
+        factor *= efficiency.OTHER_TYPES.get(work.precision, 1.0)
+        return self.share(PRODUCT).cases(factor)
 
 
 def _completed(gpu: GpuCompute) -> GpuCompute:

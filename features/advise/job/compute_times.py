@@ -16,13 +16,18 @@ from ebbtide.features.advise.job.decoder import (
     compute_span,
 )
 from ebbtide.features.advise.job.training_job import ComputeTimes, TunableSettings
+from ebbtide.machines.accuracy import evidence_for
+from ebbtide.machines.evidence import JobKind, card_of, kind_of
 from ebbtide.machines.kernels.efficiency import (
     DEVIATIONS_OF_RANGE,
     PRODUCT,
     card_class_of,
     kernel_share,
 )
-from ebbtide.machines.kernels.time_priors import COLLECTIVE_EFFICIENCY
+from ebbtide.machines.kernels.time_priors import (
+    COLLECTIVE_EFFICIENCY,
+    COLLECTIVE_NS,
+)
 from ebbtide.machines.machine import GpuCompute, Machine
 from ebbtide.profiler.trace import Trace
 from ebbtide.state_bytes import PARAM_BYTES
@@ -32,6 +37,8 @@ GATHERED_LAYERS = 2
 # Passes over all parameters that ranks move per micro-step: gathers, and the reduction
 # of gradients.
 _FORWARD_PASSES, _BACKWARD_PASSES = 1, 2
+# The same of ranks that hold a part of a replica: parameters, and gradients.
+_REPLICA_PASSES = 2
 _FULL_BYTES = 4
 # Types of matrix products by preference.
 _HALF_TYPES, _FULL_TYPES = ("bfloat16", "float16"), ("tf32", "float32")
@@ -114,12 +121,15 @@ class TransformerCompute:
             self.shape, tokens, machine, precision, self.implementation
         )
         forwards = 1 + settings.checkpointing
+        sums_s = self._sums_s(machine, tokens)
+        steps = micro_steps * self.shape.parallel.bubble(micro_steps)
         fast, typical, slow = (
-            micro_steps * (forwards * a + b)
+            steps * (forwards * (a + sums_s) + b + sums_s)
             for a, b in zip(forward, backward, strict=True)
         )
-        forward_s = micro_steps * forward.typical
+        forward_s = steps * (forward.typical + sums_s)
         flops = self.shape.forward_flops(tokens) * (3 + settings.checkpointing)
+        flops /= self.shape.parallel.ranks
         share = flops * micro_steps / typical / peak
         note = (
             f"{_PASSES} {share:.0%} of {peak / 1e12:.0f} TFLOP/s "
@@ -133,11 +143,54 @@ class TransformerCompute:
         gradients = is_exposed * _FULL_BYTES * params / ranks
         copied = gradients * self.implementation.offloaded_share
         copies_s = copied / (machine.d2h_bytes_per_s or math.inf)
-        times = ComputeTimes(
-            forward_s, typical - forward_s + copies_s, 0.0, factor, 0.0, note
+        # The kernels of an update on the device: no step of a framework is waited for.
+        rate = machine.gpu_update_params_per_s
+        update_s = None if rate is None else params / ranks / rate
+        kind = kind_of(
+            "transformer",
+            self.implementation.runtime,
+            self.shape.sequence,
+            precision,
+            ranks,
+            machine.gpu_name,
         )
-        gathered = self.param_bytes * params * micro_steps
-        return with_collectives(times, gathered, machine, ranks, is_exposed)
+        times = ComputeTimes(
+            forward_s,
+            typical - forward_s + copies_s,
+            0.0,
+            factor,
+            0.0,
+            note,
+            update_s,
+            evidence_for(kind),
+        )
+        replica = self.shape.parallel
+        if replica.ranks == 1:
+            gathered = self.param_bytes * params * micro_steps
+            return with_collectives(times, gathered, machine, ranks, is_exposed)
+        # Replicas keep their parameters: they exchange them and gradients once.
+        passes = _REPLICA_PASSES / (_FORWARD_PASSES + _BACKWARD_PASSES)
+        gathered = passes * self.param_bytes * params / replica.ranks
+        return with_collectives(
+            times,
+            gathered,
+            machine,
+            max(1, ranks // replica.ranks),
+            stride=replica.tensor,
+        )
+
+    def _sums_s(self, machine: Machine, tokens: float) -> float:
+        """Return the time of sums over ranks that share layers: two of each layer in a
+        forward, and in a backward, which nothing overlaps (Shoeybi et al. 2019,
+        "Megatron-LM", section 3)."""
+        ranks = self.shape.parallel.tensor
+        rate = machine.ring_bytes_per_s(ranks)
+        if ranks == 1 or rate is None:
+            return 0.0
+        size = 2 * (ranks - 1) / ranks * tokens * self.shape.hidden * self.param_bytes
+        own_s = size / (rate * COLLECTIVE_EFFICIENCY.typical)
+        layers = self.shape.layers / self.shape.parallel.pipeline
+        return 2 * layers * (own_s + COLLECTIVE_NS.typical / 1e9)
 
 
 @dataclass(frozen=True)
@@ -156,6 +209,8 @@ class RecordedCompute:
     param_bytes: float
     params: float
     own_update_s: float | None = None
+    # The kind of a job whose times a dry run predicted; None: they were measured.
+    kind: JobKind | None = None
 
     def times(
         self, machine: Machine, settings: TunableSettings, micro_steps: int
@@ -171,7 +226,13 @@ class RecordedCompute:
             self.own_update_s
             and self.own_update_s * ratio * self.settings.ranks / settings.ranks
         )
-        times = ComputeTimes(forward, backward, self.other_s, factor, 0.0, note, own_s)
+        evidence = None
+        if self.kind is not None:
+            card = card_of(machine.gpu_name)
+            evidence = evidence_for(self.kind._replace(card=card))
+        times = ComputeTimes(
+            forward, backward, self.other_s, factor, 0.0, note, own_s, evidence
+        )
         if self.settings.ranks > 1:
             # The recorded times have their collectives.
             return times
@@ -212,13 +273,13 @@ def with_collectives(
     machine: Machine,
     ranks: int,
     is_exposed: bool = False,
+    stride: int = 1,
 ) -> ComputeTimes:
     """Return times with the exchanges of parameters and gradients; `gathered_bytes`:
     all parameters times the micro-steps. Where it is not known how far compute hides
     them, the time is the geometric mean of the longer of both and of their sum, the
-    ends of the 80 % range."""
-    rate = machine.gpu and machine.gpu.peer_bytes_per_s
-    rate = rate or machine.h2d_bytes_per_s
+    ends of the 80 % range. `stride`: ranks between two of a ring."""
+    rate = machine.ring_bytes_per_s(ranks, stride)
     if ranks == 1 or rate is None:
         return times
     one_pass = (

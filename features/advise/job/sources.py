@@ -1,6 +1,5 @@
 """Jobs to find a machine for: of a trace, of a workload file, or of a size."""
 
-import math
 import re
 import shlex
 from collections import Counter
@@ -12,7 +11,8 @@ from ebbtide.analysis.metrics.devices import ran_on_cpu
 from ebbtide.analysis.metrics.framework_setup import framework_setup
 from ebbtide.analysis.metrics.gradient_wait import gradient_wait
 from ebbtide.analysis.metrics.job import JobMetrics
-from ebbtide.analysis.metrics.prediction import predicted_range
+from ebbtide.analysis.metrics.job_kind import kind_of_trace
+from ebbtide.analysis.metrics.prediction import is_predicted
 from ebbtide.analysis.metrics.recorded_free_memory import moment_elements
 from ebbtide.errors import WorkloadError
 from ebbtide.features.advise.job.compute_times import (
@@ -46,7 +46,6 @@ from ebbtide.interleave.replay.recorded_job import (
     state_bytes_on_device,
 )
 from ebbtide.interleave.replay.workload_from_trace import workload_of
-from ebbtide.machines.kernels.efficiency import DEVIATIONS_OF_RANGE
 from ebbtide.profiler.trace import Trace
 from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 
@@ -86,14 +85,19 @@ def job_of_size(
 ) -> TrainingJob:
     """Return a job of a decoder in bf16 with Adam, whose parameters, gradients and
     state all ranks share."""
-    ranks, micro_batch = batch.ranks or 1, batch.micro_batch or 1
-    step_tokens = ranks * micro_batch * shape.sequence
+    replica = shape.parallel.ranks
+    ranks, micro_batch = batch.ranks or replica, batch.micro_batch or 1
+    if ranks % replica:
+        raise WorkloadError(
+            f"--ranks {ranks} is not a multiple of the {replica} that share a model"
+        )
+    step_tokens = ranks // replica * micro_batch * shape.sequence
     tokens = batch.tokens or step_tokens
     micro_steps, rest = divmod(tokens, step_tokens)
     if rest or not micro_steps:
         raise WorkloadError(
             f"--tokens {tokens:,} is not a multiple of the {step_tokens:,} of ranks x "
-            "micro-batch x sequence"
+            "micro-batch x sequence (ranks that share a model count once)"
         )
     workload = replace(
         workload_of_size(JobSize(shape.params, ranks)),
@@ -120,8 +124,7 @@ def job_of_size(
         recorded=recorded,
         facts=JobFacts(total_params=shape.params),
         notes=(
-            f"assumed: {shape.layers} layers of width {shape.hidden:,}, sequence "
-            f"{shape.sequence:,}, vocabulary "
+            f"assumed: {shape.text}, sequence {shape.sequence:,}, vocabulary "
             f"{shape.vocabulary:,}, fused attention; {PARAM_BYTES} + {GRAD_BYTES} + "
             f"{STATE_BYTES} B a parameter (bf16 "
             "weights and gradients, fp32 masters and moments); memory is an estimate: "
@@ -194,6 +197,7 @@ def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
             work=recorded_kernels(trace, workload.param_bytes),
             factor=_times_factor(trace, workload),
             own_update_s=recorded.own_update_s,
+            kind=kind_of_trace(trace) if is_predicted(trace) else None,
         ),
         memory=recorded_memory(trace, workload),
         state_bytes=state_bytes_on_device(JobMetrics(trace)),
@@ -206,13 +210,8 @@ def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
 
 
 def _times_factor(trace: Trace, workload: Workload) -> float:
-    """Return the factor within which the times of a trace are known: a dry run has a
-    range with a probability of 80 %; an estimated wait for gradients that was taken off
-    the backward is known within a share of it."""
-    if (
-        span := predicted_range(trace, "iteration")
-    ) is not None and 0 < span.low_ms < span.high_ms:
-        return math.exp(math.log(span.high_ms / span.low_ms) / 2 / DEVIATIONS_OF_RANGE)
+    """Return the factor within which the times of a trace are known: an estimated wait
+    for gradients that was taken off the backward is known within a share of it."""
     wait = gradient_wait(JobMetrics(trace))
     if wait is None or wait.wait_ms <= 0 or workload.compute_s <= 0:
         return 1.0
@@ -269,11 +268,16 @@ def _memory_of_shape(
         size = kept * (steps / _STEPS_PER_PHASE) + working + at_the_end.get(number, 0.0)
         points.append(MemoryPoint(1 + number / _STEPS_PER_PHASE, gradients, size))
     points.append(MemoryPoint(3.0, gradients, 0.0))
+    replica = shape.parallel.ranks
     is_alone = settings.ranks == 1
     gathered = min(
         GATHERED_LAYERS * workload.param_bytes * shape.layer_params + _REDUCE_BYTES,
         2.0 * shape.params,
     )
+    if replica > 1:
+        # A rank keeps the parameters and gradients of its part.
+        others = shape.params / replica - workload.params
+        gathered = (workload.param_bytes + workload.grad_bytes) * others
     inputs = shape.kept_bytes(tokens, True) + shape.layer_bytes(tokens)
     checkpointed = (inputs * _FRAGMENTATION + 2 * logits) / (kept + 2 * logits)
     return OwnMemory(

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.replay.recorded_job import RecordedJob
+from ebbtide.machines.evidence import EvidenceRange
 from ebbtide.machines.machine import Machine
 
 
@@ -37,6 +38,9 @@ class ComputeTimes:
     collectives_s: float
     note: str  # The source of the times, for people.
     own_update_s: float | None = None  # See `Workload`.
+    # The range of an iteration by jobs that are like it, and how far to trust it; None:
+    # the times were measured.
+    evidence: EvidenceRange | None = None
 
 
 class Compute(Protocol):

@@ -19,7 +19,7 @@ from ebbtide.features.dryrun.torch_2_13.batch_lengths import BatchLengths
 from ebbtide.features.dryrun.torch_2_13.device.attention import (
     AttentionChoice,
     register_attention,
-    register_fused_norms,
+    register_whole_operations,
 )
 from ebbtide.features.dryrun.torch_2_13.device.cuda_build import leave_out_device_code
 from ebbtide.features.dryrun.torch_2_13.device.cuda_stubs import CudaStubs
@@ -138,7 +138,8 @@ class Backend:
             )
         if self.libraries.compiles:
             notes.append(
-                "torch.compile was left out: the memory is that of the eager model"
+                "torch.compile was left out: the memory is that of the eager model, "
+                "the times are those of fused kernels"
             )
         if self.mode.shapes.bounds:
             names = _counted(self.mode.shapes.bounds)
@@ -173,7 +174,7 @@ class Backend:
         library = register_attention(self.attention)
         patches.on_undo(library._destroy)
         if not torch.version.cuda:
-            register_fused_norms(library)
+            register_whole_operations(library)
         register_missing_kernels(library, patches)
 
 

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer import BadParameter
 
 from ebbtide.cli import run
+from ebbtide.cli.options import count
 from ebbtide.features.advise import whole_job
-from ebbtide.machines.accuracy import ranges_text
+from ebbtide.features.advise.job import compute_times
+from ebbtide.machines.evidence import EvidenceRange
 from tests.features.advise.jobs import gpu_machine
 from tests.features.advise.test_levers import lora_trace
 from tests.interleave.job_files import write_files
@@ -27,6 +30,7 @@ KEYS = {
     "iteration_high_ms", "tokens_per_s", "cost_per_billion_tokens", "limited_by", "code",
 }  # fmt: skip
 SIZE = "--params 2e9 --layers 6 --hidden 5120"
+ENDS = "low", "high"
 # Without the search of `adaptive`.
 FEW = f"{SIZE} --policy gpu-only --policy zero-offload"
 
@@ -332,7 +336,37 @@ def test_plan__prints_the_first_plans_by_the_middle_of_their_ranges(
     assert "\nThe first " not in capsys.readouterr().out
 
 
-def test_plan__with_one_machine_has_the_record_of_its_card(capsys: Printed) -> None:
+@pytest.mark.parametrize("count", [2, 3])
+def test_plan__marks_a_range_with_few_projects_as_a_guess(
+    count: int, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text says which projects are like the job, and how often they were held."""
+    span = EvidenceRange(0.5, 2.0, ("first", "second", "third")[:count], count - 1.0)
+    monkeypatch.setattr(compute_times, "evidence_for", lambda kind: span)
+    command = f"plan {FEW} --ranks 1 --micro-batch 1 --machine h100-80gb"
+    assert run(command.split()) == 0
+    text = capsys.readouterr().out
+    assert f"80 % range; {span.text}" in text
+    assert (re.search(r"\d-[\d.]+\? ", text) is not None) is (count < 3)
+    assert run([*command.split(), "--explain"]) == 0
+    assert ("ranges are guesses" in capsys.readouterr().out) is (count < 3)
+    assert run([*command.split(), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["plans"][0]
+    assert plan["evidence"] == span.text
+    assert plan["is_guess"] is (count < 3)
+    kept, offloaded = (ends_of(time) for time in plan["policies"])
+    assert kept == pytest.approx([0.5, 2.0])
+    # Rates of what is offloaded are uncertain beside.
+    assert offloaded[0] < 0.5
+    assert offloaded[1] > 2.0
+
+
+def ends_of(time: dict[str, float]) -> list[float]:
+    """Return the ends of the range of an iteration, over the likely time."""
+    return [time[f"iteration_{end}_ms"] / time["iteration_ms"] for end in ENDS]
+
+
+def test_plan__of_recorded_times_has_the_uncertainty_of_rates(capsys: Printed) -> None:
     command = [
         "plan",
         str(TRACE),
@@ -342,9 +376,9 @@ def test_plan__with_one_machine_has_the_record_of_its_card(capsys: Printed) -> N
         "a100-40gb-published",
     ]
     assert run(command) == 0
-    assert ranges_text("NVIDIA A100-SXM4-40GB") in capsys.readouterr().out
+    assert "80 % range; by the uncertainty of rates." in capsys.readouterr().out
     assert run([*command, "rtx4090"]) == 0
-    assert ranges_text() in capsys.readouterr().out
+    assert "80 % range; by the uncertainty of rates." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["replay", "plan --ranks 2"])
@@ -365,3 +399,11 @@ def test_outputs__say_where_the_box_limits_a_rate_of_the_file(
             "raise its total, too"
         )
         assert (note in capsys.readouterr().out) == is_limited
+
+
+def test_count__is_exact_where_floating_point_is_not() -> None:
+    """32.8e9 and 16.4e9 are no whole numbers in floating point."""
+    assert (count("32.8B"), count("16.4B")) == (32_800_000_000, 16_400_000_000)
+    for text in ("1.5", "nan", "-3", "1e999999"):
+        with pytest.raises(BadParameter):
+            count(text)

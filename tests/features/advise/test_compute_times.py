@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ebbtide.errors import WorkloadError
 from ebbtide.features.advise.job.compute_times import (
     PEAKS_FACTOR,
     SAME_GPU_FACTOR,
@@ -18,6 +20,8 @@ from ebbtide.features.advise.job.compute_times import (
 from ebbtide.features.advise.job.decoder import (
     RUNTIMES,
     Implementation,
+    LayerParts,
+    Parallelism,
     checkpointed_share,
     shape_of,
 )
@@ -193,6 +197,74 @@ def test_times__more_ranks_exchange_parameters() -> None:
     assert alone.collectives_s == 0
 
 
+def test_times__of_pipelines_have_their_bubble() -> None:
+    """Each of 4 stages has a quarter of the layers; 8 micro-steps take 11 of it."""
+    whole, staged = (
+        parallel_times(1, stages, ranks=4, tokens=tokens)
+        for stages, tokens in ((1, 4 * 8 * 2048), (4, 8 * 2048))
+    )
+    ratio = staged.forward_s / (whole.forward_s / 4 * 11 / 8)
+    # The last stage has all of the vocabulary.
+    assert 1 <= ratio < 1.25
+    assert parallel_times(1, 4, ranks=4, tokens=2048).forward_s == pytest.approx(
+        staged.forward_s * 4 / 11
+    )
+
+
+def test_times__of_tensor_parallelism_sum_in_each_layer() -> None:
+    """A half of each product, and 2 sums of 2,048 x hidden in each layer: no shorter
+    than half the time and they at the rate of NVLink."""
+    shape = shape_of(int(7e9), 2048, 50_304)
+    whole, halves = (parallel_times(n, 1, ranks=n, tokens=2048) for n in (1, 2))
+    sums_s = 2 * shape.layers * 2048 * shape.hidden * 2 / 450e9
+    assert halves.forward_s > whole.forward_s / 2 + sums_s
+    assert halves.forward_s < 0.8 * whole.forward_s
+    # Within a replica there is nothing to exchange.
+    assert halves.collectives_s == 0
+    # 4 replicas of 2 on a host exchange gradients and parameters once.
+    assert parallel_times(2, 1, ranks=8, tokens=8 * 2048).collectives_s > 0
+
+
+def parallel_times(tensor: int, pipeline: int, **batch: Any) -> ComputeTimes:
+    """Return the times of 7 B on H100, 2,048 tokens a micro-step."""
+    parts = LayerParts(parallel=Parallelism(tensor, pipeline))
+    shape = shape_of(int(7e9), 2048, 50_304, parts=parts)
+    job = job_of_size(shape, BatchSettings(**batch), False, FUSED)
+    machine = preset("h100-80gb")
+    # Exchanges between replicas are tested by themselves.
+    times = job.compute.times(machine, job.settings, job.micro_steps)
+    if not times.collectives_s or tensor * pipeline > 1:
+        return times
+    alone = replace(job.settings, ranks=1)
+    return job.compute.times(machine, alone, job.micro_steps)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "ranks", "problem"),
+    [
+        (64, 1, 64, "--tensor-parallel 64 is more than 32 heads"),
+        (1, 64, 64, "--pipeline-parallel 64 is more than"),
+        (2, 2, 6, "--ranks 6 is not a multiple of the 4 that share a model"),
+    ],
+)
+def test_parallelism__refuses_what_cannot_be(
+    tensor: int, pipeline: int, ranks: int, problem: str
+) -> None:
+    with pytest.raises(WorkloadError, match=problem):
+        parallel_times(tensor, pipeline, ranks=ranks)
+
+
+def test_times__exchanges_of_several_hosts_pass_their_links() -> None:
+    """DGX A100: 8 links of 200 Gbit/s, and 300 GB/s between the GPUs of a host."""
+    host, hosts = (
+        times_of_size(7e9, FUSED, machine="a100-80gb-sxm", ranks=ranks)
+        for ranks in (8, 16)
+    )
+    by_ranks = (15 / 16) / (7 / 8)
+    ratio = hosts.collectives_s / host.collectives_s
+    assert ratio == pytest.approx(300 / 200 * by_ranks)
+
+
 def test_combined_factor__adds_squares_of_logarithms() -> None:
     assert combined_factor(1.3) == pytest.approx(1.3)
     assert combined_factor(np.exp(3), np.exp(4)) == pytest.approx(np.exp(5))
@@ -218,3 +290,66 @@ def test_activations__full_checkpointing_keeps_inputs_and_one_layer() -> None:
     assert shape.kept_bytes(2048, checkpointing=False) == 2048 * 4096 * 32 * 34
     assert shape.kept_bytes(2048, checkpointing=True) == 2048 * 4096 * 32 * 2
     assert 2 / 34 < checkpointed_share(int(6.7e9)) < 0.15
+
+
+# Published: parameters, layers, width, heads, size and heads of keys, vocabulary, tied,
+# and the width of the feed-forward network, of which the last two have more.
+DECODERS = [
+    (751_632_384, 28, 1024, 16, 128, 8, 151_936, False, True, 1, 3072),
+    (596_049_920, 28, 1024, 16, 128, 8, 151_936, True, True, 1, 3072),
+    (8_030_261_248, 32, 4096, 32, 128, 8, 128_256, False, True, 1, 14_336),
+    (124_439_808, 12, 768, 12, 64, 12, 50_257, True, False, 1, 3072),
+    (46_702_792_704, 32, 4096, 32, 128, 8, 32_000, False, True, 8, 14_336),
+    (30_532_122_624, 48, 2048, 32, 128, 4, 151_936, False, True, 128, 768),
+]
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_shape_of__has_the_feed_forward_network_of_published_decoders(
+    decoder: tuple[Any, ...],
+) -> None:
+    """Qwen3-0.6B (both ends counted, and one), Llama 3.1 8B, GPT-2, Mixtral 8x7B and
+    Qwen3-30B-A3B."""
+    params, layers, hidden, heads, size, keys, entries, tied, gated, experts, width = (
+        decoder
+    )
+    parts = LayerParts(
+        head_size=size,
+        key_value_heads=keys,
+        is_gated=gated,
+        is_tied=tied,
+        experts=experts,
+    )
+    shape = shape_of(params, 2048, entries, layers, hidden, heads, parts)
+    assert shape.feed_forward_width == pytest.approx(width, rel=0.02)
+    assert shape.query_width == heads * size
+
+
+def test_times__of_wider_heads_and_more_experts_follow_their_work() -> None:
+    """Heads of 128 at a width of 1,024 have twice the attention of those of 64, and of
+    128 experts a token runs through 8."""
+
+    def seconds(params: int, **parts: Any) -> float:
+        shape = shape_of(params, 16_384, 50_304, 28, 1024, 16, LayerParts(**parts))
+        job = job_of_size(shape, BatchSettings(), False, FUSED)
+        times = job.compute.times(preset("h100-80gb"), job.settings, 1)
+        return times.forward_s
+
+    small = 500_000_000
+    assert seconds(small, head_size=64) == pytest.approx(seconds(small), rel=0.01)
+    assert 1.2 < seconds(small, head_size=128) / seconds(small) < 2
+    all_run = seconds(8 * small, experts=128, active_experts=128)
+    assert seconds(8 * small, experts=128, active_experts=8) < all_run / 2
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        LayerParts(experts=2, active_experts=3),
+        LayerParts(key_value_heads=5),
+        LayerParts(head_size=4096),
+    ],
+)
+def test_shape_of__refuses_parts_that_cannot_be(parts: LayerParts) -> None:
+    with pytest.raises(WorkloadError):
+        shape_of(500_000_000, 2048, 50_304, 28, 1024, 16, parts)

@@ -23,6 +23,7 @@ from ebbtide.features.advise.machine_plan import (
 from ebbtide.interleave.model.workload import workload_from
 from ebbtide.interleave.policies import as_policies
 from ebbtide.interleave.simulation.simulator import Steps
+from ebbtide.machines.catalog import preset
 from tests.conftest import examples, slow_case
 from tests.features.advise.jobs import gpu_machine, sized
 from tests.interleave.job_files import WORKLOAD, machine
@@ -230,3 +231,18 @@ def test_plan_for_machine__searches_for_the_overlap_of_deepspeed_only_for_its_li
     assert plan.choice is not None
     assert plan.choice.deepspeed_overlap is None
     assert asked == [choice.OPTIMIZER_OVERLAP, choice.DEEPSPEED_OVERLAP]
+
+
+def test_plan_for_machine__of_a_size_is_what_published_predictions_are() -> None:
+    """Without offload a step is forward, backward and the kernels of the update, as
+    benchmarks/accuracy_jobs.py predicts jobs of others: no time of a framework's step
+    is added."""
+    job, target = sized(0.1e9, ranks=2), preset("a100-80gb-sxm")
+    plan = plan_for_machine(job, target)
+    times = place_job(job, target).placed.times
+    update_s = 0.1e9 / 2 / (plan.placed.shared.gpu_update_params_per_s or 0.0)
+    assert plan.policy == "gpu-only"
+    assert plan.iteration is not None
+    assert plan.iteration.likely == pytest.approx(
+        1e3 * (times.forward_s + times.backward_s + update_s)
+    )

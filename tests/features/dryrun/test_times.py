@@ -3,7 +3,9 @@ trace has of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +25,8 @@ from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
 from ebbtide.analysis.metrics.summary import summarize
 from ebbtide.features.dryrun.session import DryRun, DryRunOptions
 from ebbtide.features.dryrun.trace_of_run import trace_of_run
+from ebbtide.machines.kernels.rates import GpuRates, KernelWork
+from ebbtide.machines.kernels.time_priors import WorkClass
 from ebbtide.machines.machine import GpuCompute, Machine
 from tests.features.dryrun.forked import run_forked
 
@@ -174,10 +178,12 @@ def test_kernel_work__of_products_in_half_precision_sees_rows_that_are_not_align
     aligned = observe(
         job,
         lambda run: [
-            k.work.size.is_aligned for k in run.clock.kernels if "mm" in k.work.name
+            k.work.size.alignment_bytes
+            for k in run.clock.kernels
+            if "mm" in k.work.name
         ],
     )
-    assert aligned == [False] * 3 + [True] * 6
+    assert aligned == [2] * 3 + [16] * 6
 
 
 def test_kernel_work__of_attention_halves_a_causal_mask_and_covers_convolutions() -> (
@@ -217,7 +223,200 @@ def test_kernel_work__of_attention_halves_a_causal_mask_and_covers_convolutions(
     } == dict.fromkeys((name for name in full if "attention" in name), 2.0)
 
 
-def test_rms_norm__is_one_kernel_that_keeps_no_copies_in_float32() -> None:
+def works_of(job: Callable[[], Any]) -> list[KernelWork]:
+    """Return the work of each kernel of a job."""
+    return observe(job, lambda run: [kernel.work for kernel in run.clock.kernels])
+
+
+def half(*shape: int, gradient: bool = True) -> torch.Tensor:
+    """Return a tensor of the device in half precision."""
+    return torch.empty(
+        shape, device="cuda", dtype=torch.bfloat16, requires_grad=gradient
+    )
+
+
+CONVOLUTIONS: list[tuple[Any, tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
+    (F.conv1d, (8, 64, 1000), (128, 64, 5), {}),
+    (F.conv2d, (8, 64, 32, 32), (128, 64, 3, 3), {"stride": 2}),
+    (F.conv2d, (8, 64, 32, 32), (128, 16, 3, 3), {"groups": 4}),
+    (F.conv2d, (8, 64, 32, 32), (64, 1, 7, 7), {"groups": 64, "padding": 3}),
+    (F.conv3d, (2, 16, 8, 16, 16), (32, 16, 3, 3, 3), {}),
+    (F.conv_transpose2d, (2, 64, 16, 16), (64, 32, 4, 4), {"stride": 2}),
+]
+
+
+def test_kernel_work__of_both_gradients_is_twice_that_of_a_convolution() -> None:
+    """A convolution takes two operations for each element of the weight at each place
+    that it is applied to; so does each of its gradients, whatever the groups."""
+
+    def job() -> None:
+        for operation, source, weight, options in CONVOLUTIONS:
+            operation(half(*source), half(*weight), **options).sum().backward()
+
+    works = [work for work in works_of(job) if "conv" in work.name]
+    for number, (operation, source, weight, options) in enumerate(CONVOLUTIONS):
+        shape = operation(torch.empty(source), torch.empty(weight), **options).shape
+        is_transposed = operation is F.conv_transpose2d
+        places = math.prod(source if is_transposed else shape) // weight[0]
+        forward, backward = works[2 * number : 2 * number + 2]
+        assert forward.flops == 2 * places * math.prod(weight), weight
+        assert backward.flops == 2 * forward.flops
+        assert (forward.work_class is WorkClass.DEPTHWISE) == (weight[1] == 1)
+
+
+def test_kernel_work__of_a_convolution_copies_what_is_not_channels_last() -> None:
+    def job() -> None:
+        x = half(8, 64, 32, 32, gradient=False)
+        for layout in (torch.channels_last, torch.contiguous_format):
+            F.conv2d(x.contiguous(memory_format=layout), half(128, 64, 3, 3))
+
+    last, first = (work for work in works_of(job) if "conv" in work.name)
+    assert last.copied_bytes == 0
+    assert first.copied_bytes == 2 * first.bytes
+
+
+def test_kernel_work__of_packed_weights_has_the_flops_of_their_product() -> None:
+    """`gemm_4bit` of bitsandbytes: two weights a byte, which it unpacks for many
+    rows."""
+    rows, inner, columns = 2048, 4096, 1024
+
+    def job() -> None:
+        library = torch.library.Library("packed", "DEF")
+        library.define("gemm_4bit(Tensor A, Tensor B, int[] shapeB) -> Tensor")
+        torch.library.register_fake(
+            "packed::gemm_4bit",
+            lambda a, b, shape: a.new_empty(*a.shape[:-1], shape[0]),
+            lib=library,
+        )
+        packed = torch.empty(inner * columns // 2, 1, device="cuda", dtype=torch.uint8)
+        for count in (rows, 16):
+            a = half(1, count, inner, gradient=False)
+            torch.ops.packed.gemm_4bit(a, packed, [columns, inner])
+
+    many, few = works_of(job)
+    assert many.flops == 2 * rows * inner * columns
+    assert many.work_class is WorkClass.MATRIX
+    assert many.copied_bytes == inner * columns // 2 + 2 * 2 * inner * columns
+    assert few.copied_bytes == 0
+
+
+def test_kernel_work__of_vectors_and_bags_is_limited_by_bytes() -> None:
+    """Products with a vector move their matrix, and a bag gathers a row for each
+    index."""
+    width, bags, length = 64, 512, 20
+
+    def job() -> None:
+        vector = torch.empty(1 << 24, device="cuda")
+        torch.dot(vector, vector)
+        half(4096, 4096) @ half(4096)
+        half(8, 1, 4096) @ half(8, 4096, 512)
+        bag = nn.EmbeddingBag(100_000, width, mode="sum", device="cuda")
+        indices = torch.empty(bags, length, dtype=torch.int64, device="cuda")
+        bag(indices).sum().backward()
+
+    works = works_of(job)
+    for work in works[:3]:
+        memory_ns = 1e9 * work.bytes / MEMORY_RATE
+        assert memory_ns < GpuRates(MACHINE).kernel_ns(work)[1] < 1.5 * memory_ns + 5e3
+    gathered = bags * length * width * 4
+    forward, backward = (work for work in works if "bag" in work.name)
+    assert gathered < forward.bytes < 2 * gathered
+    assert backward.bytes > 100_000 * width * 4 + 2 * gathered
+
+
+@pytest.mark.parametrize("backend", ["inductor", "eager"])
+def test_compiled_code__moves_what_chains_read_and_others_use(backend: str) -> None:
+    """A chain reads its input, and the product that uses its result makes it write
+    that; the backward reads the gradient, the result and the input. The update makes it
+    write the gradient. Each chain is one launch."""
+    size = 2 * 1024 * 1024
+
+    def job() -> None:
+        x, weight = (
+            torch.empty(1024, 1024, device="cuda", dtype=torch.bfloat16)
+            for _ in range(2)
+        )
+
+        @torch.compile(backend=backend)
+        def run(x: Any) -> Any:
+            return (2 * x.sin()).exp() @ weight
+
+        optimizer = torch.optim.SGD([x.requires_grad_()])
+        while True:
+            run(x).backward(torch.empty_like(x))
+            optimizer.step()
+            x.grad = None
+
+    def look(run: DryRun) -> Any:
+        works = [kernel.work for kernel in run.clock.kernels]
+        elementwise = [w for w in works if w.work_class is WorkClass.ELEMENTWISE]
+        return (
+            [sum(work.bytes for work in elementwise) / size / 2],
+            [sum(work.launches for work in elementwise) / 2],
+            [work.copied_bytes / size for work in works if work.copied_bytes],
+        )
+
+    moved, launches, written = observe(job, look)
+    if backend == "eager":
+        # Forward: three operations; backward: four, of which two take two tensors.
+        assert (moved, launches, written) == ([3 * 2 + 4 * 2 + 2], [7], [])
+    else:
+        assert (moved, launches, written) == ([1 + 3], [2], [1, 1, 1, 1])
+
+
+def test_compiled_code__with_cuda_graphs_takes_no_time_of_the_host() -> None:
+    def host_ns(mode: str | None) -> int:
+        def job() -> None:
+            layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(50))).cuda()
+            run: Any = layers if mode is None else torch.compile(layers, mode=mode)
+            with torch.no_grad():
+                run(torch.empty(8, 8, device="cuda"))
+
+        def look(run: DryRun) -> int:
+            products = [k for k in run.clock.kernels if k.work.flops]
+            return int(products[-1].launch_ns - products[0].launch_ns)
+
+        return int(observe(job, look))
+
+    eager, compiled, graphed = map(host_ns, (None, "default", "reduce-overhead"))
+    assert graphed < compiled / 100 < compiled < eager
+
+
+def test_host__never_updates_faster_than_its_memory() -> None:
+    """AdamW on the CPU moves 28 B a parameter in one pass, and 80 B in torch's loops,
+    whatever the case; bf16 parameters and moments take half of it."""
+    elements, rate = 1 << 24, 10e9
+    kinds = [
+        (True, False, torch.float32, 28),
+        (False, True, torch.float32, 80),
+        (False, False, torch.float32, 80),
+        (True, False, torch.bfloat16, 14),
+    ]
+
+    def measure() -> list[tuple[float, float]]:
+        shares = []
+        machine = replace(MACHINE, host_memory_bytes_per_s=rate)
+        with DryRun(DryRunOptions(iterations=20, machine=machine)) as run:
+            run.clock.in_job = True
+            for fused, foreach, dtype, bytes_per_param in kinds:
+                weight = nn.Parameter(torch.zeros(elements, dtype=dtype))
+                weight.grad = torch.zeros(elements, dtype=dtype)
+                optimizer = torch.optim.AdamW([weight], fused=fused, foreach=foreach)
+                optimizer.step()  # makes the state
+                before = [case.host_ns for case in run.clock._cases]
+                optimizer.step()
+                least_ns = 1e9 * bytes_per_param * elements / rate
+                ends = [case.host_ns for case in run.clock._cases]
+                ratios = [(b - a) / least_ns for a, b in zip(before, ends, strict=True)]
+                shares.append((ratios[0], ratios[1]))
+        return shares
+
+    for fast, typical in run_forked(measure):
+        assert fast >= 1
+        assert 1 < typical < 2
+
+
+def test_rms_norm_and_silu__are_one_kernel_in_each_direction() -> None:
     def job() -> None:
         x = torch.empty(
             BATCH, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True
@@ -226,10 +425,14 @@ def test_rms_norm__is_one_kernel_that_keeps_no_copies_in_float32() -> None:
             WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True
         )
         F.rms_norm(x, (WIDTH,), weight).backward(torch.empty_like(x))
+        gate = x.detach().requires_grad_()
+        F.silu(gate).backward(torch.empty_like(gate))
 
     assert [kernel[0] for kernel in kernels_of(job)] == [
         "_fused_rms_norm",
         "_fused_rms_norm_backward",
+        "silu",
+        "silu_backward",
     ]
 
 

@@ -19,7 +19,9 @@ from ebbtide.interleave.model.plan import FORWARD, UPDATE, Plan
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import as_policy, make_plan
 from ebbtide.interleave.simulation.simulator import simulate, simulate_steps
+from ebbtide.machines.catalog import preset
 from ebbtide.machines.machine import Machine
+from ebbtide.machines.sheets import SHARES
 from tests.conftest import examples
 from tests.features.overlap.test_speculation import BOX, JOB
 from tests.interleave.strategies import machines, workloads
@@ -117,15 +119,16 @@ def test_prime_rl__updates_while_gradients_arrive() -> None:
 
 
 def test_torchao__uploads_follow_the_last_gradient() -> None:
+    update_s = 1 / SHARES["torch_update"].value
     schedule = simulate(make_plan("torchao", JOB, BOX), JOB, BOX)
-    assert schedule.iteration_s == pytest.approx(12 + 0.2 + 1 + 0.2)
+    assert schedule.iteration_s == pytest.approx(12 + 0.2 + update_s + 0.2)
     assert min(
         start for op, start, _ in schedule.items() if op.kind == "upload"
     ) == pytest.approx(12.2)
     # Gradients that come at once: 0.2 s for the first, four updates, one upload.
     # Uploads wait for all gradients.
     compiled = simulate(make_plan("torchao,backward=compiled", JOB, BOX), JOB, BOX)
-    assert compiled.iteration_s == pytest.approx(12 + 0.2 + 4 + 0.2)
+    assert compiled.iteration_s == pytest.approx(12 + 0.2 + 4 * update_s + 0.2)
 
 
 def test_superoffload__undoes_and_repeats_updates_that_clipping_changes() -> None:
@@ -199,22 +202,48 @@ def test_zenflow__hides_updates_of_the_cpu_behind_an_interval() -> None:
 
 
 def test_megatron_hybrid__overlaps_copies_only_if_asked_to() -> None:
+    update_s = 1 / SHARES["torch_update"].value
+
     def iteration(policy: str) -> float:
-        return simulate(make_plan(policy, JOB, FULL_BOX), JOB, FULL_BOX).iteration_s
+        plan = make_plan(f"{policy},threads=all", JOB, FULL_BOX)
+        return simulate(plan, JOB, FULL_BOX).iteration_s
 
     assert iteration("megatron-hybrid:1") == pytest.approx(
-        12 + 4 * 0.4 + 4 + 4 * 0.4, abs=0.02
+        12 + 4 * 0.4 + 4 * update_s + 4 * 0.4, abs=0.02
     )
     assert iteration("megatron-hybrid:1,overlap=copies") == pytest.approx(
-        12 + 0.4 + 4 + 0.4, abs=0.02
+        12 + 0.4 + 4 * update_s + 0.4, abs=0.02
     )
     assert iteration("megatron-hybrid:0.26") == pytest.approx(
-        12 + 2 * 0.4 + 2 + 2 * 0.4, abs=0.02
+        12 + 2 * 0.4 + 2 * update_s + 2 * 0.4, abs=0.02
     )
     plan = make_plan("megatron-hybrid:0.5", JOB, FULL_BOX)
     assert plan.resident == {2, 3}
     masters = make_plan("megatron-hybrid:0.5,masters=gpu", JOB, FULL_BOX)
     assert masters.resident_bytes - plan.resident_bytes == 4 * 2e9
+
+
+@pytest.mark.parametrize(
+    ("policy", "measured_s"),
+    [
+        ("megatron-hybrid:0.5", 0.435),
+        ("megatron-hybrid:0.5,overlap=copies", 0.464),
+        ("megatron-hybrid:1,overlap=copies", 0.926),
+    ],
+)
+def test_megatron_hybrid__on_one_thread_takes_as_long_as_measured(
+    policy: str, measured_s: float
+) -> None:
+    """Qwen3-0.6B on an H100: the time of a step beyond that without offload
+    (github.com/NVIDIA-NeMo/RL/pull/3628). Ray gives a worker one thread."""
+    machine = preset("h100-80gb").for_ranks(1)
+    job = replace(JOB, params=596_049_920, subgroup_params=20_000_000, sizes=None)
+    steps = [
+        simulate(make_plan(one, job, machine), job, machine).iteration_s
+        for one in (policy, "gpu-only", f"{policy},threads=all")
+    ]
+    assert steps[0] - steps[1] == pytest.approx(measured_s, rel=0.25)
+    assert steps[2] - steps[1] < 0.6 * measured_s
 
 
 def test_deepcompile__keeps_what_fits_and_fetches_the_rest_as_the_backward_frees_memory() -> (
@@ -237,10 +266,12 @@ def test_deepcompile__keeps_what_fits_and_fetches_the_rest_as_the_backward_frees
 
 
 def test_fsdp2_offload__copies_parameters_twice_and_lets_the_forward_wait() -> None:
-    schedule = simulate(make_plan("fsdp2-offload", JOB, BOX), JOB, BOX)
+    plan = make_plan("fsdp2-offload,threads=all", JOB, BOX)
+    schedule = simulate(plan, JOB, BOX)
     assert schedule.moved_bytes("h2d") == 8 * JOB.params
     assert schedule.moved_bytes("d2h") == 4 * JOB.params
-    # The last gradient takes 0.4 s, the updates 4 s; the uploads follow them, the last
-    # within the forward.
-    assert schedule.iteration_s == pytest.approx(12 + 0.4 + 4, abs=0.01)
+    # The last gradient takes 0.4 s; the uploads follow the updates, the last within the
+    # forward.
+    updates_s = 4 / SHARES["torch_update"].value
+    assert schedule.iteration_s == pytest.approx(12 + 0.4 + updates_s, abs=0.01)
     assert schedule.plan.is_exact

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ebbtide.machines.catalog import preset
+from ebbtide.machines.catalog import preset, presets
 from ebbtide.machines.kernels.efficiency import (
     CUDNN,
+    EFFICIENT,
     FLASH_2,
     FLASH_3,
     PRODUCT,
+    AttentionSize,
     CardClass,
+    ProductSize,
     RateShare,
     attention_factor,
     card_class_of,
@@ -20,7 +26,7 @@ from ebbtide.machines.kernels.efficiency import (
     posterior,
     product_factor,
 )
-from ebbtide.machines.kernels.rates import AttentionSize, GpuRates, KernelWork
+from ebbtide.machines.kernels.rates import GpuRates, KernelWork
 from ebbtide.machines.kernels.time_priors import WorkClass
 from ebbtide.machines.machine import GpuCompute
 
@@ -64,29 +70,112 @@ def test_card_class_of__follows_what_the_peak_means() -> None:
 def test_product_factor__is_that_of_cubes_on_a100() -> None:
     """NVIDIA's figure: 88, 195, 235 and 258 TFLOP/s of at most 291, for cubes of 1024
     to 4096."""
-    factors = [product_factor(size**2, size) for size in (1024, 2048, 3072, 4096)]
+    factors = [cube_factor(size) for size in (1024, 2048, 3072, 4096)]
     assert factors == pytest.approx(
         [88 / 291, 195 / 291, 235 / 291, 258 / 291], abs=0.06
     )
-    assert 0 < product_factor(8 * 64, 8) < product_factor(64 * 64, 64)
-    assert (
-        product_factor(4096**2, 4096, is_aligned=False)
-        < product_factor(4096**2, 4096) / 3
-    )
+    tiny, small = ProductSize(8 * 64, 8), ProductSize(64 * 64, 64)
+    assert 0 < product_factor(tiny) < product_factor(small)
+
+
+def cube_factor(size: int, **changes: Any) -> float:
+    """Return the share of the best rate of a product of three equal dimensions."""
+    return product_factor(ProductSize(size**2, size, size)._replace(**changes))
+
+
+def test_product_factor__falls_with_the_alignment_of_rows() -> None:
+    """Odd rows of 2 B take 3 to 5 times as long, and those of 4 and 8 B less."""
+    of_bytes = [cube_factor(4096, alignment_bytes=n) for n in (2, 4, 8, 16)]
+    assert of_bytes == sorted(of_bytes)
+    assert 3 <= of_bytes[3] / of_bytes[0] <= 5
+    assert of_bytes[2] > of_bytes[3] / 2
+
+
+def test_product_factor__of_a_long_inner_dimension_is_split() -> None:
+    """A gradient of a small weight over many tokens fills the card, and one over few
+    does not; a large result is not cut."""
+    short, long = cube_factor(512), cube_factor(512, inner=65_536)
+    assert long > 3 * short
+    assert long <= product_factor(ProductSize(2 * 120 * 128 * 128, 512, 512))
+    assert cube_factor(8192) == pytest.approx(cube_factor(8192, inner=65_536))
+
+
+def test_product_factor__outside_of_matrix_units_needs_less() -> None:
+    """Products in fp32 fill a card with smaller tiles, and need no alignment."""
+    small = ProductSize(512 * 512, 64, 512, alignment_bytes=4)
+    assert product_factor(small, plain=True) > 2 * product_factor(small)
 
 
 def test_attention_factor__falls_for_short_sequences_and_depends_on_heads() -> None:
     """On H100 FlashAttention 3 reaches 316 of 561 TFLOP/s in the backward of 512
     tokens; at 64 less than at 128."""
-    assert attention_factor(512, 128, CardClass.HOPPER) == pytest.approx(
-        316 / 561, abs=0.02
-    )
-    assert attention_factor(16_384, 64, CardClass.HOPPER) < attention_factor(
-        16_384, 128, CardClass.HOPPER
-    )
-    assert attention_factor(16_384, 64, CardClass.GEFORCE) > attention_factor(
-        16_384, 128, CardClass.GEFORCE
-    )
+
+    def factor(sequence: int, head: int, card: CardClass, kind: str = FLASH_3) -> float:
+        return attention_factor(AttentionSize(sequence, head, kind), card)
+
+    hopper, geforce = CardClass.HOPPER, CardClass.GEFORCE
+    assert factor(512, 128, hopper) == pytest.approx(316 / 561, abs=0.02)
+    assert factor(16_384, 64, hopper) < factor(16_384, 128, hopper)
+    assert factor(16_384, 64, geforce) > factor(16_384, 128, geforce)
+    # Heads of 80 run the kernel for 96.
+    assert factor(4096, 80, hopper) < 0.9 * factor(4096, 96, hopper)
+    assert factor(4096, 64, hopper, EFFICIENT) < 0.6 * factor(4096, 64, hopper)
+
+
+_SIZES = st.one_of(
+    st.none(),
+    st.builds(
+        ProductSize,
+        st.floats(1, 1e9),
+        st.floats(2, 1e5),
+        st.floats(1, 1e6),
+        st.sampled_from([1, 2, 4, 8, 16]),
+    ),
+    st.builds(
+        AttentionSize,
+        st.floats(1, 1e5),
+        st.integers(8, 512),
+        st.sampled_from([FLASH_2, FLASH_3, CUDNN, EFFICIENT]),
+    ),
+)
+_WORKS = st.builds(
+    KernelWork,
+    st.just("kernel"),
+    st.just("compute"),
+    st.sampled_from([kind for kind in WorkClass if kind is not WorkClass.COLLECTIVE]),
+    st.floats(0, 1e15),
+    st.floats(0, 1e12),
+    st.sampled_from(["float32", "tf32", "float16", "bfloat16", "float8"]),
+    _SIZES,
+    copied_bytes=st.floats(0, 1e12),
+)
+
+
+@given(st.sampled_from(presets()), _WORKS)
+def test_kernel_ns__is_never_below_the_limits_of_the_card(
+    name: str, work: KernelWork
+) -> None:
+    """No kernel of any kind exceeds the rate of device memory, or the peak at the
+    highest clock of the card, in any case."""
+    rates = GpuRates(preset(name))
+    limit = 1.25 if "GeForce" in (rates.gpu.name or "") else 1.0
+    by_flops = work.flops / rates.peak(work.precision) / limit
+    if work.work_class not in _COMPUTING:
+        by_flops = 0.0
+    by_bytes = work.bytes / (rates.gpu.memory_bytes_per_s or 1.0)
+    copied = work.copied_bytes / (rates.gpu.memory_bytes_per_s or 1.0)
+    fast, typical, slow = rates.kernel_ns(work)
+    assert fast >= 1e9 * (max(by_flops, by_bytes) + copied)
+    assert fast <= typical <= slow
+
+
+_COMPUTING = {
+    WorkClass.MATRIX,
+    WorkClass.CONVOLUTION,
+    WorkClass.DEPTHWISE,
+    WorkClass.ATTENTION,
+    WorkClass.ATTENTION_BACKWARD,
+}
 
 
 def test_kernel_ns__of_attention_differs_by_implementation() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group, _world
 
 from ebbtide.features.dryrun.time.clock import COMMUNICATION_STREAM, Times, VirtualClock
 from ebbtide.features.dryrun.torch_2_13.operations.shadow_values import (
@@ -173,7 +173,13 @@ class Collectives:
         )
         self._clock.run_host(priors.PYTHON_OPERATION_NS)
         work = KernelWork(
-            kind, "communication", WorkClass.COLLECTIVE, 0, size, group=label
+            kind,
+            "communication",
+            WorkClass.COLLECTIVE,
+            0,
+            size,
+            group=label,
+            share_of_box=_share_of_box(kind, group),
         )
         return self._clock.run_collective(work, is_async)
 
@@ -219,6 +225,17 @@ def _group(func: Any, args: Any, kwargs: Any) -> Any:
         return boxed if isinstance(boxed, ProcessGroup) else ProcessGroup.unbox(boxed)
     name = _argument(func, args, kwargs, "group_name")
     return name if isinstance(name, ProcessGroup) else _resolve_process_group(name)
+
+
+def _share_of_box(kind: str, group: Any) -> float:
+    """Return the share of the ranks of this one's box that send in a group of several
+    boxes; 0 for one of a single box."""
+    per_box = int(torch.cuda.device_count())
+    ranks = _world.pg_group_ranks.get(group, range(group.size()))
+    own = sum(rank < per_box for rank in ranks)
+    if own == len(ranks):
+        return 0.0
+    return (1 if kind in _POINT_TO_POINT else own) / per_box
 
 
 def _wire_bytes(kind: str, parts: list[Any], ranks: int) -> int:

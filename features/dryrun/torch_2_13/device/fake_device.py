@@ -28,6 +28,7 @@ from ebbtide.features.dryrun.torch_2_13.device.collectives import (
 )
 from ebbtide.features.dryrun.torch_2_13.device.known_calls import KnownCalls
 from ebbtide.features.dryrun.torch_2_13.device.unknown_shapes import UnknownShapes
+from ebbtide.features.dryrun.torch_2_13.operations.compiled_code import CompiledCode
 from ebbtide.features.dryrun.torch_2_13.operations.kernel_work import charge_of
 from ebbtide.features.dryrun.torch_2_13.operations.shadow_values import (
     MAX_ELEMENTS,
@@ -139,6 +140,7 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         self._calls = KnownCalls(self.fake_mode, device_attribute)
         self.values = ShadowValues()
         self.shapes = UnknownShapes(self.fake_mode, self.values)
+        self.compiled = CompiledCode()
         self.enabled = True
         self._sink, self._clock = sink, sink.clock
         self._stacks, self._storages, self._workspaces = stacks, storages, workspaces
@@ -270,6 +272,7 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         if func.namespace in COLLECTIVE_NAMESPACES:
             self.collectives.account(func, args, kwargs, outputs)
         elif not self._count_copy(func, args, kwargs, inputs, outputs):
+            charge = self.compiled.charge(charge, func, args, kwargs, inputs, outputs)
             self._sink.op(charge, is_in_backward())
         self._follow_storages(func, args, outputs)
         if on_device:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ebbtide.features.dryrun.torch_2_13.device.fake_device import FakeDeviceMode
 from ebbtide.features.dryrun.torch_2_13.operations.kernel_work import tensor_bytes
 from ebbtide.features.dryrun.torch_2_13.operations.shadow_values import tensors_in
+from ebbtide.machines.kernels.efficiency import AttentionSize
 from ebbtide.machines.kernels.rates import KernelWork
 from ebbtide.machines.kernels.time_priors import WorkClass
 
@@ -43,8 +44,10 @@ def _rule(operator: Any, work_class: WorkClass, products: int) -> Callable[..., 
         size = sum(map(tensor_bytes, (*inputs, *outputs)))
         precision = str(query.dtype).removeprefix("torch.")
         name = operator.name()
+        attention = AttentionSize(query.shape[-2], query.shape[-1])
         mode.follow_kernel(
-            KernelWork(name, "compute", work_class, flops, size, precision), outputs
+            KernelWork(name, "compute", work_class, flops, size, precision, attention),
+            outputs,
         )
         return result
 

@@ -50,8 +50,9 @@ class _CpuAdam:
             clock.run_host(clock.rates.host_ns(FP32_UPDATE_BYTES * elements))
         else:
             time_ns = 1e9 * elements / self._params_per_s
-            shares = priors.COPY_EFFICIENCY
-            clock.run_host(PriorRange(*(time_ns / share for share in shares)))
+            least_ns = clock.rates.least_host_ns(FP32_UPDATE_BYTES * elements)
+            times = (time_ns / share for share in priors.COPY_EFFICIENCY)
+            clock.run_host(PriorRange(*(max(least_ns, time) for time in times)))
         return 0
 
     adam_rollback = adam_update

@@ -69,15 +69,16 @@ class LibraryPatches:
 
     def __init__(self, patches: Patches, mode: FakeDeviceMode) -> None:
         self.compiles = False
+        self._code = mode.compiled
         patches.set(dataloader.DataLoader, "_get_iterator", _iterate_here)
         compile_function = torch.compile
 
         def compile_eagerly(model: Any = None, **options: Any) -> Any:
             compiled = compile_function(model, **options)
             if isinstance(compiled, torch.nn.Module):
-                compiled.forward = self._note_calls(compiled.forward)
+                compiled.forward = self._follow_calls(options, compiled.forward)
             elif model is not None:
-                compiled = self._note_calls(compiled)
+                compiled = self._follow_calls(options, compiled)
             return compiled
 
         patches.set(torch, "compile", compile_eagerly)
@@ -95,11 +96,17 @@ class LibraryPatches:
         patch_extensions(patches, mode)
 
     @wrapper
-    def _note_calls(
-        self, compiled: Callable[..., Any], /, *args: Any, **kwargs: Any
+    def _follow_calls(
+        self,
+        options: dict[str, Any],
+        compiled: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         self.compiles = True
-        return compiled(*args, **kwargs)
+        with self._code.call(options):
+            return compiled(*args, **kwargs)
 
 
 def _iterate_here(loader: Any) -> Any:

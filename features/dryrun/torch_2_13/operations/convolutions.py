@@ -1,4 +1,4 @@
-"""Workspaces of cuDNN's convolutions.
+"""Sizes of convolutions as products of matrices, and workspaces of cuDNN's.
 
 torch takes the first algorithm of cuDNN's heuristics whose workspace it gets
 (aten/src/ATen/native/cudnn/Conv_v8.cpp). Tensor cores read channels-last tensors: cuDNN
@@ -6,15 +6,18 @@ copies others (the "automatic transpose operations" of NVIDIA's guide to convolu
 layers).
 """
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch._prims_common import suggest_memory_format
 
+from ebbtide.machines.kernels.efficiency import ProductSize
 from ebbtide.profiler.agent.patches import Patches
 
 _aten = torch.ops.aten
 CONVOLUTIONS = frozenset({_aten.convolution, _aten.convolution_backward})
+_PLAIN = torch.contiguous_format
 _TF32_CAPABILITY = (8, 0)  # From Ampere on, tensor cores take fp32 as tf32.
 
 
@@ -64,3 +67,46 @@ def convolution_bytes(
         return [(0, sum(sizes))]
     gradient = output.numel() * output.element_size()
     return [(gradient + sizes[1], gradient + sum(sizes))] * sum(args[-1][:2])
+
+
+class ConvolutionWork(NamedTuple):
+    """The work of a convolution beside its bytes: floating-point operations, their
+    type, its size as a product, the bytes that are moved to change layouts, and whether
+    each filter reads one channel, by kernels outside of the matrix units."""
+
+    flops: int
+    precision: str
+    size: ProductSize | None
+    copied_bytes: int
+    is_depthwise: bool
+
+
+def convolution_work(
+    func: Any, args: Any, kwargs: Any, output: Any, precision: str
+) -> ConvolutionWork:
+    """Return the work of a convolution or of its gradients; `output`: its result, or
+    the gradient of its result.
+
+    Each gradient takes as many operations as the forward; torch's counter takes that
+    of the weight of a grouped one `groups` times."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    source, weight = given.get("input", given.get("self")), given["weight"]
+    wide, narrow = (source, output) if given.get("transposed") else (output, source)
+    groups, per_filter = given["groups"], math.prod(weight.shape[1:])
+    flops = 2 * int(wide.numel()) * per_filter
+    mask = given.get("output_mask", (True, False))[:2]
+    if groups > 1 and weight.shape[1] == 1:
+        return ConvolutionWork(flops * sum(mask), "float32", None, 0, True)
+    channels = [tensor.shape[1] // groups for tensor in (wide, narrow)]
+    elements = wide.numel() if "output_mask" not in given else 0
+    targets = [t for t, wanted in zip((source, weight), mask, strict=True) if wanted]
+    elements = elements or sum(int(tensor.numel()) for tensor in targets)
+    inner = flops * sum(mask) / 2 / max(elements, 1)
+    alignment = math.gcd(16, *(count * source.element_size() for count in channels))
+    size = ProductSize(elements, min(weight.shape[0] / groups, inner), inner, alignment)
+    copied = 0
+    if precision != "float32" and suggest_memory_format(source) is _PLAIN:
+        tensors = [output, weight, source]
+        copied = 2 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return ConvolutionWork(flops * sum(mask), precision, size, int(copied), False)

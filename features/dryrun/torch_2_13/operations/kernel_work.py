@@ -2,26 +2,37 @@
 decides its efficiency."""
 
 import math
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from ebbtide.features.dryrun.sink import Charge
+from ebbtide.features.dryrun.torch_2_13.operations.convolutions import (
+    convolution_work,
+)
 from ebbtide.features.dryrun.torch_2_13.operations.shadow_values import (
     tensors_in,
     written_arguments,
 )
-from ebbtide.machines.kernels.efficiency import CUDNN, FLASH_2, FLASH_3
-from ebbtide.machines.kernels.rates import AttentionSize, KernelWork, ProductSize
+from ebbtide.machines.kernels.efficiency import (
+    CUDNN,
+    EFFICIENT,
+    FLASH_2,
+    FLASH_3,
+    AttentionSize,
+    ProductSize,
+)
+from ebbtide.machines.kernels.rates import KernelWork
 from ebbtide.machines.kernels.time_priors import WorkClass
 
 _aten = torch.ops.aten
-_MATRIX = frozenset(
+# Parts of the names of products, torch's and others', such as `gemm_4bit`.
+_PRODUCT_WORDS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot",
-     "_scaled_mm", "_addmm_activation",
-     "_grouped_mm", "_scaled_grouped_mm", "_int_mm"}
+     "matmul", "gemm", "gemv", "linear"}
 )  # fmt: skip
 _REDUCTIONS = frozenset(
     {"sum", "mean", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm",
@@ -31,16 +42,12 @@ _REDUCTIONS = frozenset(
      "_softmax", "_log_softmax", "_softmax_backward_data",
      "_log_softmax_backward_data", "mse_loss"}
 )  # fmt: skip
-_INDEXED = frozenset(
-    {"embedding", "index", "gather", "index_select", "take", "masked_select",
-     "nonzero", "embedding_dense_backward",
-     "index_put", "index_put_", "_index_put_impl_", "scatter", "scatter_",
-     "scatter_add", "scatter_add_", "index_add",
-     "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_",
-     "masked_scatter", "masked_scatter_",
-     "nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward",
-     "nll_loss2d_backward"}
+# Parts of the names of gathers and scatters.
+_INDEXED_WORDS = frozenset(
+    {"embedding", "index", "gather", "scatter", "take", "put", "nonzero",
+     "nll", "segment", "grid"}
 )  # fmt: skip
+_SELECTED = "masked_select"
 # Of these in place, what is written is not read before.
 _OVERWRITING = frozenset(
     {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_",
@@ -67,6 +74,9 @@ _COPIES = frozenset({"copy_", "clone", "contiguous", "_foreach_copy_"})
 # Tensors and elements of a list that one kernel takes
 # (aten/src/ATen/native/cuda/MultiTensorApply.cuh).
 _LIST_TENSORS, _LIST_ELEMENTS = 64, 320 * 65_536
+# bitsandbytes unpacks weights for products with more rows than this, and multiplies
+# them as others are (`_gemm_4bit_custom_max_m` in bitsandbytes/backends/cuda/ops.py).
+_MOST_PACKED_ROWS = 1536
 # Their arguments begin with the rows of all groups, and a matrix per group.
 _GROUPED = frozenset({"_grouped_mm", "_scaled_grouped_mm"})
 
@@ -80,10 +90,8 @@ def charge_of(
     outputs: list[Any],
 ) -> Charge:
     """Return the cost of an operation that is no copy between host and device."""
-    tensors = [*inputs, *outputs]
-    if not any(tensor.device.type == "cuda" for tensor in tensors):
-        sizes = (tensor.numel() * tensor.element_size() for tensor in tensors)
-        return Charge(host_bytes=0 if func.is_view else sum(sizes))
+    if not any(tensor.device.type == "cuda" for tensor in (*inputs, *outputs)):
+        return Charge(host_bytes=_host_bytes(func, args, kwargs, inputs, outputs))
     work = kernel_work(func, args, kwargs, result, inputs, outputs)
     takes_lists = work is not None and work.work_class is WorkClass.FOREACH
     return Charge(work, len(inputs) if takes_lists else 0)
@@ -102,7 +110,7 @@ def kernel_work(
     name = _short_name(func)
     if func.is_view or name in _UNINITIALIZED:
         return None
-    written = _written_tensors(func, args, kwargs)
+    written = written_tensors(func, args, kwargs)
     if not written and _shares_storage(inputs, outputs):
         return None
     work_class = _work_class(func)
@@ -111,44 +119,79 @@ def kernel_work(
     size = _traffic(name, work_class, inputs, written or outputs)
     if not size:
         return None
-    flops, precision = 0, "float32"
-    dimensions: ProductSize | AttentionSize | None = None
-    if work_class in (
-        WorkClass.MATRIX,
-        WorkClass.CONVOLUTION,
-        WorkClass.ATTENTION,
-        WorkClass.ATTENTION_BACKWARD,
-    ):
-        flops = _count_flops(func, name, args, kwargs, result, inputs)
-        precision = _precision(work_class, inputs[0])
-        if work_class is WorkClass.MATRIX:
-            results = written or outputs
-            elements = sum(tensor.numel() for tensor in results)
-            dimensions = ProductSize(
-                elements, _smallest_dimension(inputs), _is_aligned([*inputs, *results])
-            )
-        elif work_class is not WorkClass.CONVOLUTION:
-            dimensions = _attention_size(str(func._schema.name), inputs)
-    launches = (
-        _list_launches(written or outputs) if work_class is WorkClass.FOREACH else 1
-    )
+    results = written or outputs
+    product = _product_work(func, args, kwargs, result, inputs, results)
+    if product.is_depthwise:
+        work_class = WorkClass.DEPTHWISE
+    launches = _list_launches(results) if work_class is WorkClass.FOREACH else 1
     return KernelWork(
         func._schema.name,
         _kind(func, name),
         work_class,
-        flops,
+        product.flops,
         size,
-        precision,
-        dimensions,
+        product.precision,
+        product.size,
         launches,
+        copied_bytes=product.copied_bytes,
     )
+
+
+class _ProductWork(NamedTuple):
+    """What the work of a product, a convolution or attention has beside its bytes."""
+
+    flops: int = 0
+    precision: str = "float32"
+    size: ProductSize | AttentionSize | None = None
+    copied_bytes: int = 0
+    is_depthwise: bool = False
+
+
+def _product_work(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    result: Any,
+    inputs: list[Any],
+    results: list[Any],
+) -> _ProductWork:
+    work_class = _work_class(func)
+    if work_class is WorkClass.CONVOLUTION:
+        precision = _precision(work_class, inputs[0])
+        output = args[0] if "backward" in func._schema.name else results[0]
+        work = convolution_work(func, args, kwargs, output, precision)
+        return _ProductWork(*work)
+    if work_class in (WorkClass.ATTENTION, WorkClass.ATTENTION_BACKWARD):
+        flops = _count_flops(func, args, kwargs, result, inputs)
+        attention = _attention_size(str(func._schema.name), inputs)
+        return _ProductWork(flops, _precision(work_class, inputs[0]), attention)
+    if work_class is WorkClass.MATRIX:
+        flops = _count_flops(func, args, kwargs, result, inputs)
+        precision = _precision(work_class, inputs[0])
+        size = _product_size(_short_name(func), flops, precision, inputs, results)
+        unpacked = _unpacked_bytes(size, inputs, results)
+        return _ProductWork(flops, precision, size, unpacked)
+    return _ProductWork()
+
+
+def _host_bytes(
+    func: Any, args: Any, kwargs: Any, inputs: list[Any], outputs: list[Any]
+) -> int:
+    """Return the bytes of host memory that an operation reads and writes."""
+    name = _short_name(func)
+    if func.is_view or name in _UNINITIALIZED:
+        return 0
+    written = written_tensors(func, args, kwargs)
+    return _traffic(name, _work_class(func), inputs, written or outputs, _stored_bytes)
 
 
 def tensor_bytes(tensor: Any) -> int:
     """Return the bytes of a tensor on the device, each element once though it is
     expanded; 0 on the host."""
-    if tensor.device.type != "cuda":
-        return 0
+    return _stored_bytes(tensor) if tensor.device.type == "cuda" else 0
+
+
+def _stored_bytes(tensor: Any) -> int:
     elements = tensor.numel()
     if elements and 0 in (strides := tensor.stride()):
         elements = math.prod(
@@ -170,21 +213,22 @@ def _kind(func: Any, name: str) -> str:
 @cache
 def _work_class(func: Any) -> WorkClass:
     name = _short_name(func)
-    if name in _MATRIX:
-        return WorkClass.MATRIX
     if "attention" in name:
         return (
             WorkClass.ATTENTION_BACKWARD
             if name.endswith("backward")
             else WorkClass.ATTENTION
         )
+    words = frozenset(name.split("_"))
+    if not _PRODUCT_WORDS.isdisjoint(words):
+        return WorkClass.MATRIX
     if "conv" in name and func._overloadpacket in flop_registry:
         return WorkClass.CONVOLUTION
     if name.startswith(
         ("_foreach", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_foreach")
     ):
         return WorkClass.FOREACH
-    if name in _INDEXED:
+    if name == _SELECTED or not _INDEXED_WORDS.isdisjoint(words):
         return WorkClass.INDEXED
     return (
         WorkClass.REDUCTION
@@ -193,10 +237,15 @@ def _work_class(func: Any) -> WorkClass:
     )
 
 
-def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Any]:
+def written_tensors(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the tensors that an operation changes."""
     if not func._schema.is_mutable:
         return []
     positions, names = written_arguments(func)
+    if _short_name(func).startswith("_fused_") and kwargs.get("grad_scale") is None:
+        # Gradients are written where they are unscaled alone.
+        gradients = _argument_position(func, "grads")
+        positions = [position for position in positions if position != gradients]
     values = [args[position] for position in positions if position < len(args)]
     return list(
         tensors_in([*values, *(kwargs[name] for name in names if name in kwargs)])
@@ -213,13 +262,21 @@ def _shares_storage(inputs: list[Any], outputs: list[Any]) -> bool:
 
 
 def _traffic(
-    name: str, work_class: WorkClass, inputs: list[Any], written: list[Any]
+    name: str,
+    work_class: WorkClass,
+    inputs: list[Any],
+    written: list[Any],
+    bytes_of: Callable[[Any], int] = tensor_bytes,
 ) -> int:
     targets = {id(tensor) for tensor in written}
-    writes = sum(tensor_bytes(tensor) for tensor in written)
-    others = [tensor_bytes(tensor) for tensor in inputs if id(tensor) not in targets]
+    writes = sum(bytes_of(tensor) for tensor in written)
+    others = [bytes_of(tensor) for tensor in inputs if id(tensor) not in targets]
     in_place = any(id(tensor) in targets for tensor in inputs)
     if work_class is WorkClass.INDEXED:
+        if "embedding_bag" in name:
+            # Each index reads a row; the gradient of each is added to another.
+            rows = _bag_bytes(inputs)
+            return writes + (2 * rows if name.endswith("backward") else rows)
         if in_place:
             touched = min(writes, sum(others))
             return sum(others) + 2 * touched
@@ -228,8 +285,16 @@ def _traffic(
     return writes + reads + sum(others)
 
 
+def _bag_bytes(inputs: list[Any]) -> int:
+    """Return the bytes of the indices of bags, and of a row for each."""
+    sizes = [(t.numel(), t.element_size()) for t in inputs if not t.is_floating_point()]
+    indices, index_bytes = max(sizes)
+    row = next(tensor for tensor in inputs if tensor.dim() > 1)
+    return int(indices * (row.shape[-1] * row.element_size() + index_bytes))
+
+
 def _count_flops(
-    func: Any, name: str, args: Any, kwargs: Any, result: Any, inputs: list[Any]
+    func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Any]
 ) -> int:
     formula = flop_registry.get(func._overloadpacket)
     if formula is not None:
@@ -240,14 +305,16 @@ def _count_flops(
         flops = int(formula(*tensors, **options, out_val=result))
         # Fused kernels leave out what a causal mask hides.
         return flops // 2 if _is_causal(func, args, kwargs) else flops
+    name = _short_name(func)
     matrices = [tensor for tensor in inputs if tensor.dim()]
-    if name in _MATRIX and len(matrices) > 1:
-        left, right = (
-            matrices[0] if name in _GROUPED else matrices[-2],
-            matrices[1 if name in _GROUPED else -1],
-        )
-        return int(2 * left.numel() * (right.shape[-1] if right.dim() > 1 else 1))
-    return 0
+    if _work_class(func) is not WorkClass.MATRIX or len(matrices) < 2:
+        return 0
+    if func.namespace != "aten":
+        # Rows of the first argument by weights that may be packed.
+        outputs = sum(int(tensor.numel()) for tensor in tensors_in((result,)))
+        return 2 * outputs * int(matrices[0].shape[-1])
+    left, right = matrices[:2] if name in _GROUPED else matrices[-2:]
+    return int(2 * left.numel() * (right.shape[-1] if right.dim() > 1 else 1))
 
 
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
@@ -279,24 +346,58 @@ def _precision(work_class: WorkClass, tensor: Any) -> str:
     )
 
 
-def _smallest_dimension(inputs: list[Any]) -> int:
-    sizes = [
-        size for tensor in inputs if tensor.dim() > 1 for size in tensor.shape[-2:]
-    ]
-    return min((size for size in sizes if size > 1), default=1)
+def _product_size(
+    name: str, flops: int, precision: str, inputs: list[Any], results: list[Any]
+) -> ProductSize | None:
+    """Return the size of a product; None for one with a vector, or of a kind that is
+    not known, whose bytes take longer."""
+    target = results[0]
+    elements = sum(int(tensor.numel()) for tensor in results)
+    if target.dim() < 2 or not elements:
+        return None
+    columns, inner = int(target.shape[-1]), flops / 2 / elements
+    batches = target.shape[:-2].numel()
+    if name in _GROUPED:
+        batches = inputs[1].shape[0] if inputs[1].dim() > target.dim() else batches
+    elif not any(tensor.dim() > 2 for tensor in inputs[1:]):
+        batches = 1
+    rows = elements / columns / batches
+    smallest = min(rows, columns, inner)
+    if smallest <= 1:
+        return None
+    alignment = _alignment_bytes([*inputs, *results], precision)
+    return ProductSize(elements, smallest, inner, alignment)
 
 
-def _is_aligned(tensors: list[Any]) -> bool:
-    """Return whether rows of all matrices in half precision begin at multiples of 16
-    B."""
-    matrices = [
-        tensor for tensor in tensors if tensor.dim() > 1 and tensor.element_size() == 2
-    ]
-    return not any(
-        max(tensor.stride()[-2:]) % 8
-        for tensor in matrices
-        if min(tensor.shape[-2:]) > 1
-    )
+def _alignment_bytes(tensors: list[Any], precision: str) -> int:
+    """Return the bytes, at most 16, at multiples of which all matrices and their rows
+    begin."""
+    alignment = 16
+    for tensor in tensors:
+        size = tensor.element_size()
+        if tensor.dim() < 2 or (size > 2 and precision != "tf32"):
+            continue
+        steps = [
+            stride
+            for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
+            if length > 1 and stride > 1
+        ]
+        alignment = math.gcd(alignment, int(tensor.storage_offset() * size))
+        alignment = math.gcd(alignment, *(int(step * size) for step in steps))
+    return alignment
+
+
+def _unpacked_bytes(
+    size: ProductSize | None, inputs: list[Any], results: list[Any]
+) -> int:
+    """Return the bytes that are moved to unpack the weights of a product."""
+    if size is None or len(inputs) < 2 or inputs[1].dtype is not torch.uint8:
+        return 0
+    columns = int(results[0].shape[-1])
+    if size.result_elements / columns <= _MOST_PACKED_ROWS:
+        return 0
+    weight = round(size.inner) * columns * results[0].element_size()
+    return int(inputs[1].numel() + 2 * weight)
 
 
 def _attention_size(name: str, inputs: list[Any]) -> AttentionSize:
@@ -304,9 +405,8 @@ def _attention_size(name: str, inputs: list[Any]) -> AttentionSize:
     else after it."""
     query = next(tensor for tensor in inputs if tensor.dim() > 2)
     sequence = query.shape[-2] if "scaled_dot_product" in name else query.shape[-3]
-    implementation = (
-        CUDNN if "cudnn" in name else FLASH_3 if "flash_attn_3" in name else FLASH_2
-    )
+    kinds = (("cudnn", CUDNN), ("flash_attn_3", FLASH_3), ("efficient", EFFICIENT))
+    implementation = next((kind for word, kind in kinds if word in name), FLASH_2)
     return AttentionSize(sequence, query.shape[-1], implementation)
 
 

@@ -4,6 +4,7 @@ return, cost and record."""
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from ebbtide.features.dryrun.failures import explain_failure
 from ebbtide.features.dryrun.session import DryRun, DryRunOptions
 from ebbtide.features.dryrun.time.clock import COMMUNICATION_STREAM
 from ebbtide.features.dryrun.torch_2_13.frameworks.process_groups import ProcessGroups
+from ebbtide.machines.catalog import preset
+from ebbtide.machines.kernels.time_priors import COLLECTIVE_EFFICIENCY
+from ebbtide.machines.machine import Box
 from tests.features.dryrun.forked import run_forked
 from tests.features.dryrun.parallelism.jobs import JOBS, PARAMS
 
@@ -168,6 +172,30 @@ def test_collectives__are_recorded_with_their_bytes_and_groups() -> None:
         ("all_gather", part),
         ("reduce_scatter", part),
     ]
+
+
+def test_collectives__of_several_hosts_share_their_links() -> None:
+    """Two hosts of two ranks with links of 50 GB/s, for both ranks or one of them."""
+    machine = replace(preset("h100-80gb"), box=Box(2, network_bytes_per_s=50e9))
+    size = 4 * 10**8
+
+    def observe() -> Any:
+        options = DryRunOptions(ranks=RANKS, ranks_per_node=2, machine=machine)
+        with DryRun(options) as run:
+            dist.init_process_group("nccl")
+            row = torch.randn(size // 4, device="cuda")
+            for ranks in ([0, 1, 2, 3], [0, 2], [0, 1]):
+                dist.broadcast(row, 0, group=dist.new_group(ranks))
+        kernels = [
+            kernel
+            for kernel in run.clock.kernels
+            if kernel.work.kind == "communication"
+        ]
+        return [(kernel.end_ns - kernel.start_ns) / 1e9 for kernel in kernels]
+
+    share = COLLECTIVE_EFFICIENCY.typical
+    expected = [size / rate / share for rate in (50e9, 25e9, 450e9)]
+    assert run_forked(observe) == pytest.approx(expected, rel=0.05)
 
 
 def test_collectives__overlap_with_the_backward_and_delay_what_waits() -> None:
