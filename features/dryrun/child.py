@@ -113,7 +113,7 @@ def _show_progress(run: Any) -> None:
         if run.clock.closed:
             return
         print_note(
-            f"{time.monotonic() - start:.0f} s: {run.tracker.rule.index + 1} of "
+            f"{time.monotonic() - start:.0f} s: {run.tracker.iterations} of "
             f"{run.options.iterations} iterations, {len(run.clock.kernels):,} kernels "
             "so far"
         )
