@@ -370,6 +370,11 @@ def test_program__that_is_missing_is_named(
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "ebbtide: incomplete: signal 9 (Killed) ended the job; no trace"),
         ("os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)", 143, SIGTERM_LINE),
         ("os.kill(0, signal.SIGTERM); time.sleep(60)", 143, SIGTERM_LINE),
+        (
+            "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); "
+            "os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)",
+            137, "ebbtide: incomplete: signal 9 (Killed) ended the job; no trace",
+        ),
         ("os.kill(os.getppid(), signal.SIGINT); time.sleep(60)", 130, "ebbtide: interrupted: the trace has what ran"),
         ("os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)", -9, ""),
     ],
