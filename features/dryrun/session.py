@@ -165,6 +165,7 @@ class DryRun:
                 "reserved_bytes": list(self.reserved_range()),
                 "batches": self.batches.seen,
                 "host_bytes": self.host_use(),
+                "bounds": dict(self.mode.shapes.bounds.most_common()),
             },
             deepspeed=json.loads(json.dumps(self.deepspeed.description)),
             phases=self.tracker.phases,

@@ -44,9 +44,6 @@ CANNOT = {
         "register one with torch.library.register_fake",
     ),
     "least squares": ("step(torch.linalg.lstsq(model.weight, x.t()).solution)", "linalg_lstsq", SHAPE),
-    "repetitions": (
-        "step(torch.repeat_interleave(model(x), model(x)[:, 0].long(), dim=0))", "repeat_interleave", SHAPE
-    ),
     "values as an array": ("x.numpy()", ".numpy()", "fake tensors have no values: leave out"),
     "graph": ("torch.cuda.CUDAGraph()", "CUDAGraph", NEEDS_DEVICE),
     "graphed module": ("torch.cuda.make_graphed_callables(model, (x,))", "CUDAGraph", NEEDS_DEVICE),
