@@ -12,6 +12,7 @@ from ebbtide.profiler.trace import Trace
 from ebbtide.units import NOT_KNOWN, bytes_text, bytes_unit, ms_text
 
 _MAX_CATEGORIES = 4
+_MAX_BOUNDS = 3
 FITS, BARELY, MISFIT = "fits", "fits barely", "does not fit"
 # Above this share of the capacity little is missing: libraries and other processes take
 # some memory, too.
@@ -29,6 +30,8 @@ def prediction_view(trace: Trace) -> View:
     yield Misfit(memory) if BARELY in memory or MISFIT in memory else memory
     if (range_line := _reserved_range_line(metrics)) is not None:
         yield range_line
+    if (bound_line := _bound_line(metrics)) is not None:
+        yield bound_line
     yield from map(Misfit, _host_lines(metrics))
     if (holders := metrics.holders()) is not None and holders.bytes:
         names = (
@@ -125,6 +128,19 @@ def _reserved_range_line(metrics: JobMetrics) -> str | None:
         f"        {low / scale:,.2f} to {high / scale:,.2f} {unit} reserved, by "
         f"{reason}"
     )
+
+
+def _bound_line(metrics: JobMetrics) -> str | None:
+    """Return the operations whose results have the largest possible size.
+
+    Return None where sizes do not depend on values.
+    """
+    prediction = metrics.trace.meta.prediction
+    if prediction is None or not prediction.bounds:
+        return None
+    named = list(prediction.bounds.items())[:_MAX_BOUNDS]
+    names = ", ".join(f"{name} ({count:,})" for name, count in named)
+    return f"        an upper bound: results take their largest size in {names}"
 
 
 def _host_lines(metrics: JobMetrics) -> Iterator[str]:

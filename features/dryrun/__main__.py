@@ -29,6 +29,9 @@ _FORWARDED = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
+# How long a job may take to end after SIGTERM, and the longest time that can be waited.
+_PATIENCE_S = 5.0
+_FOR_EVER_S = 3e6
 
 
 def run_apart(arguments: list[str]) -> int:
@@ -47,11 +50,17 @@ def run_apart(arguments: list[str]) -> int:
         if not job:
             _be_job(arguments, dump, mask)
         ended = status = 0
+        patience_s = _FOR_EVER_S
         while not ended:
-            arrived = signal.sigwaitinfo(signals)
-            # What the kernel sends, for keys of the terminal, the job gets itself.
-            if arrived.si_signo != signal.SIGCHLD and arrived.si_code <= 0:
-                os.kill(job, arrived.si_signo)
+            arrived = signal.sigtimedwait(signals, patience_s)
+            if arrived is None:
+                # It waits in compiled code, where no handler of Python runs.
+                os.kill(job, signal.SIGKILL)
+                patience_s = _FOR_EVER_S
+                continue
+            _pass_on(arrived, job)
+            if arrived.si_signo == signal.SIGTERM:
+                patience_s = _PATIENCE_S
             ended, status = os.waitpid(job, os.WNOHANG)
         dump.seek(0)
         stack = dump.read().decode(errors="replace")
@@ -73,6 +82,13 @@ def run_apart(arguments: list[str]) -> int:
             "written: take sys.exit"
         )
     return code if code >= 0 else 128 - code
+
+
+def _pass_on(arrived: signal.struct_siginfo, job: int) -> None:
+    """Send a signal to the job. What the kernel sends, for keys of the terminal, it
+    gets itself."""
+    if arrived.si_signo != signal.SIGCHLD and arrived.si_code <= 0:
+        os.kill(job, arrived.si_signo)
 
 
 def _be_job(arguments: list[str], dump: IO[bytes], mask: Set[int]) -> NoReturn:

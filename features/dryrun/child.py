@@ -18,6 +18,7 @@ from typing import Any
 from ebbtide.errors import UserError
 from ebbtide.features.dryrun.errors import DryRunError
 from ebbtide.features.dryrun.failures import explain_failure, job_traceback
+from ebbtide.features.dryrun.jobs import notebooks
 from ebbtide.features.dryrun.jobs.models import complete_stand_ins
 from ebbtide.features.dryrun.launch import (
     JobLaunched,
@@ -113,7 +114,7 @@ def _show_progress(run: Any) -> None:
         if run.clock.closed:
             return
         print_note(
-            f"{time.monotonic() - start:.0f} s: {run.tracker.rule.index + 1} of "
+            f"{time.monotonic() - start:.0f} s: {run.tracker.iterations} of "
             f"{run.options.iterations} iterations, {len(run.clock.kernels):,} kernels "
             "so far"
         )
@@ -131,6 +132,10 @@ def _run_job(job: list[str]) -> int:
             sys.argv = ["-c", *job[2:]]
             sys.path.insert(0, "")
             exec(compile(job[1], "<string>", "exec"), {"__name__": "__main__"})
+        elif job[0].endswith(notebooks.SUFFIX):
+            sys.argv = job
+            sys.path.insert(0, os.getcwd())
+            notebooks.run_notebook(Path(job[0]))
         else:
             sys.argv = job
             sys.path.insert(0, str(Path(job[0]).resolve().parent))

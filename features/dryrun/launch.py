@@ -61,10 +61,13 @@ def split_command(
     `python` without a folder is `interpreter`, by default the one that runs ebbtide,
     since the dry run needs both. It also runs console scripts, such as
     `accelerate`."""
-    program, *words = command
+    program, *words = command = _without_runner(command)
     if Path(program).name == "torchrun":
         return interpreter, [], ["-m", TORCHRUN, *words]
-    if program.endswith(".py"):
+    if Path(program).name in _NOTEBOOK_RUNNERS:
+        words = [word for word in words if word.endswith(".ipynb")][:1]
+        program, *_ = command = words or command
+    if program.endswith((".py", ".ipynb")):
         return interpreter, [], list(command)
     if not Path(program).name.startswith("python"):
         script = find_script(program)
@@ -93,6 +96,41 @@ def split_command(
     return python, options, words
 
 
+def _without_runner(command: Sequence[str]) -> list[str]:
+    """Return the command that `uv run` and its kin run in their environments."""
+    program, *words = command
+    if Path(program).name not in _RUNNERS or words[:1] != ["run"]:
+        return list(command)
+    del words[0]
+    while words and words[0].startswith("-") and words[0] not in ("-m", "--module"):
+        count = 2 if words[0] in _RUNNER_OPTIONS_WITH_VALUE else 1
+        words = words[1:] if words[0] == "--" else words[count:]
+    module = words[:1] in (["-m"], ["--module"])
+    return ["python", "-m", *words[1:]] if module else words or list(command)
+
+
+def is_python_job(command: Sequence[str]) -> bool:
+    """Return whether a command of Python, or a launcher, may train: not `-c CODE`,
+    questions such as `--version`, and installers."""
+    program, *words = command
+    if not Path(program).name.startswith("python"):
+        return True
+    try:
+        job = split_command(["python", *words])[2]
+    except DryRunError:
+        return False
+    return job[0] != "-c" and job[:2] not in _TOOLS
+
+
+# Programs that run others in an environment, and their options with a value.
+_RUNNERS = frozenset({"uv", "poetry", "pdm", "pipenv", "hatch", "rye", "pixi", "conda"})
+_RUNNER_OPTIONS_WITH_VALUE = frozenset(
+    {"--with", "--with-requirements", "--with-editable", "--python", "-p", "--extra",
+     "--group", "--env-file", "--project", "--directory", "--package", "--index",
+     "--index-url", "-n", "--name", "-e", "--environment"}
+)  # fmt: skip
+_NOTEBOOK_RUNNERS = frozenset({"jupyter", "jupyter-nbconvert", "papermill"})
+_TOOLS = (["-m", "pip"], ["-m", "venv"], ["-m", "ensurepip"])
 TORCHRUN = "torch.distributed.run"
 # Modules that start jobs; also those that console scripts start as processes in
 # between.
@@ -110,7 +148,7 @@ _RANK_OPTIONS = re.compile(
 )
 _PYTHON_FLAGS = ("-u", "-P", "-I", "-E", "-s", "-O")
 # How much of a file is read to find its interpreter.
-_MAX_SHEBANG = 256
+MAX_SHEBANG = 256
 
 
 class JobLaunched(BaseException):
@@ -150,10 +188,10 @@ def find_script(program: str) -> str | None:
     if path is None:
         return None
     with open(path, "rb") as file:
-        first = file.readline(_MAX_SHEBANG)
+        first = file.readline(MAX_SHEBANG)
         if first.startswith(b"#!/bin/sh"):
             # pip's scripts where the path of the interpreter is long.
-            first += file.readline(_MAX_SHEBANG)
+            first += file.readline(MAX_SHEBANG)
     return path if (first.startswith(b"#!") and b"python" in first) else None
 
 

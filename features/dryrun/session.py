@@ -36,6 +36,9 @@ from ebbtide.profiler.agent.job_info import (
 )
 from ebbtide.units import ByteCount, byte_count
 
+# Iterations after which a job is ended in which no optimizer steps.
+LEAST_UNSTEPPED = 8
+
 
 @dataclass(frozen=True)
 class DryRunOptions:
@@ -148,7 +151,7 @@ class DryRun:
             device_name=self.options.device_name,
             capacity_bytes=self.capacity_bytes,
             ranks=self.process_groups.ranks,
-            iterations=self.tracker.rule.index + 1,
+            iterations=self.tracker.iterations,
             finished=self.finished,
             versions={
                 "python": sys.version.split()[0],
@@ -162,6 +165,7 @@ class DryRun:
                 "reserved_bytes": list(self.reserved_range()),
                 "batches": self.batches.seen,
                 "host_bytes": self.host_use(),
+                "bounds": dict(self.mode.shapes.bounds.most_common()),
             },
             deepspeed=json.loads(json.dumps(self.deepspeed.description)),
             phases=self.tracker.phases,
@@ -222,13 +226,23 @@ class DryRun:
         notes += self.memory.allocator.notes()
         notes += self.host_memory.notes()
         notes += self.backend.notes()
-        if self.tracker.rule.index < 0:
+        finished = self.tracker.iterations
+        if not finished:
             notes.append("no optimizer of torch stepped: there are no iterations")
+        elif self.tracker.rule.index < 0:
+            notes.append(
+                "no optimizer of torch stepped: an iteration ends before the forward "
+                f"that follows a backward; {finished} were run"
+            )
         elif not self.finished:
-            finished = self.tracker.rule.index + 1
             notes.append(
                 f"the job ended by itself after {finished} of "
                 f"{self.options.iterations} iterations"
+            )
+        elif names := self.tracker.end.left_out:
+            notes.append(
+                f"optimizers that did not step in {finished} iterations, whose state "
+                f"is not counted: {', '.join(names)}"
             )
         return notes
 
@@ -256,7 +270,9 @@ class DryRun:
         )
         self.optimizers = describe_optimizers(optimizers)
         self.mode.values.reads = 0
-        if finished >= self.options.iterations and not is_trial():
+        if finished >= self._wanted_iterations() and not is_trial():
+            if self.tracker.end.waits(len(self.clock.kernels)):
+                return
             self._natural_bytes = self._natural_bytes or self.memory.most_reserved_bytes
             if self.batches.needs_longest():
                 return
@@ -264,10 +280,17 @@ class DryRun:
             self._freeze()
             raise DryRunFinished
 
+    def _wanted_iterations(self) -> int:
+        """Return the iterations after which the job is ended: more where no optimizer
+        has stepped, since it may accumulate gradients."""
+        wanted = self.options.iterations
+        return wanted if self.tracker.iterations else max(wanted, LEAST_UNSTEPPED)
+
     def _freeze(self) -> None:
         """Count nothing any more: frameworks move and save tensors when they end."""
         if self.tracker.live:
             self._classify()
+            self.tracker.number_unstepped()
         self.tracker.live = False
         self.clock.closed = True
         self.user_files.stop_listing()

@@ -19,6 +19,7 @@ from ebbtide.features.dryrun.errors import DryRunError
 from ebbtide.features.dryrun.launch import become_dry_run, dry_run_command
 from ebbtide.features.dryrun.record import load_record
 from ebbtide.features.dryrun.result import exit_status
+from ebbtide.features.dryrun.shell import run_program, starts_job
 from ebbtide.machines.machine import Machine
 
 _GUEST = Path(ebbtide.__file__).parent / "features" / "dryrun" / "guest.py"
@@ -79,6 +80,8 @@ def dry_run(command: Sequence[str], output: Path, options: StartOptions) -> NoRe
         "ranks_per_node": None,
     }
     if options.python is None:
+        if starts_job(command[0]):
+            sys.exit(run_program(command, output, settings))
         become_dry_run(command, output, settings, os.environ)
     sys.exit(_host(options.python, command, output, settings))
 

@@ -314,6 +314,7 @@ class PredictionInfo(_Section, frozen=True, kw_only=True):
     reserved_bytes: tuple[Count, Count] | None = None
     batches: tuple[tuple[Count, ...], tuple[Count, ...]] | None = None
     host_bytes: dict[Literal["all", "pinned"], tuple[Count, float | None]] = {}
+    bounds: dict[str, Count] = {}
 
 
 class TraceMeta(_Section, frozen=True, kw_only=True):

@@ -15,22 +15,20 @@ _LARGE_BYTES = 4096 * 8 * 1024
 _SMALL_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
 _LARGE_CAPABILITIES = (9, 10, 12)
 _PARTS = re.compile(r":(\d+):(\d+)")
-# Multiprocessors of a GPU by a part of its name, from its data sheet; those of an H100
-# SXM for others.
+# Multiprocessors of a GPU by a part of its name, the longest one, from its data sheet;
+# those of an H100 SXM for others.
 _MULTIPROCESSORS = {
-    "a100": 108,
-    "a10": 72,
-    "rtx3060": 28,
-    "rtx4060": 24,
-    "rtx3090": 82,
-    "rtx4090": 128,
-    "rtx5090": 170,
-    "l40s": 142,
-    "h100pcie": 114,
-    "b200": 148,
-    "v100": 80,
+    "p100": 56, "v100": 80, "titanrtx": 72, "rtx2080ti": 68, "t4": 40,
+    "a100": 108, "a30": 56, "a10": 72, "a40": 84,
+    "a4000": 48, "a5000": 64, "a6000": 84,
+    "rtx3060": 28, "rtx3060ti": 38, "rtx3070": 46, "rtx3080": 68, "rtx3090": 82,
+    "rtx3090ti": 84,
+    "rtx4060": 24, "rtx4060ti": 34, "rtx4070": 46, "rtx4070ti": 60, "rtx4080": 76,
+    "rtx4090": 128, "rtx6000ada": 142, "l4": 58, "l40": 142, "l40s": 142,
+    "h100pcie": 114, "h100nvl": 132, "h200": 132, "gh200": 132,
+    "rtx5070": 48, "rtx5070ti": 70, "rtx5080": 84, "rtx5090": 170, "b200": 148,
     "mi300x": 304,
-}
+}  # fmt: skip
 _H100_MULTIPROCESSORS = 132
 # Most threads on a multiprocessor by compute capability, from the CUDA C++ Programming
 # Guide.
@@ -58,10 +56,9 @@ def workspace_bytes(capability: tuple[int, int]) -> int:
 def multiprocessors(device_name: str, capability: tuple[int, int]) -> Multiprocessors:
     """Return the multiprocessors of a GPU, by the name that torch reports."""
     name = re.sub(r"[^a-z0-9]", "", device_name.lower())
-    counts = (count for part, count in _MULTIPROCESSORS.items() if part in name)
-    return Multiprocessors(
-        next(counts, _H100_MULTIPROCESSORS), _THREADS.get(capability, _MOST_THREADS)
-    )
+    parts = [part for part in _MULTIPROCESSORS if part in name]
+    count = _MULTIPROCESSORS.get(max(parts, key=len, default=""), _H100_MULTIPROCESSORS)
+    return Multiprocessors(count, _THREADS.get(capability, _MOST_THREADS))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from ebbtide.features.dryrun.time.clock import Times, VirtualClock
+from ebbtide.features.dryrun.time.iteration_end import IterationEnd
 from ebbtide.machines.kernels.time_priors import TYPICAL
 from ebbtide.phases import PHASES
 from ebbtide.profiler.agent.iteration_rule import (
@@ -13,8 +14,13 @@ from ebbtide.profiler.agent.iteration_rule import (
     FORWARD,
     UPDATE,
     IterationRule,
+    UnsteppedIterations,
 )
 from ebbtide.profiler.agent.patches import wrapper
+
+# Backwards without a forward of a module and without an optimizer, after which a job is
+# taken to have no other end.
+MOST_BACKWARDS = 64
 
 
 @dataclass
@@ -24,7 +30,7 @@ class FakePhase:
     Attributes:
         gpu_start, gpu_end: When the device passed the same two points, in each case of
             the clock.
-        iteration: Its iteration; None until an update ends it.
+        iteration: Its iteration; None until it ends.
     """
 
     phase: str
@@ -81,9 +87,10 @@ class PhaseTracker:
     report to it as to `Recorder`.
 
     `on_update` is called before an outermost optimizer step, when its gradients exist,
-    and after it; `on_iteration` with the number of finished iterations, when an update
-    has ended one. The innermost of `module_names` is the last. `threads`, the threads
-    that train, is set by the backend.
+    and after it; `on_iteration` with the number of finished iterations, once for each:
+    when it is whole, or before the first phase of the next one is numbered. The
+    innermost of `module_names` is the last. `threads`, the threads that train, is set
+    by the backend.
     """
 
     def __init__(
@@ -95,9 +102,12 @@ class PhaseTracker:
         self.phases: list[FakePhase] = []
         self.without_gradients = FakeForwards(clock, self.phases)
         self.rule = IterationRule()
+        # The number of iterations with phases.
+        self.iterations = 0
         self.modules: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.module_names: list[str] = []
         self.optimizers: WeakSet[Any] = WeakSet()
+        self.end = IterationEnd(self.optimizers)
         # Read and set by the hooks of the recorder.
         self.live, self.recomputes, self.source = True, False, 0
         self.called: Any = None
@@ -113,7 +123,8 @@ class PhaseTracker:
         self._step_depth = 0
         # Optimizers that have stepped in the open backward.
         self._streamed: list[Any] = []
-        self._backwards = self._numbered = 0
+        self._backwards = self._numbered = self._ended = 0
+        self._unstepped = UnsteppedIterations()
         self._names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
     @property
@@ -134,6 +145,11 @@ class PhaseTracker:
             self._backwards += 1
         if self.in_phase:
             return False
+        if self.rule.index < 0 and not self.end.made:
+            if self._unstepped.begins(phase):
+                self._on_iteration(self._unstepped.number + 1)
+            elif phase == BACKWARD and self._backwards > MOST_BACKWARDS:
+                self._on_iteration(self._backwards)
         self._clock.in_job = True
         self._open = phase, self._clock.tick(), self._clock.record()
         return True
@@ -143,6 +159,9 @@ class PhaseTracker:
         if self._open is not None and keep:
             phase, start_ns, gpu_start = self._open
             end_ns = self._clock.tick()
+            self._unstepped.add(phase, 0)
+            if phase == BACKWARD and self.rule.index < 0 and not self.end.made:
+                self._on_update()
             self.phases.append(
                 FakePhase(
                     PHASES[phase], start_ns, end_ns, gpu_start, self._clock.record()
@@ -152,7 +171,8 @@ class PhaseTracker:
         if self._streamed:
             optimizers, self._streamed = self._streamed, []
             self._on_update()
-            self._number_phases(self.rule.add_update(optimizers, self._backwards))
+            iteration = self.rule.add_update(optimizers, self._backwards)
+            self._number_phases(iteration, optimizers)
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Open an update, and return the arguments with a closure that has phases of
@@ -192,15 +212,43 @@ class PhaseTracker:
         iteration = self.rule.add_update([optimizer], self._backwards)
         # One before any backward makes the optimizer's state, and is no training.
         self.leave(keep=iteration is not None)
-        self._number_phases(iteration)
+        self._number_phases(iteration, [optimizer])
 
-    def _number_phases(self, iteration: int | None) -> None:
-        """Give the phases since the last update its iteration; None: it ended none."""
-        if iteration is not None:
-            for phase in self.phases[self._numbered :]:
-                phase.iteration = iteration
-            self._numbered = len(self.phases)
-            self._on_iteration(iteration + 1)
+    def _number_phases(self, iteration: int | None, optimizers: list[Any]) -> None:
+        """Give the phases since the last update the iteration of this one; None: it has
+        none."""
+        if iteration is None:
+            return
+        if iteration == self.iterations:
+            self.finish_iteration()
+            self.iterations += 1
+            self.end.begin()
+        for phase in self.phases[self._numbered :]:
+            phase.iteration = iteration
+        self._numbered = len(self.phases)
+        if self.end.add(optimizers):
+            self.finish_iteration()
+
+    def finish_iteration(self) -> None:
+        """Report the last iteration, unless it was reported."""
+        if self._ended < self.iterations:
+            self._ended = self.iterations
+            self._on_iteration(self.iterations)
+
+    def number_unstepped(self) -> None:
+        """Number the phases of a job in which no optimizer has stepped: an iteration
+        ends before the forward that follows a backward."""
+        if self.iterations:
+            return
+        rule, following = UnsteppedIterations(), list[FakePhase]()
+        for phase in self.phases:
+            code = PHASES.index(phase.phase)
+            rule.add(code, 0)
+            following.append(phase)
+            if code == BACKWARD:
+                for each in following:
+                    each.iteration = rule.number
+                following, self.iterations = [], rule.number + 1
 
     @wrapper
     def wrap_update(

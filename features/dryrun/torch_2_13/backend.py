@@ -45,6 +45,7 @@ from ebbtide.features.dryrun.torch_2_13.frameworks.libraries import LibraryPatch
 from ebbtide.features.dryrun.torch_2_13.frameworks.parallelism import (
     patch_data_parallel,
     patch_model_parallel,
+    patch_replicas,
 )
 from ebbtide.features.dryrun.torch_2_13.frameworks.process_groups import (
     ProcessGroups,
@@ -107,6 +108,7 @@ class Backend:
         self.triton.install(patches)
         patch_ray_train(patches, self.process_groups)
         patch_model_parallel(patches, mode)
+        patch_replicas(patches)
         self.deepspeed = DeepSpeedPatches(patches, sink, self.process_groups, machine)
         self._register_kernels(patches)
         mode.shapes.install(patches)

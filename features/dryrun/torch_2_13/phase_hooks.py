@@ -8,7 +8,7 @@ from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
 
 from ebbtide.features.dryrun.time.phase_tracker import PhaseTracker
-from ebbtide.profiler.agent.patches import Patches
+from ebbtide.profiler.agent.patches import Patches, wrapper
 from ebbtide.profiler.agent.phase_hooks import (
     OutermostCall,
     hook_megatron,
@@ -35,6 +35,13 @@ def hook_phases(phases: PhaseTracker, patches: Patches) -> None:
         lambda _scaler, optimizer, *_: optimizer, torch.amp.GradScaler.step
     )
     patches.set(torch.amp.GradScaler, "step", scaler_step)
+
+    @wrapper
+    def note_optimizer(original: Any, optimizer: Any) -> None:
+        phases.end.made.add(optimizer)
+        original(optimizer)
+
+    patches.wrap(torch_optimizers.Optimizer, "_patch_step_function", note_optimizer)
     for handle in (
         torch_optimizers.register_optimizer_step_pre_hook(phases.before_step),
         torch_optimizers.register_optimizer_step_post_hook(phases.after_step),

@@ -70,7 +70,7 @@ def test_dry_run__takes_an_environment_with_torch_alone(tmp_path: Path) -> None:
     assert f"{python.parents[1]} ['ebbtide']" in other.stdout
     # torch warns where it finds no NumPy.
     result = other.stderr[other.stderr.index("other.ebb: predicted") :]
-    assert result.replace("other", "own") == own.stderr
+    assert result.replace("other.ebb", "own.ebb") == own.stderr
     for table in ("kernels", "memory", "phases", "allocations"):
         # Stacks name the folder of torch.
         tables = [

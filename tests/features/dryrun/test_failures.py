@@ -44,9 +44,6 @@ CANNOT = {
         "register one with torch.library.register_fake",
     ),
     "least squares": ("step(torch.linalg.lstsq(model.weight, x.t()).solution)", "linalg_lstsq", SHAPE),
-    "repetitions": (
-        "step(torch.repeat_interleave(model(x), model(x)[:, 0].long(), dim=0))", "repeat_interleave", SHAPE
-    ),
     "values as an array": ("x.numpy()", ".numpy()", "fake tensors have no values: leave out"),
     "graph": ("torch.cuda.CUDAGraph()", "CUDAGraph", NEEDS_DEVICE),
     "graphed module": ("torch.cuda.make_graphed_callables(model, (x,))", "CUDAGraph", NEEDS_DEVICE),
@@ -370,6 +367,11 @@ def test_program__that_is_missing_is_named(
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "ebbtide: incomplete: signal 9 (Killed) ended the job; no trace"),
         ("os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)", 143, SIGTERM_LINE),
         ("os.kill(0, signal.SIGTERM); time.sleep(60)", 143, SIGTERM_LINE),
+        (
+            "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); "
+            "os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)",
+            137, "ebbtide: incomplete: signal 9 (Killed) ended the job; no trace",
+        ),
         ("os.kill(os.getppid(), signal.SIGINT); time.sleep(60)", 130, "ebbtide: interrupted: the trace has what ran"),
         ("os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)", -9, ""),
     ],

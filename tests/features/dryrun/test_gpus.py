@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ebbtide.features.dryrun.gpu import capability_of
+from ebbtide.features.dryrun.gpu import FakedGpu, capability_of
 from ebbtide.features.dryrun.memory.kernel_buffers import workspace_bytes
 from ebbtide.features.dryrun.start import _device_name
 from ebbtide.machines.catalog import find_machine, presets
@@ -41,3 +41,11 @@ def test_capability_of__a_name_alone_is_looked_up_and_any_other_counts_as_an_h10
     assert capability_of("a10") == (8, 6)
     assert capability_of("dry run") == capability_of("a10", GpuCompute()) == (9, 0)
     assert _device_name(None) == "dry run"
+
+
+def test_gpu__has_its_own_multiprocessors() -> None:
+    counts = {
+        name: FakedGpu(name, (8, 6)).multiprocessors.count
+        for name in ("NVIDIA L4", "NVIDIA L40S", "rtx3090", "RTX 3060 Ti", "a10", "x")
+    }
+    assert list(counts.values()) == [58, 142, 82, 38, 72, 132]

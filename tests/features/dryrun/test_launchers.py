@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -171,3 +172,77 @@ def test_launcher_followed__sees_a_job_that_replaces_the_launcher(
             return launched.command, launched.ranks
 
     assert run_forked(launch) == (command, 4 if function == "execvpe" else None)
+
+
+@pytest.mark.parametrize(
+    ("command", "job"),
+    [
+        (["uv", "run", "train.py", "-x"], ["train.py", "-x"]),
+        (["uv", "run", "--with", "wandb", "-m", "train"], ["-m", "train"]),
+        (["poetry", "run", "--", "python", "-u", "train.py"], ["train.py"]),
+        (["papermill", "a.ipynb", "b.ipynb", "-p", "x", "1"], ["a.ipynb"]),
+        (["jupyter", "nbconvert", "--execute", "a.ipynb"], ["a.ipynb"]),
+    ],
+)
+def test_split_command__leaves_out_what_runs_jobs_in_an_environment(
+    command: list[str], job: list[str]
+) -> None:
+    assert split_command(command)[2] == job
+
+
+TRAIN = """
+import os, torch
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(9):
+    model(torch.ones(4, 64, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+SHELL = """#!/bin/sh
+set -e
+python --version
+python -c "print('probe')"
+python prepare.py
+SIZE=8 python -u train.py "$@"
+python prepare.py evaluated
+"""
+
+
+def test_dry_run__follows_a_shell_script_to_the_job_that_trains(tmp_path: Path) -> None:
+    (tmp_path / "prepare.py").write_text("import sys; print('prepared', sys.argv[1:])")
+    (tmp_path / "train.py").write_text(
+        TRAIN + "assert os.environ['SIZE'] == '8' and not optimizer"
+    )
+    (tmp_path / "run.sh").write_text(SHELL)
+    (tmp_path / "run.sh").chmod(0o755)
+    command = ("dry-run", "-o", "run.ebb", "--", "env", "A=1", "./run.sh")
+    process = ebbtide(*command, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines()[1:] == ["probe", "prepared []"]
+    assert "left out, since a job has been run: python prepare.py" in process.stderr
+    assert len(open_trace(tmp_path / "run.ebb").phases(0)) == 6
+
+
+def test_dry_run__says_that_a_program_has_started_no_job(tmp_path: Path) -> None:
+    process = ebbtide("dry-run", "--", "env", "true", cwd=tmp_path)
+    assert process.returncode == 2
+    assert process.stderr.endswith(
+        "env started no Python job: name the script that trains\n"
+    )
+
+
+def test_dry_run__runs_a_notebook(tmp_path: Path) -> None:
+    cells = ["%pip install x\n!ls", "%%bash\nls", "%%time" + TRAIN, "display(model)"]
+    notebook = {
+        "cells": [{"cell_type": "code", "source": [source]} for source in cells]
+        + [{"cell_type": "markdown", "source": ["# Title"]}]
+    }
+    (tmp_path / "a.ipynb").write_text(json.dumps(notebook))
+    process = ebbtide("dry-run", "-o", "run.ebb", "--", "a.ipynb", cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert "4 lines of a.ipynb are magics, which are left out" in process.stderr
+    assert len(open_trace(tmp_path / "run.ebb").phases(0)) == 6
+    (tmp_path / "a.ipynb").write_text("no notebook")
+    process = ebbtide("dry-run", "--", "a.ipynb", cwd=tmp_path)
+    assert process.returncode == 2
+    assert "a.ipynb cannot be read as a notebook" in process.stderr

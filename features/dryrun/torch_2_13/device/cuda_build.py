@@ -7,8 +7,11 @@ import torch
 import torch.distributed as dist
 from torch._subclasses import fake_tensor
 
+from ebbtide.features.dryrun.errors import CannotFakeError
 from ebbtide.profiler.agent.patches import Patches, wrapper
 
+# Of the builds of torch 2.13 for CUDA.
+_VERSION = "13.0"
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
@@ -18,6 +21,9 @@ def leave_out_device_code(patches: Patches) -> None:
     # It would make a tensor on the device.
     patches.set(fake_tensor, "init_gpu_context", lambda _device: None)
     if not torch.version.cuda:
+        # Jobs refuse to run without a version, or with an old one.
+        patches.set(torch.version, "cuda", _VERSION)
+        patches.set(torch.cuda, "_compile_kernel", _refuse_kernel)
         return
     # It records an event for the statistics of DistributedDataParallel.
     patches.set(dist.Reducer, "prepare_for_forward", lambda _reducer: None)
@@ -25,6 +31,13 @@ def leave_out_device_code(patches: Patches) -> None:
     for name in _RECURRENT:
         function = _without_cudnn(getattr(torch._VF, name))
         patches.set(torch._VF, name, function)
+
+
+def _refuse_kernel(*_args: Any, **_kwargs: Any) -> Any:
+    raise CannotFakeError(
+        "cannot dry-run torch.cuda._utils._cuda_load_module: it needs a device: leave "
+        "it out for the dry run"
+    )
 
 
 @wrapper

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,25 @@ from ebbtide.features.dryrun.sink import Sink
 from ebbtide.features.dryrun.torch_2_13.device.streams import stream_functions
 from ebbtide.profiler.agent.patches import Patches
 
-_PROCESSORS = 132
+# Bytes of shared memory that a block may have, by compute capability: from the CUDA C++
+# Programming Guide.
+_SHARED_BYTES = {
+    (7, 0): 98304, (7, 5): 65536, (8, 0): 166912, (8, 6): 101376, (8, 9): 101376,
+    (12, 0): 101376,
+}  # fmt: skip
+_MOST_SHARED_BYTES = 232448
+# That a block cannot have.
+_RESERVED_SHARED_BYTES = 1024
+_KINDS = (
+    "allocation", "segment", "active", "inactive_split", "allocated_bytes",
+    "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes",
+)  # fmt: skip
+_POOLS = ("all", "large_pool", "small_pool")
+_FIGURES = ("current", "peak", "allocated", "freed")
+_COUNTERS = (
+    "num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc",
+    "num_device_free", "max_split_size",
+)  # fmt: skip
 # Functions of `torch.cuda` by what they return.
 _RANDOM = (
     "manual_seed",
@@ -110,6 +129,7 @@ def patch_cuda(patches: Patches, sink: Sink, gpu: FakedGpu, devices: int = 1) ->
     for key in (*_RANDOM, "initial_seed", "get_rng_state", "get_rng_state_all"):
         patches.set(cuda.random, key, functions[key])
     _patch_extension(patches, devices)
+    _patch_accelerator(patches, functions | statistics)
     runtime = {name: constant(0) for name in _RUNTIME}  # 0 is cudaSuccess
     runtime |= {
         "cudaError": SimpleNamespace(success=0),
@@ -128,14 +148,16 @@ def patch_cuda(patches: Patches, sink: Sink, gpu: FakedGpu, devices: int = 1) ->
 def _device_functions(gpu: FakedGpu, devices: int) -> dict[str, Any]:
     """Return the functions of `torch.cuda` that do not change what is counted."""
     major, minor = gpu.capability
+    shared_bytes = _SHARED_BYTES.get(gpu.capability, _MOST_SHARED_BYTES)
     properties = SimpleNamespace(
         name=gpu.name, major=major, minor=minor, total_memory=gpu.capacity_bytes,
-        multi_processor_count=_PROCESSORS,
+        multi_processor_count=gpu.multiprocessors.count,
         is_integrated=False, is_multi_gpu_board=False,
-        max_threads_per_multi_processor=2048, warp_size=32,
+        max_threads_per_multi_processor=gpu.multiprocessors.threads, warp_size=32,
         regs_per_multiprocessor=65536, shared_memory_per_block=49152,
-        shared_memory_per_block_optin=166912,
-        shared_memory_per_multiprocessor=167936, L2_cache_size=41943040,
+        shared_memory_per_block_optin=shared_bytes,
+        shared_memory_per_multiprocessor=shared_bytes + _RESERVED_SHARED_BYTES,
+        L2_cache_size=41943040,
         gcnArchName="", uuid="dry-run",
     )  # fmt: skip
     return {
@@ -168,8 +190,9 @@ def _memory_functions(memory: DeviceMemory, capacity_bytes: int) -> dict[str, An
         "memory_reserved": lambda *_args, **_kwargs: allocator.reserved_bytes,
         "max_memory_reserved": lambda *_args, **_kwargs: memory.peak_reserved_bytes,
         "memory_stats": lambda *_args, **_kwargs: _statistics(memory),
-        "memory_stats_as_nested_dict": lambda *_args, **_kwargs: {},
-        "memory_summary": constant("(dry run)"),
+        "memory_stats_as_nested_dict": lambda *_args, **_kwargs: _nested(
+            _statistics(memory)
+        ),
         "memory_snapshot": constant([]),
         "mem_get_info": lambda *_args, **_kwargs: (
             max(0, capacity_bytes - allocator.reserved_bytes),
@@ -200,6 +223,28 @@ def _patch_extension(patches: Patches, devices: int) -> None:
         patches.set(torch._C, key, value)
 
 
+def _patch_accelerator(patches: Patches, functions: dict[str, Any]) -> None:
+    """Let `torch.accelerator` do what `torch.cuda` does."""
+    for key, name in {
+        "getStream": "current_stream",
+        "setStream": "set_stream",
+        "synchronizeDevice": "synchronize",
+        "emptyCache": "empty_cache",
+        "getMemoryInfo": "mem_get_info",
+        "getDeviceStats": "memory_stats_as_nested_dict",
+        "resetPeakStats": "reset_peak_memory_stats",
+        "resetAccumulatedStats": "reset_accumulated_memory_stats",
+        "isAllocatorInitialized": "is_available",
+    }.items():
+        patches.set(torch._C, f"_accelerator_{key}", functions[name])
+    patches.set(torch._C, "_accelerator_emptyHostCache", constant(None))
+    data_types = {each for each in vars(torch).values() if type(each) is torch.dtype}
+    capability = {"supported_dtypes": data_types}
+    patches.set(torch._C, "_accelerator_getDeviceCapability", constant(capability))
+    patches.set(torch, "Stream", functions["Stream"])
+    patches.set(torch, "Event", functions["Event"])
+
+
 def _statistics(memory: DeviceMemory) -> dict[str, int]:
     allocator = memory.allocator
     pairs = {
@@ -208,6 +253,28 @@ def _statistics(memory: DeviceMemory) -> dict[str, int]:
         "reserved_bytes": (allocator.reserved_bytes, memory.peak_reserved_bytes),
         "requested_bytes": (memory.requested_bytes, memory.peak_bytes),
     }
-    values = {f"{key}.all.current": now for key, (now, _) in pairs.items()}
-    values.update({f"{key}.all.peak": peak for key, (_, peak) in pairs.items()})
-    return {**values, "num_alloc_retries": allocator.retries, "num_ooms": 0}
+    values = dict.fromkeys(_STATISTICS, 0)
+    for key, (now, peak) in pairs.items():
+        values[f"{key}.all.current"], values[f"{key}.all.peak"] = now, peak
+    return values | {"num_alloc_retries": allocator.retries}
+
+
+def _nested(values: dict[str, int]) -> dict[str, Any]:
+    """Return values whose names have dots as dictionaries in one another."""
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        *path, last = name.split(".")
+        inner = nested
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return nested
+
+
+# Names of the statistics that torch returns.
+_STATISTICS = (
+    *(".".join(parts) for parts in product(_KINDS, _POOLS, _FIGURES)),
+    *(".".join(parts) for parts in product(("oversize_allocations",), _FIGURES)),
+    *(".".join(parts) for parts in product(("oversize_segments",), _FIGURES)),
+    *_COUNTERS,
+)

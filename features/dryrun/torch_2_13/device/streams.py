@@ -86,6 +86,9 @@ class FakeStream:
     def query(self) -> bool:
         return _has_passed(self.clock, self.clock.record(self.stream_id))
 
+    def is_capturing(self) -> bool:
+        return False
+
 
 class FakeEvent:
     """A CUDA event on a clock."""

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch import _meta_registrations
 from torch._library.fake_impl import FakeImplCtx
 
 from ebbtide.features.dryrun.torch_2_13.operations.shadow_values import (
@@ -21,8 +22,10 @@ _DYNAMIC = frozenset(
         _aten.unique_dim.default,
         _aten.unique_consecutive.default,
         _aten.bincount.default,
+        _aten.repeat_interleave.Tensor,
     }
 )
+_MASKS = (_aten.nonzero.default, _aten.masked_select.default)
 _INDEX = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
 
 
@@ -32,7 +35,8 @@ class UnknownShapes:
 
     `bounds`: results of that size, by operation. `least`: results with the smallest
     size, of libraries that state no largest one: int8 products of bitsandbytes, which
-    have few columns of outliers, and `bincount`."""
+    have few columns of outliers, `bincount`, and `repeat_interleave` with each element
+    once."""
 
     def __init__(self, fake_mode: Any, values: ShadowValues) -> None:
         self.bounds: Counter[str] = Counter()
@@ -60,7 +64,7 @@ class UnknownShapes:
         inputs = list(tensors_in(args))
         real = self._values.compute(func, args, kwargs, inputs)
         if real is None:
-            return self._bound(func, args)
+            return self._bound(func, args, kwargs)
         if isinstance(real, torch.Tensor):
             return self._fake_like(real, inputs[0])
         return tuple(self._fake_like(part, inputs[0]) for part in real)
@@ -82,8 +86,13 @@ class UnknownShapes:
                     indices += positions.unbind(1)
         return (args[0], indices, *args[2:])
 
-    def _bound(self, func: Any, args: Any) -> Any:
+    def _bound(self, func: Any, args: Any, kwargs: Any) -> Any:
         source = args[0]
+        if func is _aten.repeat_interleave.Tensor:
+            if not (stated := kwargs.get("output_size")):
+                self.least["repeat_interleave"] += 1
+            with self._fake_mode:
+                return source.new_empty(stated or source.numel())
         if func is _aten.bincount.default:
             self.least["bincount"] += 1
             dtype = torch.int64 if args[1:2] in ((), (None,)) else torch.float64
@@ -91,17 +100,22 @@ class UnknownShapes:
                 return torch.empty(
                     max([1, *args[2:]]), dtype=dtype, device=source.device
                 )
-        self.bounds[func._schema.name.removeprefix("aten::")] += 1
+        mask = args[1] if func is _aten.masked_select.default else source
+        count = self._values.counts.of(mask) if func in _MASKS else None
+        if count is None:
+            self.bounds[func._schema.name.removeprefix("aten::")] += 1
+            count = mask.numel()
         with self._fake_mode:
             if func is _aten.nonzero.default:
                 return torch.empty(
-                    (source.numel(), source.dim()),
+                    (count, source.dim()),
                     dtype=torch.int64,
                     device=source.device,
                 )
             if func is _aten.masked_select.default:
-                count = torch.broadcast_shapes(source.shape, args[1].shape).numel()
-                return torch.empty((count,), dtype=source.dtype, device=source.device)
+                elements = torch.broadcast_shapes(source.shape, mask.shape).numel()
+                shape = (count * (elements // max(mask.numel(), 1)),)
+                return torch.empty(shape, dtype=source.dtype, device=source.device)
             shape = (
                 source.shape if func is _aten.unique_dim.default else (source.numel(),)
             )
@@ -140,6 +154,18 @@ def register_missing_kernels(library: Any, patches: Patches) -> None:
         "batch_norm_backward_elemt": lambda _grad, x, *_: torch.empty_like(x),
     }.items():
         library.impl(name, form, "Meta")
+    grouped = _meta_registrations._meta_grouped_mm_common
+
+    def multiply_groups(a: Any, b: Any, **kwargs: Any) -> Any:
+        """Return the product of groups of matrices, which the form of torch allows in
+        bfloat16 alone."""
+        if kwargs["scale_a"] is not None or a.dtype == torch.bfloat16:
+            return grouped(a, b, **kwargs)
+        return _meta_registrations._create_grouped_mm_output_tensor(
+            a, b, kwargs.get("offs"), kwargs.get("out_dtype")
+        )
+
+    patches.set(_meta_registrations, "_meta_grouped_mm_common", multiply_groups)
     ctc_loss = torch.ctc_loss
 
     def ctc_loss_of_numbers(

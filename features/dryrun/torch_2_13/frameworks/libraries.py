@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributions import Distribution
 from torch.utils.data import dataloader
 
 from ebbtide.features.dryrun.errors import CannotFakeError
@@ -14,6 +16,8 @@ from ebbtide.features.dryrun.torch_2_13.device.fake_cuda import constant
 from ebbtide.features.dryrun.torch_2_13.device.fake_device import FakeDeviceMode
 from ebbtide.profiler.agent.patches import Patches, wrapper
 
+# In errors of torch.distributions about values, not about shapes.
+_CHECKS_OF_VALUES = ("to satisfy the constraint", "to be within the support")
 _CUDA_SOURCES = (".cu", ".cuh")
 _SENSORS = ("Temperature", "PowerUsage", "EnforcedPowerLimit", "TotalEnergyConsumption")
 _POOL = "float scale, SymInt pooled_height, SymInt pooled_width"
@@ -93,6 +97,8 @@ class LibraryPatches:
             # It would build masks that it leaves out for real tensors.
             lambda module: patches.set(module, "is_fake_tensor", lambda _tensor: False),
         )
+        for name in ("__init__", "_validate_sample"):
+            patches.wrap(Distribution, name, _accept_unknown_values)
         patch_extensions(patches, mode)
 
     @wrapper
@@ -109,6 +115,23 @@ class LibraryPatches:
             return compiled(*args, **kwargs)
 
 
+@wrapper
+def _accept_unknown_values(
+    original: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Check arguments or values of a distribution, which may be any where they are not
+    known."""
+    try:
+        return original(*args, **kwargs)
+    except ValueError as error:
+        values = (*args, *vars(args[0]).values())
+        if not any(isinstance(value, FakeTensor) for value in values) or not any(
+            text in str(error) for text in _CHECKS_OF_VALUES
+        ):
+            raise
+        return None
+
+
 def _iterate_here(loader: Any) -> Any:
     """Load data in this process: fake tensors cannot be sent to another one."""
     loader.__dict__.update(num_workers=0, prefetch_factor=None, timeout=0)
@@ -123,6 +146,10 @@ def patch_extensions(patches: Patches, mode: FakeDeviceMode) -> None:
     )
     patches.when_imported("pynvml", lambda module: _answer_nvml(module, patches))
     patches.when_imported(
+        "bitsandbytes.cuda_specs",
+        lambda module: patches.set(module, "get_cuda_specs", constant(None)),
+    )
+    patches.when_imported(
         "bitsandbytes.cextension", lambda module: _leave_out_kernels(module, patches)
     )
     patches.when_imported(
@@ -133,6 +160,10 @@ def patch_extensions(patches: Patches, mode: FakeDeviceMode) -> None:
     )
     patches.when_imported(
         "torchvision._meta_registrations", lambda _: _keep_all_boxes()
+    )
+    patches.when_imported(
+        "torchvision.models.detection.roi_heads",
+        lambda module: _count_samples(module, patches, mode),
     )
     patches.when_imported(
         "torchaudio._extension.utils",
@@ -223,6 +254,22 @@ def _keep_all_boxes() -> None:
             ),
             allow_override=True,
         )
+
+
+def _count_samples(module: Any, patches: Patches, mode: FakeDeviceMode) -> None:
+    """Let as many of the sampled boxes have an object as the sampler of a model takes
+    at most."""
+
+    @wrapper
+    def select(original: Callable[..., Any], heads: Any, *args: Any) -> Any:
+        samples = original(heads, *args)
+        sampler = heads.fg_bg_sampler
+        most = int(sampler.batch_size_per_image * sampler.positive_fraction)
+        for labels in samples[2]:
+            mode.values.counts.set(labels, most)
+        return samples
+
+    patches.wrap(module.RoIHeads, "select_training_samples", select)
 
 
 def _leave_out_library(module: Any, patches: Patches) -> None:

@@ -21,6 +21,8 @@ from ebbtide.features.dryrun.torch_2_13.device.fake_device import (
 )
 from ebbtide.profiler.agent.patches import Patches, wrapper
 
+# Index of the host, in place of a device's.
+_HOST = -1
 _Hook = Callable[[Any, Any], Any]
 
 
@@ -82,6 +84,32 @@ def _reduce(state: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future[
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(buffer)
     return future
+
+
+def patch_replicas(patches: Patches) -> None:
+    """Let `torch.nn.DataParallel` share a batch among the devices of the process, until
+    `patches.undo()`."""
+
+    def scatter(
+        tensor: Any, devices: list[int], sizes: Any, dim: int, _streams: Any
+    ) -> list[Any]:
+        parts = tensor.split(sizes, dim) if sizes else tensor.chunk(len(devices), dim)
+        return [
+            part.to(f"cuda:{device}")
+            for part, device in zip(parts, devices, strict=False)
+        ]
+
+    def broadcast(tensors: list[Any], devices: list[int], _size: int) -> list[Any]:
+        copies = ([each.to(f"cuda:{one}") for each in tensors] for one in devices[1:])
+        return [tensors, *copies]
+
+    def gather(tensors: list[Any], dim: int, device: int | None) -> Any:
+        target = "cpu" if device == _HOST else f"cuda:{device or 0}"
+        return torch.cat([tensor.to(target) for tensor in tensors], dim)
+
+    patches.set(torch._C, "_scatter", scatter)
+    patches.set(torch._C, "_broadcast_coalesced", broadcast)
+    patches.set(torch._C, "_gather", gather)
 
 
 def patch_model_parallel(patches: Patches, mode: FakeDeviceMode) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import distributed_c10d, rendezvous
 from torch.testing._internal.distributed import fake_pg
 
 from ebbtide.features.dryrun.errors import CannotFakeError
@@ -52,6 +52,11 @@ class ProcessGroups:
             patches.set(owner, "monitored_barrier", _nothing)
             patches.set(owner, "recv_object_list", _refuse_objects)
             patches.set(owner, "ProcessGroupNCCL", _NcclGroup)
+        # Functions that a module has got by their name come here, too.
+        for owner in (dist, distributed_c10d, rendezvous):
+            patches.set(owner, "rendezvous", self._meet)
+        for owner in (dist, distributed_c10d):
+            patches.set(owner, "TCPStore", _new_store)
         patches.set(torch.multiprocessing, "spawn", _run_first)
         patches.set(dist, "_verify_params_across_processes", lambda *_args: None)
         patches.set(torch.cuda.nccl, "version", lambda: _NCCL_VERSION)
@@ -115,17 +120,21 @@ class ProcessGroups:
     def _init(self, backend: str | None = None, *_args: Any, **options: Any) -> None:
         """Make the default group, of the stated ranks whatever the job's arguments
         say."""
-        store = dist.HashStore()
-        store.set_timeout(_STORE_TIMEOUT)
         self._initialized = True
         self._original_init(
             "gloo" if backend == "mpi" else backend,
-            store=store,
+            store=_new_store(),
             rank=0,
             world_size=self.ranks,
             timeout=options.get("timeout") or _GROUP_TIMEOUT,
             device_id=options.get("device_id"),
         )
+
+    def _meet(self, *_url: Any, **_options: Any) -> Any:
+        """Yield what a meeting of the ranks gives: a store, the rank and their
+        number."""
+        self._initialized = True
+        yield _new_store(), 0, self.ranks
 
     def _new_group(
         self,
@@ -151,6 +160,13 @@ class ProcessGroups:
                 distributed_c10d.BackendConfig(dist.Backend(backend))
             )
         return group, prefix_store
+
+
+def _new_store(*_args: Any, **_kwargs: Any) -> Any:
+    """Return a store of this process, which waits for nobody for long."""
+    store = dist.HashStore()
+    store.set_timeout(_STORE_TIMEOUT)
+    return store
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from ebbtide.features.dryrun.errors import DryRunFinished
 from ebbtide.features.dryrun.failures import place_of_call
+from ebbtide.features.dryrun.torch_2_13.operations.nonzero_counts import NonzeroCounts
 
 _aten = torch.ops.aten
 MAX_ELEMENTS = 65_536
@@ -37,6 +38,8 @@ _REDUCTIONS = frozenset(
         _aten.any.default,
         _aten.any.dim,
         _aten.any.dims,
+        _aten._is_all_true.default,
+        _aten._is_any_true.default,
     }
 )
 _POINTWISE = torch.Tag.pointwise
@@ -87,6 +90,7 @@ class ShadowValues:
         self.placeholders: Counter[str] = Counter()
         self.reads = 0
         self._conditions = Conditions(self.of)
+        self.counts = NonzeroCounts()
         # Address of a fake storage -> (its real storage, the reference whose callback
         # removes the entry)
         self._storages: dict[int, tuple[Any, Any]] = {}
@@ -198,8 +202,13 @@ class ShadowValues:
         result = None if large else self.compute(func, args, kwargs, inputs)
         if result is None:
             decided = self._decided(func, args, outputs)
+            count = None
+            if len(outputs) == 1:
+                count = self.counts.after(func, args, kwargs, inputs, outputs[0])
             if func is not _FINITE_CHECK:
                 self._forget_written(func, args, kwargs)
+            if count is not None:
+                self.counts.set(outputs[0], count)
             self._conditions.follow(func, args, kwargs, outputs)
             if decided is None:
                 return
@@ -234,9 +243,12 @@ class ShadowValues:
             if isinstance(tensor, FakeTensor):
                 self._storages.pop(tensor.untyped_storage()._cdata, None)
                 self._conditions.forget(tensor)
+                self.counts.forget(tensor)
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        if not func._schema.is_mutable or not (self._storages or self._conditions):
+        if not func._schema.is_mutable or not (
+            self._storages or self._conditions or self.counts
+        ):
             return
         positions, names = written_arguments(func)
         written = [args[position] for position in positions if position < len(args)]

@@ -307,3 +307,15 @@ def test_synchronized_batch_norm__has_the_memory_of_a_local_one() -> None:
 
     local, synchronized = run_forked(lambda: (most_bytes(False), most_bytes(True)))
     assert abs(synchronized - local) < 0.01 * local
+
+
+def test_device_mesh__makes_its_group_by_itself() -> None:
+    def observe() -> Any:
+        with DryRun(DryRunOptions(ranks=RANKS)):
+            mesh = dist.device_mesh.init_device_mesh("cuda", (RANKS,))
+            # waits for the other ranks, where it is torch's own
+            store = dist.TCPStore("localhost", 29500, RANKS, is_master=True)
+            store.set("key", "value")
+            return mesh.size(), dist.get_world_size(), store.get("key")
+
+    assert run_forked(observe) == (RANKS, RANKS, b"value")

@@ -1,0 +1,82 @@
+"""Decides when the iterations of a dry run are whole."""
+
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+# Iterations, and kernels in them, for which an optimizer that has not stepped is waited
+# for: a WGAN trains its generator once in five iterations, or in a hundred.
+MOST_WAITED_ITERATIONS = 200
+MOST_WAITED_KERNELS = 100_000
+
+
+class IterationEnd:
+    """Knows which optimizers there are, and which have stepped in an iteration.
+
+    It is whole when each that stepped in the one before has stepped as often in it; or,
+    where one of them does not, when the next iteration begins.
+
+    Attributes:
+        made: The optimizers that the job has made and still has.
+        stepped: Those that have stepped, also inside of others.
+        left_out: Classes of those that were waited for in vain.
+    """
+
+    def __init__(self, stepped: WeakSet[Any]) -> None:
+        self.made: WeakSet[Any] = WeakSet()
+        self.stepped = stepped
+        self.left_out: list[str] = []
+        self._steps_before: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._waited_iterations = 0
+        self._kernels_before: int | None = None
+
+    def begin(self) -> None:
+        """Begin an iteration."""
+        self._steps_before, self._steps = self._steps, WeakKeyDictionary()
+
+    def add(self, optimizers: list[Any]) -> bool:
+        """Account for an update, and return whether its iteration is whole."""
+        for optimizer in optimizers:
+            self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        return not self.unstepped() and all(
+            self._steps.get(optimizer, 0) >= number
+            for optimizer, number in list(self._steps_before.items())
+        )
+
+    def waits(self, kernels: int) -> bool:
+        """Return whether more iterations are to come, since an optimizer has not
+        stepped.
+
+        `kernels`: the number of kernels so far."""
+        if self._kernels_before is None:
+            self._kernels_before = kernels
+        self._waited_iterations += 1
+        self.left_out = [type(optimizer).__name__ for optimizer in self.unstepped()]
+        return bool(
+            self.left_out
+            and self._waited_iterations <= MOST_WAITED_ITERATIONS
+            and kernels - self._kernels_before <= MOST_WAITED_KERNELS
+        )
+
+    def unstepped(self) -> list[Any]:
+        """Return the optimizers whose parameters none that has stepped has."""
+        waiting = [one for one in list(self.made) if one not in self.stepped]
+        if not waiting:
+            return []
+        updated = {
+            id(parameter)
+            for optimizer in list(self.stepped)
+            for parameter in _trained(optimizer)
+        }
+        return [
+            optimizer
+            for optimizer in waiting
+            if any(id(parameter) not in updated for parameter in _trained(optimizer))
+        ]
+
+
+def _trained(optimizer: Any) -> Iterator[Any]:
+    # Not of optimizers that contain others: reading their properties may have effects.
+    for group in getattr(optimizer, "__dict__", {}).get("param_groups", ()):
+        yield from (each for each in group["params"] if each.requires_grad)
