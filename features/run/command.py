@@ -103,4 +103,6 @@ def run(
     code, logs = run_job(list(command), Path(path), run_options, force)
     for line in [] if logs is None else summary_lines(logs):
         print_note(line)
+    if logs is not None and code:
+        print_note(f"the job ended with exit code {code}")
     return code

@@ -84,9 +84,8 @@ def _end_text(event: Event) -> str:
     if event["left"]:
         return f"{text}, then left to torch: {event['left']}"
     measured, predicted = event.get("measured_ms"), event.get("predicted_ms")
+    if measured:
+        text += f", iteration {measured['iteration']:.1f} ms"
     if measured and predicted:
-        text += (
-            f", iteration {measured['iteration']:.1f} ms, predicted "
-            f"{predicted['iteration']:.1f} ms"
-        )
+        text += f", predicted {predicted['iteration']:.1f} ms"
     return text

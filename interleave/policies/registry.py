@@ -114,7 +114,7 @@ class Policy:
         name, colon, value = head.partition(":")
         if name not in POLICIES:
             raise PolicyError(
-                f"{text!r}: there is no policy {name!r}; there are "
+                f"there is no policy {name!r}; there are "
                 f"{with_values(POLICIES.values())}"
             )
         allowed = POLICIES[name].options

@@ -69,6 +69,7 @@ def compare_and_print(
         echo(result)
     else:
         print_view(iter(view))
-        echo_line(f"next: ebbtide run --policy adaptive -- {' '.join(words)}")
+        policy = comparison.fastest_policy
+        echo_line(f"next: ebbtide run --policy {policy} -- {' '.join(words)}")
     print_outputs(plot, output)
     return comparison.status

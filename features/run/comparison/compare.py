@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,6 +77,13 @@ class JobComparison:
         if self.reason or self.self_difference:
             return 2
         return 1 if self.difference else 0
+
+    @property
+    def fastest_policy(self) -> str:
+        """The policy with the shortest iterations; the last one if there are none."""
+        driven = self.runs[1:]
+        fastest = min(driven, key=lambda run: run.times_ms.get("iteration", math.inf))
+        return fastest.name
 
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide compare --json -- CMD` prints."""

@@ -22,7 +22,7 @@ from ebbtide.features.run.comparison.job_folder import private_copy
 from ebbtide.features.run.launch import variables_set
 from ebbtide.features.run.options import WINDOW_STEPS, RunOptions
 from ebbtide.features.run.results import ProcessLog, read_logs
-from ebbtide.phases import PHASES
+from ebbtide.phases import OTHER, PHASES
 from ebbtide.profiler.agent.options import Options
 from ebbtide.profiler.recording.collector import RecordedCommand
 from ebbtide.profiler.recording.launch import BackgroundJob
@@ -62,13 +62,20 @@ class JobRun:
 
     @cached_property
     def times_ms(self) -> dict[str, float]:
-        """Median times in ms of iterations and phases; empty where not recorded."""
+        """Median times in ms of iterations and phases; empty where not recorded.
+
+        `other` is what an iteration has beside these phases.
+        """
         if self.trace is None:
             return {}
         trace = open_trace(self.trace)
         table = rank_durations(trace, trace.ranks[0])
-        first = WINDOW_STEPS + _WARM_UP
         count = len(table.numbers)
+        first = WINDOW_STEPS + _WARM_UP
+        of_plans = [end["counted"] for end in self.ends if "counted" in end]
+        if of_plans:
+            # Those that the figures of the engine are of.
+            first = max(0, count - min(of_plans))
         counted = slice(first if count > first else min(1, count - 1), None)
         medians = {}
         for part in ("iteration", *PHASES):
@@ -76,6 +83,9 @@ class JobRun:
             values = values[~np.isnan(values)]
             if len(values):
                 medians[part] = float(median(values))
+        phases_ms = sum(medians.get(phase, 0.0) for phase in PHASES)
+        if "iteration" in medians:
+            medians[OTHER] = max(0.0, medians["iteration"] - phases_ms)
         return medians
 
     @property

@@ -11,7 +11,7 @@ from ebbtide.features.run.comparison.view import predicted_ms, total_bytes
 from ebbtide.interleave.compare.picture import EMULATED, TITLE
 from ebbtide.interleave.replay.pictures import policy_bars
 from ebbtide.interleave.replay.replay import RESULT_BYTES
-from ebbtide.phases import BACKWARD, FORWARD, PHASES, UPDATE
+from ebbtide.phases import BACKWARD, FORWARD, OTHER, PHASES, UPDATE
 
 if TYPE_CHECKING:
     from ebbtide.features.run.comparison.compare import JobComparison
@@ -40,7 +40,7 @@ def draw_job_comparison(comparison: JobComparison) -> Figure:
 def _bars(run: JobRun, position: float) -> list[policy_bars.PolicyBar]:
     measured = policy_bars.PolicyBar(
         name=run.policy,
-        phases_ms={phase: run.times_ms.get(phase, 0.0) for phase in PHASES},
+        phases_ms={part: run.times_ms.get(part, 0.0) for part in (OTHER, *PHASES)},
         bytes_by_kind=_bytes(run, ""),
         position=position,
         median_ms=run.times_ms.get("iteration"),
@@ -50,7 +50,7 @@ def _bars(run: JobRun, position: float) -> list[policy_bars.PolicyBar]:
         return [measured]
     predicted = policy_bars.PolicyBar(
         name="predicted",
-        phases_ms=_predicted_phases(run, iteration - update, update),
+        phases_ms=_predicted_phases(run, iteration, update),
         bytes_by_kind=_bytes(run, "predicted_"),
         is_faint=True,
         position=position + policy_bars.PAIR_STEP,
@@ -60,15 +60,18 @@ def _bars(run: JobRun, position: float) -> list[policy_bars.PolicyBar]:
 
 
 def _predicted_phases(
-    run: JobRun, compute_ms: float, update_ms: float
+    run: JobRun, iteration_ms: float, update_ms: float
 ) -> dict[str, float]:
     """Return the phases of a prediction, of which only the update is simulated.
 
     Forward and backward have their measured shares.
     """
+    other_ms = run.times_ms.get(OTHER, 0.0)
+    compute_ms = iteration_ms - other_ms - update_ms
     forward, backward = (run.times_ms.get(phase, 0.0) for phase in (FORWARD, BACKWARD))
     share = forward / (forward + backward) if forward + backward else 0.0
     return {
+        OTHER: other_ms,
         FORWARD: share * compute_ms,
         BACKWARD: (1 - share) * compute_ms,
         UPDATE: update_ms,

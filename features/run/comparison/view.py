@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ebbtide.features.run.comparison.compare import JobComparison
 
 _NOTE = (
+    "Predicted: phases by the simulation, and the measured time outside of them. "
     "Exposed: what updates add to forward and backward. On device: the most state and "
     "buffers there."
 )
@@ -110,8 +111,17 @@ def measured_ms(run: JobRun, phase: str) -> float | None:
 
 
 def predicted_ms(run: JobRun, phase: str) -> float | None:
-    """Return what a simulation of the last plan predicts."""
-    return _of_engine(run, "predicted_ms", phase)
+    """Return what a simulation of the last plan predicts, of a phase or an iteration.
+
+    The time of an iteration outside of its phases is the measured one.
+    """
+    predicted = _of_engine(run, "predicted_ms", phase)
+    if predicted is None or phase != "iteration":
+        return predicted
+    whole = measured_ms(run, phase) or 0.0
+    return predicted + max(
+        0.0, whole - (_of_engine(run, "measured_ms", phase) or whole)
+    )
 
 
 def exposed_ms(run: JobRun) -> float | None:
@@ -120,8 +130,7 @@ def exposed_ms(run: JobRun) -> float | None:
 
 
 def _ratio_text(run: JobRun) -> str | None:
-    measured = _of_engine(run, "measured_ms", "iteration")
-    predicted = predicted_ms(run, "iteration")
+    measured, predicted = measured_ms(run, "iteration"), predicted_ms(run, "iteration")
     return f"{measured / predicted:.2f}" if measured and predicted else None
 
 

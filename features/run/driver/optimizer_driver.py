@@ -36,6 +36,7 @@ from ebbtide.features.run.driver.windows import (
     state_bytes,
 )
 from ebbtide.features.run.options import WINDOW_STEPS
+from ebbtide.interleave.engine.devices.emulated import EmulatedDevice
 from ebbtide.interleave.engine.options import Budget, OptimizerOptions
 from ebbtide.interleave.engine.param_updater import ParamUpdater
 from ebbtide.interleave.engine.params.local_shards import (
@@ -283,9 +284,11 @@ class OptimizerDriver:
     def _use_policy(self, name: str, updater: ParamUpdater) -> None:
         """Go on under a policy, with the device memory that is free now."""
         budget = budget_by_phase(self._process, updater)
+        is_emulated = isinstance(updater.device, EmulatedDevice)
         self.policy = choose_policy(name, updater, budget)
         self._budget, self._free = budget, free_bytes(self._process, updater)
-        self._say(f"policy {self.policy} with {_text(budget)} of device memory")
+        where = "emulated device memory" if is_emulated else "device memory"
+        self._say(f"policy {self.policy} with {_text(budget)} of {where}")
         self._note_plan(updater)
 
     def _follow_memory(self, updater: ParamUpdater) -> None:
@@ -328,7 +331,9 @@ class OptimizerDriver:
         if plan is not self._plan:
             self._plan = plan
             self._process.log.add("plan", optimizer=self.number, plan=plan.counts())
-            self._say(f"plan: {plan.remark or plan.counts()}")
+            counts = plan.counts().items()
+            text = ", ".join(f"{count} x {kind}" for kind, count in counts)
+            self._say(f"plan: {plan.remark or text}")
 
     def _say(self, text: str) -> None:
         step = self._process.log.step
