@@ -6,8 +6,8 @@ from itertools import islice, product, starmap
 from typing import Any
 
 from ebbtide.features.advise.choice import (
-    best_static_split,
     fits_memory,
+    has_static_split,
     planned,
     without_offload,
 )
@@ -129,8 +129,7 @@ def fits(
         return without_offload(placed.workload, machine) is not None
     if _exceeds_both(placed.workload, machine):
         return False
-    split = best_static_split(placed.workload, machine)
-    return split is not None and fits_memory(split, machine)
+    return has_static_split(placed.workload, machine)
 
 
 def changed(

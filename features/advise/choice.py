@@ -1,11 +1,12 @@
 """The choice of a policy: the best one that a machine has memory for, with updates
 beside the step, and the others."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from operator import attrgetter
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ebbtide.analysis.metrics.advice import MIN_GAIN
 from ebbtide.errors import MachineError, PolicyError
@@ -87,6 +88,18 @@ class OverlapChoice:
         return text
 
 
+class Alternatives(NamedTuple):
+    """Policies beside the chosen one."""
+
+    # The best static split, which DeepSpeed has by itself; None if none fits, or
+    # nothing is offloaded.
+    split: Steps | None = None
+    # The best variant of each other policy that fits, or may fit, fastest first.
+    others: tuple[Steps, ...] = ()
+    # Policies that there is too little memory for, and why.
+    left_out: Mapping[str, str] = MappingProxyType({})
+
+
 @dataclass(frozen=True)
 class PolicyChoice:
     """The policies of a workload on a machine, of which all advice is made."""
@@ -94,19 +107,34 @@ class PolicyChoice:
     best: Steps  # The chosen policy, without overlap.
     # What memory is too small for it, in words; None if it suffices or is not known.
     excess: str | None = None
-    # The best static split, which DeepSpeed has by itself; None if none fits, or
-    # nothing is offloaded.
-    split: Steps | None = None
-    # The best variant of each other policy that fits, or may fit, fastest first.
-    others: tuple[Steps, ...] = ()
-    # Policies that there is too little memory for, and why.
-    left_out: dict[str, str] = field(default_factory=dict)
+    # Plans the other policies, which few readers need.
+    find_alternatives: Callable[[], Alternatives] = Alternatives
     # The widest overlap that the job can run; None if that gains little.
     overlap: OverlapChoice | None = None
     # Searches for the widest overlap that `enable` takes, which only lines for
     # DeepSpeed need.
     find_deepspeed_overlap: Callable[[], OverlapChoice | None] = lambda: None
     present: Present = field(default_factory=Present)
+
+    @cached_property
+    def alternatives(self) -> Alternatives:
+        """The policies beside the chosen one."""
+        return self.find_alternatives()
+
+    @property
+    def split(self) -> Steps | None:
+        """The best static split."""
+        return self.alternatives.split
+
+    @property
+    def others(self) -> tuple[Steps, ...]:
+        """The best variants of other policies."""
+        return self.alternatives.others
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Policies that there is too little memory for, and why."""
+        return self.alternatives.left_out
 
     @cached_property
     def deepspeed_overlap(self) -> OverlapChoice | None:
@@ -135,15 +163,16 @@ def choose_policy(
     choice = replace(_choose_freely(workload, machine, job), present=present)
     if present.steps is None or choice.excess is not None or choice.gains:
         return choice
-    others = tuple(
-        steps
-        for steps in (choice.best, *choice.others)
-        if not present.has(steps.plan.policy)
-    )
+
+    def find_alternatives() -> Alternatives:
+        candidates = (choice.best, *choice.others)
+        others = [one for one in candidates if not present.has(one.plan.policy)]
+        return choice.alternatives._replace(others=tuple(others))
+
     return replace(
         choice,
         best=present.steps,
-        others=others,
+        find_alternatives=find_alternatives,
         overlap=None,
         find_deepspeed_overlap=lambda: None,
     )
@@ -182,26 +211,18 @@ def _choose_freely(
     )
     # A rate that is missing is an error here.
     best = simulate_steps(policy.plan(workload, machine), workload, machine)
-    split = best_static_split(workload, machine)
-    if best.plan.stored and split is not None and not fits_memory(split, machine):
-        # There are policies with storage in its place.
-        split = None
-    others, left_out = [], {}
-    for steps in _other_policies(best, split, workload, machine):
-        excess = memory_excess(steps.valid, machine)
-        if excess is None:
-            others.append(steps)
-        else:
-            left_out[steps.plan.policy] = excess
     excess = memory_excess(best.valid, machine)
-    if excess is not None and others:
-        left_out[best.plan.policy], excess = excess, None
-        best = others.pop(0)
-    elif others and others[0].settles and not best.settles:
-        others.append(best)
-        best = others.pop(0)
-    if split is not None and not fits_memory(split, machine):
-        split = None
+    find_alternatives = partial(_alternatives, best, workload, machine)
+    if excess is not None or not best.settles:
+        split, others, left_out = find_alternatives()
+        if others and (excess is not None or others[0].settles):
+            if excess is None:
+                others = (*others, best)
+            else:
+                left_out, excess = {**left_out, best.plan.policy: excess}, None
+            best, *rest = others
+            others = tuple(rest)
+        find_alternatives = partial(Alternatives, split, others, left_out)
     option = (
         OPTIMIZER_OVERLAP if job is None or job.stage is None else DEEPSPEED_OVERLAP
     )
@@ -210,8 +231,24 @@ def _choose_freely(
         choose_overlap, best, DEEPSPEED_OVERLAP, workload, machine
     )
     return PolicyChoice(
-        best, excess, split, tuple(others), left_out, overlap, find_deepspeed_overlap
+        best, excess, find_alternatives, overlap, find_deepspeed_overlap
     )
+
+
+def _alternatives(best: Steps, workload: Workload, machine: Machine) -> Alternatives:
+    """Return the policies beside the best one."""
+    split = best_static_split(workload, machine)
+    is_short = split is not None and not fits_memory(split, machine)
+    # There are policies with storage in the place of a split that is short of memory.
+    offered = None if is_short and best.plan.stored else split
+    others, left_out = [], {}
+    for steps in _other_policies(best, offered, workload, machine):
+        excess = memory_excess(steps.valid, machine)
+        if excess is None:
+            others.append(steps)
+        else:
+            left_out[steps.plan.policy] = excess
+    return Alternatives(None if is_short else split, tuple(others), left_out)
 
 
 def choose_among(
@@ -234,8 +271,9 @@ def choose_among(
     )
     left_out = {policy: text for policy, text in excess.items() if text is not None}
     present = present_of(workload, machine, job or RecordedJob())
+    alternatives = Alternatives(None, tuple(others), left_out)
     return PolicyChoice(
-        best, excess[best.plan.policy], None, tuple(others), left_out, present=present
+        best, excess[best.plan.policy], lambda: alternatives, present=present
     )
 
 
@@ -313,9 +351,22 @@ def best_static_split(workload: Workload, machine: Machine) -> Steps | None:
     )
 
 
+def has_static_split(workload: Workload, machine: Machine) -> bool:
+    """Return whether device and host have memory for a static split without storage."""
+    return any(
+        steps.valid.fits_device(machine.gpu_memory_bytes)
+        and fits_memory(steps, machine)
+        for steps in _each_static_split(workload, machine)
+    )
+
+
 @lru_cache(maxsize=_REMEMBERED)
 def _static_splits(workload: Workload, machine: Machine) -> list[Steps]:
-    """Return static splits without storage, those with most state on the host first.
+    return [*_each_static_split(workload, machine)]
+
+
+def _each_static_split(workload: Workload, machine: Machine) -> Iterator[Steps]:
+    """Yield static splits without storage, those with most state on the host first.
 
     Those whose resident state exceeds what the device always has free are left out."""
     machine = replace(machine, storage=())
@@ -323,7 +374,10 @@ def _static_splits(workload: Workload, machine: Machine) -> list[Steps]:
         share / 20 for share in range(19, -1, -1) if _may_keep(workload, 1 - share / 20)
     ]
     splits = (Policy.make("twin-flow", f"{share:g}") for share in shares)
-    return planned([Policy.make("zero-offload"), *splits], workload, machine)
+    for policy in (Policy.make("zero-offload"), *splits):
+        steps = steps_of(policy, workload, machine)
+        if steps is not None:
+            yield steps
 
 
 def _may_keep(workload: Workload, share: float) -> bool:

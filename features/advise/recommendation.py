@@ -222,7 +222,7 @@ class Recommendation:
             },
             "alternatives": self.alternatives,
             "uncertainty": accuracy_of(self.context.machine).text(),
-            "left_out": self.choice.left_out,
+            "left_out": dict(self.choice.left_out),
             "systems": [asdict(system) for system in self.systems],
             "overlap": overlap and overlap.as_json(),
             "warnings": self.warnings,

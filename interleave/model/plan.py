@@ -125,7 +125,7 @@ class Plan:
         """The resource that converts parameters in a pass of its own, by subgroup."""
         return {op.subgroup: op.resource for op in self.ops if op.kind == "cast"}
 
-    @property
+    @cached_property
     def has_late_operations(self) -> bool:
         """Whether operations may end in the next iteration."""
         return any(op.is_late for op in self.ops)

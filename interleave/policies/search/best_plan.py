@@ -161,9 +161,7 @@ def _search_counts(
     for coarse, fine in itertools.pairwise(levels):
         search = _forward_search(fine, target_s)
         factor = coarse.merged.factor // fine.merged.factor
-        placements = search.refine(
-            placements[:STARTS], factor, coarse.merged.buffers, shares
-        )
+        placements = search.refine(placements[:STARTS], factor, coarse.merged.buffers)
         assignments.append(search.assignment(placements[0]))
     return assignments
 

@@ -286,11 +286,11 @@ class PlacementSearch:
         placements: Iterable[Placement],
         factor: int,
         buffers: int,
-        shares: list[OptimalShares],
     ) -> list[Placement]:
-        """Return what `run` returns, sought first from placements of merged subgroups.
+        """Return where races end from placements of merged subgroups, cheapest first.
 
-        See `Placement.split`.
+        See `Placement.split`. Starts from the bound end no better here: merged
+        subgroups had them.
         """
         starts = [
             self.shrink_to_fit(placement.split(factor, buffers), factor)
@@ -305,13 +305,7 @@ class PlacementSearch:
             ],
             key=self.cost,
         )
-        if self._has_ops:
-            left = self._race_variants(left)
-        return (
-            sorted([*left, *self._race_batches(shares)], key=self.cost)
-            if self._has_ops
-            else left
-        )
+        return self._race_variants(left) if self._has_ops else left
 
     def _race_batches(self, shares: list[OptimalShares]) -> list[Placement]:
         """Return where races from the solutions of the bound end, cheapest first."""
