@@ -19,7 +19,7 @@ from ebbtide.features.dryrun.torch_2_13.batch_lengths import BatchLengths
 from ebbtide.features.dryrun.torch_2_13.device.attention import (
     AttentionChoice,
     register_attention,
-    register_fused_norms,
+    register_whole_operations,
 )
 from ebbtide.features.dryrun.torch_2_13.device.cuda_build import leave_out_device_code
 from ebbtide.features.dryrun.torch_2_13.device.cuda_stubs import CudaStubs
@@ -175,7 +175,7 @@ class Backend:
         library = register_attention(self.attention)
         patches.on_undo(library._destroy)
         if not torch.version.cuda:
-            register_fused_norms(library)
+            register_whole_operations(library)
         register_missing_kernels(library, patches)
 
 

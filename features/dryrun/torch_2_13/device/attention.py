@@ -12,7 +12,13 @@ _HALF = (torch.float16, torch.bfloat16)
 _MAX_FLASH_HEAD = 256
 _MASK_ALIGNMENT = 8
 # Operations that a build with CUDA does not take apart.
-WHOLE_ON_DEVICE = frozenset({torch.ops.aten._fused_rms_norm.default})
+WHOLE_ON_DEVICE = frozenset(
+    {
+        torch.ops.aten._fused_rms_norm.default,
+        torch.ops.aten.silu_backward.default,
+        torch.ops.aten.mish_backward.default,
+    }
+)
 
 
 class AttentionChoice:
@@ -149,13 +155,14 @@ def _bias(mask: Any, query: Any, key: Any) -> Any:
     return mask.expand(*query.shape[:-1], key.shape[-2])
 
 
-def register_fused_norms(library: Any) -> None:
-    """Register the operation for CUDA, in a library for `aten` whose `_destroy` removes
-    it.
+def register_whole_operations(library: Any) -> None:
+    """Register operations for CUDA, in a library for `aten` whose `_destroy` removes
+    them.
 
-    Autograd then keeps it whole, with its own backward, and the dry run gives its
-    result a shape."""
-    library.impl("_fused_rms_norm", _never_called, "CUDA")
+    Autograd then keeps them whole, with their own backward, and the dry run gives their
+    results a shape."""
+    for operation in WHOLE_ON_DEVICE:
+        library.impl(operation, _never_called, "CUDA")
 
 
 def _never_called(*_args: Any) -> Any:
