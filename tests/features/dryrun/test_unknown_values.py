@@ -167,7 +167,7 @@ def test_copies__keep_the_fake_mode() -> None:
     def job() -> Any:
         weight = torch.nn.Parameter(torch.randn(64, 64, device="cuda"))
         pickled = pickle.loads(pickle.dumps(weight))
-        copied = copy.deepcopy(weight)
+        copied = copy.deepcopy(weight).share_memory_()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with torch.no_grad():
