@@ -271,7 +271,7 @@ class DryRun:
         self.optimizers = describe_optimizers(optimizers)
         self.mode.values.reads = 0
         if finished >= self._wanted_iterations() and not is_trial():
-            if self.tracker.end.waits(len(self.clock.kernels)):
+            if self.tracker.end.waits(len(self.clock.kernels), self.options.iterations):
                 return
             self._natural_bytes = self._natural_bytes or self.memory.most_reserved_bytes
             if self.batches.needs_longest():

@@ -28,35 +28,53 @@ class IterationEnd:
         self.left_out: list[str] = []
         self._steps_before: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._index = -1
+        # Iterations of the first steps, and those that have stepped in a later one.
+        self._first: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._repeated: WeakSet[Any] = WeakSet()
         self._waited_iterations = 0
         self._kernels_before: int | None = None
 
     def begin(self) -> None:
         """Begin an iteration."""
         self._steps_before, self._steps = self._steps, WeakKeyDictionary()
+        self._index += 1
 
     def add(self, optimizers: list[Any]) -> bool:
         """Account for an update, and return whether its iteration is whole."""
         for optimizer in optimizers:
             self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+            if self._first.setdefault(optimizer, self._index) < self._index:
+                self._repeated.add(optimizer)
         return not self.unstepped() and all(
             self._steps.get(optimizer, 0) >= number
             for optimizer, number in list(self._steps_before.items())
         )
 
-    def waits(self, kernels: int) -> bool:
+    def waits(self, kernels: int, iterations: int) -> bool:
         """Return whether more iterations are to come, since an optimizer has not
-        stepped.
+        stepped; or, if several are asked for, since one that steps rarely has not
+        stepped beside its state.
 
-        `kernels`: the number of kernels so far."""
+        `kernels`: the number of kernels so far; `iterations`: that are asked for."""
         if self._kernels_before is None:
             self._kernels_before = kernels
         self._waited_iterations += 1
         self.left_out = [type(optimizer).__name__ for optimizer in self.unstepped()]
-        return bool(
-            self.left_out
+        is_early = bool(self.left_out) or (iterations > 1 and self._is_rare())
+        return (
+            is_early
             and self._waited_iterations <= MOST_WAITED_ITERATIONS
             and kernels - self._kernels_before <= MOST_WAITED_KERNELS
+        )
+
+    def _is_rare(self) -> bool:
+        """Return whether an optimizer that first stepped in a late iteration may step
+        again soon: after as many iterations as before."""
+        return any(
+            first > 0 and self._index < 2 * (first + 1)
+            for optimizer, first in list(self._first.items())
+            if optimizer not in self._repeated
         )
 
     def unstepped(self) -> list[Any]:

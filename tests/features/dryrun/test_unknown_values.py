@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import torch
@@ -159,3 +161,36 @@ def test_accelerator__is_the_device_of_torch_cuda() -> None:
         )
 
     assert bounds_of(job)[0] == (True,) * 6
+
+
+def test_copies__keep_the_fake_mode() -> None:
+    def job() -> Any:
+        weight = torch.nn.Parameter(torch.randn(64, 64, device="cuda"))
+        pickled = pickle.loads(pickle.dumps(weight))
+        copied = copy.deepcopy(weight).share_memory_()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.no_grad():
+            copied.mul_(weight)
+        return (
+            pickled.shape == weight.shape,
+            torch.cuda.max_memory_allocated() - before,
+        )
+
+    assert bounds_of(job)[0] == (True, 0)
+
+
+def test_backward_of_activations__is_one_kernel() -> None:
+    def job() -> Any:
+        x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+        peaks = []
+        for activation in (F.silu, F.mish):
+            y = activation(x)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            torch.autograd.grad(y, x, torch.ones_like(y))
+            peaks.append((torch.cuda.max_memory_allocated() - before) // y.nbytes)
+        return peaks
+
+    # the gradients that are given and made
+    assert bounds_of(job)[0] == [2, 2]

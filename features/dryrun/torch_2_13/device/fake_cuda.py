@@ -7,13 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ebbtide.features.dryrun.gpu import FakedGpu
 from ebbtide.features.dryrun.memory.allocator_pools import AllocatorSettings
 from ebbtide.features.dryrun.memory.device_memory import DeviceMemory
 from ebbtide.features.dryrun.sink import Sink
 from ebbtide.features.dryrun.torch_2_13.device.streams import stream_functions
-from ebbtide.profiler.agent.patches import Patches
+from ebbtide.profiler.agent.patches import Patches, wrapper
 
 # Bytes of shared memory that a block may have, by compute capability: from the CUDA C++
 # Programming Guide.
@@ -141,8 +142,15 @@ def patch_cuda(patches: Patches, sink: Sink, gpu: FakedGpu, devices: int = 1) ->
         memory.record_stream(tensor.untyped_storage()._cdata, stream.stream_id)
 
     patches.set(torch.Tensor, "record_stream", record_stream)
+    # Memory of the device is shared as it is.
+    patches.wrap(torch.Tensor, "share_memory_", _share_real)
     patches.set(torch, "Generator", HostGenerator)
     patches.set(cuda.nvtx, "mark", constant(None))
+
+
+@wrapper
+def _share_real(original: Any, tensor: Any) -> Any:
+    return tensor if isinstance(tensor, FakeTensor) else original(tensor)
 
 
 def _device_functions(gpu: FakedGpu, devices: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from types import FrameType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -105,8 +106,28 @@ def _is_in_place(func: Any) -> bool:
     return bool(func._schema.is_mutable and func._schema.name.endswith("_"))
 
 
+# The modes of this process, which pickled tensors name.
+_modes: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def _mode_of(number: int) -> Any:
+    return _modes[number]
+
+
 class HostlessFakeMode(FakeTensorMode):  # type: ignore[misc]
-    """Fake tensors that never touch a device, though CUDA looks available."""
+    """Fake tensors that never touch a device, though CUDA looks available.
+
+    Copies of a tensor, which copy its attributes, keep its mode."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        _modes[id(self)] = self
+
+    def __deepcopy__(self, _memo: Any) -> "HostlessFakeMode":
+        return self
+
+    def __reduce__(self) -> Any:
+        return _mode_of, (id(self),)
 
     @property
     def avoid_device_init(self) -> bool:
