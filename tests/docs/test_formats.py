@@ -40,7 +40,8 @@ def rows(heading: str, page: str = "formats.md") -> list[list[str]]:
     head."""
     text = (ROOT / "docs" / page).read_text()
     section = re.split(r"^#+ ", text, flags=re.MULTILINE)
-    (table,) = (part for part in section if part.startswith(f"{heading}\n"))
+    (own,) = (part for part in section if part.startswith(f"{heading}\n"))
+    table, *_ = (part for part in own.split("\n\n") if part.startswith("| "))
     return [
         line.strip("| ").split(" | ")
         for line in table.splitlines()

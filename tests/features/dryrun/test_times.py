@@ -576,9 +576,8 @@ def test_trace__shows_idle_time_of_launch_bound_jobs_only(
     for part, median in medians.items():
         assert isinstance(ranges[part], TimeRange)
         assert ranges[part].low_ms <= median <= ranges[part].high_ms, part
-    assert (
-        ranges["iteration"].high_ms < 3 * ranges["iteration"].low_ms or is_launch_bound
-    )
+    # No project has such jobs.
+    assert ranges["iteration"].is_guess
     assert line == "predicted by a dry run, not measured (machine a machine)"
     assert printed == (True, ranges["iteration"].low_ms, ranges["forward"].high_ms)
     assert not has_gaps
