@@ -18,6 +18,7 @@ from ebbtide.machines.evidence import (
     Projects,
     card_of,
     evidence_range,
+    mean_coverage,
     projects_of,
 )
 from ebbtide.machines.machine import Box, Machine
@@ -219,8 +220,7 @@ def card_text(gpu_name: str | None) -> str:
     """Return in few words how far ranges of iterations on a GPU can be trusted."""
     card = card_of(gpu_name)
     coverages = [
-        sum(case.share * case.coverage for case in own)
-        / sum(case.share for case in own)
+        mean_coverage(own)
         for cases in _projects().values()
         if (own := [case for case in cases if case.kind.card == card])
     ]

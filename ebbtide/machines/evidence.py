@@ -187,12 +187,17 @@ def evidence_range(kind: JobKind, projects: Projects) -> EvidenceRange:
         alike = [(kind.likeness(case.kind), case) for case in cases]
         alike = [(like, case) for like, case in alike if like >= _NEAR]
         if alike:
-            share = sum(case.share for _, case in alike)
-            covered = sum(case.share * case.coverage for _, case in alike) / share
+            covered = mean_coverage([case for _, case in alike])
             near[name] = max(like for like, _ in alike), covered
     names = sorted(near, key=lambda name: -near[name][0])
     covered = sum(own for _, own in near.values())
     return EvidenceRange(math.exp(low), math.exp(high), tuple(names), covered)
+
+
+def mean_coverage(cases: Sequence[Case]) -> float:
+    """Return the share of the runs of some cases that ranges held."""
+    share = sum(case.share for case in cases)
+    return sum(case.share * case.coverage for case in cases) / share
 
 
 def calibrated_margin(kind: JobKind, projects: Projects) -> float:

@@ -142,7 +142,7 @@ class Parallelism:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerParts:
-    """What the layers of a decoder have where they are not the usual ones."""
+    """The parts of a decoder's layers that differ from the usual ones."""
 
     head_size: int | None = None  # None: by the heads, else by the width.
     key_value_heads: int | None = None  # None: as many as heads.

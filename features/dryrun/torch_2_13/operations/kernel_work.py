@@ -138,7 +138,7 @@ def kernel_work(
 
 
 class _ProductWork(NamedTuple):
-    """What the work of a product, a convolution or attention has beside its bytes."""
+    """The work of a product, a convolution or attention, without its bytes."""
 
     flops: int = 0
     precision: str = "float32"

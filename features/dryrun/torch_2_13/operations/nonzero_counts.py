@@ -1,5 +1,5 @@
-"""How many elements of masks are not zero, as far as it follows from how they were
-made."""
+"""Counts of elements of masks that are not zero, where the making of a mask fixes
+them."""
 
 import math
 import weakref
