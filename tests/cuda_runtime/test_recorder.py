@@ -151,16 +151,24 @@ def test_profile__has_counters_of_the_link_that_agree_with_copies(
 ) -> None:
     link: pd.DataFrame = profiled.trace.link(0)
     assert set(link["source"]) == {"nvml-counters"}
-    # Where cores are short, counters are read for the first time after some copies.
-    begin_ns = (link["t_ns"] - link["window_ns"]).min()
+    # Where cores are short, readings are late, and windows in which a counter of 32
+    # bits may have wrapped are left out: a copy may lie outside of all windows.
+    begins_ns = link["t_ns"] - link["window_ns"]
+    span = (begins_ns > link["t_ns"].shift()).cumsum()
+    first_ns = begins_ns.groupby(span).min().to_numpy()
+    last_ns = link["t_ns"].groupby(span).max().to_numpy()
     copies = profiled.trace.transfers(0)
-    copies = copies[copies["end_ns"] > begin_ns]
-    begun = copies["start_ns"] < begin_ns
+    starts_ns = copies["start_ns"].to_numpy()[:, None]
+    ends_ns = copies["end_ns"].to_numpy()[:, None]
+    is_inside = ((first_ns <= starts_ns) & (ends_ns <= last_ns)).any(axis=1)
+    is_touched = ((first_ns < ends_ns) & (starts_ns < last_ns)).any(axis=1)
+    assert is_inside.any()
     for direction in ("h2d", "d2h"):
         counted = (link[f"{direction}_bytes_per_s"] * link["window_ns"]).sum() / 1e9
         is_own = copies["direction"] == direction
-        least = copies["bytes"][is_own & ~begun].sum()
-        assert least * 0.98 <= counted <= copies["bytes"][is_own].sum() * 1.02
+        least = copies["bytes"][is_own & is_inside].sum()
+        most = copies["bytes"][is_own & is_touched].sum()
+        assert least * 0.98 <= counted <= most * 1.02
 
 
 OUT_OF_MEMORY = """
