@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from ebbtide.profiler.trace.files import new_trace, open_trace, write_meta, writ
 from ebbtide.profiler.trace.metadata import parse_meta
 from ebbtide.profiler.trace.schema import SORT, TABLES
 from ebbtide.profiler.trace.trace import Trace
+from ebbtide.profiler.trace.untrusted import flaws
+from ebbtide.units import counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,6 +36,7 @@ class RankBuilder:
         self.meta = meta
         self._rows: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
         self._columns: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
+        self._typical: int | None = None
 
     def add(self, table: str, **row: Any) -> RankBuilder:
         """Add a row and return the builder. Only nullable columns may be left out."""
@@ -86,6 +90,39 @@ class RankBuilder:
                     for name, column in texts
                 }
             )
+
+    def sound_frames_of(
+        self, table: str, left_out: Mapping[str, list[str]]
+    ) -> Iterator[pd.DataFrame]:
+        """Yield `frames_of` without the rows that readers would refuse. The reason for
+        each is added to `left_out`, by table."""
+        for frame in self.frames_of(table):
+            if frame.empty:
+                yield frame
+                continue
+
+            def numbers(name: str, rows: pd.DataFrame = frame) -> tuple[Any, Any]:
+                recorded = rows[name].notna().to_numpy(bool)
+                return rows[name].fillna(0).to_numpy(np.int64), recorded
+
+            refused = np.zeros(len(frame), bool)
+            for reason, rows in flaws(table, numbers, self._typical_ns):
+                left_out[table].extend([reason] * int((rows & ~refused).sum()))
+                refused |= rows
+            yield frame[~refused].reset_index(drop=True) if refused.any() else frame
+
+    @property
+    def _typical_ns(self) -> int:
+        """The median of all times."""
+        if self._typical is None:
+            times = [
+                np.asarray(part[SORT[table]], np.int64).ravel()
+                for table in TABLES
+                for part in (*self._columns[table], *self._rows[table])
+            ]
+            every = np.concatenate([np.empty(0, np.int64), *times])
+            self._typical = int(np.median(every)) if len(every) else 0
+        return self._typical
 
     def phase(
         self,
@@ -276,10 +313,15 @@ class TraceBuilder:
         cannot be written, and for metadata that does not fit the format."""
         path, meta = Path(path), self._raw_meta()
         parse_meta(meta, path)
+        left_out: defaultdict[str, list[str]] = defaultdict(list)
         with new_trace(path, force):
             for rank, builder in self._ranks.items():
                 for table in TABLES:
-                    write_table(path, rank, table, builder.frames_of(table))
+                    frames = builder.sound_frames_of(table, left_out)
+                    write_table(path, rank, table, frames)
+            for table, reasons in left_out.items():
+                rows = counted(len(reasons), "row")
+                self.note(f"{rows} of {table} left out: {reasons[0]}")
             write_meta(path, meta)
         return open_trace(path)
 

@@ -223,14 +223,7 @@ def _iterations(candidates: pd.DataFrame, updates: pd.DataFrame) -> pd.DataFrame
 
 
 def _numbers(names: list[str]) -> list[int]:
-    """Return the last number in each name.
-
-    Where these do not ascend, return the position.
-    """
-    last = [
+    """Return the last number in each name; -1 for a name without one."""
+    return [
         int(numbers[-1]) if (numbers := _NUMBER.findall(name)) else -1 for name in names
     ]
-    ascending = all(
-        before < after for before, after in zip([-1, *last], last, strict=False)
-    )
-    return last if ascending else [*range(len(names))]
