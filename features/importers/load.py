@@ -6,12 +6,17 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
 from ebbtide import seams
-from ebbtide.features.importers.importer import Hardware, Importer, ImportOptions
+from ebbtide.features.importers.importer import (
+    Hardware,
+    Importer,
+    ImportOptions,
+    Stage,
+)
 from ebbtide.features.importers.source import Source, SourceError
 from ebbtide.profiler.sampler.pcie import link_peak_bytes_per_s
 from ebbtide.profiler.trace import RankBuilder, Trace, TraceBuilder
@@ -144,13 +149,14 @@ def import_trace(
     align: str | None = None,
     phases: Mapping[str, str] | None = None,
     jobs: int = 1,
+    run: int | Literal["all"] | None = None,
 ) -> Trace:
     """Write one trace from the files of one run, on one clock.
 
     Folders of files of one format may be given, too. `format` None: each file is
     recognized by its contents; `hardware` replaces figures of the files. `align` moves
     the files so that they begin at the same time: with the first one (`start`), or with
-    the file of this path; None: their times must overlap. `phases`, `jobs`: see
+    the file of this path; None: their times must overlap. `phases`, `jobs`, `run`: see
     `ImportOptions`. Raises SourceError if a file cannot be read, TraceError if the
     output cannot be written.
     """
@@ -169,6 +175,10 @@ def import_trace(
         raise SourceError(
             "--phase assigns NVTX ranges: none of the files is of Nsight Systems"
         )
+    if run is not None and not any(
+        sources[name] for name, own in importers.items() if own.stage == Stage.JOB
+    ):
+        raise SourceError("--run chooses a run of a log: none of the files is one")
     builder = TraceBuilder(
         "imported", clock={"name": "unix", "host": None, "wall_offset_ns": 0}
     )
@@ -179,7 +189,9 @@ def import_trace(
     ]
     for note in folder_notes:
         builder.note(note)
-    options = ImportOptions(hardware or Hardware(), sources, phases or {}, jobs)
+    options = ImportOptions(
+        hardware or Hardware(), sources, phases or {}, run=run, jobs=jobs
+    )
     undated: list[Source] = []
     times = FileTimes(builder)
     for importer in sorted(importers.values(), key=lambda importer: importer.stage):
