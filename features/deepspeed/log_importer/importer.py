@@ -135,6 +135,8 @@ def read_log(
     phase_ranks = sorted({0, *monitored_ranks(ranks, monitors)})
     for rank in phase_ranks:
         add_phases(ranks[rank], phases, timers.steps, offset_ns)
+        if not timed:
+            ranks[rank].meta["gaps_recorded"] = False
     if len(ranks) > 1 and phases:
         others = (
             ": the other ranks, which wait for it, get the same phases"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal, TypeVar
 
+from ebbtide.features.importers.clocks import HOSTS_JITTER_NS, WallClock
 from ebbtide.features.importers.logs.settings import JobSettings, SettingsReader
 from ebbtide.features.importers.logs.text_log import LogLine, read_lines, zone_ns
 from ebbtide.features.importers.source import Source, SourceError
@@ -47,6 +49,7 @@ class RunReader(SettingsReader):
     def __init__(self, settings: JobSettings | None = None) -> None:
         super().__init__()
         self.settings = settings or self.settings
+        self.clock = WallClock(HOSTS_JITTER_NS)
 
     @property
     def iterations(self) -> int:
@@ -78,11 +81,22 @@ def read_runs(
                 run = make(None if begins else run.settings)
                 run.first_line = number
                 runs.append(run)
-        run.feed(line)
-        run.last_line = number
         if run.zone is None:
             run.zone = zone_ns(line)
+        run.feed(_mended(line, run))
+        run.last_line = number
     return [run for run in runs if run.iterations] or runs[-1:]
+
+
+def _mended(line: LogLine, run: RunReader) -> LogLine:
+    """Return a line with its time on the clock with which its run began."""
+    if line.t_ns is None:
+        return line
+    if line.unix_ns is not None and run.zone is not None:
+        t_ns = line.unix_ns + run.zone
+    else:
+        t_ns = run.clock.mended(line.t_ns)
+    return line if t_ns == line.t_ns else replace(line, t_ns=t_ns)
 
 
 def _is_banner(text: str) -> bool:
@@ -115,7 +129,10 @@ def chosen_run(
             f"{source.path.name} has {len(runs)} runs: {', '.join(listed)}{more}; run "
             f"{number} is imported (--run N or --run all imports others)"
         )
-    return runs[number - 1]
+    chosen = runs[number - 1]
+    for note in chosen.clock.notes:
+        builder.note(f"{source.path.name} {note}")
+    return chosen
 
 
 class OneRank:

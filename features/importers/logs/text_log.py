@@ -18,7 +18,7 @@ _MAX_SEARCHED_LINES = 100_000
 _MAX_LINE_CHARS = 1 << 16
 _COLOR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _TIME = r"(20\d\d)-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)"
-_FRACTION = r"[.,](\d{3,9})"
+_FRACTION = r"[.,](\d{1,9})"
 # Launchers put the host's name before the time, and ranks may break into each other's
 # lines: it may be anywhere.
 _STAMP = re.compile(rf"\[{_TIME}(?:{_FRACTION})?\]")

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from ebbtide.features.importers.clocks import jump_notes, mended_times
 from ebbtide.features.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.features.importers.nvml_monitor.columns import (
     DEVICE_FIELDS,
@@ -241,7 +242,7 @@ def parse_monitor(source: Source) -> Monitor:
         )
     figures["device"] = read_devices(table, notes)
     times = row_times(table, figures["device"])
-    figures["t_ns"] = times.ns
+    figures["t_ns"], jumps = mended_times(times.ns, figures["device"])
     valid = (
         figures["t_ns"].notna()
         & figures["device"].notna()
@@ -254,6 +255,7 @@ def parse_monitor(source: Source) -> Monitor:
             f"has rows that cannot be read, which are left out: {int((~valid).sum())}"
         )
     notes += [times.note] if times.note else []
+    notes += jump_notes(jumps)
     figures = (
         figures[valid]
         .astype({"t_ns": "int64", "device": "int64"})
