@@ -32,6 +32,18 @@ _PROFILER_STEP = re.compile(r"ProfilerStep#[0-9]{1,18}")
 _SEPARATORS = re.compile(r"[\s.:/#|+()\[\]-]+")
 
 
+# The note on phases without times of the device, although it has work.
+NO_LAUNCHES = (
+    "it has no calls that launched the work: phases have the host's times, and those "
+    "of the device are not known"
+)
+
+
+def no_launches(work: pd.DataFrame) -> bool:
+    """Return whether there is work of a device without any call that launched it."""
+    return len(work) > 0 and bool(work["launched"].isna().all())
+
+
 class MarkKind(IntEnum):
     """Meaning of an annotation or op. The first three are the phases, in the order of
     `ebbtide.phases.PHASES`."""
