@@ -17,13 +17,15 @@ from ebbtide.features.importers.importer import (
     ImportOptions,
     Stage,
 )
-from ebbtide.features.importers.source import Source, SourceError
+from ebbtide.features.importers.source import Source, SourceError, members_of
 from ebbtide.profiler.sampler.pcie import link_peak_bytes_per_s
 from ebbtide.profiler.trace import RankBuilder, Trace, TraceBuilder
 from ebbtide.profiler.trace.merge import refuse_gaps
 from ebbtide.units import bytes_text
 
 _MAX_NAMES = 4
+# Files of an archive among which the one to import is looked for.
+_MAX_RECOGNIZED = 100
 # Names that torch.profiler's tensorboard_trace_handler gives: host and process, time.
 _STEPS_OF_WORKER = re.compile(r"(.{1,250})\.\d{10,20}\.pt\.trace\.json(?:\.gz)?")
 # The format whose importer reads `ImportOptions.phases`.
@@ -169,7 +171,7 @@ def import_trace(
     folder_notes: list[str] = []
     files = expand_folders(paths, recognize, format, folder_notes)
     for path in files:
-        source = Source(path)
+        source = _open(path, format)
         sources[format or recognize(source)].append(source)
     if phases and not sources[_FORMAT_WITH_RANGES]:
         raise SourceError(
@@ -213,6 +215,32 @@ def import_trace(
     _apply_hardware(builder, options.hardware)
     _note_missing_hardware(builder)
     return builder.write(output, force)
+
+
+def _open(path: Path, format: str | None) -> Source:
+    """Open a file; of an archive the one file in it that can be imported."""
+    members = [] if path.is_dir() else members_of(path)
+    if len(members) < 2:
+        return Source(path)
+    own = [
+        source
+        for member in members[:_MAX_RECOGNIZED]
+        if (source := _recognized(path, member, format)) is not None
+    ]
+    if len(own) != 1:
+        raise SourceError(
+            f"{path} has {len(own)} files to import among {len(members):,}: unpack it, "
+            "and name those of one run"
+        )
+    return own[0]
+
+
+def _recognized(path: Path, member: str, format: str | None) -> Source | None:
+    try:
+        source = Source(path, member)
+        return source if format in (None, recognize(source)) else None
+    except SourceError:
+        return None
 
 
 def recognize(source: Source) -> str:

@@ -3,12 +3,11 @@
 They have phases, memory, copies and kernels of one rank per file.
 """
 
-import io
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -178,7 +177,7 @@ class _Contents:
         self.unread: Counter[str] = Counter()
         self._is_torch = False
         with source.open() as file:
-            self.trace = ChromeTrace(cast(io.BufferedReader, file))
+            self.trace = ChromeTrace(file)
             try:
                 for batch in self.trace.batches():
                     self._add(batch)

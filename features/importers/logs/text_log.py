@@ -16,7 +16,6 @@ from ebbtide.profiler.trace import TraceBuilder
 _MAX_SEARCHED_LINES = 100_000
 # Longer lines are not log lines. They are split, so that no file fills the memory.
 _MAX_LINE_CHARS = 1 << 16
-_COLOR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _TIME = r"(20\d\d)-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)"
 _FRACTION = r"[.,](\d{1,9})"
 # Launchers put the host's name before the time, and ranks may break into each other's
@@ -56,14 +55,14 @@ def read_lines(source: Source) -> Iterator[LogLine]:
     with source.text() as file:
         while raw_line := file.readline(_MAX_LINE_CHARS):
             text = raw_line.rstrip("\n")
-            yield _parse_line(_COLOR.sub("", text) if "\x1b" in text else text)
+            yield _parse_line(text)
 
 
 def first_log_lines(source: Source) -> Iterator[str]:
     """Return the texts of the first lines; none of a file that is not text."""
     return (
         iter(())
-        if b"\0" in source.head
+        if not source.is_text
         else (line.text for line in islice(read_lines(source), _MAX_SEARCHED_LINES))
     )
 

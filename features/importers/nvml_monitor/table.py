@@ -65,19 +65,14 @@ class MonitorTable:
 
 def first_lines(source: Source) -> list[str]:
     """Return the lines that may be a header: other output may precede it."""
-    return [
-        line.strip()
-        for line in source.head.decode("utf-8-sig", "replace").splitlines()[
-            :_MAX_HEADER_LINES
-        ]
-    ]
+    return [line.strip() for line in source.head_text.splitlines()[:_MAX_HEADER_LINES]]
 
 
 def check_text(source: Source) -> None:
     """Raise SourceError if a file is not lines of text."""
-    with source.open() as file:
+    with source.open_text() as file:
         while block := file.read(_BLOCK_BYTES):
-            if b"\0" in block or (
+            if not source.is_text or (
                 len(block) == _BLOCK_BYTES and b"\n" not in block and b"\r" not in block
             ):
                 raise source.damaged("it is not a table of text")
@@ -103,7 +98,7 @@ def ends_with_line_end(source: Source) -> bool:
     """Return whether the last line of a file has its end. If not, the file may have
     been cut off."""
     last = b""
-    with source.open() as file:
+    with source.open_text() as file:
         while block := file.read(_BLOCK_BYTES):
             last = block[-1:]
     return last in (b"\n", b"\r")
