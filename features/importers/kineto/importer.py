@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pandas as pd
 from msgspec import UNSET
@@ -59,6 +60,8 @@ _NAME = "[memory]"
 # Categories of torch.profiler's events, those that are not read included.
 _READ_CATEGORIES = OPS | {CALLS} | DEVICE_CATEGORIES | MEMORY_CATEGORIES
 _CATEGORIES = (_READ_CATEGORIES | UNREAD_CATEGORIES) - MEMORY_CATEGORIES
+# Events of torch.autograd.profiler have no categories; their process tells.
+_LEGACY_CATEGORIES = {"CPU functions": "cpu_op", "CUDA functions": "kernel"}
 _CPU = 0  # c10::DeviceType
 _SHOWN_CATEGORIES = 3
 
@@ -195,7 +198,8 @@ class _Contents:
         by_category: defaultdict[str, list[Event]] = defaultdict(list)
         for event in batch:
             if event.ts is not UNSET:
-                by_category[event.cat].append(event)
+                own = event if event.cat else _with_category(event)
+                by_category[own.cat].append(own)
         for category, events in by_category.items():
             self._is_torch |= category in _CATEGORIES or any(
                 event.name == _NAME for event in events
@@ -220,6 +224,16 @@ class _Contents:
     def device_kind(self) -> str:
         """The kind of the devices that ran anything, else that had most memory."""
         return self.device.device_kind or self.memory.device_kind or DEFAULT_KIND
+
+
+def _with_category(event: Event) -> Event:
+    """Return an event without a category with the one that its process tells."""
+    category = _LEGACY_CATEGORIES.get(str(event.pid))
+    if category is None:
+        return event
+    device = event.tid if _is_count(event.tid) and category != "cpu_op" else MISSING
+    args = msgspec.structs.replace(event.args, device=device)
+    return msgspec.structs.replace(event, cat=category, args=args)
 
 
 def _rank_entry(

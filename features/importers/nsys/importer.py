@@ -305,7 +305,7 @@ class _Rank:
                 "its phases are left out: another file has phases of this rank"
             )
             return
-        derived = phases_of(self._ranges, self._capture.names, self._names)
+        derived = phases_of(self._ranges, self._capture.names, self._names, self._notes)
         table = derived.phases
         self._note_missing(table)
         if no_launches(self._work) and len(table):

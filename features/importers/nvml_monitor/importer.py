@@ -249,7 +249,12 @@ def parse_monitor(source: Source) -> Monitor:
         & table.rows[len(table.names)].isna()
     )
     if not valid.any():
-        raise SourceError(f"{source} has no row with a time, a device and figures")
+        longer = table.rows[len(table.names)].notna().all()
+        cause = ": rows have more fields than the header (commas in numbers?)"
+        raise SourceError(
+            f"{source} has no row with a time, a device and figures"
+            f"{cause if longer else ''}"
+        )
     if not valid.all():
         notes.append(
             f"has rows that cannot be read, which are left out: {int((~valid).sum())}"

@@ -6,6 +6,7 @@ It has the names and units of the file's columns.
 from __future__ import annotations
 
 import csv
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,7 +82,9 @@ def check_text(source: Source) -> None:
 def read_rows(source: Source, columns: int, **options: Any) -> pd.DataFrame:
     """Read rows of text; `columns`: how many the header names."""
     try:
-        with source.text() as file:
+        with source.text() as file, warnings.catch_warnings():
+            # Of rows that have more fields than their header.
+            warnings.simplefilter("ignore", pd.errors.ParserWarning)
             rows = pd.read_csv(
                 file, header=None, names=range(columns + 1), index_col=False,
                 dtype="str", keep_default_na=False,
