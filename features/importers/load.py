@@ -1,7 +1,7 @@
 """Recognizes the formats of the files of a run, and makes one trace from them."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -17,11 +17,12 @@ from ebbtide.features.importers.importer import (
     ImportOptions,
     Stage,
 )
+from ebbtide.features.importers.other_kinds import other_kind
 from ebbtide.features.importers.source import Source, SourceError, members_of
 from ebbtide.profiler.sampler.pcie import link_peak_bytes_per_s
 from ebbtide.profiler.trace import RankBuilder, Trace, TraceBuilder
 from ebbtide.profiler.trace.merge import refuse_gaps
-from ebbtide.units import bytes_text
+from ebbtide.units import bytes_text, counted
 
 _MAX_NAMES = 4
 # Files of an archive among which the one to import is looked for.
@@ -214,6 +215,8 @@ def import_trace(
         )
     _apply_hardware(builder, options.hardware)
     _note_missing_hardware(builder)
+    names = {source.path.name for own in sources.values() for source in own}
+    builder.meta["notes"] = joined_notes(builder.meta["notes"], names)
     return builder.write(output, force)
 
 
@@ -243,12 +246,32 @@ def _recognized(path: Path, member: str, format: str | None) -> Source | None:
         return None
 
 
+def joined_notes(notes: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return each note that begins with the name of a file once, with the number of the
+    files that have it."""
+    groups: dict[str, list[str]] = {}
+    for note in notes:
+        heads = [(mark, *note.split(mark, 1)) for mark in (": ", " ") if mark in note]
+        own = [(f"{mark}{text}", name) for mark, name, text in heads if name in names]
+        text, name = own[0] if own else (note, "")
+        groups.setdefault(text, []).append(name)
+    joined = []
+    for text, files in groups.items():
+        others = f" and {counted(len(files) - 1, 'more file')}" if files[1:] else ""
+        joined.append(f"{files[0]}{others}{text}")
+    return joined
+
+
 def recognize(source: Source) -> str:
     """Return the format of a file. Raise SourceError if no importer recognizes it."""
     importers = find_importers()
     for name, importer in importers.items():
         if importer.matches(source):
             return name
+    if (kind := other_kind(source)) is not None:
+        raise SourceError(
+            f"{source} is {kind.name}, which has too little for a trace: {kind.remedy}"
+        )
     raise SourceError(
         f"{source} has no format that ebbtide recognizes ({', '.join(importers)}): "
         "pass --format if it has one of these"
