@@ -54,7 +54,7 @@ def kind_of(category: str, name: str) -> int:
     """Return the position of an activity's kind in KINDS, or TRANSFER."""
     if category in COPIES:
         copy = copy_name(name)
-        return TRANSFER if copy and copy.direction else KINDS.index("copy")
+        return TRANSFER if copy and copy[0] else KINDS.index("copy")
     if category in MEMSETS:
         return KINDS.index("memset")
     return COMMUNICATION if is_collective(name) else KINDS.index("compute")
@@ -89,11 +89,9 @@ def transfer_columns(
     """Return the columns of the table `transfers`. Arguments as for `kernel_columns`;
     `work` also has bytes."""
     rows = work[work["kind"] == TRANSFER]
-    copies = {number: copy_name(names[number]) for number in rows["name"].unique()}
     kinds = {
-        number: (copy.direction, copy.host_memory)
-        for number, copy in copies.items()
-        if copy is not None
+        number: copy_name(names[number]) or (None, None)
+        for number in rows["name"].unique()
     }
     return {
         **_times(rows, base_ns),

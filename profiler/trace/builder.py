@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ebbtide.phases import PHASES
+from ebbtide.profiler.trace.columns import Columns
 from ebbtide.profiler.trace.files import new_trace, open_trace, write_meta, write_table
 from ebbtide.profiler.trace.metadata import parse_meta
 from ebbtide.profiler.trace.schema import SORT, TABLES
@@ -97,16 +98,9 @@ class RankBuilder:
         """Yield `frames_of` without the rows that readers would refuse. The reason for
         each is added to `left_out`, by table."""
         for frame in self.frames_of(table):
-            if frame.empty:
-                yield frame
-                continue
-
-            def numbers(name: str, rows: pd.DataFrame = frame) -> tuple[Any, Any]:
-                recorded = rows[name].notna().to_numpy(bool)
-                return rows[name].fillna(0).to_numpy(np.int64), recorded
-
             refused = np.zeros(len(frame), bool)
-            for reason, rows in flaws(table, numbers, self._typical_ns):
+            columns = Columns(table, frame)
+            for reason, rows in flaws(table, columns, self._typical_ns):
                 left_out[table].extend([reason] * int((rows & ~refused).sum()))
                 refused |= rows
             yield frame[~refused].reset_index(drop=True) if refused.any() else frame
