@@ -33,7 +33,7 @@ _MAX_MEMBERS = 10_000
 _BUFFER_BYTES = 1 << 16
 _ZIP, _TAR, _TAR_OFFSET = b"PK\x03\x04", b"ustar", 257
 _ERRORS = (
-    OSError, EOFError, RuntimeError, NotImplementedError, ValueError, zlib.error,
+    OSError, EOFError, RuntimeError, ValueError, zlib.error,
     lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, pa.ArrowException,
 )  # fmt: skip
 # Escape sequences of terminals: colours, cursors, titles.

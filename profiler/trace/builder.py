@@ -37,7 +37,8 @@ class RankBuilder:
         self.meta = meta
         self._rows: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
         self._columns: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
-        self._typical: int | None = None
+        # A time near all others, by the first table that is written.
+        self._typical_ns: int | None = None
 
     def add(self, table: str, **row: Any) -> RankBuilder:
         """Add a row and return the builder. Only nullable columns may be left out."""
@@ -100,23 +101,12 @@ class RankBuilder:
         for frame in self.frames_of(table):
             refused = np.zeros(len(frame), bool)
             columns = Columns(table, frame)
+            if self._typical_ns is None and len(columns):
+                self._typical_ns = int(columns.ints(SORT[table])[len(columns) // 2])
             for reason, rows in flaws(table, columns, self._typical_ns):
                 left_out[table].extend([reason] * int((rows & ~refused).sum()))
                 refused |= rows
             yield frame[~refused].reset_index(drop=True) if refused.any() else frame
-
-    @property
-    def _typical_ns(self) -> int:
-        """The median of all times."""
-        if self._typical is None:
-            times = [
-                np.asarray(part[SORT[table]], np.int64).ravel()
-                for table in TABLES
-                for part in (*self._columns[table], *self._rows[table])
-            ]
-            every = np.concatenate([np.empty(0, np.int64), *times])
-            self._typical = int(np.median(every)) if len(every) else 0
-        return self._typical
 
     def phase(
         self,

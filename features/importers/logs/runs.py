@@ -138,8 +138,6 @@ class OneRank:
 
     def has(self, line: LogLine) -> bool:
         """Return whether a line is of the rank, or does not say whose it is."""
-        if line.rank is None:
-            return True
         if self._rank is None:
             self._rank = line.rank
-        return line.rank == self._rank
+        return line.rank in (None, self._rank)
