@@ -2,4 +2,13 @@
 
 from ebbtide.seams import Feature
 
-FEATURE = Feature("remote", {"services": {"remote-files": "files:RemoteFiles"}})
+FEATURE = Feature(
+    "remote",
+    {
+        "services": {
+            "remote-files": "files:RemoteFiles",
+            "remote-spools": "upload:copy_spools",
+            "upload": "upload:Upload",
+        }
+    },
+)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from pyarrow import fs
 
+from ebbtide.errors import TraceError
 from ebbtide.extras import require
 from ebbtide.urls import Url
 
@@ -62,6 +63,18 @@ class _FsspecBlob:
         part: bytes = self._system.cat_file(self._path, offset, offset + nbytes)
         # Some servers send the whole file.
         return part[offset : offset + nbytes] if len(part) == self.size() else part
+
+
+def arrow_path(url: Url) -> tuple[fs.FileSystem, str]:
+    """Return the file system of a URL that is written to or listed, and the path there.
+
+    Raises TraceError for those that are only read.
+    """
+    scheme, _, path = str(url).partition("://")
+    if scheme not in _ARROW:
+        names = " or ".join(f"{name}://" for name in _ARROW)
+        raise TraceError(f"{scheme}:// is only read from: record to {names}")
+    return arrow_file_system(scheme), path
 
 
 @cache

@@ -58,7 +58,7 @@ class RemoteFiles:
                 raise OSError("it is empty")
             return contents
 
-        return _repeated(read, file)
+        return repeated(read, file)
 
     @contextmanager
     def open(
@@ -101,14 +101,14 @@ class RemoteFiles:
 def _size(file: Url) -> int:
     """Return the size of a file, 0 where there is none."""
     try:
-        return _repeated(lambda: blob(file).size(), file)
+        return repeated(lambda: blob(file).size(), file)
     except FileNotFoundError:
         return 0
 
 
 def _fetched(file: Url, columns: tuple[str, ...]) -> bytearray:
     """Return a Parquet file with its footer and some columns; the rest are zeros."""
-    return _repeated(lambda: _sparse(blob(file), columns), file)
+    return repeated(lambda: _sparse(blob(file), columns), file)
 
 
 def _sparse(opened: Blob, columns: Sequence[str]) -> bytearray:
@@ -172,7 +172,7 @@ def _part(opened: Blob, begin: int, end: int) -> bytes:
     return part
 
 
-def _repeated(request: Callable[[], _Result], file: Url) -> _Result:
+def repeated(request: Callable[[], _Result], file: Url, done: str = "read") -> _Result:
     """Return the answer of a request, which is repeated where it fails.
 
     Raises FileNotFoundError, and TraceError for all other failures.
@@ -188,6 +188,6 @@ def _repeated(request: Callable[[], _Result], file: Url) -> _Result:
             reason = " ".join(str(error).split()) or type(error).__name__
             is_final = any(text in reason.upper() for text in _FINAL)
             if wait_s is None or is_final:
-                raise TraceError(f"{file} cannot be read: {reason[:300]}") from None
+                raise TraceError(f"{file} cannot be {done}: {reason[:300]}") from None
             time.sleep(wait_s)
     raise AssertionError

@@ -290,8 +290,7 @@ def open_trace(path: str | Path) -> Trace:
     raw_meta = read_meta(path)
     meta = parse_meta(raw_meta, path)
     if meta.state == "recording":
-        recover = seams.plugs("recover")["spools"].load()
-        return cast(Trace, recover(path))
+        return _recovered(path)
     # Of a trace at a URL it would take a request each.
     for entry in [] if isinstance(path, Url) else meta.ranks:
         for table in [table for table in TABLES if table not in OPTIONAL_TABLES]:
@@ -301,6 +300,17 @@ def open_trace(path: str | Path) -> Trace:
                     "missing"
                 )
     return complete_trace(path, raw_meta)
+
+
+def _recovered(path: Path) -> Trace:
+    recover = seams.plugs("recover")["spools"].load()
+    if not isinstance(path, Url):
+        return cast(Trace, recover(path))
+    with tempfile.TemporaryDirectory(prefix="ebbtide-") as folder:
+        copy = Path(folder) / path.name
+        seams.service("remote-spools")(path, copy)
+        trace = recover(copy)
+    return Trace(path, trace.raw_meta, trace.columns)
 
 
 def complete_trace(path: Path, raw_meta: dict[str, Any]) -> Trace:

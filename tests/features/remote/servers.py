@@ -93,6 +93,12 @@ class Connection:
     def close(self) -> None:
         self._listener.close()
 
+    def close_all(self) -> None:
+        """Refuse connections from now on, and cut those that are open."""
+        self.cuts = 1_000_000
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
     def _accept(self) -> None:
         with suppress(OSError):
             while True:
