@@ -9,6 +9,7 @@ import typer
 from ebbtide.cli.command import command
 from ebbtide.cli.options import (
     Force,
+    Scheduler,
     jobs_option,
     output_option,
     refuse_options,
@@ -97,6 +98,7 @@ def import_(
         ),
     ] = None,
     jobs: Annotated[int | None, jobs_option("one")] = None,
+    scheduler: Scheduler = None,
     force: Force = False,
 ) -> None:
     """Convert files of other tools into a trace, or merge the traces that the hosts of
@@ -124,7 +126,7 @@ def import_(
     capacity_bytes = size(capacity) if capacity is not None else None
     lanes = _link(link) if link is not None else None
     phases = dict(map(_phase, phase or []))
-    check_options(jobs, None)
+    check_options(jobs, scheduler)
 
     from ebbtide.features.importers.importer import Hardware
     from ebbtide.features.importers.load import import_trace
@@ -138,6 +140,7 @@ def import_(
         align,
         phases,
         jobs or 1,
+        scheduler,
     )
     for line in (*trace.notes, *closing_lines(trace)):
         print_note(line)

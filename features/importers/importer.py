@@ -63,6 +63,8 @@ class ImportOptions:
     # `backward`, `update`, `iteration`, or `other` for ranges that are none of these.
     phases: Mapping[str, str] = field(default_factory=dict)
     jobs: int = 1  # Number of processes that may read many files.
+    # Address of a Dask cluster that reads several files; None: this machine.
+    scheduler: str | None = None
 
 
 class Importer(Protocol):
