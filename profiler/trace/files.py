@@ -233,15 +233,16 @@ def write_meta(path: Path, meta: dict[str, Any]) -> None:
 def write_rank(path: Path, rank: int, tables: Mapping[str, pd.DataFrame]) -> None:
     """Write the tables of one rank. An optional table without rows has no file."""
     for table in TABLES:
-        write_table(path, rank, table, [tables[table]])
+        rows = pa.Table.from_pandas(
+            tables[table], schema=arrow_schema(table), preserve_index=False
+        )
+        write_table(path, rank, table, [rows.replace_schema_metadata()])
 
 
-def write_table(
-    path: Path, rank: int, table: str, frames: Iterable[pd.DataFrame]
-) -> None:
+def write_table(path: Path, rank: int, table: str, parts: Iterable[pa.Table]) -> None:
     """Write a table of one rank as Parquet (zstd).
 
-    Its rows come in order, in frames.
+    Its rows come in order, in parts.
     """
     file, schema = _parquet(path, rank, table), arrow_schema(table)
     file.parent.mkdir(exist_ok=True)
@@ -251,16 +252,15 @@ def write_table(
     ]
     with contextlib.ExitStack() as stack:
         writer = None
-        for frame in frames:
-            if frame.empty and table in OPTIONAL_TABLES:
+        for rows in parts:
+            if not len(rows) and table in OPTIONAL_TABLES:
                 continue
             writer = writer or stack.enter_context(
                 pq.ParquetWriter(
                     file, schema, compression="zstd", use_dictionary=repeating
                 )
             )
-            rows = pa.Table.from_pandas(frame, schema=schema, preserve_index=False)
-            writer.write_table(rows.replace_schema_metadata())
+            writer.write_table(rows)
 
 
 def drop_ranks(path: Path, ranks: Iterable[int]) -> None:
