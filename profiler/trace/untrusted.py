@@ -1,22 +1,26 @@
-"""Bounds on the files of a trace, which may come from anybody.
+"""Opens the files of a trace, here or at a URL, within bounds.
 
-They bound which files there are, how large, and which values they hold.
+They may come from anybody: the bounds are on which files there are, how large, and
+which values they hold.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ebbtide import seams
 from ebbtide.profiler.trace.schema import TABLES
+from ebbtide.urls import Url
 
 if TYPE_CHECKING:
     from ebbtide.profiler.trace.columns import Columns
@@ -68,6 +72,65 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     """
     with open_regular(path, max_bytes) as file:
         return file.read(max_bytes)
+
+
+class TraceFiles(Protocol):
+    """The files of a trace, by the path of each."""
+
+    def read(self, file: Path, max_bytes: int) -> bytes:
+        """Return the contents of a file. Raises OSError where it has more bytes, is no
+        regular file, or cannot be read."""
+
+    def open(
+        self, file: Path, columns: Sequence[str]
+    ) -> AbstractContextManager[tuple[pa.NativeFile, int]]:
+        """Open a Parquet file to read some of its columns; give its size, too."""
+
+    def nbytes(self) -> int:
+        """Return the size of the files of the ranks."""
+
+
+class _LocalFiles:
+    """The files of a trace in a folder."""
+
+    def __init__(self, path: Path, ranks: Sequence[int]) -> None:
+        self._path, self._ranks = path, ranks
+
+    def read(self, file: Path, max_bytes: int) -> bytes:
+        return read_regular(file, max_bytes)
+
+    @contextmanager
+    def open(
+        self, file: Path, columns: Sequence[str]
+    ) -> Iterator[tuple[pa.NativeFile, int]]:
+        with (
+            open_regular(file) as opened,
+            pa.OSFile(f"/dev/fd/{opened.fileno()}") as source,
+        ):
+            yield source, os.fstat(opened.fileno()).st_size
+
+    def nbytes(self) -> int:
+        folders = [
+            folder
+            for rank in self._ranks
+            if os.path.isdir(folder := f"{self._path}/rank-{rank}")
+        ]
+        return sum(
+            file.stat(follow_symlinks=False).st_size
+            for folder in folders
+            for file in os.scandir(folder)
+        )
+
+
+def files_of(path: Path, ranks: Sequence[int] = ()) -> TraceFiles:
+    """Return the files of a trace with some ranks.
+
+    Raises UserError where the feature that reads URLs is not there.
+    """
+    if not isinstance(path, Url):
+        return _LocalFiles(path, ranks)
+    files: TraceFiles = seams.service("remote-files")(path, ranks)
+    return files
 
 
 def check_size(metadata: Any, file_bytes: int) -> None:
