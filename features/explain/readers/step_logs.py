@@ -1,0 +1,269 @@
+"""Reads the figures of the steps that a training program has printed."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ebbtide.analysis.timeseries.step_functions import Floats
+from ebbtide.features.explain import formats
+from ebbtide.features.explain.pasted import PastedLine, PastedText
+from ebbtide.features.explain.record import Place, Record, reader
+
+_NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+# A key is what stands before a colon or an equals sign, behind a separator.
+_PAIR = re.compile(
+    r"(?:^|[|{},;•]|\s-\s|\s\s|\s)\s*['\"]?(?P<key>[A-Za-z][\w ./()%-]{0,60}?)['\"]?"
+    rf"\s*[:=]\s*['\"]?(?P<value>{_NUMBER})['\"]?\s?(?P<unit>[a-zA-Z]{{1,7}}\b|%)?"
+)
+_STEP = re.compile(
+    r"(?:^|[\s\[|(_])(?:global[_ ]?)?(?:step|iter(?:ation)?)s?['\"]?\s*[:=#]?\s*\[?"
+    r"(\d{1,9})(?:\s*/\s*(\d{1,9}))?\b(?!\.\d)",
+    re.IGNORECASE,
+)
+_BAR = re.compile(
+    r"(?P<done>\d{1,9})/(?P<total>\d{1,9}|\?) \[(?P<elapsed>[\d:]{4,10})<[^,\]]{1,20},"
+    r"\s*(?P<rate>[\d.]+) ?(?P<unit>s/it|it/s|s/step|step/s|s/batch|batch/s)"
+)
+_RANK = re.compile(r"\[?\brank[ _:=]?(\d{1,6})\b\]?:?", re.IGNORECASE)
+_CLOCK = re.compile(
+    r"(20\d\d)[-/](\d\d)[-/](\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{3}))?"
+)
+_RETRIES = re.compile(r"(\d+) CUDA memory allocation retries")
+_MEMORY_USAGE = re.compile(
+    r"MA (?P<ma>[\d.]+) GB\s+Max_MA (?P<max_ma>[\d.]+) GB\s+CA (?P<ca>[\d.]+) GB\s+"
+    r"Max_CA (?P<max_ca>[\d.]+) GB"
+)
+_HOST_USAGE = re.compile(r"CPU Virtual Memory:\s+used = (?P<used>[\d.]+) GB")
+_MAX_LINE_CHARS = 4096
+_CLOCK_COLUMN = "clock_s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLog(Record):
+    """The steps of a log of one program.
+
+    Attributes:
+        program: The program whose keys its lines have.
+        rank: The rank that the lines name; None where they name none.
+        steps: A row per step that was printed; columns as in `formats`, in s, bytes,
+            and per s.
+        unknown: The names of figures that no program is known to print.
+        total_steps: Number of steps of the whole job; None if it is not printed.
+    """
+
+    program: str
+    rank: int | None
+    steps: pd.DataFrame = field(repr=False)
+    unknown: tuple[str, ...] = ()
+    total_steps: int | None = None
+
+    @property
+    def title(self) -> str:
+        rank = "" if self.rank is None else f" of rank {self.rank}"
+        return f"{len(self.steps)} steps{rank} in the format of {self.program}"
+
+    def as_json(self) -> dict[str, Any]:
+        rows = self.steps.astype(object).where(self.steps.notna(), None)
+        plain = replace(self, steps=pd.DataFrame())
+        return {**Record.as_json(plain), "steps": rows.to_dict("records")}
+
+    def values(self, column: str) -> Floats:
+        """Return the figures of a column that are there, in the order of the steps."""
+        if column not in self.steps:
+            return np.empty(0)
+        values: Floats = self.steps[column].dropna().to_numpy(dtype=float)
+        return values
+
+    def parts(self) -> dict[str, float]:
+        """Return the median time in s of each part of a step."""
+        names = [name for name in self.steps if name.startswith(formats.PART)]
+        return {
+            name.removeprefix(formats.PART): float(self.steps[name].median())
+            for name in names
+        }
+
+
+@dataclass
+class _Group:
+    """The lines of one program and rank."""
+
+    rows: list[dict[str, float]] = field(default_factory=list)
+    programs: dict[str, int] = field(default_factory=dict)
+    unknown: dict[str, None] = field(default_factory=dict)
+    numbers: list[int] = field(default_factory=list)
+    total_steps: int | None = None
+
+
+@reader
+def read_step_logs(text: PastedText) -> Iterator[StepLog]:
+    groups: dict[tuple[str, int | None], _Group] = {}
+    retries: float | None = None
+    for line in text.lines:
+        if match := _RETRIES.search(line.text):
+            retries = float(match[1])
+            continue
+        row = _row_of(line)
+        if row is None:
+            continue
+        if retries is not None and row.layout == "keys":
+            row.figures[formats.RETRIES] = retries
+        group = groups.setdefault((row.layout, row.rank), _Group())
+        _add(group, row, line.number)
+    for (layout, rank), group in groups.items():
+        log = _log_of(text, layout, rank, group)
+        if log is not None:
+            yield log
+
+
+@dataclass
+class _Row:
+    layout: str
+    rank: int | None
+    figures: dict[str, float]
+    programs: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    total_steps: int | None = None
+
+
+def _row_of(line: PastedLine) -> _Row | None:
+    text = line.text
+    if len(text) > _MAX_LINE_CHARS or not any(map(str.isdigit, text)):
+        return None
+    rank_match = _RANK.search(text)
+    rank = None if rank_match is None else int(rank_match[1])
+    if rank_match is not None:
+        text = text.replace(rank_match[0], " ", 1)
+    bar = _BAR.search(text)
+    if bar is not None:
+        return _bar_row(bar, text, rank)
+    usage = _MEMORY_USAGE.search(text)
+    if usage is not None:
+        figures = {
+            formats.ALLOCATED: float(usage["max_ma"]) * formats.GIB,
+            formats.RESERVED: float(usage["max_ca"]) * formats.GIB,
+        }
+        program = "DeepSpeed 0.19 runtime/utils.py, see_memory_usage"
+        return _Row("see_memory_usage", rank, figures, [program])
+    host = _HOST_USAGE.search(text)
+    if host is not None:
+        figures = {formats.HOST: float(host["used"]) * formats.GIB}
+        return _Row("see_memory_usage", rank, figures)
+    return _keyed_row(text, rank)
+
+
+def _bar_row(bar: re.Match[str], text: str, rank: int | None) -> _Row:
+    rate = float(bar["rate"])
+    is_time = bar["unit"].startswith("s/")
+    figures = {formats.STEP: float(bar["done"])}
+    if rate > 0:
+        figures[formats.STEP_S] = rate if is_time else 1 / rate
+    keyed = _pairs_of(text[bar.end() :])
+    figures = {**keyed.figures, **figures}
+    total = None if bar["total"] == "?" else int(bar["total"])
+    program = "a progress bar (tqdm 4)"
+    return _Row("bar", rank, figures, [program], keyed.unknown, total)
+
+
+def _keyed_row(text: str, rank: int | None) -> _Row | None:
+    clock = _CLOCK.search(text)
+    if clock is not None:
+        text = text.replace(clock[0], " ", 1)
+    row = _pairs_of(text)
+    row.rank = rank
+    step = _STEP.search(text)
+    if step is not None:
+        row.figures[formats.STEP] = float(step[1])
+        row.total_steps = None if step[2] is None else int(step[2])
+    has_known = bool(row.programs)
+    is_dictionary = text.lstrip().startswith("{") and len(row.unknown) >= 2
+    if not (has_known or (step is not None and row.unknown) or is_dictionary):
+        return None
+    if clock is not None:
+        row.figures[_CLOCK_COLUMN] = _seconds_of(clock)
+    return row
+
+
+def _pairs_of(text: str) -> _Row:
+    row = _Row("keys", None, {})
+    for match in _PAIR.finditer(text):
+        key = match["key"].rpartition(" - ")[2].strip()
+        value = float(match["value"].replace(",", ""))
+        column = formats.column_of(key)
+        if column is None:
+            if not _STEP.fullmatch(f"{key} 1"):
+                row.unknown.append(key)
+                row.figures.setdefault(key, value)
+            continue
+        name, scale, program = column
+        figure = formats.scaled(name, value, match["unit"] or "", scale)
+        if figure is not None and name not in row.figures:
+            row.figures[name] = figure
+            row.programs.append(program)
+    return row
+
+
+def _seconds_of(clock: re.Match[str]) -> float:
+    *parts, fraction = clock.groups()
+    try:
+        seconds = datetime(*map(int, parts)).timestamp()  # type: ignore[arg-type]
+    except ValueError:
+        return float("nan")
+    return seconds + int(fraction or 0) / 1000
+
+
+def _add(group: _Group, row: _Row, number: int) -> None:
+    """Add a line to a group: to its last step where it has the same number."""
+    step = row.figures.get(formats.STEP)
+    last = group.rows[-1] if group.rows else {}
+    is_same = step is not None and last.get(formats.STEP) == step
+    is_rest = (
+        step is None
+        and row.layout == "see_memory_usage"
+        and (not last.keys() & row.figures.keys())
+    )
+    if group.rows and (is_same or is_rest):
+        last.update(row.figures)
+    else:
+        group.rows.append(row.figures)
+    for program in row.programs:
+        group.programs[program] = group.programs.get(program, 0) + 1
+    group.unknown.update(dict.fromkeys(row.unknown))
+    group.numbers.append(number)
+    if row.total_steps is not None:
+        group.total_steps = row.total_steps
+
+
+def _log_of(
+    text: PastedText, layout: str, rank: int | None, group: _Group
+) -> StepLog | None:
+    steps = pd.DataFrame(group.rows)
+    known = {*steps} - {*group.unknown} - {formats.STEP, _CLOCK_COLUMN}
+    if not known and len(steps) < 2:
+        return None
+    if formats.STEP_S not in steps and {formats.STEP, _CLOCK_COLUMN} <= {*steps}:
+        steps[formats.STEP_S] = _step_times(steps)
+    programs = sorted(group.programs, key=lambda name: -group.programs[name])
+    return StepLog(
+        place=Place(
+            text_name=text.name,
+            first_line=group.numbers[0],
+            last_line=group.numbers[-1],
+        ),
+        program=programs[0] if programs else "a program that is not known",
+        rank=rank,
+        steps=steps.drop(columns=_CLOCK_COLUMN, errors="ignore"),
+        unknown=tuple(group.unknown),
+        total_steps=group.total_steps,
+    )
+
+
+def _step_times(steps: pd.DataFrame) -> pd.Series:
+    """Return the time of a step between the lines before and of it, by their clocks."""
+    seconds = steps[_CLOCK_COLUMN].diff()
+    count = steps[formats.STEP].diff()
+    return (seconds / count).where((count > 0) & (seconds > 0))
