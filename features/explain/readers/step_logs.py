@@ -14,15 +14,21 @@ from ebbtide.features.explain import formats
 from ebbtide.features.explain.pasted import PastedLine, PastedText
 from ebbtide.features.explain.record import Place, Record, reader
 
+# As slime names a step: `perf 12: {...}`.
+_NUMBERED = re.compile(r"\b(?:perf|rollout|train|step) (\d{1,9}): \{")
 _NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-# A key is what stands before a colon or an equals sign, behind a separator.
+_VALUE = rf"(?P<value>{_NUMBER})['\"]?(?:/[\d.]+)?(?: ?(?P<unit>[a-zA-Z]{{1,7}}\b|%))?"
+# A key is what stands before a colon or an equals sign, behind a separator; or a word
+# before a number, between commas.
 _PAIR = re.compile(
-    r"(?:^|[|{},;•]|\s-\s|\s\s|\s)\s*['\"]?(?P<key>[A-Za-z][\w ./()%-]{0,60}?)['\"]?"
-    rf"\s*[:=]\s*['\"]?(?P<value>{_NUMBER})['\"]?\s?(?P<unit>[a-zA-Z]{{1,7}}\b|%)?"
+    r"(?:^|[|{},;•\s])\s*['\"]?(?P<key>[A-Za-z][\w ./()%-]{0,60}?)['\"]?"
+    rf"\s*[:=]\s*['\"]?{_VALUE}"
 )
+_WORD_PAIR = re.compile(rf"[,:] (?P<key>[a-z/]{{2,12}}) {_VALUE}(?=,|$)")
 _STEP = re.compile(
-    r"(?:^|[\s\[|(_])(?:global[_ ]?)?(?:step|iter(?:ation)?)s?['\"]?\s*[:=#]?\s*\[?"
-    r"(\d{1,9})(?:\s*/\s*(\d{1,9}))?\b(?!\.\d)",
+    r"(?:^|[\s\[|(_{,'\"])(?:global[_ ]?)?(?:step|iter(?:ation)?)s?"
+    r"(?:\[?(?:global_step)?/max_steps\]?)?['\"]?\s*[:=#]?\s*[\['\"]?"
+    r"(\d{1,9})(?:\.0+\b)?(?:\s*/\s*(\d{1,9}))?(?![\w.]*\d|\.\d)",
     re.IGNORECASE,
 )
 _BAR = re.compile(
@@ -40,6 +46,7 @@ _MEMORY_USAGE = re.compile(
 )
 _HOST_USAGE = re.compile(r"CPU Virtual Memory:\s+used = (?P<used>[\d.]+) GB")
 _MAX_LINE_CHARS = 4096
+_MAX_LINES_OF_STEP = 20
 _CLOCK_COLUMN = "clock_s"
 
 
@@ -147,7 +154,7 @@ def _row_of(line: PastedLine) -> _Row | None:
             formats.ALLOCATED: float(usage["max_ma"]) * formats.GIB,
             formats.RESERVED: float(usage["max_ca"]) * formats.GIB,
         }
-        program = "DeepSpeed 0.19 runtime/utils.py, see_memory_usage"
+        program = "DeepSpeed 0.19 (see_memory_usage)"
         return _Row("see_memory_usage", rank, figures, [program])
     host = _HOST_USAGE.search(text)
     if host is not None:
@@ -176,9 +183,12 @@ def _keyed_row(text: str, rank: int | None) -> _Row | None:
     row = _pairs_of(text)
     row.rank = rank
     step = _STEP.search(text)
+    numbered = _NUMBERED.search(text)
     if step is not None:
         row.figures[formats.STEP] = float(step[1])
         row.total_steps = None if step[2] is None else int(step[2])
+    elif numbered is not None:
+        row.figures[formats.STEP] = float(numbered[1])
     has_known = bool(row.programs)
     is_dictionary = text.lstrip().startswith("{") and len(row.unknown) >= 2
     if not (has_known or (step is not None and row.unknown) or is_dictionary):
@@ -189,21 +199,23 @@ def _keyed_row(text: str, rank: int | None) -> _Row | None:
 
 
 def _pairs_of(text: str) -> _Row:
+    matches = [*_PAIR.finditer(text), *_WORD_PAIR.finditer(text)]
+    keys = [match["key"].rpartition(" - ")[2].strip() for match in matches]
+    program = formats.program_of(keys)
     row = _Row("keys", None, {})
-    for match in _PAIR.finditer(text):
-        key = match["key"].rpartition(" - ")[2].strip()
+    for key, match in zip(keys, matches, strict=True):
         value = float(match["value"].replace(",", ""))
-        column = formats.column_of(key)
+        column = formats.column_of(program, key)
         if column is None:
             if not _STEP.fullmatch(f"{key} 1"):
                 row.unknown.append(key)
                 row.figures.setdefault(key, value)
             continue
-        name, scale, program = column
+        name, scale = column
         figure = formats.scaled(name, value, match["unit"] or "", scale)
         if figure is not None and name not in row.figures:
             row.figures[name] = figure
-            row.programs.append(program)
+            row.programs.append(program.name)
     return row
 
 
@@ -221,11 +233,9 @@ def _add(group: _Group, row: _Row, number: int) -> None:
     step = row.figures.get(formats.STEP)
     last = group.rows[-1] if group.rows else {}
     is_same = step is not None and last.get(formats.STEP) == step
-    is_rest = (
-        step is None
-        and row.layout == "see_memory_usage"
-        and (not last.keys() & row.figures.keys())
-    )
+    # Some programs print a step in several lines.
+    is_near = bool(group.numbers) and number - group.numbers[-1] <= _MAX_LINES_OF_STEP
+    is_rest = step is None and is_near and not last.keys() & row.figures.keys()
     if group.rows and (is_same or is_rest):
         last.update(row.figures)
     else:
@@ -254,7 +264,7 @@ def _log_of(
             first_line=group.numbers[0],
             last_line=group.numbers[-1],
         ),
-        program=programs[0] if programs else "a program that is not known",
+        program=programs[0] if programs else formats.OTHERS.name,
         rank=rank,
         steps=steps.drop(columns=_CLOCK_COLUMN, errors="ignore"),
         unknown=tuple(group.unknown),
