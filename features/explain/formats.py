@@ -13,6 +13,7 @@ GIB, MIB = float(1 << 30), float(1 << 20)
 
 # Columns of the steps of a log.
 STEP, STEP_S, TOKENS, SAMPLES = "step", "step_s", "tokens_per_s", "samples_per_s"
+MEAN_STEP_S = "mean_step_s"  # Of a whole run.
 TFLOPS, MFU, SHARE = "tflops", "mfu", "memory_share"
 ALLOCATED, ACTIVE, RESERVED = "allocated_bytes", "active_bytes", "reserved_bytes"
 HOST, FREE, RETRIES = "host_bytes", "free_bytes", "retries"
@@ -96,9 +97,9 @@ PROGRAMS = (
     _program(
         "axolotl 0.13",
         "core/trainers/base.py",
-        (r"memory/max_(mem_)?active ?\(gib\)", ACTIVE, GIB),
-        (r"memory/max_(mem_)?allocated ?\(gib\)", ALLOCATED, GIB),
-        (r"memory/device_(mem_)?reserved ?\(gib\)", RESERVED, GIB),
+        (r"memory/max_(mem_)?active ?\([Gg]i[Bb]\)", ACTIVE, GIB),
+        (r"memory/max_(mem_)?allocated ?\([Gg]i[Bb]\)", ALLOCATED, GIB),
+        (r"memory/device_(mem_)?reserved ?\([Gg]i[Bb]\)", RESERVED, GIB),
         ("tokens_per_second_per_gpu|tokens/train_per_sec_per_gpu", TOKENS, 1),
     ),
     _program(
@@ -114,7 +115,7 @@ PROGRAMS = (
         ("step_time", STEP_S, 1),
         ("train_samples_per_second", SAMPLES, 1),
         ("train_tokens_per_second|tokens_per_second", TOKENS, 1),
-        ("train_steps_per_second", STEP_S, -1),
+        ("train_steps_per_second", MEAN_STEP_S, -1),
     ),
     _program(
         "torchtune 0.6",
@@ -241,7 +242,7 @@ def scaled(column: str, number: float, unit: str, scale: float) -> float | None:
     if column in _COUNTS:
         return number * scale
     unit_scale = UNITS.get(unit.lower())
-    is_time = column == STEP_S or column.startswith(PART)
+    is_time = column in (STEP_S, MEAN_STEP_S) or column.startswith(PART)
     is_size = column in _SIZES
     if unit and unit_scale is None:
         return None
