@@ -15,12 +15,7 @@ from ebbtide.errors import UserError
 @command(
     "Explain",
     0,
-    examples=(
-        "explain train.log",
-        "explain -",
-        "explain oom.txt ds_config.json",
-        "explain --redact train.log",
-    ),
+    examples=("explain train.log ds_config.json", "explain --redact -"),
 )
 def explain(
     files: Annotated[

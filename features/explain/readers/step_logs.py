@@ -83,8 +83,9 @@ class StepLog(Record):
 
     def as_json(self) -> dict[str, Any]:
         rows = self.steps.astype(object).where(self.steps.notna(), None)
-        plain = replace(self, steps=pd.DataFrame())
-        return {**Record.as_json(plain), "steps": rows.to_dict("records")}
+        printed = super().as_json()
+        printed["figures"]["steps"] = rows.to_dict("records")
+        return printed
 
     def values(self, column: str) -> Floats:
         """Return the figures of a column that are there, in the order of the steps."""
