@@ -15,7 +15,7 @@ from ebbtide.errors import UserError
 @command(
     "Explain",
     0,
-    examples=("explain train.log", "explain -", "explain oom.txt ds_config.json"),
+    examples=("explain train.log ds_config.json", "explain --redact -"),
 )
 def explain(
     files: Annotated[
@@ -29,6 +29,16 @@ def explain(
             ),
         ),
     ],
+    redact: Annotated[
+        bool,
+        typer.Option(
+            "--redact",
+            help=(
+                "Print the texts with hosts, paths, user names, keys and tokens "
+                "replaced, for an issue. Nothing is ever sent anywhere."
+            ),
+        ),
+    ] = False,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
@@ -37,9 +47,15 @@ def explain(
     from ebbtide.features.explain.answer import explain_records
     from ebbtide.features.explain.pasted import read_pasted
     from ebbtide.features.explain.record import Records, read_records
+    from ebbtide.features.explain.redact import redacted
     from ebbtide.features.explain.view import explanation_view
 
     texts = [read_pasted(path) for path in files]
+    if redact:
+        for text in texts:
+            lines = [line.text for line in text.lines]
+            echo(redacted("\n".join(lines)))
+        return
     records = Records(tuple(record for text in texts for record in read_records(text)))
     if not records.records:
         names = ", ".join(text.name for text in texts)

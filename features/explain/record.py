@@ -43,7 +43,10 @@ class Record:
 
     def as_json(self) -> dict[str, Any]:
         """Return the object of it that `ebbtide explain --json` prints."""
-        return {"kind": type(self).__name__, "title": self.title, **asdict(self)}
+        figures = asdict(self)
+        place = figures.pop("place")
+        kind = type(self).__name__
+        return {"kind": kind, "title": self.title, "place": place, "figures": figures}
 
 
 Reader = Callable[[PastedText], Iterable[Record]]
