@@ -1,4 +1,4 @@
-"""What hosts tell of their memory: what is read, and what is concluded."""
+"""Tables and messages of host memory: their records and the answers."""
 
 from __future__ import annotations
 
