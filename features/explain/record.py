@@ -84,9 +84,14 @@ def read_records(text: PastedText) -> Iterator[Record]:
 
 @dataclass(frozen=True)
 class Records:
-    """The records of all texts."""
+    """The records of all texts, and what their reader says of the job.
+
+    `params`: its number of parameters; `gpu`: a machine of `ebbtide machines`.
+    """
 
     records: tuple[Record, ...]
+    params: int | None = None
+    gpu: str | None = None
 
     def of(self, kind: type[_Kind]) -> list[_Kind]:
         """Return the records of a kind."""

@@ -18,12 +18,19 @@ from ebbtide.units import counted
 _SIZE_OF_NAME = re.compile(
     r"(?<![\d.])(\d{1,4}(?:\.\d{1,3})?[BM])(?![a-z\d])", re.IGNORECASE
 )
+_BATCHES = (
+    "per_device_train_batch_size",
+    "micro_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "local_batch_size",
+)
+_LENGTHS = ("cutoff_len", "sequence_len", "seq_length", "seq_len", "max_length")
 _MODELS = ("model_name_or_path", "base_model", "model", "model.flavor")
 _NOT_STATED = {
-    "sharding": "nothing is sharded",
-    "offload": "nothing is offloaded",
-    "checkpointing": "checkpointing not stated",
-    "precision": "precision not stated",
+    "sharding": "no sharding named",
+    "offload": "no offload named",
+    "checkpointing": "no checkpointing named",
+    "precision": "no precision named",
 }
 
 
@@ -82,19 +89,18 @@ def _plan(records: Records) -> str:
     settings: dict[str, str] = {}
     for one in records.of(Configuration):
         settings |= one.settings
-    model = next(filter(None, (setting(settings, name) for name in _MODELS)), "")
-    batch = setting(settings, "per_device_train_batch_size") or setting(
-        settings, "micro_batch_size"
+    model, batch, length = (
+        next(filter(None, (setting(settings, name) for name in names)), "")
+        for names in (_MODELS, _BATCHES, _LENGTHS)
     )
-    length = setting(settings, "cutoff_len") or setting(settings, "sequence_len")
-    numbers = f"{f' --sequence {length}' if length.isdigit() else ''}"
+    gpu = records.gpu or "NAME"
     is_adapter = any(one.facts.get("method") for one in records.of(Configuration))
-    if is_adapter and model.count("/") == 1:
-        micro = f" --batch {batch}" if batch.isdigit() else ""
-        return (
-            f"ebbtide dry-run --gpu NAME --model {model} --method lora{micro}{numbers}"
-        )
     size = _SIZE_OF_NAME.search(model)
-    micro = f" --micro-batch {batch}" if batch.isdigit() else ""
-    params = "N" if size is None else size[1].upper()
-    return f"ebbtide plan --params {params} --machine NAME{micro}{numbers}"
+    params = records.params or ("N" if size is None else size[1].upper())
+    command, micro = f"plan --params {params} --machine {gpu}", "--micro-batch"
+    if is_adapter and model.count("/") == 1:
+        command = f"dry-run --gpu {gpu} --model {model} --method lora"
+        micro = "--batch"
+    for option, number in ((micro, batch), ("--sequence", length)):
+        command += f" {option} {number}" if number.isdigit() else ""
+    return f"ebbtide {command}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ebbtide.features.explain.readers.gpu_tables import GpuProcess, GpuTable
-from tests.features.explain.texts import answers_to, records_of
+from tests.features.explain.asked import answers_to, records_of
 
 MIB, GIB = 1 << 20, 1 << 30
 NEW_CARD = (
