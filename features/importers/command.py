@@ -9,6 +9,7 @@ import typer
 from ebbtide.cli.command import command
 from ebbtide.cli.options import (
     Force,
+    Scheduler,
     jobs_option,
     output_option,
     refuse_options,
@@ -108,6 +109,7 @@ def import_(
         ),
     ] = None,
     jobs: Annotated[int | None, jobs_option("one")] = None,
+    scheduler: Scheduler = None,
     force: Force = False,
 ) -> None:
     """Convert files of other tools into a trace, or merge the traces that the hosts of
@@ -135,7 +137,7 @@ def import_(
     capacity_bytes = size(capacity) if capacity is not None else None
     lanes = _link(link) if link is not None else None
     phases = dict(map(_phase, phase or []))
-    check_options(jobs, None)
+    check_options(jobs, scheduler)
 
     from ebbtide.features.importers.importer import Hardware
     from ebbtide.features.importers.load import import_trace
@@ -150,6 +152,7 @@ def import_(
         phases,
         jobs or 1,
         _run(run) if run is not None else None,
+        scheduler,
     )
     for line in (*trace.notes, *closing_lines(trace)):
         print_note(line)

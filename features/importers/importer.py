@@ -66,6 +66,8 @@ class ImportOptions:
     # complete one.
     run: int | Literal["all"] | None = None
     jobs: int = 1  # Number of processes that may read many files.
+    # Address of a Dask cluster that reads several files; None: this machine.
+    scheduler: str | None = None
 
 
 class Importer(Protocol):

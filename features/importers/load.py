@@ -153,15 +153,16 @@ def import_trace(
     phases: Mapping[str, str] | None = None,
     jobs: int = 1,
     run: int | Literal["all"] | None = None,
+    scheduler: str | None = None,
 ) -> Trace:
     """Write one trace from the files of one run, on one clock.
 
     Folders of files of one format may be given, too. `format` None: each file is
     recognized by its contents; `hardware` replaces figures of the files. `align` moves
     the files so that they begin at the same time: with the first one (`start`), or with
-    the file of this path; None: their times must overlap. `phases`, `jobs`, `run`: see
-    `ImportOptions`. Raises SourceError if a file cannot be read, TraceError if the
-    output cannot be written.
+    the file of this path; None: their times must overlap. `phases`, `jobs`, `run`,
+    `scheduler`: see `ImportOptions`. Raises SourceError if a file cannot be read,
+    TraceError if the output cannot be written.
     """
     importers = find_importers()
     if format is not None and format not in importers:
@@ -193,7 +194,12 @@ def import_trace(
     for note in folder_notes:
         builder.note(note)
     options = ImportOptions(
-        hardware or Hardware(), sources, phases or {}, run=run, jobs=jobs
+        hardware or Hardware(),
+        sources,
+        phases or {},
+        run=run,
+        jobs=jobs,
+        scheduler=scheduler,
     )
     undated: list[Source] = []
     times = FileTimes(builder)

@@ -5,7 +5,7 @@ They have phases, memory, copies and kernels of one rank per file.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from ebbtide.profiler.chrome_trace.host_calls import call_columns
 from ebbtide.profiler.chrome_trace.host_ranges import HostRanges, operators
 from ebbtide.profiler.chrome_trace.reader import ChromeTrace
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
-from ebbtide.workers import WorkerDied, run_locally
+from ebbtide.workers import WorkerDied, runner
 
 # A trace with more annotations would grow by what nobody reads one by one.
 MAX_COUNT = 200_000
@@ -78,29 +78,29 @@ class KinetoImporter:
     def import_into(
         self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions
     ) -> list[Source]:
-        if (
-            options.jobs > 1
-            and len(sources) >= _MIN_FILES_FOR_PROCESSES
-            and not builder.ranks
-        ):
-            _read_in_processes(builder, sources, options.jobs)
+        is_spread = options.scheduler is not None or (
+            options.jobs > 1 and len(sources) >= _MIN_FILES_FOR_PROCESSES
+        )
+        if is_spread and not builder.ranks:
+            _read_elsewhere(builder, sources, runner(options.jobs, options.scheduler))
             return []
         for number, source in enumerate(sources):
             read_trace(source, builder, number)
         return []
 
 
-def _read_in_processes(
-    builder: TraceBuilder, sources: Sequence[Source], jobs: int
+def _read_elsewhere(
+    builder: TraceBuilder, sources: Sequence[Source], run: Callable[..., Any]
 ) -> None:
     """Add the contents of traces to a builder without ranks.
 
     The result is as if `read_trace` read them one by one.
     """
     tasks = {
-        str(number): (source.path, number) for number, source in enumerate(sources)
+        str(number): (source.path.absolute(), number)
+        for number, source in enumerate(sources)
     }
-    outcomes = dict(run_locally(_read_alone, tasks, jobs))
+    outcomes = dict(run(_read_alone, tasks))
     for source, outcome in zip(sources, map(outcomes.__getitem__, tasks), strict=True):
         if isinstance(outcome, WorkerDied):
             raise SourceError(f"{source} could not be read: {outcome}; try --jobs 1")
