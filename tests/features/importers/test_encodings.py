@@ -18,6 +18,7 @@ import pytest
 from ebbtide.features.importers.load import import_trace
 from ebbtide.features.importers.source import Source, SourceError
 from ebbtide.profiler.trace.schema import TABLES
+from tests.conftest import slow
 from tests.features.importers.kineto.made_kineto import iteration, write_trace
 
 LOG = "".join(
@@ -94,7 +95,7 @@ def tables(contents: bytes, folder: Path, name: str) -> list[object]:
     return rows
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", slow(PACKINGS, {"zst", "zip of gz", "tar outside"}))
 def test_import__reads_every_packing(tmp_path: Path, packing: str) -> None:
     events = [event for n in range(6) for event in iteration(n, n * 100.0)]
     kineto = write_trace(tmp_path / "k.json", events).read_bytes()
@@ -102,7 +103,7 @@ def test_import__reads_every_packing(tmp_path: Path, packing: str) -> None:
     assert tables(packed, tmp_path, "k.json") == tables(kineto, tmp_path, "k.json")
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", slow(ENCODINGS, {"utf-16", "hole", "colours"}))
 @pytest.mark.parametrize("text", [LOG, CSV], ids=["log", "csv"])
 def test_import__reads_every_encoding(tmp_path: Path, text: str, encoding: str) -> None:
     plain = tables(text.encode(), tmp_path, "x.txt")
@@ -121,7 +122,7 @@ def test_import__takes_the_only_trace_of_an_archive(tmp_path: Path) -> None:
         import_trace([tmp_path / "two.zip"], tmp_path / "t.ebb")
 
 
-@pytest.mark.parametrize("packing", ["gz", "zip", "zst", "tar.gz"])
+@pytest.mark.parametrize("packing", slow(["gz", "zip", "zst", "tar.gz"], {"zip"}))
 def test_source__refuses_what_unpacks_without_end(tmp_path: Path, packing: str) -> None:
     file = tmp_path / "bomb"
     file.write_bytes(PACKINGS[packing](bytes(128 << 20)))

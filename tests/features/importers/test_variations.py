@@ -19,6 +19,7 @@ import pytest
 from ebbtide.features.importers.load import import_trace
 from ebbtide.features.importers.source import SourceError
 from ebbtide.profiler.trace import Trace
+from tests.conftest import slow
 from tests.features.importers.kineto.made_kineto import BASE, iteration, launched
 from tests.features.importers.nsys.made_exports import training
 
@@ -149,11 +150,19 @@ def outcome(folder: Path, contents: bytes, figures: Callable[[Trace], Any]) -> A
         return "refused" if len(lines) == 1 else lines
 
 
-@pytest.mark.parametrize("variation", TEXT_VARIATIONS)
-@pytest.mark.parametrize("kind", TEXTS)
-def test_import__reads_text_in_every_variation(
-    tmp_path: Path, kind: str, variation: str
-) -> None:
+TEXT_CASES = {
+    f"{kind}-{name}": (kind, name) for kind in TEXTS for name in TEXT_VARIATIONS
+}
+USUAL = {
+    *(f"deepspeed-{name}" for name in ("clock back", "two runs", "cut line", "older")),
+    *(f"megatron-{name}" for name in ("ranks interleaved", "no times", "older")),
+    *(f"monitor-{name}" for name in ("clock back", "no end", "ranks interleaved")),
+}
+
+
+@pytest.mark.parametrize("case", slow(TEXT_CASES, USUAL))
+def test_import__reads_text_in_every_variation(tmp_path: Path, case: str) -> None:
+    kind, variation = TEXT_CASES[case]
     lines, figures = TEXTS[kind]
     varied = outcome(tmp_path, TEXT_VARIATIONS[variation](lines), figures)
     if (kind, variation) in REFUSED:
@@ -232,7 +241,9 @@ KINETO_VARIATIONS: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("variation", KINETO_VARIATIONS)
+@pytest.mark.parametrize(
+    "variation", slow(KINETO_VARIATIONS, {"shuffled", "twice", "times as text"})
+)
 def test_import__reads_kineto_in_every_variation(
     tmp_path: Path, variation: str
 ) -> None:
@@ -284,7 +295,7 @@ NSYS_VARIATIONS: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("variation", NSYS_VARIATIONS)
+@pytest.mark.parametrize("variation", slow(NSYS_VARIATIONS, {"no length", "a view"}))
 def test_import__reads_nsys_in_every_variation(tmp_path: Path, variation: str) -> None:
     plain = training(tmp_path / "plain.sqlite", 4).write()
     expected = outcome(tmp_path, plain.read_bytes(), device_figures)
@@ -355,7 +366,9 @@ SNAPSHOT_VARIATIONS: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("variation", SNAPSHOT_VARIATIONS)
+@pytest.mark.parametrize(
+    "variation", slow(SNAPSHOT_VARIATIONS, {"freed before", "empty devices"})
+)
 def test_import__reads_snapshots_in_every_variation(
     tmp_path: Path, variation: str
 ) -> None:
