@@ -225,6 +225,9 @@ class ProductSize(NamedTuple):
     inner: float = 0.0  # Elements of each sum; 0: not known.
     # Rows of all matrices begin at multiples of so many bytes.
     alignment_bytes: int = _ALIGNMENT_BYTES
+    # Of a convolution outside of the matrix units, its operations over those that
+    # Winograd's algorithm has left; 1: it does not apply.
+    reduction: float = 1.0
 
 
 def product_factor(size: ProductSize, *, plain: bool = False) -> float:
