@@ -197,7 +197,10 @@ class GpuRates:
         if work.work_class is WorkClass.DEPTHWISE:
             return priors.DEPTHWISE_EFFICIENCY
         if work.work_class is WorkClass.CONVOLUTION:
-            return self._product_share(work).times(priors.CONVOLUTION_OF_PRODUCT)
+            share = priors.CONVOLUTION_OF_PRODUCT
+            if not self._is_plain(work):
+                share = efficiency.CONVOLUTIONS.get(self._card_class, share)
+            return self._product_share(work).times(share)
         if work.work_class is WorkClass.MATRIX:
             return self._product_share(work)
         if work.work_class in (WorkClass.ATTENTION, WorkClass.ATTENTION_BACKWARD):

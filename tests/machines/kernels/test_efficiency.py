@@ -225,6 +225,24 @@ def test_kernel_ns__of_winograds_algorithm_is_shorter_in_fp32_alone() -> None:
     assert convolution_s("float16", reduction=2.25) == convolution_s("float16")
 
 
+def test_kernel_ns__of_convolutions_on_geforce_cards_is_that_of_products() -> None:
+    """Shared memory feeds their tensor cores, which have a quarter of the operations of
+    A100's for each byte of it."""
+    size = ProductSize(1e8, 512, 4608)
+
+    def over_product(name: str, precision: str) -> float:
+        kinds = (WorkClass.CONVOLUTION, WorkClass.MATRIX)
+        works = [
+            KernelWork("c", "compute", k, 1e12, 1e6, precision, size) for k in kinds
+        ]
+        convolution, product = (GpuRates(preset(name)).kernel_ns(w)[1] for w in works)
+        return convolution / product
+
+    assert over_product("rtx3090", "float16") == pytest.approx(1.0)
+    assert over_product("rtx3090", "float32") == pytest.approx(1 / 0.7, rel=0.01)
+    assert over_product("a100-80gb-sxm", "float16") == pytest.approx(1 / 0.7, rel=0.01)
+
+
 def test_kernel_ns__of_attention_differs_by_implementation() -> None:
     """Measured on one H100, 16,384 tokens and heads of 128: 648, 595 and 370
     TFLOP/s."""
