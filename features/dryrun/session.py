@@ -233,6 +233,11 @@ class DryRun:
             "(0.2 GB and more)"
         )
         notes += self.memory.allocator.notes()
+        if failures := self.memory.failures:
+            notes.append(
+                f"memory ran out {failures:,} times, which the job catches: it goes on "
+                "with less, or without"
+            )
         notes += self.host_memory.notes()
         notes += self.backend.notes()
         finished = self.tracker.iterations
