@@ -94,8 +94,8 @@ class ProcessGroups:
             run = self._peers.ranks
             rank, verb = ("ranks", "were") if len(run) > 1 else ("rank", "was")
             return [
-                f"{rank} {str(run)[1:-1]} of {self.ranks:,} {verb} predicted; the others "
-                "are taken to be alike, "
+                f"{rank} {str(run)[1:-1]} of {self.ranks:,} {verb} predicted; "
+                "the others are taken to be alike, "
                 "and in time. Collectives "
                 f"run as rings{rate}. NCCL's own memory is not included (typically 0.2 "
                 "to 1 GB per rank)"
