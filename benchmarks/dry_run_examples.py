@@ -4,7 +4,8 @@
     python -m benchmarks.dry_run_examples SOURCES --page docs/dry-run-examples.md
 
 `SOURCES/LIBRARY` has the repository of each library at the commit that
-`example_runs/scripts.toml` names; the scripts run there. Models, data sets and files that
+`example_runs/scripts.toml` names, and `SOURCES/packages/LIBRARY` the packages that it
+names, where the others are too new for the scripts; the scripts run there. Models, data sets and files that
 they read are random ones, made by `example_runs/stand_ins.py`. Results are written to
 `example_runs/results.json`, beside those of scripts that are not run.
 """
@@ -17,14 +18,14 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
-import time
 import tomllib
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from resource import RLIMIT_CPU, setrlimit
+from threading import Lock
 from typing import Any
 from zlib import crc32
 
@@ -35,10 +36,13 @@ from ebbtide.profiler.trace import open_trace
 OWN = Path(__file__).parent / "example_runs"
 RESULTS = OWN / "results.json"
 GIB = 2**30
-_MARK = "<!-- results: python -m benchmarks.dry_run_examples -->"
+_BEGIN = "<!-- results: python -m benchmarks.dry_run_examples -->"
+_END = "<!-- end of results -->"
 RAN, NO_GPU, REFUSED, FAILED, TIME = "ran", "no GPU", "refused", "failed", "time"
 # The last line of a traceback.
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Exit)\b.*:")
+
+_LOCK = Lock()
 
 
 @dataclass(frozen=True)
@@ -75,11 +79,15 @@ class Script:
 
 @dataclass(frozen=True)
 class Result:
-    """The end of a dry run; figures of one without a trace are None."""
+    """The end of a dry run; figures of one without a trace are None.
+
+    `seconds`: of processor time.
+    """
 
     status: str
     seconds: float
     reserved_bytes: int | None = None
+    requested_bytes: int | None = None
     iterations: int | None = None
     iteration_ms: float | None = None
     message: str = ""
@@ -97,12 +105,10 @@ def load_scripts() -> tuple[dict[str, Any], list[Script]]:
     return content["libraries"], scripts
 
 
-def run_script(script: Script, sources: Path, python: Path, limit_s: float) -> Result:
+def run_script(script: Script, sources: Path, python: Path, limit_s: int) -> Result:
     """Run a script in its folder."""
-    repository = sources / script.library
-    path = repository / script.path
-    folder = path.parent if script.folder is None else repository / script.folder
-    make_stand_ins(script, folder, sources, python)
+    path = sources / script.library / script.path
+    folder = _folder(script, sources)
     number = crc32(script.name.encode())
     trace, log = sources / f"{number}.ebb", sources / f"{number}.log"
     shutil.rmtree(trace, ignore_errors=True)
@@ -110,24 +116,21 @@ def run_script(script: Script, sources: Path, python: Path, limit_s: float) -> R
     command += ["--ranks", str(script.ranks)] if script.ranks is not None else []
     command += ["-o", str(trace), "--", *script.launcher.split()]
     command += [os.path.relpath(path, folder)] if script.path.endswith(".py") else []
-    start, home = time.monotonic(), sources / "home"
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, *shlex.split(script.arguments)],
             cwd=folder,
-            env=_environment(python, home) | dict(script.environment),
+            env=_environment(python, sources / "home")
+            | _own_packages(script, sources)
+            | dict(script.environment),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,
+            preexec_fn=partial(setrlimit, RLIMIT_CPU, (limit_s, limit_s + 1)),
         )
-        try:
-            status = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            status = None
-    seconds = round(time.monotonic() - start, 1)
+        _, ended, usage = os.wait4(process.pid, 0)
+    seconds = round(usage.ru_utime + usage.ru_stime, 1)
+    status = None if seconds >= limit_s else os.waitstatus_to_exitcode(ended)
     text = log.read_text(errors="replace")
     try:
         return _result(status, seconds, trace, text)
@@ -138,21 +141,41 @@ def run_script(script: Script, sources: Path, python: Path, limit_s: float) -> R
         log.rename(keep)
 
 
-def make_stand_ins(script: Script, folder: Path, sources: Path, python: Path) -> None:
-    """Make what a script needs that is not there."""
-    for need in script.needs:
-        name, _, place = need.partition(":")
-        target = folder / (place or name)
-        if place.startswith("~/"):
-            target = sources / "home" / place.removeprefix("~/")
-        if target.exists():
-            continue
-        subprocess.run(
-            [python, "-m", "benchmarks.example_runs.stand_ins", name, str(target)],
-            cwd=OWN.parents[1],
-            check=True,
-            env=_environment(python, sources / "home"),
-        )
+def make_stand_ins(scripts: list[Script], sources: Path, python: Path) -> None:
+    """Make what scripts need that is not there."""
+    missing: dict[Path, str] = {}
+    for script in scripts:
+        for need in script.needs:
+            name, _, place = need.partition(":")
+            target = _folder(script, sources) / (place or name)
+            if place.startswith("~/"):
+                target = sources / "home" / place.removeprefix("~/")
+            if not target.exists():
+                missing[target] = name
+    command = [str(python), "-m", "benchmarks.example_runs.stand_ins"]
+    command.append(str(sources / "hub"))
+    for target, name in missing.items():
+        command += [name, str(target)]
+    subprocess.run(
+        command,
+        cwd=OWN.parents[1],
+        check=True,
+        env=_environment(python, sources / "home"),
+    )
+
+
+def _own_packages(script: Script, sources: Path) -> dict[str, str]:
+    """Return the variable that lets a library have other versions of packages."""
+    folder = sources / "packages" / script.library
+    return {"PYTHONPATH": str(folder)} if folder.is_dir() else {}
+
+
+def _folder(script: Script, sources: Path) -> Path:
+    """Return the folder that a script runs in."""
+    repository = sources / script.library
+    if script.folder is None:
+        return (repository / script.path).parent
+    return repository / script.folder
 
 
 def _environment(python: Path, home: Path) -> dict[str, str]:
@@ -184,50 +207,58 @@ def _result(status: int | None, seconds: float, trace: Path, text: str) -> Resul
     if not reserved:
         return Result(NO_GPU, seconds)
     summary = metrics.summary()
-    return Result(RAN, seconds, reserved, summary.iterations, summary.iteration_ms)
+    return Result(
+        RAN,
+        seconds,
+        reserved,
+        metrics.pool_peak("requested"),
+        summary.iterations,
+        summary.iteration_ms,
+    )
 
 
 def write_page(page: Path, libraries: dict[str, Any], scripts: list[Script]) -> None:
-    """Replace the table at the end of a page by that of the results."""
+    """Replace the tables of a page by those of the results."""
     results = _load_results()
-    lines = [
-        "",
-        "| library | commit | scripts | ran | peaks, GiB reserved | refused or failed |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    total: Counter[str] = Counter()
-    others = []
+    scripts = [script for script in scripts if script.name in results]
+    lines = ["| library | scripts | ran | GiB reserved |", "| --- | --- | --- | --- |"]
     for name, library in libraries.items():
-        own = [script for script in scripts if script.library == name]
-        rows = [
-            (script, results[script.name]) for script in own if script.name in results
-        ]
-        counts = Counter(result.status for _, result in rows)
-        total += counts
-        peaks = sorted(
-            result.reserved_bytes / GIB for _, result in rows if result.reserved_bytes
-        )
+        own = [results[script.name] for script in scripts if script.library == name]
+        peaks = sorted(row.reserved_bytes / GIB for row in own if row.reserved_bytes)
         span = f"{peaks[0]:.2f} to {peaks[-1]:.2f}" if peaks else "-"
-        cells = (
-            f"[{name}](https://github.com/{library['repository']})",
-            library["commit"][:8],
-            str(len(rows)),
-            str(counts[RAN]),
-            span,
-            str(len(rows) - counts[RAN]),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-        others += [(script, result) for script, result in rows if result.status != RAN]
-    print(f"{sum(total.values())} scripts: {dict(total)}")
-    lines += ["", "| script that did not run | reason |", "| --- | --- |"]
-    notes = tomllib.loads((OWN / "scripts.toml").read_text(encoding="utf-8"))["reasons"]
-    for script, result in others:
-        reason = notes.get(f"{script.library}/{script.path}", result.message)
-        lines.append(
-            f"| `{script.library}/{script.path}` | {result.status}: {reason} |"
-        )
-    head = page.read_text(encoding="utf-8").split(_MARK)[0]
-    page.write_text(head + _MARK + "\n" + "\n".join(lines) + "\n", encoding="utf-8")
+        link = f"[{name}](https://github.com/{library['repository']})"
+        ran = sum(row.status == RAN for row in own)
+        lines.append(f"| {link} | {len(own)} | {ran} | {span} |")
+    ran = sum(results[script.name].status == RAN for script in scripts)
+    lines.append(f"| all | {len(scripts)} | {ran} | |")
+    lines += ["", "| did not run | why |", "| --- | --- |"]
+    reasons = _reasons()
+    by_reason: dict[str, list[str]] = {}
+    for script in scripts:
+        result = results[script.name]
+        if result.status != RAN:
+            reason = reasons.get(script.path, result.message)
+            by_reason.setdefault(reason, []).append(f"`{script.path}`")
+    lines += [
+        f"| {', '.join(sorted(set(paths)))} | {reason} |"
+        for reason, paths in by_reason.items()
+    ]
+    text = page.read_text(encoding="utf-8")
+    head, _, rest = text.partition(_BEGIN)
+    tail = rest.partition(_END)[2]
+    body = "\n".join(lines)
+    page.write_text(f"{head}{_BEGIN}\n{body}\n\n{_END}{tail}", encoding="utf-8")
+    print(f"{ran} of {len(scripts)} ran")
+
+
+def _reasons() -> dict[str, str]:
+    """Return why scripts cannot run, by their paths."""
+    content = tomllib.loads((OWN / "scripts.toml").read_text(encoding="utf-8"))
+    return {
+        path: reason["text"]
+        for reason in content["reasons"]
+        for path in reason["scripts"]
+    }
 
 
 def _load_results() -> dict[str, Result]:
@@ -253,7 +284,10 @@ def main() -> None:
     parser.add_argument("--python", type=Path, help="of the examples' environment")
     parser.add_argument("--only", nargs="*", help="parts of names of scripts")
     parser.add_argument("--new", action="store_true", help="those without a result")
-    parser.add_argument("--limit", type=float, default=120, help="seconds of a script")
+    parser.add_argument("--failed", action="store_true", help="those that did not run")
+    parser.add_argument(
+        "--limit", type=int, default=120, help="processor seconds of a script"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="scripts at a time")
     parser.add_argument("--page", type=Path, help="page whose table is written")
     options = parser.parse_args()
@@ -266,29 +300,38 @@ def main() -> None:
         if options.python is not None
         and (options.only is None or any(part in script.name for part in options.only))
         and not (options.new and script.name in results)
+        and not (
+            options.failed and getattr(results.get(script.name), "status", "") == RAN
+        )
     ]
 
     def run(script: Script) -> None:
-        python = options.python.absolute()
-        try:
-            result = run_script(script, sources, python, options.limit)
-        except (OSError, subprocess.CalledProcessError) as error:
-            result = Result(FAILED, 0.0, message=f"no stand-in: {error}")
-        results[script.name] = result
-        _save_results(results, scripts)
+        result = run_script(script, sources, options.python.absolute(), options.limit)
+        with _LOCK:
+            results[script.name] = result
+            _save_results(results, scripts)
         size = f"{(result.reserved_bytes or 0) / GIB:.2f} GiB"
         print(result.status, size, f"{result.seconds:.0f} s", script.name, sep="  ")
         if result.status != RAN:
             print(f"    {result.message}", flush=True)
 
-    def run_library(library: str) -> None:
-        """Run the scripts of a library, which share files, after each other."""
-        for script in chosen:
-            if script.library == library:
-                run(script)
+    def run_all(group: list[Script]) -> None:
+        for script in group:
+            run(script)
 
+    if chosen:
+        make_stand_ins(chosen, sources, options.python.absolute())
+    # Scripts that share files which they write run after each other.
+    groups = [
+        [script] for script in chosen if not libraries[script.library].get("serial")
+    ]
+    groups += [
+        [script for script in chosen if script.library == name]
+        for name, library in libraries.items()
+        if library.get("serial")
+    ]
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(run_library, libraries))
+        list(pool.map(run_all, groups[::-1]))
     if options.page is not None:
         write_page(options.page, libraries, scripts)
 

@@ -203,13 +203,13 @@ _OWN_DATA = {
     "trl-lib/ultrafeedback_binarized": _PAIRS,
     "trl-internal-testing/hh-rlhf-helpful-base-trl-style": _PAIRS,
     "trl-lib/kto-mix-14k": Data(
-        {"prompt": _turns(40), "completion": _turns(0, 60)[1:], "label": True}
+        {"prompt": _turns(40), "completion": _turns(0, 60)[1:], "label": (2,)}
     ),
     "trl-lib/ultrafeedback-gpt-3.5-turbo-helpfulness": Data(
-        {"prompt": _turns(40), "completion": _turns(0, 60)[1:], "label": True}
+        {"prompt": _turns(40), "completion": _turns(0, 60)[1:], "label": (2,)}
     ),
     "trl-lib/prm800k": Data(
-        {"prompt": 60, "completions": [20, 20, 20], "labels": [True, False, True]}
+        {"prompt": 60, "completions": [20, 20, 20], "labels": [(2,), (2,), (2,)]}
     ),
     "trl-lib/tldr": _PROMPTS,
     "trl-lib/chatbot_arena_completions": Data({"messages": _turns(40, 120)}, 200),

@@ -1,6 +1,6 @@
 """Make random files in place of the models and data sets that examples read.
 
-    python -m benchmarks.example_runs.stand_ins NAME TARGET
+    python -m benchmarks.example_runs.stand_ins STORE [NAME TARGET]...
 
 `NAME` is one of `MAKERS`, or of the models and data sets of `hub_content.py`.
 """
@@ -12,9 +12,11 @@ import json
 import pickle
 import shutil
 import sys
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -245,13 +247,7 @@ def waves(target: Path) -> None:
 
 def vision_weights(target: Path) -> None:
     """Write the weights of a model of torchvision, named in the file's name."""
-    import types
-
     import torch
-
-    sys.modules["torchvision._meta_registrations"] = types.ModuleType("none")
-    library = torch.library.Library("torchvision", "DEF")
-    library.define("nms(Tensor dets, Tensor scores, float threshold) -> Tensor")
     from torchvision import models
 
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -356,21 +352,52 @@ def _wide(target: Path) -> None:
             _image(target / split / f"{number}.jpg", 512, 256)
 
 
-def make(name: str, target: Path) -> None:
-    """Make a stand-in, whole or not at all."""
+def let_torchvision_load() -> None:
+    """Declare what torchvision misses beside a torch that it was not built for."""
+    import torch
+
+    sys.modules["torchvision._meta_registrations"] = ModuleType("none")
+    library = torch.library.Library("torchvision", "DEF")
+    library.define("nms(Tensor dets, Tensor scores, float threshold) -> Tensor")
+
+
+def make(name: str, target: Path, store: Path) -> None:
+    """Make a stand-in, whole or not at all; content of the hub is a link to the one
+    that is in a store."""
+    if target.exists():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if name in MAKERS:
+        _make_whole(MAKERS[name], target)
+        return
     from benchmarks.example_runs import hub_content
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        if name in MAKERS:
-            MAKERS[name](target)
-        else:
-            hub_content.make(name, target)
-    except BaseException:
-        shutil.rmtree(target, ignore_errors=True)
-        target.unlink(missing_ok=True)
-        raise
+    stored = store / name
+    if not stored.exists():
+        _make_whole(partial(hub_content.make, name), stored)
+    target.symlink_to(stored)
+
+
+def _make_whole(maker: Maker, target: Path) -> None:
+    # Makers write names of their folder into files.
+    unfinished = target.parent / ".unfinished" / target.name
+    shutil.rmtree(unfinished.parent, ignore_errors=True)
+    unfinished.parent.mkdir(parents=True)
+    maker(unfinished)
+    unfinished.rename(target)
+    unfinished.parent.rmdir()
+
+
+def main(store: Path, *names: str) -> None:
+    """Make stand-ins: a name and its target each."""
+    let_torchvision_load()
+    for name, target in zip(names[::2], names[1::2], strict=True):
+        try:
+            make(name, Path(target), store)
+        except Exception:
+            traceback.print_exc()
+            print(f"not made: {name}", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    make(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -223,3 +223,19 @@ def test_cells__may_have_no_biases() -> None:
         return tuple(output.shape), tuple(state.shape)
 
     assert bounds_of(job)[0] == ((3, 5, 16), (1, 5, 16))
+
+
+def test_parameters__are_made_by_the_type_of_others() -> None:
+    def job() -> Any:
+        linear = torch.nn.Linear(512, 512)
+        kind = type(linear.weight)
+        weights = [
+            kind(torch.zeros(size, size, device=device), requires_grad=False)
+            for size in (8, 512)
+            for device in ("cpu", "cuda")
+        ]
+        linear.weight = kind(torch.zeros(512, 512, device="cuda"))
+        parameters = [isinstance(each, torch.nn.Parameter) for each in weights]
+        return kind.__name__, parameters, linear.weight.requires_grad
+
+    assert bounds_of(job)[0] == ("FakeTensor", [True] * 4, True)
