@@ -224,6 +224,8 @@ def write_page(page: Path, libraries: dict[str, Any], scripts: list[Script]) -> 
     lines = ["| library | scripts | ran | GiB reserved |", "| --- | --- | --- | --- |"]
     for name, library in libraries.items():
         own = [results[script.name] for script in scripts if script.library == name]
+        if not own:
+            continue
         peaks = sorted(row.reserved_bytes / GIB for row in own if row.reserved_bytes)
         span = f"{peaks[0]:.2f} to {peaks[-1]:.2f}" if peaks else "-"
         link = f"[{name}](https://github.com/{library['repository']})"
