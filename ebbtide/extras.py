@@ -10,9 +10,12 @@ from ebbtide.errors import MissingPackageError
 
 # By package: the extra that has it. Commands may name another that has it, too.
 EXTRAS = {
+    "aiohttp": "remote",
     "bokeh": "report",
     "distributed": "dask",
+    "fsspec": "remote",
     "highspy": "plan",
+    "huggingface_hub": "remote",
     "mcp": "mcp",
     "numba": "run",
     "prometheus_client": "live",

@@ -44,9 +44,12 @@ what it needs alone.
 | profile-view | `profile_and_show(job) -> int`, for `profile --watch` |
 | recommendation | the module `replay_advice`: makes and prints a `Recommendation`, for `replay --recommend` |
 | redone-plan | `redone(plan) -> Plan`: that of a step in which clipping changes what was speculated |
+| remote-files | `RemoteFiles(url, ranks)`: the files of a trace at a URL, as `profiler.trace.untrusted.TraceFiles` |
+| remote-spools | `copy_spools(url, folder)`: those of a recording at a URL |
 | replayed-offload | `with_replayed_offload(trace, error) -> OutOfMemory`: its remedy is replayed |
 | slices | a module with `attach_to`, for `profile --attach`; its agent records details |
 | storage | `Backing(storage, host_memory_budget)`: for state that host memory does not hold |
+| upload | `Upload(url, folder, force)`: the copy of a recording at a URL |
 | trace-layers | `with_trace_layers(workload, trace) -> Workload` |
 
 Hooks of the agent run in jobs that have no ebbtide. They are no objects: a folder

@@ -12,7 +12,8 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from ebbtide.errors import UserError
 from ebbtide.extras import missing_text
@@ -52,6 +53,14 @@ def run_locally(
                 yield key, WorkerDied(f"its worker died, {_MAX_DEATHS} times")
             else:
                 to_repeat.append(key)
+
+
+def runner(jobs: int, scheduler: str | None) -> Callable[..., Iterator[Any]]:
+    """Return `run_on_cluster` for an address, else `run_locally` in `jobs` processes,
+    without this argument."""
+    if scheduler is not None:
+        return partial(run_on_cluster, address=scheduler)
+    return partial(run_locally, jobs=jobs)
 
 
 def run_on_cluster(

@@ -2,8 +2,9 @@
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -17,6 +18,7 @@ from ebbtide.cli.printing import (
     own_stdout,
     prints_to_terminal,
 )
+from ebbtide.urls import with_urls
 
 # Least width of a help whose options have frames around them.
 _PANEL_WIDTH = 100
@@ -52,8 +54,20 @@ def make_app(command: str | None = None) -> typer.Typer:
         register = app.command(
             entry.name, cls=OneCommand, context_settings=settings, epilog=examples
         )
-        register(run_command)
+        register(_taking_urls(run_command))
     return app
+
+
+def _taking_urls(run_command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a command whose paths may be URLs."""
+
+    @wraps(run_command)
+    def run_with_urls(**arguments: Any) -> Any:
+        return run_command(
+            **{name: with_urls(value) for name, value in arguments.items()}
+        )
+
+    return run_with_urls
 
 
 def _print_version(requested: bool) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import typer
@@ -134,18 +133,13 @@ def read_ranks(
     if scheduler is None and processes == 1:
         return
     from ebbtide.analysis.metrics.ranks.scan import scan_ranks
-    from ebbtide.workers import run_locally, run_on_cluster
+    from ebbtide.workers import runner
 
-    runner = (
-        partial(run_on_cluster, address=scheduler)
-        if scheduler
-        else partial(run_locally, jobs=processes)
-    )
     with progress_bar() as update:
         scan_ranks(
             trace,
             read,
-            runner,
+            runner(processes, scheduler),
             lambda done, total: update(f"{done} of {total} ranks", done, total),
         )
 

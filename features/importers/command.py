@@ -2,13 +2,14 @@
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from ebbtide.cli.command import command
 from ebbtide.cli.options import (
     Force,
+    Scheduler,
     jobs_option,
     output_option,
     refuse_options,
@@ -96,7 +97,19 @@ def import_(
             show_default="by the words in their names",
         ),
     ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|all",
+            help=(
+                "Run of a log to which several were appended: its number from 1, or "
+                "all of them one after another."
+            ),
+            show_default="the last complete one",
+        ),
+    ] = None,
     jobs: Annotated[int | None, jobs_option("one")] = None,
+    scheduler: Scheduler = None,
     force: Force = False,
 ) -> None:
     """Convert files of other tools into a trace, or merge the traces that the hosts of
@@ -124,7 +137,7 @@ def import_(
     capacity_bytes = size(capacity) if capacity is not None else None
     lanes = _link(link) if link is not None else None
     phases = dict(map(_phase, phase or []))
-    check_options(jobs, None)
+    check_options(jobs, scheduler)
 
     from ebbtide.features.importers.importer import Hardware
     from ebbtide.features.importers.load import import_trace
@@ -138,6 +151,8 @@ def import_(
         align,
         phases,
         jobs or 1,
+        _run(run) if run is not None else None,
+        scheduler,
     )
     for line in (*trace.notes, *closing_lines(trace)):
         print_note(line)
@@ -153,6 +168,14 @@ def _link(text: str) -> tuple[int, int]:
         )
     generation, width = match.groups()
     return int(generation), int(width)
+
+
+def _run(text: str) -> int | Literal["all"]:
+    if text == "all":
+        return "all"
+    if re.fullmatch(r"[1-9]\d{0,8}", text) is None:
+        raise typer.BadParameter(f"{text!r} is no run: write its number, or all")
+    return int(text)
 
 
 def _phase(text: str) -> tuple[str, str]:

@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -237,17 +236,12 @@ def _replay(
     check_outputs([outputs.plot], outputs.table)
 
     from ebbtide import host_limits
-    from ebbtide.workers import run_locally, run_on_cluster
+    from ebbtide.workers import runner
 
     tasks, failed = sweep.tasks(scenarios)
-    processes = jobs or host_limits.cores()
-    runner = (
-        partial(run_on_cluster, address=scheduler)
-        if scheduler
-        else partial(run_locally, jobs=processes)
-    )
+    run = runner(jobs or host_limits.cores(), scheduler)
     notes = _distinct(note for task in tasks for note in task.workload.notes)
-    _print(_run(tasks, failed, runner, outputs), notes, outputs)
+    _print(_run(tasks, failed, run, outputs), notes, outputs)
 
 
 def _run(

@@ -15,17 +15,21 @@ import select
 import signal
 import struct
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
-from ebbtide.errors import TraceError
+from ebbtide import seams
+from ebbtide.errors import TraceError, UserError
 from ebbtide.profiler.agent.options import SPOOL_DIRECTORY, Options
 from ebbtide.profiler.agent.spool import process_id
 from ebbtide.profiler.recording.lifecycle import (
+    RecordingResult,
     finish_recording,
     open_recording,
     spool_folder,
@@ -39,6 +43,7 @@ from ebbtide.profiler.sampler.processes import (
 from ebbtide.profiler.trace.files import new_trace
 from ebbtide.profiler.trace.trace import closing_lines
 from ebbtide.terminal_lines import print_note
+from ebbtide.urls import Url
 
 # A scheduler sends some of these to every process of a job, and a terminal others; none
 # of them is for the collector.
@@ -104,14 +109,21 @@ class Collector:
 
 @dataclass(frozen=True)
 class RecordedCommand:
-    """A command to record into `output`. `force` replaces a trace that exists;
-    `service` answers beside the job."""
+    """A command to record into `output`, here or at a URL. `force` replaces a trace
+    that exists; `service` answers beside the job."""
 
     words: Sequence[str]
     output: Path
     options: Options
     force: bool = False
     service: JobService | None = None
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder of this machine that is recorded into; a new one for a URL."""
+        if not isinstance(self.output, Url):
+            return self.output
+        return Path(tempfile.mkdtemp(prefix="ebbtide-")) / self.output.name
 
 
 def start_collector(command: RecordedCommand, finished: int | None = None) -> Collector:
@@ -126,7 +138,7 @@ def start_collector(command: RecordedCommand, finished: int | None = None) -> Co
     sys.stderr.flush()
     status_read, status_write = os.pipe()
     failure_read, failure_write = os.pipe()
-    job = os.getpid()
+    job, _ = os.getpid(), command.folder
     child = os.fork()
     if child == 0:
         # Forked twice: the job must not find a child that it did not start.
@@ -175,6 +187,10 @@ def _run(
     except BaseException as error:
         _say(f"the recording failed; the job was not affected: {error!r}")
     finally:
+        if isinstance(command.output, Url):
+            # Unless a trace or a log is still there.
+            with contextlib.suppress(OSError):
+                command.folder.parent.rmdir()
         os._exit(0)
 
 
@@ -195,7 +211,7 @@ def _keep_descriptors(*kept: int) -> None:
 def _collect(
     command: RecordedCommand, job: int, job_end: int, status: int, failure: int
 ) -> None:
-    output, service = command.output, command.service
+    output, service, upload = command.folder, command.service, None
     warned: list[str] = []
 
     def warn(line: str) -> None:
@@ -208,6 +224,9 @@ def _collect(
         )
         if service is not None:
             _say(f"metrics: {service.url}")
+        if isinstance(command.output, Url):
+            upload = seams.service("upload")(command.output, output, command.force)
+            upload.start()
         os.write(status, _READY)
         # Closed without a word when the job is executed.
         reason = os.read(failure, 4096)
@@ -227,12 +246,23 @@ def _collect(
     result = finish_recording(
         recording, {"exit": exit_info} if exit_info else {}, command.options.first
     )
+    if upload is not None:
+        result = _uploaded(upload, result)
     for line in [
         *result.warnings,
         *chain.from_iterable(map(closing_lines, result.traces)),
     ]:
         if line not in warned:
             _say(line)
+
+
+def _uploaded(upload: Any, result: RecordingResult) -> RecordingResult:
+    """Return a result whose traces are at their URL, else with a line on why not."""
+    try:
+        return RecordingResult(upload.finish(result.traces), result.warnings)
+    except (OSError, UserError) as error:
+        kept = f"{error}: the trace is still here, as below"
+        return RecordingResult(result.traces, [*result.warnings, kept])
 
 
 def _say(line: str) -> None:

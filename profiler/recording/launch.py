@@ -67,7 +67,7 @@ def profile(
         os.execvpe(
             program,
             list(job.words),
-            job_environment(job.options, spool_folder(job.output)),
+            job_environment(job.options, spool_folder(job.folder)),
         )
     except OSError as error:
         reason = f"cannot run {program}: {error.strerror or error}"
@@ -180,7 +180,7 @@ class BackgroundJob(_ChildJob):
     """
 
     def __init__(self, job: RecordedCommand) -> None:
-        self.log = job.output.with_suffix(".log")
+        self.log = job.folder.with_suffix(".log")
         log = _create(self.log, job.force)
         # It closes when the job is executed.
         error_read, error_write = os.pipe()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace.files import new_trace, open_trace, write_meta, write_table
 from ebbtide.profiler.trace.metadata import parse_meta
-from ebbtide.profiler.trace.schema import SORT, TABLES
+from ebbtide.profiler.trace.schema import SORT, TABLES, TraceColumn, arrow_schema
 from ebbtide.profiler.trace.trace import Trace
+from ebbtide.profiler.trace.untrusted import flaws
+from ebbtide.units import counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,6 +37,7 @@ class RankBuilder:
         self.meta = meta
         self._rows: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
         self._columns: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
+        self._typical: int | None = None
 
     def add(self, table: str, **row: Any) -> RankBuilder:
         """Add a row and return the builder. Only nullable columns may be left out."""
@@ -57,35 +62,59 @@ class RankBuilder:
         table."""
         return _joined(table, self._columns[table], self._rows[table])
 
-    def frames_of(self, table: str) -> Iterator[pd.DataFrame]:
-        """Yield the rows so far as frames in the order of time.
+    def tables_of(self, table: str) -> Iterator[pa.Table]:
+        """Yield the rows so far in the order of time, without pandas.
 
-        A large table gives several: one takes too much memory.
+        A large table gives several: one takes too much memory. Raises ValueError as
+        `frame`.
         """
-        parts = self._columns[table]
+        parts, rows = self._columns[table], self._rows[table]
         times = [np.asarray(part[SORT[table]]) for part in parts]
         longest = max(times, key=np.size, default=np.empty(0))
         if (
             longest.size <= _FRAME_ROWS
-            or self._rows[table]
+            or rows
             or not all((np.diff(own) >= 0).all() for own in times)
         ):
-            yield self.frame(table)
+            yield arrow_rows(table, [*parts, *_as_columns(table, rows)])
             return
         limits = longest[_FRAME_ROWS::_FRAME_ROWS]
         cuts = [pairwise([0, *np.searchsorted(own, limits), len(own)]) for own in times]
         for bounds in zip(*cuts, strict=True):
-            frame = _joined(
-                table,
-                [_cut(part, *rows) for part, rows in zip(parts, bounds, strict=True)],
-            )
-            texts = frame.select_dtypes("category").items()
-            yield frame.assign(
-                **{
-                    name: column.cat.remove_unused_categories()
-                    for name, column in texts
-                }
-            )
+            pieces = zip(parts, bounds, strict=True)
+            yield arrow_rows(table, [_cut(part, *ends) for part, ends in pieces])
+
+    def sound_tables_of(
+        self, table: str, left_out: Mapping[str, list[str]]
+    ) -> Iterator[pa.Table]:
+        """Yield `tables_of` without the rows that readers would refuse. The reason for
+        each is added to `left_out`, by table."""
+        for rows in self.tables_of(table):
+
+            def numbers(name: str, rows: pa.Table = rows) -> tuple[Any, Any]:
+                column = rows.column(name)
+                values = column.fill_null(0).to_numpy()
+                return values.astype(np.int64), column.is_valid().to_numpy()
+
+            refused = np.zeros(len(rows), bool)
+            for reason, refused_rows in flaws(table, numbers, self._typical_ns):
+                new = refused_rows & ~refused
+                left_out[table].extend([reason] * int(new.sum()))
+                refused |= refused_rows
+            yield rows.filter(pa.array(~refused)) if refused.any() else rows
+
+    @property
+    def _typical_ns(self) -> int:
+        """The median of all times."""
+        if self._typical is None:
+            times = [
+                np.asarray(part[SORT[table]], np.int64).ravel()
+                for table in TABLES
+                for part in (*self._columns[table], *self._rows[table])
+            ]
+            every = np.concatenate([np.empty(0, np.int64), *times])
+            self._typical = int(np.median(every)) if len(every) else 0
+        return self._typical
 
     def phase(
         self,
@@ -276,12 +305,79 @@ class TraceBuilder:
         cannot be written, and for metadata that does not fit the format."""
         path, meta = Path(path), self._raw_meta()
         parse_meta(meta, path)
+        left_out: defaultdict[str, list[str]] = defaultdict(list)
         with new_trace(path, force):
             for rank, builder in self._ranks.items():
                 for table in TABLES:
-                    write_table(path, rank, table, builder.frames_of(table))
+                    rows = builder.sound_tables_of(table, left_out)
+                    write_table(path, rank, table, rows)
+            for table, reasons in left_out.items():
+                count = counted(len(reasons), "row")
+                self.note(f"{count} of {table} left out: {reasons[0]}")
             write_meta(path, meta)
         return open_trace(path)
+
+
+def _as_columns(table: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows as one part of columns, or none."""
+    columns = {
+        column.name: [row.get(column.name) for row in rows] for column in TABLES[table]
+    }
+    return [columns] if rows else []
+
+
+def arrow_rows(table: str, parts: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Return parts as one Arrow table with the table's types, sorted by time.
+
+    The parts' columns are as of `RankBuilder.extend`. Raises ValueError as `frame`.
+    """
+    lengths = [_length(part) for part in parts]
+    arrays = []
+    for column in TABLES[table]:
+        chunks = [
+            _array(part.get(column.name), length, column)
+            for part, length in zip(parts, lengths, strict=True)
+        ]
+        values = pa.chunked_array(chunks, column.type).unify_dictionaries()
+        if values.null_count and not column.nullable:
+            raise ValueError(
+                f"the table {table} needs a column {column.name}, with a value in "
+                "every row"
+            )
+        arrays.append(values)
+    rows = pa.Table.from_arrays(arrays, schema=arrow_schema(table))
+    times = rows.column(SORT[table]).to_numpy()
+    if (times[1:] >= times[:-1]).all():
+        return rows
+    return rows.take(pa.array(np.argsort(times, kind="stable")))
+
+
+def _length(part: Mapping[str, Any]) -> int:
+    return max(len(values) for values in part.values() if not _is_one(values))
+
+
+def _is_one(values: Any) -> bool:
+    return values is None or bool(np.isscalar(values))
+
+
+def _array(values: Any, length: int, column: TraceColumn) -> pa.Array:
+    """Return the values of a column as an array of its type."""
+    kind = column.type
+    if values is None:
+        return pa.nulls(length, kind)
+    if _is_one(values):
+        values = pa.repeat(values, length)
+    array = pa.array(values, from_pandas=True)
+    if isinstance(array, pa.ChunkedArray):
+        array = array.combine_chunks()
+    if pa.types.is_dictionary(array.type):
+        # With labels that no row has, as they were.
+        labels = array.dictionary.cast(pa.string())
+        array = pa.DictionaryArray.from_arrays(array.indices.cast(pa.int32()), labels)
+        return array if array.type == kind else array.dictionary_decode()
+    if pa.types.is_dictionary(kind):
+        return array.cast(kind.value_type).dictionary_encode()
+    return array.cast(kind)
 
 
 def _cut(columns: dict[str, Any], start: int, end: int) -> dict[str, Any]:

@@ -35,11 +35,12 @@ from ebbtide.profiler.trace.schema import (
 from ebbtide.profiler.trace.trace import Trace
 from ebbtide.profiler.trace.untrusted import (
     MAX_META_BYTES,
+    TraceFiles,
     check_size,
     check_values,
-    open_regular,
-    read_regular,
+    files_of,
 )
+from ebbtide.urls import Url, location
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -164,10 +165,9 @@ def is_locked(path: Path) -> bool:
 def is_trace(path: Path) -> bool:
     """Return whether a path is the folder of a trace, of any schema."""
     try:
-        return bool(
-            json.loads(read_regular(path / META, MAX_META_BYTES)).get("format")
-            == FORMAT
-        )
+        path = location(path)
+        meta = json.loads(files_of(path).read(path / META, MAX_META_BYTES))
+        return bool(meta.get("format") == FORMAT)
     except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
@@ -177,12 +177,13 @@ def read_meta(path: Path) -> dict[str, Any]:
 
     This version of ebbtide must be able to read the schema.
     """
-    if not os.path.exists(path):
+    files = files_of(path)
+    if not path.exists():
         raise TraceError(
             f"{path} does not exist: name a trace that `ebbtide profile` has written"
         )
     try:
-        meta = json.loads(read_regular(path / META, MAX_META_BYTES))
+        meta = json.loads(files.read(path / META, MAX_META_BYTES))
     except RecursionError:
         raise TraceError(
             f"{path} is not a trace: its {META} is nested too deeply"
@@ -232,15 +233,16 @@ def write_meta(path: Path, meta: dict[str, Any]) -> None:
 def write_rank(path: Path, rank: int, tables: Mapping[str, pd.DataFrame]) -> None:
     """Write the tables of one rank. An optional table without rows has no file."""
     for table in TABLES:
-        write_table(path, rank, table, [tables[table]])
+        rows = pa.Table.from_pandas(
+            tables[table], schema=arrow_schema(table), preserve_index=False
+        )
+        write_table(path, rank, table, [rows.replace_schema_metadata()])
 
 
-def write_table(
-    path: Path, rank: int, table: str, frames: Iterable[pd.DataFrame]
-) -> None:
+def write_table(path: Path, rank: int, table: str, parts: Iterable[pa.Table]) -> None:
     """Write a table of one rank as Parquet (zstd).
 
-    Its rows come in order, in frames.
+    Its rows come in order, in parts.
     """
     file, schema = _parquet(path, rank, table), arrow_schema(table)
     file.parent.mkdir(exist_ok=True)
@@ -250,16 +252,15 @@ def write_table(
     ]
     with contextlib.ExitStack() as stack:
         writer = None
-        for frame in frames:
-            if frame.empty and table in OPTIONAL_TABLES:
+        for rows in parts:
+            if not len(rows) and table in OPTIONAL_TABLES:
                 continue
             writer = writer or stack.enter_context(
                 pq.ParquetWriter(
                     file, schema, compression="zstd", use_dictionary=repeating
                 )
             )
-            rows = pa.Table.from_pandas(frame, schema=schema, preserve_index=False)
-            writer.write_table(rows.replace_schema_metadata())
+            writer.write_table(rows)
 
 
 def drop_ranks(path: Path, ranks: Iterable[int]) -> None:
@@ -285,24 +286,41 @@ def open_trace(path: str | Path) -> Trace:
     Raises:
         TraceError: The path is not a trace, is damaged, or has a newer schema.
     """
-    path = Path(path)
+    path = location(path)
     raw_meta = read_meta(path)
     meta = parse_meta(raw_meta, path)
     if meta.state == "recording":
-        recover = seams.plugs("recover")["spools"].load()
-        return cast(Trace, recover(path))
-    for entry in meta.ranks:
+        return _recovered(path)
+    # Of a trace at a URL it would take a request each.
+    for entry in [] if isinstance(path, Url) else meta.ranks:
         for table in [table for table in TABLES if table not in OPTIONAL_TABLES]:
             if not os.path.lexists(_parquet(path, entry.rank, table)):
                 raise TraceError(
                     f"{path} is damaged: {_parquet(path, entry.rank, table).name} is "
                     "missing"
                 )
+    return complete_trace(path, raw_meta)
+
+
+def _recovered(path: Path) -> Trace:
+    recover = seams.plugs("recover")["spools"].load()
+    if not isinstance(path, Url):
+        return cast(Trace, recover(path))
+    with tempfile.TemporaryDirectory(prefix="ebbtide-") as folder:
+        copy = Path(folder) / path.name
+        seams.service("remote-spools")(path, copy)
+        trace = recover(copy)
+    return Trace(path, trace.raw_meta, trace.columns)
+
+
+def complete_trace(path: Path, raw_meta: dict[str, Any]) -> Trace:
+    """Return a complete trace, or some ranks of one, by its metadata."""
+    files = files_of(path, [entry["rank"] for entry in raw_meta["ranks"]])
     return Trace(
         path,
         raw_meta,
-        lambda rank, table: _read(path, rank, table),
-        lambda rank, table, column: _labels(path, rank, table, column),
+        lambda rank, table: _read(files, path, rank, table),
+        lambda rank, table, column: _labels(files, path, rank, table, column),
     )
 
 
@@ -310,18 +328,17 @@ def _parquet(path: Path, rank: int, table: str) -> Path:
     return path / f"rank-{rank}" / f"{table}.parquet"
 
 
-def _read(path: Path, rank: int, table: str) -> Columns:
+def _read(files: TraceFiles, path: Path, rank: int, table: str) -> Columns:
     file = _parquet(path, rank, table)
-    if table in OPTIONAL_TABLES and not os.path.lexists(file):
-        return _no_rows(table)
+    names = [column.name for column in TABLES[table]]
     try:
-        with open_regular(file) as opened:
-            size = os.fstat(opened.fileno()).st_size
+        with files.open(file, names) as (source, size):
             if size <= _SMALL_BYTES:
-                return _read_small(table, opened.read(size))
-            with pa.OSFile(f"/dev/fd/{opened.fileno()}") as source:
-                return _read_from(table, source, size)
+                return _read_small(table, source.read(size))
+            return _read_from(table, source, size)
     except (OSError, pa.ArrowException, ValueError, TypeError, KeyError) as error:
+        if isinstance(error, FileNotFoundError) and table in OPTIONAL_TABLES:
+            return _no_rows(table)
         raise _damaged(path, file, rank, error) from None
 
 
@@ -369,30 +386,29 @@ def _no_rows(table: str) -> Columns:
     return Columns(table, typed_rows(table, pa.Table.from_arrays([], [])))
 
 
-def _labels(path: Path, rank: int, table: str, column: str) -> list[str]:
+def _labels(
+    files: TraceFiles, path: Path, rank: int, table: str, column: str
+) -> list[str]:
     """Return the different values of a text column, in order of appearance.
 
     Other columns are not read.
     """
     file = _parquet(path, rank, table)
-    if table in OPTIONAL_TABLES and not os.path.lexists(file):
-        return []
     try:
         with (
-            open_regular(file) as opened,
-            pa.OSFile(f"/dev/fd/{opened.fileno()}") as source,
-            _parquet_file(
-                source, os.fstat(opened.fileno()).st_size, [column]
-            ) as parquet,
+            files.open(file, [column]) as (source, size),
+            _parquet_file(source, size, [column]) as parquet,
         ):
             if not parquet.metadata.num_rows:
                 return []
             if column not in parquet.schema.names:
-                return _read(path, rank, table).labels(column)
+                return _read(files, path, rank, table).labels(column)
             return distinct_texts(
                 parquet.read([column], use_threads=False).column(column)
             )
     except (OSError, pa.ArrowException, ValueError, TypeError, KeyError) as error:
+        if isinstance(error, FileNotFoundError) and table in OPTIONAL_TABLES:
+            return []
         raise _damaged(path, file, rank, error) from None
 
 

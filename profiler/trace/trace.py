@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from ebbtide import seams
 from ebbtide.errors import TraceError
 from ebbtide.profiler.trace.columns import Columns
 from ebbtide.profiler.trace.metadata import RankInfo, TraceMeta, parse_meta
+from ebbtide.profiler.trace.untrusted import files_of
 from ebbtide.units import counted
 
 if TYPE_CHECKING:
@@ -123,16 +123,7 @@ class Trace:
     @cached_property
     def stored_bytes(self) -> int:
         """The size of the files of the ranks; 0 of a trace in memory."""
-        folders = [
-            folder
-            for rank in self.ranks
-            if os.path.isdir(folder := f"{self.path}/rank-{rank}")
-        ]
-        return sum(
-            file.stat(follow_symlinks=False).st_size
-            for folder in folders
-            for file in os.scandir(folder)
-        )
+        return files_of(self.path, self.ranks).nbytes()
 
     def rank(self, rank: int) -> RankInfo:
         """Return the metadata of one rank. Raises TraceError for a rank that was not

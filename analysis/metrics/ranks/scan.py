@@ -10,15 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ebbtide.analysis.metrics.cache import KeptResults, keep_results, kept_results
 from ebbtide.analysis.metrics.devices import free_pool, peak_pool
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.ranks.rank_series import origin_ns
-from ebbtide.errors import UserError
+from ebbtide.errors import TraceError, UserError
 from ebbtide.host_limits import cores
-from ebbtide.profiler.trace import Trace, open_trace
+from ebbtide.profiler.trace import Trace
+from ebbtide.profiler.trace.files import complete_trace
 from ebbtide.workers import WorkerDied
 
 # Computes a result of a trace. Figures of ranks that it reads must be kept by
@@ -26,7 +27,7 @@ from ebbtide.workers import WorkerDied
 Read = Callable[[Trace], object]
 # Two ranks of a part are compared with each other, as the ranks of the whole trace are.
 _MIN_RANKS_PER_PART = 2
-# Each task opens the trace again, which takes as long as a part of a rank.
+# Each task parses metadata and imports what it needs.
 _MIN_RANKS_PER_TASK = 4
 # A part has as many ranks with small tables as take this many bytes on disk, and there
 # are at least this many parts.
@@ -45,6 +46,7 @@ class ScanTask:
     """Some ranks of a trace whose figures one process computes."""
 
     path: Path  # The folder of the trace, absolute.
+    raw_meta: dict[str, Any]  # Its metadata with these ranks alone.
     ranks: tuple[int, ...]
     read: Read  # Computes the result.
     kept: KeptResults  # Results of the whole trace, which all ranks need.
@@ -78,7 +80,13 @@ def read_by_parts(trace: Trace, read: Read) -> None:
 
 def scan(task: ScanTask) -> KeptResults:
     """Compute the result of a task, and return what was computed of its ranks."""
-    return _read_part(open_trace(task.path), task.ranks, task.kept, task.read)
+    if not task.path.is_dir():
+        raise TraceError(
+            f"{task.path} is not on the worker: it must be in a folder that all nodes "
+            "share, or at a URL"
+        )
+    trace = complete_trace(task.path, task.raw_meta)
+    return _read_part(trace, task.ranks, task.kept, task.read)
 
 
 def scan_ranks(
@@ -95,7 +103,7 @@ def scan_ranks(
     """
     path, kept = trace.path.resolve(), _of_all_ranks(trace)
     tasks = {
-        str(part[0]): ScanTask(path, part, read, kept)
+        str(part[0]): ScanTask(path, trace.of_ranks(part).raw_meta, part, read, kept)
         for part in _parts(trace, _MIN_RANKS_PER_TASK)
     }
     finished = 0

@@ -25,6 +25,7 @@ from ebbtide.cli.options import (
     valued,
 )
 from ebbtide.cli.options import iterations as parse_iterations
+from ebbtide.urls import location
 
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}")
 
@@ -194,7 +195,7 @@ def profile(
         memory=record == "all" and not on_demand,
         on_demand=on_demand,
     )
-    path = Path(_fill_placeholders(output) if output else trace_name(command))
+    path = location(_fill_placeholders(output) if output else trace_name(command))
     service = metrics_server(metrics) if metrics is not None else None
     job = RecordedCommand(command, path, options, force, service)
     if watch:

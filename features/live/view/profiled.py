@@ -35,7 +35,7 @@ def profile_and_show(command: RecordedCommand) -> int:
         # It must not listen any more when the collector has ended.
         command.service.close()
     try:
-        show(command.output, job)
+        show(command.folder, job)
     except UserError as error:
         print_note(f"the view has ended ({error}); the job goes on")
     _follow_output(job)
