@@ -249,7 +249,7 @@ def write_page(page: Path, libraries: dict[str, Any], scripts: list[Script]) -> 
     head, _, rest = text.partition(_BEGIN)
     tail = rest.partition(_END)[2]
     body = "\n".join(lines)
-    page.write_text(f"{head}{_BEGIN}\n{body}\n\n{_END}{tail}", encoding="utf-8")
+    page.write_text(f"{head}{_BEGIN}\n\n{body}\n\n{_END}{tail}", encoding="utf-8")
     print(f"{ran} of {len(scripts)} ran")
 
 
