@@ -8,7 +8,7 @@ from ebbtide.analysis.metrics.memory_spans import detailed_iterations
 from ebbtide.phases import BACKWARD, UPDATE
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.iterations import explain_no_iterations
-from ebbtide.units import counted, runs_text
+from ebbtide.units import runs_text
 
 NO_MEMORY = (
     "no memory of a device was recorded; `ebbtide profile` records it (without "
@@ -98,16 +98,14 @@ def no_iterations(trace: Trace) -> str:
 
 
 def out_of_memory_remarks(trace: Trace) -> list[str]:
-    """Return a line on the ranks that ran out of memory; none where no rank did."""
+    """Return a line on the first rank that ran out of memory; none where none did."""
     failed = [entry for entry in trace.meta.ranks if entry.out_of_memory]
     if not failed:
         return []
-    last = failed[0].out_of_memory[-1]
-    device = last.device or failed[0].main_device.device
-    others = f" and {counted(len(failed) - 1, 'more rank')}" if len(failed) > 1 else ""
+    device = failed[0].out_of_memory[-1].device or failed[0].main_device.device
     return [
-        f"rank {failed[0].rank}{others} ran out of memory on {device}: `ebbtide memory "
-        "--at oom` explains it"
+        f"rank {failed[0].rank} ran out of memory on {device}: `ebbtide memory --at "
+        "oom` explains it"
     ]
 
 

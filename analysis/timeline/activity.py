@@ -15,6 +15,7 @@ from ebbtide.analysis.timeseries.step_functions import (
     Ints,
     Union,
     difference,
+    merged,
     overlap_ns,
 )
 from ebbtide.profiler.trace import Trace
@@ -22,7 +23,6 @@ from ebbtide.profiler.trace import Trace
 # Causes of idle time from the bottom of their lane, with the names of their areas.
 IDLE_CAUSES = {
     "host_busy": "idle: host busy",
-    "launch_call": "idle: launching call",
     "late_launch": "idle: late launch",
     "queue": "idle: queue",
     "unknown": "idle: launch not recorded",
@@ -44,7 +44,9 @@ def activity_lanes(
     busy = busy_time(trace, rank)
     if busy is None:
         return {}
-    causes = time_without_compute(trace, rank)
+    causes = dict(time_without_compute(trace, rank))
+    # A launching call keeps the host busy.
+    causes["host_busy"] = merged(causes["host_busy"], causes["launch_call"])
     idle = {cause: causes[cause] for cause in IDLE_CAUSES if cause in causes}
     starts, ends = busy.recorded
     idle[PAUSE] = difference((starts[:1], ends[-1:]), busy.recorded)

@@ -54,16 +54,15 @@ class WallClock:
 
     def mended(self, t_ns: int) -> int:
         """Return a time of the file, without the jumps up to it."""
-        elapsed = 0
-        if self._last_ns is not None:
-            elapsed = t_ns + self._shift_ns - self._last_ns
-            if -self._jitter_ns <= elapsed < 0:
-                return t_ns + self._shift_ns
-            elapsed = self._without_jump(t_ns, elapsed)
-            if self._intervals_ns[0] == _FIRST_INTERVAL_NS:
-                self._intervals_ns.clear()
-            self._intervals_ns.append(elapsed)
-        self._last_ns = (t_ns if self._last_ns is None else self._last_ns) + elapsed
+        if self._last_ns is None:
+            self._last_ns = t_ns
+            return t_ns
+        elapsed = t_ns + self._shift_ns - self._last_ns
+        if -self._jitter_ns <= elapsed < 0:
+            return t_ns + self._shift_ns
+        elapsed = self._without_jump(t_ns, elapsed)
+        self._intervals_ns.append(elapsed)
+        self._last_ns += elapsed
         return self._last_ns
 
     def _without_jump(self, t_ns: int, elapsed: int) -> int:
@@ -80,14 +79,10 @@ class WallClock:
         self.jumps.append(ClockJump(t_ns, elapsed - own, is_zone))
         return own
 
-    @property
-    def notes(self) -> list[str]:
-        """Lines on the jumps, each to follow the name of the file."""
-        return jump_notes(self.jumps)
-
 
 def jump_notes(jumps: list[ClockJump]) -> list[str]:
-    """Return a line on the first jump and the number of the others."""
+    """Return a line on the first jump and the number of the others, to follow the name
+    of the file; none without jumps."""
     if not jumps:
         return []
     first = min(jumps)

@@ -228,7 +228,7 @@ def import_trace(
 
 def _open(path: Path, format: str | None) -> Source:
     """Open a file; of an archive the one file in it that can be imported."""
-    members = [] if path.is_dir() else members_of(path)
+    members = members_of(path)
     if len(members) < 2:
         return Source(path)
     own = [
@@ -255,12 +255,12 @@ def _recognized(path: Path, member: str, format: str | None) -> Source | None:
 def joined_notes(notes: Sequence[str], names: Collection[str]) -> list[str]:
     """Return each note that begins with the name of a file once, with the number of the
     files that have it."""
+    begins = re.compile("|".join(map(re.escape, names)))
     groups: dict[str, list[str]] = {}
     for note in notes:
-        heads = [(mark, *note.split(mark, 1)) for mark in (": ", " ") if mark in note]
-        own = [(f"{mark}{text}", name) for mark, name, text in heads if name in names]
-        text, name = own[0] if own else (note, "")
-        groups.setdefault(text, []).append(name)
+        match = begins.match(note)
+        name = match[0] if match else ""
+        groups.setdefault(note[len(name) :], []).append(name)
     joined = []
     for text, files in groups.items():
         others = f" and {counted(len(files) - 1, 'more file')}" if files[1:] else ""

@@ -105,11 +105,7 @@ class Source:
 
     def _only_member(self) -> str | None:
         members = archive_members(self.path, self.damaged)
-        if len(members) > 1:
-            raise SourceError(
-                f"{self.path} has {len(members):,} files: unpack it, and name its files"
-            )
-        return members[0] if members else None
+        return members[0] if len(members) == 1 else None
 
     def parsed(self, parse: Callable[[Source], _Parsed]) -> _Parsed:
         """Return `parse(self)`, called only once per file.

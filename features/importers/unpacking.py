@@ -15,7 +15,8 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path, PurePosixPath
+from itertools import islice
+from pathlib import Path
 from typing import IO, Any
 
 import pyarrow as pa
@@ -32,11 +33,9 @@ _MAX_MEMBERS = 10_000
 _BUFFER_BYTES = 1 << 16
 _ZIP, _TAR, _TAR_OFFSET = b"PK\x03\x04", b"ustar", 257
 _ERRORS = (
-    OSError, EOFError, RuntimeError, NotImplementedError, ValueError, zlib.error,
+    OSError, EOFError, RuntimeError, ValueError, zlib.error,
     lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, pa.ArrowException,
 )  # fmt: skip
-# Files that systems put into archives.
-_HIDDEN = ("__MACOSX", "PaxHeaders")
 # Escape sequences of terminals: colours, cursors, titles.
 _ESCAPES = re.compile(
     rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]{0,4096}(?:\x07|\x1b\\)|[@-Z\\^_])"
@@ -110,15 +109,11 @@ def archive_members(path: Path, damaged: Callable[[object], UserError]) -> list[
 
 
 def _visible(names: Iterator[str]) -> list[str]:
-    members = []
-    for number, name in enumerate(names):
-        if number >= _MAX_MEMBERS:
-            raise ValueError(f"it has more than {_MAX_MEMBERS:,} files")
-        parts = PurePosixPath(name).parts
-        hidden = [p for p in parts if p.strip(".") and p.startswith((".", *_HIDDEN))]
-        if not hidden:
-            members.append(name)
-    return members
+    members = list(islice(names, _MAX_MEMBERS + 1))
+    if len(members) > _MAX_MEMBERS:
+        raise ValueError(f"it has more than {_MAX_MEMBERS:,} files")
+    # Systems put files of their own into archives.
+    return [name for name in members if not name.startswith((".", "__MACOSX"))]
 
 
 def _is_tar(head: bytes) -> bool:

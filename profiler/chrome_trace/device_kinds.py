@@ -18,9 +18,8 @@ class DeviceKind:
 
     name: str  # As torch and the devices of a trace have it.
     types: tuple[int, ...] = ()  # Numbers of c10::DeviceType.
-    # Categories of the calls of its runtime on the host, and of what they wait for.
+    # Categories of the calls of its runtime on the host.
     calls: tuple[str, ...] = ()
-    waits: tuple[str, ...] = ()
     # Categories of its own activities, beside those that all kinds share.
     activities: tuple[str, ...] = ()
 
@@ -30,17 +29,12 @@ DEFAULT_KIND = "cuda"
 TASKS_KIND = "npu"
 DEVICE_KINDS = (
     # HIP devices (ROCm) are `cuda` in torch; `Runtime` is of torch 1.8.
-    DeviceKind(
-        DEFAULT_KIND,
-        (1, 6),
-        ("cuda_runtime", "cuda_driver", "Runtime"),
-        ("cuda_sync",),
-    ),
-    DeviceKind("xpu", (12,), ("xpu_runtime", "xpu_driver"), ("xpu_sync",)),
+    DeviceKind(DEFAULT_KIND, (1, 6), ("cuda_runtime", "cuda_driver", "Runtime")),
+    DeviceKind("xpu", (12,), ("xpu_runtime", "xpu_driver")),
     # The profiler of MPS writes signposts of macOS, so only memory is in such traces.
     DeviceKind("mps", (13,)),
     DeviceKind("hpu", (15,), ("hpu_op",)),
-    DeviceKind("mtia", (19,), ("mtia_runtime",), (), ("mtia_ccp_events",)),
+    DeviceKind("mtia", (19,), ("mtia_runtime",), ("mtia_ccp_events",)),
     DeviceKind("privateuseone", (20,), ("privateuse1_runtime", "privateuse1_driver")),
     DeviceKind(TASKS_KIND),
 )
@@ -51,7 +45,8 @@ KIND_OF_CATEGORY = {
     for category in (*kind.calls, *kind.activities)
 }
 CALL_CATEGORIES = frozenset(name for kind in DEVICE_KINDS for name in kind.calls)
-SYNC_CATEGORIES = frozenset(name for kind in DEVICE_KINDS for name in kind.waits)
+# What calls wait for.
+SYNC_CATEGORIES = frozenset({"cuda_sync", "xpu_sync"})
 # Each category by its name in torch, and in torch 1.8.
 COPIES = frozenset({"gpu_memcpy", "Memcpy"})
 MEMSETS = frozenset({"gpu_memset", "Memset"})
@@ -88,21 +83,14 @@ _COPY_TASKS = re.compile("MEMCPY|SDMA")
 _COMPUTE_TASKS = re.compile("AI_|AIC|AIV|DVPP|DSA")
 
 
-@dataclass(frozen=True)
-class CopyName:
-    """What the name of a copy tells.
-
-    `direction`: h2d, d2h, or None for a copy within a side or between devices.
-    `host_memory`: pinned or pageable; None where the name does not say.
-    """
-
-    direction: str | None
-    host_memory: str | None = None
-
-
 @lru_cache(maxsize=1 << 14)
-def copy_name(name: str) -> CopyName | None:
-    """Return what the name of a copy tells; None for a name that tells nothing."""
+def copy_name(name: str) -> tuple[str | None, str | None] | None:
+    """Return the direction of a copy and its host memory; None for a name that tells
+    nothing.
+
+    The direction is None for a copy within a side or between devices, the memory where
+    the name does not say.
+    """
     match = _COPY.match(name)
     if match is None:
         return None
@@ -112,10 +100,10 @@ def copy_name(name: str) -> CopyName | None:
     elif source in _ON_DEVICE and target in _ON_HOST:
         direction, memory = "d2h", match["into"]
     else:
-        return CopyName(None)
+        return None, None
     # Host memory of SYCL is pinned; elsewhere `Host` is any memory of the host.
     pinned = match["to"] == "2" and memory == "Host"
-    return CopyName(direction, "pinned" if pinned else _HOST_MEMORY.get(memory or ""))
+    return direction, "pinned" if pinned else _HOST_MEMORY.get(memory or "")
 
 
 def is_collective(name: str) -> bool:

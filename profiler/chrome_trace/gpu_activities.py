@@ -6,7 +6,7 @@ They become columns of the trace's tables.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from ebbtide.profiler.chrome_trace.device_kinds import (
     COPIES,
     DEFAULT_KIND,
     KIND_OF_CATEGORY,
+    KIND_OF_TYPE,
     MEMSETS,
     SYNC_CATEGORIES,
     TASKS_KIND,
@@ -54,7 +55,7 @@ def kind_of(category: str, name: str) -> int:
     """Return the position of an activity's kind in KINDS, or TRANSFER."""
     if category in COPIES:
         copy = copy_name(name)
-        return TRANSFER if copy and copy.direction else KINDS.index("copy")
+        return TRANSFER if copy and copy[0] else KINDS.index("copy")
     if category in MEMSETS:
         return KINDS.index("memset")
     return COMMUNICATION if is_collective(name) else KINDS.index("compute")
@@ -89,11 +90,9 @@ def transfer_columns(
     """Return the columns of the table `transfers`. Arguments as for `kernel_columns`;
     `work` also has bytes."""
     rows = work[work["kind"] == TRANSFER]
-    copies = {number: copy_name(names[number]) for number in rows["name"].unique()}
     kinds = {
-        number: (copy.direction, copy.host_memory)
-        for number, copy in copies.items()
-        if copy is not None
+        number: copy_name(names[number]) or (None, None)
+        for number in rows["name"].unique()
     }
     return {
         **_times(rows, base_ns),
@@ -171,10 +170,13 @@ class GpuActivities:
         self.empty = 0  # Kernels that took no time, known once `work` was read.
 
     @property
-    def device_kind(self) -> str | None:
-        """The kind of the devices by the events; None where none tells."""
-        most = self._kinds.most_common(1)
-        return most[0][0] if most else None
+    def device_kind(self) -> str:
+        """The kind of the devices by the events that tell."""
+        return self._kinds.most_common(1)[0][0] if self._kinds else DEFAULT_KIND
+
+    def add_types(self, types: Iterable[int]) -> None:
+        """Add the types of devices (c10::DeviceType) of other events."""
+        self._kinds.update(KIND_OF_TYPE[kind] for kind in types if kind in KIND_OF_TYPE)
 
     def add_tasks(self, events: list[Event]) -> None:
         """Add tasks of Ascend, whose events have a type of task and no category."""
@@ -272,8 +274,7 @@ class GpuActivities:
         (stated,), recorded = matching(self._sizes.table(), copies["correlation"])
         sizes = copies["bytes"].mask((copies["bytes"] == MISSING) & recorded, stated)
         copies = copies.assign(bytes=sizes.where(sizes.between(0, _MAX_BYTES), MISSING))
-        kind = self.device_kind or DEFAULT_KIND
-        return transfer_columns(copies, [*self._names], base_ns, kind)
+        return transfer_columns(copies, [*self._names], base_ns, self.device_kind)
 
     def kernels(self, base_ns: int) -> dict[str, Any]:
         """Return the columns of the table `kernels`.
@@ -282,8 +283,7 @@ class GpuActivities:
         """
         groups = [group for group in self._groups if group is not None]
         codes = self.work.loc[self.work["kind"] != TRANSFER, "group"]
-        kind = self.device_kind or DEFAULT_KIND
-        columns = kernel_columns(self.work, [*self._names], base_ns, kind)
+        columns = kernel_columns(self.work, [*self._names], base_ns, self.device_kind)
         return {**columns, "group": pd.Categorical.from_codes(codes, groups)}
 
     def calls(self, base_ns: int) -> dict[str, Any]:

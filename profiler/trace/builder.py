@@ -37,7 +37,8 @@ class RankBuilder:
         self.meta = meta
         self._rows: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
         self._columns: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
-        self._typical: int | None = None
+        # A time near all others, by the first table that is written.
+        self._typical_ns: int | None = None
 
     def add(self, table: str, **row: Any) -> RankBuilder:
         """Add a row and return the builder. Only nullable columns may be left out."""
@@ -96,25 +97,15 @@ class RankBuilder:
                 values = column.fill_null(0).to_numpy()
                 return values.astype(np.int64), column.is_valid().to_numpy()
 
+            if self._typical_ns is None and len(rows):
+                times, _ = numbers(SORT[table])
+                self._typical_ns = int(times[len(times) // 2])
             refused = np.zeros(len(rows), bool)
             for reason, refused_rows in flaws(table, numbers, self._typical_ns):
                 new = refused_rows & ~refused
                 left_out[table].extend([reason] * int(new.sum()))
                 refused |= refused_rows
             yield rows.filter(pa.array(~refused)) if refused.any() else rows
-
-    @property
-    def _typical_ns(self) -> int:
-        """The median of all times."""
-        if self._typical is None:
-            times = [
-                np.asarray(part[SORT[table]], np.int64).ravel()
-                for table in TABLES
-                for part in (*self._columns[table], *self._rows[table])
-            ]
-            every = np.concatenate([np.empty(0, np.int64), *times])
-            self._typical = int(np.median(every)) if len(every) else 0
-        return self._typical
 
     def phase(
         self,

@@ -179,31 +179,30 @@ def flaws(
     """Yield each reason to refuse rows of a table, and which rows it is about.
 
     Readers refuse the whole trace, and imports leave these rows out. `typical_ns`: a
-    time near all others; None: the median of each column.
+    time near all others; None: the time of the row in the middle.
     """
     names = [
         column.name for column in TABLES[table] if pa.types.is_integer(column.type)
     ]
     for name in names:
-        if name not in _ANY_NUMBER:
-            values, recorded = numbers(name)
-            own = values[recorded]
-            least, most = (int(own.min()), int(own.max())) if len(own) else (0, 0)
-            typical = typical_ns
-            if typical is None and most - least > _MAX_SPAN_NS:
-                typical = int(np.median(own))
-            low, high = _limits(name, least if typical is None else typical)
-            if len(own) and (least < low or most > high):
-                outside = recorded & ((values < low) | (values > high))
-                yield _reason(name, least, most), outside
+        values, recorded = numbers(name)
+        own = values[recorded]
+        if name in _ANY_NUMBER or not len(own):
+            continue
+        least, most = int(own.min()), int(own.max())
+        middle = int(own[len(own) // 2]) if typical_ns is None else typical_ns
+        low, high = _limits(name, middle)
+        if least < low or most > high:
+            outside = recorded & ((values < low) | (values > high))
+            yield _reason(name, least, most), outside
     if "end_ns" in names:
         (starts, _), (ends, ended) = numbers("start_ns"), numbers("end_ns")
-        if (reversed_rows := ended & (ends < starts)).any():
-            yield "something ends before it starts", reversed_rows
+        if (early := ended & (ends < starts)).any():
+            yield "something ends before it starts", early
     if table == "iteration_marks":
         marked, _ = numbers("iteration")
-        before = np.maximum.accumulate(np.append(-1, marked))[:-1]
-        if (late := marked <= before).any():
+        late = marked <= np.maximum.accumulate(np.append(-1, marked))[:-1]
+        if late.any():
             yield "its iterations do not ascend", late
 
 

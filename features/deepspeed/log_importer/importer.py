@@ -78,7 +78,6 @@ class DeepSpeedRun(RunReader):
         super().__init__(settings)
         self.timers = TimerReader()
         self._ranks = OneRank()
-        self._first_step: int | None = None
         self._last_step = -1
 
     def feed(self, line: LogLine) -> None:
@@ -86,21 +85,15 @@ class DeepSpeedRun(RunReader):
         self.timers.feed(line, of_rank=self._ranks.has(line))
         if (step := _step_in(line.text)) is not None:
             self._last_step = step
-            self._first_step = step if self._first_step is None else self._first_step
 
     @property
     def iterations(self) -> int:
         return self.timers.count
 
     def restarts(self, line: LogLine) -> bool:
-        # Several engines of a job may count their steps in turn: those that a run has
-        # had in between are no restart.
+        # Several engines of a job count their steps in turn, and nearly alike.
         step = _step_in(line.text)
-        return (
-            step is not None
-            and step < self._last_step
-            and step <= (self._first_step or 0)
-        )
+        return step is not None and 2 * step < self._last_step
 
 
 def _step_in(text: str) -> int | None:

@@ -27,7 +27,6 @@ from ebbtide.features.importers.kineto.phases import (
 )
 from ebbtide.features.importers.source import Source, SourceError
 from ebbtide.profiler.chrome_trace.device_kinds import (
-    DEFAULT_KIND,
     KIND_OF_TYPE,
     TASKS_KIND,
     UNREAD_CATEGORIES,
@@ -217,13 +216,9 @@ class _Contents:
                 if tasks:
                     self.device.add_tasks(tasks)
                 self.memory.add(events)
+                self.device.add_types(event.args.device_type for event in events)
             elif category not in UNREAD_CATEGORIES:
                 self.unread[category] += len(events)
-
-    @property
-    def device_kind(self) -> str:
-        """The kind of the devices that ran anything, else that had most memory."""
-        return self.device.device_kind or self.memory.device_kind or DEFAULT_KIND
 
 
 def _with_category(event: Event) -> Event:
@@ -321,7 +316,7 @@ def _add_devices(
     it alone did. Without any sign of a device nothing is known of where the job ran:
     activities are recorded on request.
     """
-    kind = contents.device_kind
+    kind = contents.device.device_kind
     used = [f"{kind}:{number}" for number in contents.device.busiest()]
     used += [
         device
@@ -385,7 +380,7 @@ def _add_device_activity(
             "it has no GPU events, so no copies (ProfilerActivity.CUDA records them)"
         )
         return
-    clear = not device.unclear_copies and contents.device_kind != TASKS_KIND
+    clear = not device.unclear_copies and contents.device.device_kind != TASKS_KIND
     entry.meta["transfers_recorded"] = clear
     if not clear:
         notes.append(
@@ -438,12 +433,6 @@ class AllocatorMemory:
                 for e in events
             ]
             self._rows.add(spans(events)[0], *np.array(rows, np.int64).T)
-
-    @property
-    def device_kind(self) -> str | None:
-        """The kind of the accelerators with most events; None for none."""
-        kinds = self._rows.table()["type"].map(KIND_OF_TYPE).value_counts()
-        return str(kinds.index[0]) if len(kinds) else None
 
     def changes(self) -> pd.DataFrame:
         """Return t_ns, device, pool and bytes of each change of a pool.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, TypeVar
 
-from ebbtide.features.importers.clocks import HOSTS_JITTER_NS, WallClock
+from ebbtide.features.importers.clocks import HOSTS_JITTER_NS, WallClock, jump_notes
 from ebbtide.features.importers.logs.settings import JobSettings, SettingsReader
 from ebbtide.features.importers.logs.text_log import LogLine, read_lines, zone_ns
 from ebbtide.features.importers.source import Source, SourceError
@@ -33,14 +33,13 @@ _BANNER_LETTERS = (
     "using w",
     " info: v",
 )
-_SHOWN_RUNS = 4
+_SHOWN_RUNS = 8
 
 
 class RunReader(SettingsReader):
     """Reads the settings of one run of a log, and its iterations."""
 
     first_line = 1
-    last_line = 0
     # The offset of the log's clock from UTC in ns, by the first line that has one.
     zone: int | None = None
     # Whether the run reached its last iteration, as far as the log tells.
@@ -84,7 +83,6 @@ def read_runs(
         if run.zone is None:
             run.zone = zone_ns(line)
         run.feed(_mended(line, run))
-        run.last_line = number
     return [run for run in runs if run.iterations] or runs[-1:]
 
 
@@ -120,17 +118,14 @@ def chosen_run(
         complete = [n for n, run in enumerate(runs, 1) if run.is_complete]
         number = complete[-1] if complete else len(runs)
     if len(runs) > 1:
-        listed = [
-            f"run {n} (lines {run.first_line:,} to {run.last_line:,})"
-            for n, run in enumerate(runs[:_SHOWN_RUNS], 1)
-        ]
-        more = f" and {len(runs) - _SHOWN_RUNS} more" if len(runs) > _SHOWN_RUNS else ""
+        begins = ", ".join(f"{run.first_line:,}" for run in runs[:_SHOWN_RUNS])
+        more = ", ..." if len(runs) > _SHOWN_RUNS else ""
         builder.note(
-            f"{source.path.name} has {len(runs)} runs: {', '.join(listed)}{more}; run "
-            f"{number} is imported (--run N or --run all imports others)"
+            f"{source.path.name} has {len(runs)} runs, from the lines {begins}{more} "
+            f"on: run {number} is imported (--run N or --run all imports others)"
         )
     chosen = runs[number - 1]
-    for note in chosen.clock.notes:
+    for note in jump_notes(chosen.clock.jumps):
         builder.note(f"{source.path.name} {note}")
     return chosen
 
@@ -143,8 +138,6 @@ class OneRank:
 
     def has(self, line: LogLine) -> bool:
         """Return whether a line is of the rank, or does not say whose it is."""
-        if line.rank is None:
-            return True
         if self._rank is None:
             self._rank = line.rank
-        return line.rank == self._rank
+        return line.rank in (None, self._rank)

@@ -383,9 +383,9 @@ class MegatronRun(RunReader):
         return bool(last) and last[0].last_iteration >= self.intervals.total
 
     def restarts(self, line: LogLine) -> bool:
-        number = self.intervals.number_in(line.text)
+        match = _ITERATION.search(line.text) if "iteration" in line.text else None
         last = self.intervals.intervals[-1].last_iteration
-        return number is not None and number < last and self._ranks.has(line)
+        return match is not None and int(match[1]) < last and self._ranks.has(line)
 
 
 class IntervalReader:
@@ -424,12 +424,6 @@ class IntervalReader:
             and (match := _LOG_INTERVAL.search(text))
         ):
             self._log_interval = int(match.group(1))
-
-    @staticmethod
-    def number_in(text: str) -> int | None:
-        """Return the number of the iteration that a line reports."""
-        match = _ITERATION.search(text) if "iteration" in text else None
-        return int(match.group(1)) if match else None
 
     def _add_timers(self, text: str) -> None:
         """Read a line below the header of the timers."""

@@ -185,15 +185,13 @@ def _popped(ranges: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
     unpopped = following.notna() & (following > rows["start"])
     if not unpopped.any():
         return ranges
-    ends = rows["end"].where(~unpopped, following.fillna(0).astype(np.int64))
-    usual = (ends - rows["start"])[unpopped].groupby(rows["kind"]).median()
-    # The last one ended with the recording, too.
-    last = rows.groupby(same)["start"].transform("size").gt(1) & following.isna()
-    lengths = rows["kind"].map(usual).fillna(0).astype(np.int64)
-    ends = ends.where(~last, np.minimum(rows["end"], rows["start"] + lengths))
-    names = ", ".join(repr(kind) for kind in rows.loc[unpopped, "kind"].unique())
+    # The last one, which ended with the recording, too, is as long as the others.
+    lengths = (following - rows["start"]).where(unpopped)
+    lengths = lengths.fillna(lengths.groupby(same).transform("median"))
+    ends = (rows["start"] + lengths).fillna(rows["end"]).astype(np.int64)
     notes.append(
-        f"NVTX ranges that were never popped end where the next one begins: {names}"
+        "NVTX ranges that were never popped end where the next one of their name "
+        f"begins: {int(unpopped.sum()):,}"
     )
     return rows.assign(end=ends).sort_index()
 

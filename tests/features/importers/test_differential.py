@@ -70,12 +70,12 @@ class Job:
         return at
 
     def copy(self, at: int) -> None:
-        way = self.random.choice(
+        direction = self.random.choice(
             ["HtoD (Pinned -> Device)", "DtoH (Device -> Pageable)"]
         )
         if self.random.random() < 0.5:
             size = self.random.randint(1, 64) * MIB
-            self.launch(at, f"Memcpy {way}", "gpu_memcpy", 9, bytes=size)
+            self.launch(at, f"Memcpy {direction}", "gpu_memcpy", 9, bytes=size)
 
     def iteration(self, number: int, at: int) -> int:
         begin = at

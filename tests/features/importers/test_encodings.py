@@ -60,7 +60,7 @@ PACKINGS: dict[str, Callable[[bytes], bytes]] = {
     "zip of gz": lambda data: zipped(gzip.compress(data)),
     # Names that lead outside write nothing.
     "zip outside": lambda data: zipped(data, "/../../x"),
-    "tar outside": lambda data: tarred(data, "../../x"),
+    "tar outside": lambda data: tarred(data, "/../../x"),
 }
 ENCODINGS: dict[str, Callable[[str], bytes]] = {
     "utf-8 with a mark": lambda text: text.encode("utf-8-sig"),

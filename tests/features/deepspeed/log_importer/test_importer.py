@@ -183,7 +183,8 @@ def test_matches__decides_by_content(tmp_path: Path) -> None:
         ("time (ms) | fwd: 1.00", True),
         ("MA 1.0 GB         Max_MA 1.0 GB", True),
         ("a novel about the deep sea", False),
-        ("DeepSpeed\0", False),
+        ("DeepSpeed\0", True),
+        ("DeepSpeed\1", False),
         ("\n" * 100_001 + "DeepSpeed", False),
     ]:
         file.write_text(text)

@@ -129,6 +129,17 @@ def test_import__has_the_figures_of_cuda_for_every_kind(
     assert trace.rank(0).main_device.kind == KINDS[kind].device.partition(":")[0]
 
 
+def test_import__tells_the_kind_by_memory_where_no_call_was_recorded(
+    tmp_path: Path,
+) -> None:
+    calls = {"launch", "cudaLaunchKernel"}
+    events = [event for event in job(KINDS["xpu"]) if event["name"] not in calls]
+    trace = imported(tmp_path, events)
+    assert (
+        set(trace.kernels(0)["device"]) == {"xpu:0"} == set(trace.memory(0)["device"])
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "direction", "memory"),
     [
@@ -147,9 +158,7 @@ def test_import__has_the_figures_of_cuda_for_every_kind(
 def test_copy_name__tells_direction_and_memory(
     name: str, direction: str | None, memory: str | None
 ) -> None:
-    copy = copy_name(name)
-    assert copy is not None
-    assert (copy.direction, copy.host_memory) == (direction, memory)
+    assert copy_name(name) == (direction, memory)
 
 
 def test_import__counts_what_no_kind_has(tmp_path: Path) -> None:

@@ -71,8 +71,7 @@ def test_import__chooses_runs_by_number_and_names_the_others(tmp_path: Path) -> 
     out = ["-o", tmp_path / "u.ebb"]
     run = ebbtide_in_process("import", tmp_path / "job.log", "--run", "1", *out)
     assert run.returncode == 0
-    named = "3 runs: run 1 (lines 1 to 4), run 2 (lines 5 to 8), run 3 (lines 9 to 12)"
-    assert named in run.stderr
+    assert "3 runs, from the lines 1, 5, 9 on: run 1 is" in run.stderr
     assert "is no run" in ebbtide_in_process("import", "x", "--run", "0", *out).stderr
 
 
