@@ -85,6 +85,13 @@ def ms_text(milliseconds: float | None) -> str:
     return f"{milliseconds:,.{digits}f} ms"
 
 
+def seconds_text(seconds: float | None) -> str:
+    """Format seconds, as in `17.4 s`; below a second as milliseconds."""
+    if seconds is None or abs(seconds) < 1:
+        return ms_text(seconds and seconds * 1000)
+    return f"{seconds:,.{2 if abs(seconds) < 10 else 1}f} s"
+
+
 def range_text(low_ms: float | None, high_ms: float | None) -> str:
     """Format a range of milliseconds, as in `12.3 to 15.8 ms`."""
     if low_ms is None or high_ms is None:

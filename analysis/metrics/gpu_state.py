@@ -21,9 +21,10 @@ from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.columns import Bools, Columns
 
-# NVML's own window for utilization is at most so long: an older value says nothing of
-# the present.
-_MAX_HOLD_NS = 1_000_000_000
+# A longer time between two samples than this many of the median is a gap.
+_MAX_GAP = 5
+# The interval of a single sample.
+_SINGLE_NS = 1_000_000_000
 # No driver gives larger values: they are impossible, and their sums would not be
 # finite.
 _MAX_VALUE = 1e20
@@ -90,9 +91,10 @@ class GpuState(TabularResult, table="figures"):
 def gpu_state(trace: Trace, ranks: Sequence[int] | None = None) -> GpuState:
     """Measure the state of the first device of some ranks, or of all if None.
 
-    Each sample holds until the next one, for a second at most. Phases are on the
-    device's clock where it was recorded; a phase that is shorter than the window of
-    NVML's values (up to 1 s) shows its neighbours as well.
+    Each sample holds until the next one. The last one, and one before a gap, hold for
+    the median interval. Phases are on the device's clock where it was recorded; a phase
+    that is shorter than the window of NVML's values (up to 1 s) shows its neighbours as
+    well.
     """
     recorded = [
         rank
@@ -154,19 +156,15 @@ def rank_gpu_totals(trace: Trace, rank: int) -> dict[tuple[str, str], GpuTotals]
     phases = phases.only(np.isin(phases.iterations, steady_iterations(trace).numbers))
     if not steady_iterations(trace).numbers:
         times = rows.ints("t_ns")
+        last = _held_until(np.unique(times))[-1:]
         phases = PhaseArrays(
-            np.zeros(1, np.int64),
-            np.array([""], object),
-            times[:1],
-            times[-1:] + _MAX_HOLD_NS,
+            np.zeros(1, np.int64), np.array([""], object), times[:1], last
         )
     totals = {}
     for quantity in QUANTITIES if on_device.any() else ():
         times, values = _samples(rows, on_device, quantity)
         # Each phase with each of the samples that hold during it.
-        held_until = np.minimum(
-            np.append(times[1:], np.iinfo(np.int64).max), times + _MAX_HOLD_NS
-        )
+        held_until = _held_until(times)
         phase, sample = overlapping(phases.starts, phases.ends, (times, held_until))
         lengths = np.minimum(held_until[sample], phases.ends[phase]) - np.maximum(
             times[sample], phases.starts[phase]
@@ -182,6 +180,15 @@ def rank_gpu_totals(trace: Trace, rank: int) -> dict[tuple[str, str], GpuTotals]
                     float(length.sum()),
                 )
     return totals
+
+
+def _held_until(times: Ints) -> Ints:
+    """Return until when each sample holds, ns."""
+    steps = np.diff(times)
+    usual = int(np.median(steps[steps > 0])) if steps.any() else _SINGLE_NS
+    steps = np.append(np.where(steps > _MAX_GAP * usual, usual, steps), usual)
+    held_until: Ints = times + steps[: len(times)]
+    return held_until
 
 
 def _samples(rows: Columns, on_device: Bools, quantity: str) -> tuple[Ints, Floats]:

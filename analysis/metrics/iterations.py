@@ -351,7 +351,11 @@ def durations_ms(times: Intervals) -> IterationTable:
 
 @once_per_trace
 def rank_durations(trace: Trace, rank: int) -> IterationTable:
-    return durations_ms(intervals(trace, rank))
+    table = durations_ms(intervals(trace, rank))
+    if trace.rank(rank).gaps_recorded:
+        return table
+    not_known = np.full(len(table.numbers), np.nan)
+    return IterationTable(table.numbers, {**table.columns, OTHER: not_known})
 
 
 @once_per_trace

@@ -274,7 +274,7 @@ class JobMetrics:
     def has_gpu(self) -> bool:
         """Whether the job ran on a GPU. Only then are there a link and device
         memory."""
-        return any(rank.device.kind == "cuda" for rank in self.by_rank)
+        return any(rank.device.kind not in (None, "cpu") for rank in self.by_rank)
 
     @cached_property
     def has_copies(self) -> bool:

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from ebbtide.analysis.metrics.devices import first_device, ran_on_cpu
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.metrics.memory_spans import detailed_iterations
+from ebbtide.phases import BACKWARD, UPDATE
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.iterations import explain_no_iterations
-from ebbtide.units import runs_text
+from ebbtide.units import counted, runs_text
 
 NO_MEMORY = (
     "no memory of a device was recorded; `ebbtide profile` records it (without "
@@ -88,7 +89,26 @@ def no_iterations(trace: Trace) -> str:
             "no phases were recorded, so there are no iterations; `ebbtide profile` "
             "records them"
         )
+    if trace.meta.source == "imported" and not phases & {BACKWARD, UPDATE}:
+        return (
+            "no training iteration is in it: only forwards, as of inference; its steps "
+            "are below"
+        )
     return explain_no_iterations(phases)
+
+
+def out_of_memory_remarks(trace: Trace) -> list[str]:
+    """Return a line on the ranks that ran out of memory; none where no rank did."""
+    failed = [entry for entry in trace.meta.ranks if entry.out_of_memory]
+    if not failed:
+        return []
+    last = failed[0].out_of_memory[-1]
+    device = last.device or failed[0].main_device.device
+    others = f" and {counted(len(failed) - 1, 'more rank')}" if len(failed) > 1 else ""
+    return [
+        f"rank {failed[0].rank}{others} ran out of memory on {device}: `ebbtide memory "
+        "--at oom` explains it"
+    ]
 
 
 def no_link_use(trace: Trace, ranks: Sequence[int], has_samples: bool) -> str:

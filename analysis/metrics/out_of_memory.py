@@ -17,6 +17,7 @@ from ebbtide.analysis.metrics.holders.holders import (
     holders_at,
     holders_of,
 )
+from ebbtide.phases import UPDATE
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import OutOfMemoryRecord
 from ebbtide.units import bytes_text
@@ -213,9 +214,19 @@ def _remedies(
         origin = "all memory of which the holder is not known, activations among it"
     if activations:
         remedies.append(make_remedy(CHECKPOINTING, activations, record, origin))
-        remedies.append(
-            make_remedy(MICRO_BATCH, activations // 2, record, f"half of {origin}")
-        )
+    temporaries = sum(
+        holder.bytes
+        for holder in holders
+        if holder.category == "temporary"
+        and record.phase != UPDATE
+        # Those of an optimizer do not depend on the batch.
+        and "/optim" not in (holder.site or "")
+    )
+    if temporaries:
+        origin = f"{origin} and temporaries" if activations else "all temporaries"
+    if activations + temporaries:
+        freed = (activations + temporaries) // 2
+        remedies.append(make_remedy(MICRO_BATCH, freed, record, f"half of {origin}"))
     if (
         on_gpu
         and record.reserved_bytes is not None

@@ -34,6 +34,7 @@ from ebbtide.analysis.metrics.missing import (
     NO_GPU_STATE,
     no_link,
     on_demand_remarks,
+    out_of_memory_remarks,
     partly_no_link,
 )
 from ebbtide.analysis.metrics.phases import phase_bytes, phase_peaks
@@ -420,7 +421,7 @@ def _memory(trace: Trace, pool: str | None) -> MemorySummary:
 
 def _about(trace: Trace) -> list[str]:
     """Describe the job in a few lines: command, device, model, optimizer."""
-    lines = []
+    lines = out_of_memory_remarks(trace)
     if command := trace.meta.command:
         lines.append(f"command: {command_text(command)}")
     for entry in trace.meta.ranks[:1]:

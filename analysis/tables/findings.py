@@ -1,7 +1,7 @@
 """The text of findings."""
 
 from ebbtide.analysis.findings.finding import Findings
-from ebbtide.analysis.metrics.missing import on_demand_remarks
+from ebbtide.analysis.metrics.missing import on_demand_remarks, out_of_memory_remarks
 from ebbtide.analysis.tables.table import Gain, View
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import counted, ms_text
@@ -31,6 +31,7 @@ def findings_view(
     # Nothing that holds a job back is a result, too.
     yield first if findings.findings else Gain(first)
     yield from on_demand_remarks(trace)
+    yield from out_of_memory_remarks(trace)
     shown = findings.findings if verbose else findings.findings[:_FIRST]
     for number, finding in enumerate(shown, 1):
         has_limit = finding.potential_gain_ms is not None and not finding.is_simulated

@@ -9,6 +9,7 @@ from operator import itemgetter
 
 from ebbtide.analysis.metrics.devices import capacity_name
 from ebbtide.analysis.metrics.gpu_state import GpuFigure
+from ebbtide.analysis.metrics.inference import inference_steps
 from ebbtide.analysis.metrics.missing import no_iterations
 from ebbtide.analysis.metrics.storage_use import StorageUse
 from ebbtide.analysis.metrics.summary import PhaseSummary, Summary, Totals
@@ -119,6 +120,11 @@ def totals_table(trace: Trace, totals: Totals | None, ranks: int) -> Table:
             rows.append(
                 (label + (", all ranks" if is_sum and ranks > 1 else ""), figure)
             )
+    for rank in trace.ranks[:1]:
+        rows += [
+            (f"{step.kind} ({step.runs:,} times), median", ms_text(step.median_ms))
+            for step in inference_steps(trace, rank)
+        ]
     note = (
         free_note(trace)
         if totals is not None and totals.min_free_bytes is not None

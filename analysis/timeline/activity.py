@@ -22,6 +22,7 @@ from ebbtide.profiler.trace import Trace
 # Causes of idle time from the bottom of their lane, with the names of their areas.
 IDLE_CAUSES = {
     "host_busy": "idle: host busy",
+    "launch_call": "idle: launching call",
     "late_launch": "idle: late launch",
     "queue": "idle: queue",
     "unknown": "idle: launch not recorded",

@@ -163,6 +163,7 @@ ACTIVITY_STYLES = {
     "communication": AreaStyle("communication"),
     "copy": AreaStyle("copy"),
     "host_busy": AreaStyle("host-busy"),
+    "launch_call": AreaStyle("host-busy", "rising"),
     "late_launch": AreaStyle("late-launch"),
     "queue": AreaStyle("queue"),
     "unknown": AreaStyle("unknown-cause"),

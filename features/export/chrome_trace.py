@@ -35,6 +35,9 @@ _CATEGORIES = {
     "memset": "gpu_memset",
 }
 COPY = "copy"
+# Tracks of streams; all others are on one of this name.
+_MAX_TRACKS = 1000
+OTHER_STREAMS = "other streams"
 # How long a launch is drawn, for a flow to begin at: a call takes longer, but the trace
 # has no time for its end.
 _LAUNCH_NS = 1000
@@ -118,27 +121,47 @@ def _streams(
         )
     }
     tables[COPY] = copies.drop(columns="launch_ns")
+    keys = _track_keys(tables)
     parts = {
-        category: dict(
-            iter(
-                rows.groupby(
-                    [
-                        rows["device"].astype(str),
-                        rows["stream"].fillna(-1).astype("int64"),
-                    ]
-                )
-            )
-        )
+        category: dict(iter(rows.groupby(keys[category])))
         for category, rows in tables.items()
     }
     for device, stream in sorted({key for groups in parts.values() for key in groups}):
         track = f"{device} stream {'?' if stream < 0 else stream}"
+        track = OTHER_STREAMS if device == OTHER_STREAMS else track
         on_stream = {
             category: groups[device, stream]
             for category, groups in parts.items()
             if (device, stream) in groups
         }
         yield from process.slices(track, on_stream, flow="end")
+
+
+def _track_keys(tables: dict[str, pd.DataFrame]) -> dict[str, list[pd.Series[Any]]]:
+    """Return the device and stream of the track of each row, by category.
+
+    Streams with little work share a track where there are more than people can see.
+    """
+    keys = {
+        category: [
+            rows["device"].astype(str),
+            rows["stream"].fillna(-1).astype("int64"),
+        ]
+        for category, rows in tables.items()
+    }
+    tracks = {
+        category: pd.MultiIndex.from_arrays(own) for category, own in keys.items()
+    }
+    first, *others = tracks.values()
+    counts = first.append(others).value_counts()
+    if len(counts) > _MAX_TRACKS:
+        for category, (device, stream) in keys.items():
+            kept = tracks[category].isin(counts.index[:_MAX_TRACKS])
+            keys[category] = [
+                device.where(kept, OTHER_STREAMS),
+                stream.where(kept, -1),
+            ]
+    return keys
 
 
 def _copies_alone(process: Process, copies: pd.DataFrame) -> Iterator[str]:

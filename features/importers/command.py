@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -97,6 +97,17 @@ def import_(
             show_default="by the words in their names",
         ),
     ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|all",
+            help=(
+                "Run of a log to which several were appended: its number from 1, or "
+                "all of them one after another."
+            ),
+            show_default="the last complete one",
+        ),
+    ] = None,
     jobs: Annotated[int | None, jobs_option("one")] = None,
     scheduler: Scheduler = None,
     force: Force = False,
@@ -140,6 +151,7 @@ def import_(
         align,
         phases,
         jobs or 1,
+        _run(run) if run is not None else None,
         scheduler,
     )
     for line in (*trace.notes, *closing_lines(trace)):
@@ -156,6 +168,14 @@ def _link(text: str) -> tuple[int, int]:
         )
     generation, width = match.groups()
     return int(generation), int(width)
+
+
+def _run(text: str) -> int | Literal["all"]:
+    if text == "all":
+        return "all"
+    if re.fullmatch(r"[1-9]\d{0,8}", text) is None:
+        raise typer.BadParameter(f"{text!r} is no run: write its number, or all")
+    return int(text)
 
 
 def _phase(text: str) -> tuple[str, str]:

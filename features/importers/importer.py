@@ -6,7 +6,7 @@ Each sub-package of `importers` lists its importers in `IMPORTERS`.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 from ebbtide.features.importers.source import Source
 from ebbtide.profiler.trace import TraceBuilder
@@ -62,6 +62,9 @@ class ImportOptions:
     # Meanings of NVTX ranges by their names, where `*` stands for any text: `forward`,
     # `backward`, `update`, `iteration`, or `other` for ranges that are none of these.
     phases: Mapping[str, str] = field(default_factory=dict)
+    # The run of a log that has several: its number from 1, or "all"; None: the last
+    # complete one.
+    run: int | Literal["all"] | None = None
     jobs: int = 1  # Number of processes that may read many files.
     # Address of a Dask cluster that reads several files; None: this machine.
     scheduler: str | None = None

@@ -1,24 +1,32 @@
 """Recognizes the formats of the files of a run, and makes one trace from them."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
 from ebbtide import seams
-from ebbtide.features.importers.importer import Hardware, Importer, ImportOptions
-from ebbtide.features.importers.source import Source, SourceError
+from ebbtide.features.importers.importer import (
+    Hardware,
+    Importer,
+    ImportOptions,
+    Stage,
+)
+from ebbtide.features.importers.other_kinds import other_kind
+from ebbtide.features.importers.source import Source, SourceError, members_of
 from ebbtide.profiler.sampler.pcie import link_peak_bytes_per_s
 from ebbtide.profiler.trace import RankBuilder, Trace, TraceBuilder
 from ebbtide.profiler.trace.merge import refuse_gaps
-from ebbtide.units import bytes_text
+from ebbtide.units import bytes_text, counted
 
 _MAX_NAMES = 4
+# Files of an archive among which the one to import is looked for.
+_MAX_RECOGNIZED = 100
 # Names that torch.profiler's tensorboard_trace_handler gives: host and process, time.
 _STEPS_OF_WORKER = re.compile(r"(.{1,250})\.\d{10,20}\.pt\.trace\.json(?:\.gz)?")
 # The format whose importer reads `ImportOptions.phases`.
@@ -144,6 +152,7 @@ def import_trace(
     align: str | None = None,
     phases: Mapping[str, str] | None = None,
     jobs: int = 1,
+    run: int | Literal["all"] | None = None,
     scheduler: str | None = None,
 ) -> Trace:
     """Write one trace from the files of one run, on one clock.
@@ -151,7 +160,7 @@ def import_trace(
     Folders of files of one format may be given, too. `format` None: each file is
     recognized by its contents; `hardware` replaces figures of the files. `align` moves
     the files so that they begin at the same time: with the first one (`start`), or with
-    the file of this path; None: their times must overlap. `phases`, `jobs`,
+    the file of this path; None: their times must overlap. `phases`, `jobs`, `run`,
     `scheduler`: see `ImportOptions`. Raises SourceError if a file cannot be read,
     TraceError if the output cannot be written.
     """
@@ -164,12 +173,16 @@ def import_trace(
     folder_notes: list[str] = []
     files = expand_folders(paths, recognize, format, folder_notes)
     for path in files:
-        source = Source(path)
+        source = _open(path, format)
         sources[format or recognize(source)].append(source)
     if phases and not sources[_FORMAT_WITH_RANGES]:
         raise SourceError(
             "--phase assigns NVTX ranges: none of the files is of Nsight Systems"
         )
+    if run is not None and not any(
+        sources[name] for name, own in importers.items() if own.stage == Stage.JOB
+    ):
+        raise SourceError("--run chooses a run of a log: none of the files is one")
     builder = TraceBuilder(
         "imported", clock={"name": "unix", "host": None, "wall_offset_ns": 0}
     )
@@ -181,7 +194,12 @@ def import_trace(
     for note in folder_notes:
         builder.note(note)
     options = ImportOptions(
-        hardware or Hardware(), sources, phases or {}, jobs, scheduler
+        hardware or Hardware(),
+        sources,
+        phases or {},
+        run=run,
+        jobs=jobs,
+        scheduler=scheduler,
     )
     undated: list[Source] = []
     times = FileTimes(builder)
@@ -203,7 +221,51 @@ def import_trace(
         )
     _apply_hardware(builder, options.hardware)
     _note_missing_hardware(builder)
+    names = {source.path.name for own in sources.values() for source in own}
+    builder.meta["notes"] = joined_notes(builder.meta["notes"], names)
     return builder.write(output, force)
+
+
+def _open(path: Path, format: str | None) -> Source:
+    """Open a file; of an archive the one file in it that can be imported."""
+    members = [] if path.is_dir() else members_of(path)
+    if len(members) < 2:
+        return Source(path)
+    own = [
+        source
+        for member in members[:_MAX_RECOGNIZED]
+        if (source := _recognized(path, member, format)) is not None
+    ]
+    if len(own) != 1:
+        raise SourceError(
+            f"{path} has {len(own)} files to import among {len(members):,}: unpack it, "
+            "and name those of one run"
+        )
+    return own[0]
+
+
+def _recognized(path: Path, member: str, format: str | None) -> Source | None:
+    try:
+        source = Source(path, member)
+        return source if format in (None, recognize(source)) else None
+    except SourceError:
+        return None
+
+
+def joined_notes(notes: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return each note that begins with the name of a file once, with the number of the
+    files that have it."""
+    groups: dict[str, list[str]] = {}
+    for note in notes:
+        heads = [(mark, *note.split(mark, 1)) for mark in (": ", " ") if mark in note]
+        own = [(f"{mark}{text}", name) for mark, name, text in heads if name in names]
+        text, name = own[0] if own else (note, "")
+        groups.setdefault(text, []).append(name)
+    joined = []
+    for text, files in groups.items():
+        others = f" and {counted(len(files) - 1, 'more file')}" if files[1:] else ""
+        joined.append(f"{files[0]}{others}{text}")
+    return joined
 
 
 def recognize(source: Source) -> str:
@@ -212,6 +274,10 @@ def recognize(source: Source) -> str:
     for name, importer in importers.items():
         if importer.matches(source):
             return name
+    if (kind := other_kind(source)) is not None:
+        raise SourceError(
+            f"{source} is {kind.name}, which has too little for a trace: {kind.remedy}"
+        )
     raise SourceError(
         f"{source} has no format that ebbtide recognizes ({', '.join(importers)}): "
         "pass --format if it has one of these"

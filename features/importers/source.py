@@ -1,26 +1,24 @@
-"""Opens and unpacks the files to import.
-
-Limits guard against files that unpack without end.
-"""
+"""Opens the files to import, packed or not, as bytes or as text."""
 
 from __future__ import annotations
 
-import gzip
 import io
-import zlib
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from ebbtide.errors import UserError
+from ebbtide.features.importers.unpacking import (
+    PlainText,
+    archive_members,
+    open_unpacked,
+)
 
-_GZIP = b"\x1f\x8b"
 _HEAD_BYTES = 1 << 16
-# Real traces shrink by a factor of 10 to 50. A file that shrinks more than this was
-# made to fill a disk.
-_MAX_RATIO = 400
-# The ratio is not checked for files that unpack to less than this.
-_UNCHECKED_BYTES = 64 << 20
+# Bytes of text, and the share of others up to which contents are text.
+_TEXT_BYTES = bytes({*range(32, 256), *b"\t\n\r\f\b\x1b\0"})
+_MAX_OTHER_SHARE = 0.01
 
 _Parsed = TypeVar("_Parsed")
 
@@ -29,14 +27,24 @@ class SourceError(UserError):
     """A file that cannot be imported."""
 
 
-class Source:
-    """A readable file to import, maybe packed with gzip.
+def members_of(path: Path) -> list[str]:
+    """Return the names of the files in an archive; none for any other file."""
+    try:
+        return archive_members(path, lambda reason: SourceError(str(reason)))
+    except (OSError, SourceError):
+        return []  # `Source` says what is wrong with it.
 
-    `head` is its first 64 KiB, unpacked. Raises SourceError if it is not readable.
+
+class Source:
+    """A readable file to import, maybe packed, or a file in an archive.
+
+    `member`: its name in the archive, None for the only one. `head` is its first
+    64 KiB, unpacked. Raises SourceError if it is not readable.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, member: str | None = None) -> None:
         self.path = path
+        self._member = member
         self._parsed: dict[Callable[[Source], Any], Any] = {}
         try:
             if path.is_dir():
@@ -46,9 +54,11 @@ class Source:
                     f"{path} is a pipe or a device: it is read more than once, so "
                     "write it to a file first"
                 )
+            if member is None:
+                self._member = self._only_member()
             with self.open() as file:
                 self.head = file.read(_HEAD_BYTES)
-        except (OSError, EOFError, zlib.error) as error:
+        except OSError as error:
             raise SourceError(self._unreadable(error)) from None
         if not self.head:
             raise SourceError(f"{path} is empty")
@@ -61,17 +71,45 @@ class Source:
         """Bytes on disk, packed if the file is packed."""
         return self.path.stat().st_size
 
-    def open(self) -> IO[bytes]:
+    @property
+    def is_text(self) -> bool:
+        """Whether the contents begin with text, or with a hole."""
+        return len(self.head.translate(None, _TEXT_BYTES)) <= _MAX_OTHER_SHARE * len(
+            self.head
+        )
+
+    @cached_property
+    def head_text(self) -> str:
+        """The first 64 KiB of the text; empty if the file is not text."""
+        if not self.is_text:
+            return ""
+        with self.open_text() as file:
+            return file.read(_HEAD_BYTES).decode("utf-8-sig", "replace")
+
+    def open(self) -> io.BufferedReader:
         """Open the unpacked contents. Reading raises SourceError if they are damaged or
         unpack to too much."""
-        file = open(self.path, "rb")  # noqa: SIM115
-        packed = file.peek(2)[:2] == _GZIP
-        return io.BufferedReader(_Unpacked(self, file), _HEAD_BYTES) if packed else file
+        return open_unpacked(self.path, self._member, self.damaged)
+
+    def open_text(self) -> IO[bytes]:
+        """Open the contents as text in UTF-8, without holes and without the escape
+        sequences of terminals."""
+        return io.BufferedReader(PlainText(self.open()), _HEAD_BYTES)
 
     def text(self) -> io.TextIOWrapper:
         """Open the contents as text. Bytes that are not UTF-8 become replacement
         characters."""
-        return io.TextIOWrapper(self.open(), encoding="utf-8-sig", errors="replace")
+        return io.TextIOWrapper(
+            self.open_text(), encoding="utf-8-sig", errors="replace"
+        )
+
+    def _only_member(self) -> str | None:
+        members = archive_members(self.path, self.damaged)
+        if len(members) > 1:
+            raise SourceError(
+                f"{self.path} has {len(members):,} files: unpack it, and name its files"
+            )
+        return members[0] if members else None
 
     def parsed(self, parse: Callable[[Source], _Parsed]) -> _Parsed:
         """Return `parse(self)`, called only once per file.
@@ -97,38 +135,3 @@ class Source:
             error.strerror if isinstance(error, OSError) and error.strerror else error
         )
         return f"{self.path} cannot be read: {reason}"
-
-
-class _Unpacked(io.RawIOBase):
-    """Contents of a gzip file. Reading raises SourceError if it unpacks to more than a
-    plausible size."""
-
-    def __init__(self, source: Source, file: io.BufferedReader) -> None:
-        self._source = source
-        self._file = file
-        self._gzip = gzip.GzipFile(fileobj=file)
-        self._unpacked_bytes = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        try:
-            chunk = self._gzip.read1(len(buffer))
-        except (OSError, EOFError, zlib.error) as error:
-            raise self._source.damaged(error) from None
-        self._unpacked_bytes += len(chunk)
-        if (
-            self._unpacked_bytes > _UNCHECKED_BYTES
-            and self._unpacked_bytes > _MAX_RATIO * self._file.tell()
-        ):
-            raise self._source.damaged(
-                f"it unpacks to more than {_MAX_RATIO} times its size (gunzip it if "
-                "that is right)"
-            )
-        buffer[: len(chunk)] = chunk
-        return len(chunk)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()

@@ -251,9 +251,7 @@ def _other_machine(machine: Machine, trace: Trace) -> tuple[str | None, float]:
     device = trace.meta.ranks[0].main_device if trace.meta.ranks else None
     if device is not None and device.kind == "cpu":
         return ("a CPU" if capacity else None), 0.0
-    recorded = (
-        device.capacity_bytes if device is not None and device.kind == "cuda" else None
-    )
+    recorded = device.capacity_bytes if device is not None else None
     if not recorded or not capacity:
         return None, 0.0
     if _is_same_capacity(recorded, capacity):

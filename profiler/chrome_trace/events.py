@@ -200,6 +200,9 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     bytes: _Whole = MISSING
     device: _Whole = MISSING
     stream: _Whole = MISSING
+    queue: _Whole = msgspec.field(name="sycl queue", default=MISSING)
+    stream_id: _Whole = msgspec.field(name="Stream Id", default=MISSING)
+    task: Any = msgspec.field(name="Task Type", default=None)
     correlation: _Whole = MISSING
     sequence: _Whole = msgspec.field(name="Sequence number", default=MISSING)
     forward_thread: _Whole = msgspec.field(name="Fwd thread id", default=MISSING)

@@ -5,18 +5,30 @@ They become columns of the trace's tables.
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property, lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 import pandas as pd
 
+from ebbtide.profiler.chrome_trace.device_kinds import (
+    ACTIVITY_CATEGORIES,
+    CALL_CATEGORIES,
+    COPIES,
+    DEFAULT_KIND,
+    KIND_OF_CATEGORY,
+    MEMSETS,
+    SYNC_CATEGORIES,
+    TASKS_KIND,
+    copy_name,
+    is_collective,
+    task_category,
+)
 from ebbtide.profiler.chrome_trace.events import MISSING, Args, Event, IntTable, spans
 from ebbtide.profiler.chrome_trace.host_calls import (
-    CALL_CATEGORIES,
-    SYNC_CATEGORY,
     HostCalls,
     matching,
     with_launches,
@@ -27,28 +39,10 @@ COMMUNICATION = KINDS.index("communication")
 # The number of a copy between host and device, which is a row of the table `transfers`
 # and not of `kernels`.
 TRANSFER = len(KINDS)
-# Each category by its name in torch, and in torch 1.8.
-ACTIVITY_CATEGORIES = frozenset(
-    {
-        "kernel",
-        "gpu_memcpy",
-        "gpu_memset",
-        "mtia_ccp_events",
-        "Kernel",
-        "Memcpy",
-        "Memset",
-    }
-)
 # All categories that are read here.
-DEVICE_CATEGORIES = ACTIVITY_CATEGORIES | CALL_CATEGORIES | {SYNC_CATEGORY}
-_COPIES = frozenset({"gpu_memcpy", "Memcpy"})
-_MEMSETS = frozenset({"gpu_memset", "Memset"})
-# ncclDevKernel_AllReduce_Sum_f32_RING_LL(...),
-# ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(...); RCCL uses both names.
-_COLLECTIVE = re.compile("nccl|rccl", re.IGNORECASE)
-# "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pageable)"
-_TRANSFER_NAME = re.compile(r"Memcpy (HtoD|DtoH)(?: \((\w+) -> (\w+)\))?")
-_HOST_MEMORY = {"Pinned": "pinned", "Pageable": "pageable"}
+DEVICE_CATEGORIES = ACTIVITY_CATEGORIES | CALL_CATEGORIES | SYNC_CATEGORIES
+# The note on work that `without_empty` leaves out.
+NO_TIME = "kernels that took no time are left out: {:,}"
 # Calls between two ranks of a group: the other ranks of the group do not take part.
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 # No copy has this many bytes, and no trace has enough copies that their sum overflows.
@@ -58,51 +52,52 @@ _MAX_BYTES = 1 << 44
 @lru_cache(maxsize=1 << 14)
 def kind_of(category: str, name: str) -> int:
     """Return the position of an activity's kind in KINDS, or TRANSFER."""
-    if category in _COPIES:
-        return TRANSFER if _TRANSFER_NAME.match(name) else KINDS.index("copy")
-    if category in _MEMSETS:
+    if category in COPIES:
+        copy = copy_name(name)
+        return TRANSFER if copy and copy.direction else KINDS.index("copy")
+    if category in MEMSETS:
         return KINDS.index("memset")
-    return COMMUNICATION if _COLLECTIVE.search(name) else KINDS.index("compute")
+    return COMMUNICATION if is_collective(name) else KINDS.index("compute")
 
 
-def _transfer_kind(name: str) -> tuple[str, str | None]:
-    """Return the direction and host memory of a copy whose `kind_of` is TRANSFER.
-
-    The host memory is None where the name does not say.
-    """
-    kind, source, target = _TRANSFER_NAME.match(name).groups()  # type: ignore[union-attr]
-    return (
-        ("h2d", _HOST_MEMORY.get(source))
-        if kind == "HtoD"
-        else ("d2h", _HOST_MEMORY.get(target))
-    )
+def without_empty(work: pd.DataFrame) -> tuple[pd.DataFrame, int]:
+    """Return work without kernels and memsets that take no time, and their number.
+    Copies stay, for their bytes."""
+    empty = (work["end"] <= work["start"]) & (work["kind"] != TRANSFER)
+    return work[~empty].reset_index(drop=True), int(empty.sum())
 
 
 def kernel_columns(
-    work: pd.DataFrame, names: list[str], base_ns: int
+    work: pd.DataFrame, names: list[str], base_ns: int, device: str = DEFAULT_KIND
 ) -> dict[str, Any]:
     """Return the columns of the table `kernels`, without groups. `work` has start, end
     and launched (ns, to which `base_ns` is added), device, stream, kind (a position in
-    KINDS, or TRANSFER), and name (in `names`). MISSING: not recorded."""
+    KINDS, or TRANSFER), and name (in `names`). MISSING: not recorded. `device`: the
+    kind of the devices."""
     rows = work[work["kind"] != TRANSFER]
     return {
         **_times(rows, base_ns),
-        "device": labels(rows["device"].clip(lower=0), "cuda:{}".format),
+        "device": labels(rows["device"].clip(lower=0), f"{device}:{{}}".format),
         "kind": pd.Categorical.from_codes(rows["kind"], [*KINDS]),
         "name": labels(rows["name"], names.__getitem__),
     }
 
 
 def transfer_columns(
-    work: pd.DataFrame, names: list[str], base_ns: int
+    work: pd.DataFrame, names: list[str], base_ns: int, device: str = DEFAULT_KIND
 ) -> dict[str, Any]:
     """Return the columns of the table `transfers`. Arguments as for `kernel_columns`;
     `work` also has bytes."""
     rows = work[work["kind"] == TRANSFER]
-    kinds = {number: _transfer_kind(names[number]) for number in rows["name"].unique()}
+    copies = {number: copy_name(names[number]) for number in rows["name"].unique()}
+    kinds = {
+        number: (copy.direction, copy.host_memory)
+        for number, copy in copies.items()
+        if copy is not None
+    }
     return {
         **_times(rows, base_ns),
-        "device": "cuda:" + rows["device"].clip(lower=0).astype(str).array,
+        "device": f"{device}:" + rows["device"].clip(lower=0).astype(str).array,
         "direction": [kinds[name][0] for name in rows["name"]],
         "bytes": rows["bytes"].astype("Int64").mask(rows["bytes"] == MISSING).array,
         "host_memory": [kinds[name][1] for name in rows["name"]],
@@ -170,6 +165,28 @@ class GpuActivities:
         self._calls = HostCalls()
         self._sizes = IntTable("correlation", "bytes")
         self.duplicates = 0
+        self._kinds: Counter[str] = Counter()
+        # Copies whose names do not tell their direction, and tasks that are left out.
+        self.unclear_copies, self.waits = 0, 0
+        self.empty = 0  # Kernels that took no time, known once `work` was read.
+
+    @property
+    def device_kind(self) -> str | None:
+        """The kind of the devices by the events; None where none tells."""
+        most = self._kinds.most_common(1)
+        return most[0][0] if most else None
+
+    def add_tasks(self, events: list[Event]) -> None:
+        """Add tasks of Ascend, whose events have a type of task and no category."""
+        tasks = []
+        for event in events:
+            category = task_category(event.args.task)
+            self.waits += category is None
+            if category is not None:
+                tasks.append(msgspec.structs.replace(event, cat=category))
+        self._kinds[TASKS_KIND] += len(events)
+        if tasks:
+            self._add_activities(tasks)
 
     def add(self, events: list[Event]) -> None:
         """Add the events of DEVICE_CATEGORIES among events that have times."""
@@ -179,6 +196,7 @@ class GpuActivities:
             self._add_activities(activities)
         if calls := [event for event in events if event.cat in CALL_CATEGORIES]:
             self._calls.add(calls)
+            self._kinds[KIND_OF_CATEGORY[calls[0].cat]] += len(calls)
             # Some ROCm versions state the sizes of copies only there.
             sizes = [
                 (event.args.correlation, event.args.bytes)
@@ -186,7 +204,7 @@ class GpuActivities:
                 if event.args.bytes != MISSING
             ]
             self._sizes.add(*np.array(sizes, np.int64).reshape(-1, 2).T)
-        if waits := [event for event in events if event.cat == SYNC_CATEGORY]:
+        if waits := [event for event in events if event.cat in SYNC_CATEGORIES]:
             self._calls.add_waits(waits)
 
     def _add_activities(self, events: list[Event]) -> None:
@@ -195,6 +213,8 @@ class GpuActivities:
         for event in events:
             args, kind = event.args, kind_of(event.cat, event.name)
             name = names.setdefault(event.name, len(names))
+            if event.cat in COPIES and copy_name(event.name) is None:
+                self.unclear_copies += 1
             group = MISSING
             if kind == COMMUNICATION:
                 group = self._groups.setdefault(
@@ -204,7 +224,7 @@ class GpuActivities:
                 (
                     args.correlation,
                     args.device,
-                    args.stream,
+                    max(args.stream, args.queue, args.stream_id),
                     kind,
                     name,
                     args.bytes,
@@ -227,7 +247,8 @@ class GpuActivities:
         repeated = work.duplicated()
         self.duplicates = int(repeated.sum())
         if self.duplicates:
-            work = work[~repeated].reset_index(drop=True)
+            work = work[~repeated]
+        work, self.empty = without_empty(work)
         return with_launches(work, self._calls.table())
 
     def busiest(self) -> list[int]:
@@ -251,7 +272,8 @@ class GpuActivities:
         (stated,), recorded = matching(self._sizes.table(), copies["correlation"])
         sizes = copies["bytes"].mask((copies["bytes"] == MISSING) & recorded, stated)
         copies = copies.assign(bytes=sizes.where(sizes.between(0, _MAX_BYTES), MISSING))
-        return transfer_columns(copies, [*self._names], base_ns)
+        kind = self.device_kind or DEFAULT_KIND
+        return transfer_columns(copies, [*self._names], base_ns, kind)
 
     def kernels(self, base_ns: int) -> dict[str, Any]:
         """Return the columns of the table `kernels`.
@@ -260,7 +282,8 @@ class GpuActivities:
         """
         groups = [group for group in self._groups if group is not None]
         codes = self.work.loc[self.work["kind"] != TRANSFER, "group"]
-        columns = kernel_columns(self.work, [*self._names], base_ns)
+        kind = self.device_kind or DEFAULT_KIND
+        columns = kernel_columns(self.work, [*self._names], base_ns, kind)
         return {**columns, "group": pd.Categorical.from_codes(codes, groups)}
 
     def calls(self, base_ns: int) -> dict[str, Any]:

@@ -18,10 +18,6 @@ from ebbtide.profiler.chrome_trace.events import (
     spans,
 )
 
-# Calls of the runtime or driver.
-CALL_CATEGORIES = frozenset({"cuda_runtime", "cuda_driver", "mtia_runtime", "Runtime"})
-# What a wait is for, where torch's profiler was asked for it (enable_cuda_sync_events).
-SYNC_CATEGORY = "cuda_sync"
 # Calls beside launches that the trace keeps: they wait for the device, or take the host
 # long.
 KEPT_CALLS = re.compile(
@@ -54,7 +50,7 @@ class HostCalls:
         self._calls.add(correlations, *spans(events), threads, names)
 
     def add_waits(self, events: list[Event]) -> None:
-        """Add events of SYNC_CATEGORY."""
+        """Add events of SYNC_CATEGORIES."""
         rows = []
         for event in events:
             args = event.args

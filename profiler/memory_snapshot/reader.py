@@ -92,13 +92,29 @@ class Events:
         if self.span_us[0] < 0:
             raise SnapshotError("some of its events have no times")
         self.release = (
-            "free_requested"
-            if self._counts[:, ACTIONS["free_requested"]].any()
-            else "free_completed"
+            "free_completed" if self._releases_complete() else "free_requested"
         )
 
     def __len__(self) -> int:
         return int(self._counts.sum())
+
+    def count(self, action: str) -> int:
+        """Return the number of events of an action."""
+        return int(self._counts[:, ACTIONS[action]].sum())
+
+    def _releases_complete(self) -> bool:
+        """Return whether the recording has completed releases alone.
+
+        A completed release of a block that was allocated before the recording may have
+        been requested before it, too.
+        """
+        if self.count("free_requested") or not self.count("free_completed"):
+            return False
+        allocated, released = (
+            np.concatenate([np.empty(0, np.int64), *(b["address"] for b in blocks)])
+            for blocks in (self.blocks("alloc"), self.blocks("free_completed"))
+        )
+        return bool(np.isin(released, allocated).any())
 
     def blocks(self, *actions: str) -> Iterator[npt.NDArray[Any]]:
         """Yield the events of some actions, block by block."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,8 @@ from ebbtide.profiler.trace.files import new_trace, open_trace, write_meta, writ
 from ebbtide.profiler.trace.metadata import parse_meta
 from ebbtide.profiler.trace.schema import SORT, TABLES, TraceColumn, arrow_schema
 from ebbtide.profiler.trace.trace import Trace
+from ebbtide.profiler.trace.untrusted import flaws
+from ebbtide.units import counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,6 +37,7 @@ class RankBuilder:
         self.meta = meta
         self._rows: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
         self._columns: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
+        self._typical: int | None = None
 
     def add(self, table: str, **row: Any) -> RankBuilder:
         """Add a row and return the builder. Only nullable columns may be left out."""
@@ -79,6 +83,38 @@ class RankBuilder:
         for bounds in zip(*cuts, strict=True):
             pieces = zip(parts, bounds, strict=True)
             yield arrow_rows(table, [_cut(part, *ends) for part, ends in pieces])
+
+    def sound_tables_of(
+        self, table: str, left_out: Mapping[str, list[str]]
+    ) -> Iterator[pa.Table]:
+        """Yield `tables_of` without the rows that readers would refuse. The reason for
+        each is added to `left_out`, by table."""
+        for rows in self.tables_of(table):
+
+            def numbers(name: str, rows: pa.Table = rows) -> tuple[Any, Any]:
+                column = rows.column(name)
+                values = column.fill_null(0).to_numpy()
+                return values.astype(np.int64), column.is_valid().to_numpy()
+
+            refused = np.zeros(len(rows), bool)
+            for reason, refused_rows in flaws(table, numbers, self._typical_ns):
+                new = refused_rows & ~refused
+                left_out[table].extend([reason] * int(new.sum()))
+                refused |= refused_rows
+            yield rows.filter(pa.array(~refused)) if refused.any() else rows
+
+    @property
+    def _typical_ns(self) -> int:
+        """The median of all times."""
+        if self._typical is None:
+            times = [
+                np.asarray(part[SORT[table]], np.int64).ravel()
+                for table in TABLES
+                for part in (*self._columns[table], *self._rows[table])
+            ]
+            every = np.concatenate([np.empty(0, np.int64), *times])
+            self._typical = int(np.median(every)) if len(every) else 0
+        return self._typical
 
     def phase(
         self,
@@ -269,10 +305,15 @@ class TraceBuilder:
         cannot be written, and for metadata that does not fit the format."""
         path, meta = Path(path), self._raw_meta()
         parse_meta(meta, path)
+        left_out: defaultdict[str, list[str]] = defaultdict(list)
         with new_trace(path, force):
             for rank, builder in self._ranks.items():
                 for table in TABLES:
-                    write_table(path, rank, table, builder.tables_of(table))
+                    rows = builder.sound_tables_of(table, left_out)
+                    write_table(path, rank, table, rows)
+            for table, reasons in left_out.items():
+                count = counted(len(reasons), "row")
+                self.note(f"{count} of {table} left out: {reasons[0]}")
             write_meta(path, meta)
         return open_trace(path)
 

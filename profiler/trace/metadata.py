@@ -267,6 +267,7 @@ class RankInfo(_Section, frozen=True, kw_only=True):
     transfers_spans_ns: tuple[tuple[TimeNs, TimeNs], ...] = ()
     detailed_slices: tuple[DetailedSlice, ...] = ()
     first_iteration_start_ns: TimeNs | None = None
+    gaps_recorded: bool = True
     started_ns: TimeNs | None = None
     stopped: str | None = None
     argv: tuple[str, ...] = ()

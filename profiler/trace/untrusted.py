@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from ebbtide import seams
@@ -154,24 +156,69 @@ def check_size(metadata: Any, file_bytes: int) -> None:
         )
 
 
+# Returns the numbers of an integer column, and which of them are recorded.
+Numbers = Callable[[str], "tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]"]
+
+
 def check_values(table: str, columns: Columns) -> None:
-    """Check the ranges of the integers of a table. Raises ValueError for a value that
-    no recording has.
+    """Check the integers of a table. Raises ValueError for a value that no recording
+    has.
 
     Sampled rates may be impossible: drivers report such values, and analyses leave them
     out."""
-    for column in TABLES[table] if len(columns) else ():
-        if pa.types.is_integer(column.type) and column.name not in _ANY_NUMBER:
-            numbers = columns.ints(column.name)[columns.recorded(column.name)]
-            if len(numbers):
-                _check_range(column.name, int(numbers.min()), int(numbers.max()))
+    if len(columns):
+        for reason, _ in flaws(
+            table, lambda name: (columns.ints(name), columns.recorded(name))
+        ):
+            raise ValueError(reason)
 
 
-def _check_range(name: str, least: int, most: int) -> None:
+def flaws(
+    table: str, numbers: Numbers, typical_ns: int | None = None
+) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
+    """Yield each reason to refuse rows of a table, and which rows it is about.
+
+    Readers refuse the whole trace, and imports leave these rows out. `typical_ns`: a
+    time near all others; None: the median of each column.
+    """
+    names = [
+        column.name for column in TABLES[table] if pa.types.is_integer(column.type)
+    ]
+    for name in names:
+        if name not in _ANY_NUMBER:
+            values, recorded = numbers(name)
+            own = values[recorded]
+            least, most = (int(own.min()), int(own.max())) if len(own) else (0, 0)
+            typical = typical_ns
+            if typical is None and most - least > _MAX_SPAN_NS:
+                typical = int(np.median(own))
+            low, high = _limits(name, least if typical is None else typical)
+            if len(own) and (least < low or most > high):
+                outside = recorded & ((values < low) | (values > high))
+                yield _reason(name, least, most), outside
+    if "end_ns" in names:
+        (starts, _), (ends, ended) = numbers("start_ns"), numbers("end_ns")
+        if (reversed_rows := ended & (ends < starts)).any():
+            yield "something ends before it starts", reversed_rows
+    if table == "iteration_marks":
+        marked, _ = numbers("iteration")
+        before = np.maximum.accumulate(np.append(-1, marked))[:-1]
+        if (late := marked <= before).any():
+            yield "its iterations do not ascend", late
+
+
+def _limits(name: str, typical_ns: int) -> tuple[int, int]:
+    """Return the least and the largest value of a column."""
+    if name == "window_ns":
+        return 0, _MAX_SPAN_NS
     if name.endswith("_ns"):
-        if least < -_MAX_TIME_NS or most > _MAX_TIME_NS or most - least > _MAX_SPAN_NS:
-            raise ValueError(f"its times {name} span {(most - least) / 1e9:,.0f} s")
-    elif least < (-1 if name == "parent" else 0) or most > (
-        _MAX_BYTES if name == "bytes" else _MAX_NUMBER
-    ):
-        raise ValueError(f"its column {name} has values from {least:,} to {most:,}")
+        earliest, latest = typical_ns - _MAX_SPAN_NS, typical_ns + _MAX_SPAN_NS
+        return max(earliest, -_MAX_TIME_NS), min(latest, _MAX_TIME_NS)
+    least = -1 if name == "parent" else 0
+    return least, _MAX_BYTES if name == "bytes" else _MAX_NUMBER
+
+
+def _reason(name: str, least: int, most: int) -> str:
+    if name.endswith("_ns"):
+        return f"its times {name} span {(most - least) / 1e9:,.0f} s"
+    return f"its column {name} has values from {least:,} to {most:,}"

@@ -111,6 +111,7 @@ _MIN_SHARE = 0.1
 # The causes that this rule reports; `launch_bound` reports late launches.
 _CAUSES = {
     "host_busy": "the host launched nothing for over 0.1 ms",
+    "launch_call": "the call that launched the next work took over 0.1 ms itself",
     "queue": "the next work was launched, but had not begun",
     "unknown": "the launch of the next work was not recorded",
 }
@@ -119,6 +120,11 @@ _ADVICE = {
         "find out what the host does then: loading data, logging, the optimizer on the "
         "CPU, or calls that "
         "wait for the GPU, such as loss.item()"
+    ),
+    "launch_call": (
+        "find out why launching calls take long: modules that are loaded at their "
+        "first use (CUDA_MODULE_LOADING=EAGER loads them at the start), a full queue, "
+        "or page faults of the host"
     ),
     "queue": (
         "look for dependencies between streams, and for other processes on the GPU"

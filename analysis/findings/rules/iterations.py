@@ -30,7 +30,15 @@ def phases(metrics: JobMetrics) -> Unknown | None:
 # Causes of time without compute that lie with the host, or with its copies.
 _WAITING = [
     f"cause_{cause}"
-    for cause in ("copy", "memset", "late_launch", "host_busy", "queue", "unknown")
+    for cause in (
+        "copy",
+        "memset",
+        "late_launch",
+        "host_busy",
+        "launch_call",
+        "queue",
+        "unknown",
+    )
 ]
 # Every job does something between the phases. More than this share of the iteration is
 # much.

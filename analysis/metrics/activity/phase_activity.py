@@ -42,6 +42,7 @@ CAUSE_TEXTS = {
     "memset": "memory is being set",
     "late_launch": "idle: next work launched up to 0.1 ms late",
     "host_busy": "idle: host launched nothing for over 0.1 ms",
+    "launch_call": "idle: host inside a launching call for over 0.1 ms",
     "queue": "idle: next work launched, but not begun",
     "unknown": "idle: launch not recorded",
 }
@@ -58,9 +59,10 @@ def time_without_compute(trace: Trace, rank: int) -> dict[str, Union]:
 
     It is the first that applies of `communication`, `copy` and `memset` (these run) and
     the causes of an idle device. `late_launch`, `host_busy`: the host launched the next
-    work after the gap began, at most or more than 0.1 ms later. `queue`: it had
-    launched it before, or the work needed more than 0.1 ms from its launch to its
-    start, and most of the gap. `unknown`: the launch was not recorded.
+    work after the gap began, at most or more than 0.1 ms later. `launch_call`: the call
+    that launched it runs, and takes more than 0.1 ms. `queue`: the host had launched it
+    before, or the work needed more than 0.1 ms from its launch to its start, and most
+    of the gap. `unknown`: the launch was not recorded.
 
     Returns disjoint intervals for each of CAUSES within `BusyTime.recorded`; none where
     kernels were not recorded."""
@@ -82,6 +84,12 @@ def time_without_compute(trace: Trace, rank: int) -> dict[str, Union]:
     launched = np.where(recorded, np.append(launches[order][first], 0)[position], 0)
     delay, latency = launched - starts, ends - launched
     queued = (delay <= 0) | ((latency > _MAX_LAUNCH_GAP_NS) & (latency > delay))
+    # The part of a gap in which a long call launches the work that ends it.
+    returned = _call_ends(trace, rank, launched)
+    is_long = recorded & (returned - launched > _MAX_LAUNCH_GAP_NS)
+    called = np.where(is_long, np.clip(launched, starts, ends), ends)
+    returned = np.where(is_long, np.clip(returned, called, ends), ends)
+    queued &= ~is_long
     masks = {
         "late_launch": recorded & ~queued & (delay <= _MAX_LAUNCH_GAP_NS),
         "host_busy": recorded & ~queued & (delay > _MAX_LAUNCH_GAP_NS),
@@ -89,7 +97,24 @@ def time_without_compute(trace: Trace, rank: int) -> dict[str, Union]:
         "unknown": ~recorded,
     }
     causes = {"communication": communication, "copy": copy, "memset": memset}
-    return causes | {cause: (starts[mask], ends[mask]) for cause, mask in masks.items()}
+    for cause, mask in masks.items():
+        own = mask & (called > starts)
+        causes[cause] = starts[own], called[own]
+    causes["launch_call"] = called[is_long], returned[is_long]
+    waiting = returned < ends
+    causes["queue"] = merged(causes["queue"], (returned[waiting], ends[waiting]))
+    return {cause: causes[cause] for cause in CAUSES}
+
+
+def _call_ends(trace: Trace, rank: int, launched: Ints) -> Ints:
+    """Return when the call that began at each time returned, ns; the time itself where
+    no call was recorded."""
+    calls = trace.columns(rank, "calls")
+    order = np.lexsort((-calls.ints("end_ns"), calls.ints("start_ns")))
+    begins, first = np.unique(calls.ints("start_ns")[order], return_index=True)
+    position, present = positions(begins, launched)
+    ends = np.append(calls.ints("end_ns")[order][first], 0)[position]
+    return np.where(present, ends, launched)
 
 
 # Milliseconds that are measured of each phase: those in which work of a kind or nothing

@@ -134,7 +134,13 @@ class TimerReader:
         self._marked_ns: dict[MarkedPhase, int] = {}
         self._boundary: PhaseBoundary | None = None
 
-    def feed(self, line: LogLine) -> None:
+    @property
+    def count(self) -> int:
+        """Number of steps and of further micro-steps so far."""
+        return len(self.steps) + len(self._micro_steps)
+
+    def feed(self, line: LogLine, of_rank: bool = True) -> None:
+        """Read a line. `of_rank`: whether it is of the rank whose memory is read."""
         if "time (ms)" in line.text:
             previous, *segments = line.text.split("time (ms)")
             for segment in segments:
@@ -143,6 +149,8 @@ class TimerReader:
                 if rank is None or int(rank.group(1)) == 0:
                     self._add_timers(_read_timers(segment), line.t_ns)
                 previous = segment
+        elif not of_rank:
+            return
         elif "Engine " in line.text and (mark := _MARK.search(line.text)):
             self._boundary = self._boundary_at(
                 _MARKED_PHASES[mark.group(2)], mark.group(1) == "before"

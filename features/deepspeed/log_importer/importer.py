@@ -19,16 +19,22 @@ from ebbtide.features.deepspeed.log_importer.durations import (
     TimerReader,
 )
 from ebbtide.features.importers.importer import ImportOptions, Recognition, Stage
+from ebbtide.features.importers.logs.runs import (
+    OneRank,
+    RunChoice,
+    RunReader,
+    chosen_run,
+    read_runs,
+)
 from ebbtide.features.importers.logs.settings import (
     JobSettings,
-    SettingsReader,
     add_peaks,
     add_ranks,
     monitored_ranks,
 )
 from ebbtide.features.importers.logs.text_log import (
+    LogLine,
     clock_offset_ns,
-    feed_lines,
     first_log_lines,
     only_log,
 )
@@ -40,6 +46,8 @@ from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 _SIGNATURES = re.compile(
     r"time \(ms\) \||\bMax_MA \d|see_memory_usage|[Dd]eep[Ss]peed|DEEPSPEED"
 )
+# The number of a step in the lines that DeepSpeed prints every `steps_per_print`.
+_STEP = re.compile(r"\b(?:global_step=|step=(?=\d{1,12}, skipped=))(\d{1,12})\b")
 # Longer than any job: timers that add up to more are damaged.
 _MAX_NS = 1 << 60
 
@@ -58,15 +66,58 @@ class DeepSpeedLogImporter:
         self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions
     ) -> list[Source]:
         source = only_log(sources, "DeepSpeed")
-        dated = read_log(source, builder, options.sources.get(MONITOR_FORMAT, ()))
+        monitors = options.sources.get(MONITOR_FORMAT, ())
+        dated = read_log(source, builder, monitors, options.run)
         return [] if dated else [source]
 
 
-def read_log(source: Source, builder: TraceBuilder, monitors: Sequence[Source]) -> bool:
-    """Add a log to a trace; return whether it has times of day. The ranks that
+class DeepSpeedRun(RunReader):
+    """Reads one run of a log of DeepSpeed."""
+
+    def __init__(self, settings: JobSettings | None = None) -> None:
+        super().__init__(settings)
+        self.timers = TimerReader()
+        self._ranks = OneRank()
+        self._first_step: int | None = None
+        self._last_step = -1
+
+    def feed(self, line: LogLine) -> None:
+        super().feed(line)
+        self.timers.feed(line, of_rank=self._ranks.has(line))
+        if (step := _step_in(line.text)) is not None:
+            self._last_step = step
+            self._first_step = step if self._first_step is None else self._first_step
+
+    @property
+    def iterations(self) -> int:
+        return self.timers.count
+
+    def restarts(self, line: LogLine) -> bool:
+        # Several engines of a job may count their steps in turn: those that a run has
+        # had in between are no restart.
+        step = _step_in(line.text)
+        return (
+            step is not None
+            and step < self._last_step
+            and step <= (self._first_step or 0)
+        )
+
+
+def _step_in(text: str) -> int | None:
+    match = _STEP.search(text) if "step=" in text else None
+    return int(match.group(1)) if match else None
+
+
+def read_log(
+    source: Source,
+    builder: TraceBuilder,
+    monitors: Sequence[Source],
+    choice: RunChoice = None,
+) -> bool:
+    """Add a run of a log to a trace; return whether it has times of day. The ranks that
     `monitors` cover get its phases."""
-    timers, reader = TimerReader(), SettingsReader()
-    zone, settings = feed_lines(source, timers.feed, reader.feed), reader.settings
+    run = chosen_run(source, read_runs(source, DeepSpeedRun, choice), choice, builder)
+    timers, zone, settings = run.timers, run.zone, run.settings
     whole_steps = bool(timers.steps)
     timers.finish(settings.accumulation())
     if timers.steps and not whole_steps:
@@ -84,6 +135,8 @@ def read_log(source: Source, builder: TraceBuilder, monitors: Sequence[Source]) 
     phase_ranks = sorted({0, *monitored_ranks(ranks, monitors)})
     for rank in phase_ranks:
         add_phases(ranks[rank], phases, timers.steps, offset_ns)
+        if not timed:
+            ranks[rank].meta["gaps_recorded"] = False
     if len(ranks) > 1 and phases:
         others = (
             ": the other ranks, which wait for it, get the same phases"

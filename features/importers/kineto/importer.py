@@ -3,13 +3,13 @@
 They have phases, memory, copies and kernels of one rank per file.
 """
 
-import io
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import msgspec
 import numpy as np
 import pandas as pd
 from msgspec import UNSET
@@ -18,15 +18,24 @@ from ebbtide.features.importers.importer import ImportOptions, Recognition, Stag
 from ebbtide.features.importers.kineto.phases import (
     ANNOTATION,
     CALLS,
+    NO_LAUNCHES,
     OPS,
     DeviceTimes,
     Marks,
     find_phases,
+    no_launches,
 )
 from ebbtide.features.importers.source import Source, SourceError
+from ebbtide.profiler.chrome_trace.device_kinds import (
+    DEFAULT_KIND,
+    KIND_OF_TYPE,
+    TASKS_KIND,
+    UNREAD_CATEGORIES,
+)
 from ebbtide.profiler.chrome_trace.events import MISSING, Event, IntTable, spans
 from ebbtide.profiler.chrome_trace.gpu_activities import (
     DEVICE_CATEGORIES,
+    NO_TIME,
     GpuActivities,
 )
 from ebbtide.profiler.chrome_trace.host_calls import call_columns
@@ -49,20 +58,12 @@ _MIN_FILES_FOR_PROCESSES = 32
 MEMORY_CATEGORIES = frozenset({"cpu_instant_event", ""})
 _NAME = "[memory]"
 # Categories of torch.profiler's events, those that are not read included.
-_CATEGORIES = (
-    OPS | {CALLS, "Trace", "overhead", "gpu_user_annotation"} | DEVICE_CATEGORIES
-)
-# c10::DeviceType of the CPU, and of accelerators with torch's names. HIP (ROCm) devices
-# are `cuda` in torch.
-_CPU = 0
-_ACCELERATORS = {
-    1: "cuda",
-    6: "cuda",
-    12: "xpu",
-    13: "mps",
-    19: "mtia",
-    20: "privateuseone",
-}
+_READ_CATEGORIES = OPS | {CALLS} | DEVICE_CATEGORIES | MEMORY_CATEGORIES
+_CATEGORIES = (_READ_CATEGORIES | UNREAD_CATEGORIES) - MEMORY_CATEGORIES
+# Events of torch.autograd.profiler have no categories; their process tells.
+_LEGACY_CATEGORIES = {"CPU functions": "cpu_op", "CUDA functions": "kernel"}
+_CPU = 0  # c10::DeviceType
+_SHOWN_CATEGORIES = 3
 
 
 class KinetoImporter:
@@ -176,9 +177,10 @@ class _Contents:
         self.marks, self.ranges = Marks(), HostRanges()
         self.device, self.memory = GpuActivities(), AllocatorMemory()
         self.pid: int | None = None
+        self.unread: Counter[str] = Counter()
         self._is_torch = False
         with source.open() as file:
-            self.trace = ChromeTrace(cast(io.BufferedReader, file))
+            self.trace = ChromeTrace(file)
             try:
                 for batch in self.trace.batches():
                     self._add(batch)
@@ -196,7 +198,8 @@ class _Contents:
         by_category: defaultdict[str, list[Event]] = defaultdict(list)
         for event in batch:
             if event.ts is not UNSET:
-                by_category[event.cat].append(event)
+                own = event if event.cat else _with_category(event)
+                by_category[own.cat].append(own)
         for category, events in by_category.items():
             self._is_torch |= category in _CATEGORIES or any(
                 event.name == _NAME for event in events
@@ -210,7 +213,27 @@ class _Contents:
             elif category in DEVICE_CATEGORIES:
                 self.device.add(events)
             elif category in MEMORY_CATEGORIES:
+                tasks = [event for event in events if event.args.task is not None]
+                if tasks:
+                    self.device.add_tasks(tasks)
                 self.memory.add(events)
+            elif category not in UNREAD_CATEGORIES:
+                self.unread[category] += len(events)
+
+    @property
+    def device_kind(self) -> str:
+        """The kind of the devices that ran anything, else that had most memory."""
+        return self.device.device_kind or self.memory.device_kind or DEFAULT_KIND
+
+
+def _with_category(event: Event) -> Event:
+    """Return an event without a category with the one that its process tells."""
+    category = _LEGACY_CATEGORIES.get(str(event.pid))
+    if category is None:
+        return event
+    device = event.tid if _is_count(event.tid) and category != "cpu_op" else MISSING
+    args = msgspec.structs.replace(event.args, device=device)
+    return msgspec.structs.replace(event, cat=category, args=args)
 
 
 def _rank_entry(
@@ -274,6 +297,8 @@ def _add_phases(entry: RankBuilder, contents: _Contents, notes: list[str]) -> No
         notes.append("its phases are left out: another file has phases of this rank")
         return
     marked.add_to(entry, times, step_ends, contents.trace.base_ns)
+    if no_launches(contents.device.work) and len(marked.phases):
+        notes.append(NO_LAUNCHES)
 
 
 def _add_memory(entry: RankBuilder, contents: _Contents, notes: list[str]) -> list[str]:
@@ -296,7 +321,8 @@ def _add_devices(
     it alone did. Without any sign of a device nothing is known of where the job ran:
     activities are recorded on request.
     """
-    used = [f"cuda:{number}" for number in contents.device.busiest()]
+    kind = contents.device_kind
+    used = [f"{kind}:{number}" for number in contents.device.busiest()]
     used += [
         device
         for device in allocating
@@ -310,7 +336,7 @@ def _add_devices(
         if isinstance(properties, list)
         else []
     )
-    cards = {f"cuda:{card.get('id')}": card for card in properties}
+    cards = {f"{kind}:{card.get('id')}": card for card in properties}
     own = [_device_entry(name, cards.get(name, {})) for name in used]
     others = [
         device for device in entry.meta["devices"] if device["device"] not in used
@@ -346,17 +372,31 @@ def _add_device_activity(
             "copies are at its end, which is cut off: how much was copied is not known"
         )
         return
+    if device.empty:
+        notes.append(NO_TIME.format(device.empty))
+    if contents.unread:
+        most = contents.unread.most_common(_SHOWN_CATEGORIES)
+        named = ", ".join(f"{category} ({count:,})" for category, count in most)
+        notes.append(f"events of categories that are not known are left out: {named}")
+    if device.waits:
+        notes.append(f"tasks that only wait or signal are left out: {device.waits:,}")
     if device.work.empty:
         notes.append(
             "it has no GPU events, so no copies (ProfilerActivity.CUDA records them)"
         )
         return
-    entry.meta["transfers_recorded"] = True
+    clear = not device.unclear_copies and contents.device_kind != TASKS_KIND
+    entry.meta["transfers_recorded"] = clear
+    if not clear:
+        notes.append(
+            "h2d and d2h are not known: names of copies do not tell their direction "
+            f"({device.unclear_copies:,})"
+        )
     ranges = contents.ranges
     launched_by = operators(device.work, ranges.rows(), ranges.names)
     entry.extend("kernels", **device.kernels(base_ns), operator=launched_by)
     entry.extend("calls", **device.calls(base_ns))
-    if not len(copies["start_ns"]):
+    if clear and not len(copies["start_ns"]):
         notes.append("it has no copy between host and device")
 
 
@@ -399,6 +439,12 @@ class AllocatorMemory:
             ]
             self._rows.add(spans(events)[0], *np.array(rows, np.int64).T)
 
+    @property
+    def device_kind(self) -> str | None:
+        """The kind of the accelerators with most events; None for none."""
+        kinds = self._rows.table()["type"].map(KIND_OF_TYPE).value_counts()
+        return str(kinds.index[0]) if len(kinds) else None
+
     def changes(self) -> pd.DataFrame:
         """Return t_ns, device, pool and bytes of each change of a pool.
 
@@ -407,10 +453,10 @@ class AllocatorMemory:
         rows = self._rows.table().sort_values("t_ns", kind="stable")
         if rows.empty:
             return pd.DataFrame(columns=["t_ns", "device", "pool", "bytes"])
-        accelerated = rows[rows["type"].isin(list(_ACCELERATORS))]
+        accelerated = rows[rows["type"].isin(list(KIND_OF_TYPE))]
         if len(accelerated):
             names = (
-                accelerated["type"].map(_ACCELERATORS)
+                accelerated["type"].map(KIND_OF_TYPE)
                 + ":"
                 + accelerated["device"].clip(lower=0).astype(str)
             )

@@ -32,6 +32,18 @@ _PROFILER_STEP = re.compile(r"ProfilerStep#[0-9]{1,18}")
 _SEPARATORS = re.compile(r"[\s.:/#|+()\[\]-]+")
 
 
+# The note on phases without times of the device, although it has work.
+NO_LAUNCHES = (
+    "it has no calls that launched the work: phases have the host's times, and those "
+    "of the device are not known"
+)
+
+
+def no_launches(work: pd.DataFrame) -> bool:
+    """Return whether there is work of a device without any call that launched it."""
+    return len(work) > 0 and bool(work["launched"].isna().all())
+
+
 class MarkKind(IntEnum):
     """Meaning of an annotation or op. The first three are the phases, in the order of
     `ebbtide.phases.PHASES`."""
@@ -328,7 +340,7 @@ def find_phases(marks: Marks, notes: list[str]) -> FoundPhases:
     evaluates. A mark that begins inside a phase belongs to it. `notes` receives a line
     for each kind of mark that is missing, with the call that adds it."""
     spans = outermost(_marked_spans(marks))
-    steps = marks.steps.table().sort_values("start", ignore_index=True)
+    steps = _numbered_steps(marks.steps.table(), notes)
     spans["step"] = interval_index(spans["start"], steps["start"], steps["end"])
     same = spans[["phase", "part_of", "step"]].to_numpy(np.int64)
     begins = np.append(True, (same[1:] != same[:-1]).any(axis=1))[: len(same)]
@@ -366,6 +378,16 @@ def find_phases(marks: Marks, notes: list[str]) -> FoundPhases:
     phases["phase"] = _PHASE_NAMES[phases["phase"].to_numpy(np.int64)]
     columns = phases[["iteration", "phase", "start_ns", "end_ns"]]
     return FoundPhases(columns.assign(micro_step=micro_steps(phases)), iterations)
+
+
+def _numbered_steps(steps: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
+    """Return the marks of steps in order of time, with numbers that ascend."""
+    steps = outermost(steps)
+    numbers = steps["number"]
+    if numbers.gt(numbers.shift(fill_value=-1)).all():
+        return steps
+    notes.append("the numbers of its steps do not ascend: they are counted from 0")
+    return steps.assign(number=np.arange(len(steps)))
 
 
 def _marked_spans(marks: Marks) -> pd.DataFrame:

@@ -5,7 +5,7 @@ It is the time zone of the log's clock.
 
 import datetime
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -16,15 +16,20 @@ from ebbtide.profiler.trace import TraceBuilder
 _MAX_SEARCHED_LINES = 100_000
 # Longer lines are not log lines. They are split, so that no file fills the memory.
 _MAX_LINE_CHARS = 1 << 16
-_COLOR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _TIME = r"(20\d\d)-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)"
-_FRACTION = r"[.,](\d{3,9})"
+_FRACTION = r"[.,](\d{1,9})"
 # Launchers put the host's name before the time, and ranks may break into each other's
 # lines: it may be anywhere.
 _STAMP = re.compile(rf"\[{_TIME}(?:{_FRACTION})?\]")
 # The time that `ts`, docker and similar tools put before every line. Since 0.18 most
 # lines of DeepSpeed have no time.
 _LEAD = re.compile(rf"{_TIME}{_FRACTION}(?:(Z)|([+-]\d\d):?([0-5]\d))?[ \t]")
+# Labels of ranks before lines: of torch's logs, of torchrun --tee, srun --label and
+# mpirun --tag-output.
+_RANK_LABEL = re.compile(
+    r"\[(?:rank|default)(\d{1,7})\]:\s?|\s{0,6}(\d{1,7}): |"
+    r"\[\d{1,9},(\d{1,7})\]<std\w{3}>:\s?"
+)
 _EPOCH = datetime.datetime(1970, 1, 1)
 # Unix nanoseconds inside a line that also has the log's time: some jobs print both.
 _UNIX = re.compile(r"<<<\w{1,64}(?::\w{1,64})?[,:](\d{19})>>>")
@@ -42,20 +47,22 @@ class LogLine:
     t_ns: int | None
     # Its Unix time; None if the line does not state a time zone
     unix_ns: int | None = None
+    # The rank that a launcher or the job has put before the line; None if none did
+    rank: int | None = None
 
 
 def read_lines(source: Source) -> Iterator[LogLine]:
     with source.text() as file:
         while raw_line := file.readline(_MAX_LINE_CHARS):
             text = raw_line.rstrip("\n")
-            yield _parse_line(_COLOR.sub("", text) if "\x1b" in text else text)
+            yield _parse_line(text)
 
 
 def first_log_lines(source: Source) -> Iterator[str]:
     """Return the texts of the first lines; none of a file that is not text."""
     return (
         iter(())
-        if b"\0" in source.head
+        if not source.is_text
         else (line.text for line in islice(read_lines(source), _MAX_SEARCHED_LINES))
     )
 
@@ -70,24 +77,15 @@ def only_log(sources: Sequence[Source], name: str) -> Source:
     return sources[0]
 
 
-def feed_lines(source: Source, *readers: Callable[[LogLine], None]) -> int | None:
-    """Pass each line to all readers, and return the log's offset from UTC in ns.
-
-    It is by the first line that has an offset.
-    """
-    zone = None
-    for line in read_lines(source):
-        for read in readers:
-            read(line)
-        zone = zone_ns(line) if zone is None else zone
-    return zone
-
-
 def _parse_line(text: str) -> LogLine:
-    lead = _LEAD.match(text)
+    label = _RANK_LABEL.match(text)
+    lead = _LEAD.match(text, label.end() if label else 0)
+    if lead and not label:
+        label = _RANK_LABEL.match(text, lead.end())
+    rank = int(next(filter(None, label.groups()))) if label else None
     if lead is None:
         stamp = _STAMP.search(text) if "[20" in text else None
-        return LogLine(text, None if stamp is None else _stamp_ns(stamp))
+        return LogLine(text, None if stamp is None else _stamp_ns(stamp), rank=rank)
     t_ns = _stamp_ns(lead)
     utc, hours, minutes = lead.groups()[7:]
     quarters = (
@@ -97,11 +95,12 @@ def _parse_line(text: str) -> LogLine:
         if hours is None
         else int(hours) * 4 + int(hours[0] + minutes) // 15
     )
-    text = text[lead.end() :]
+    text = text[: lead.start()] + text[lead.end() :]
     return LogLine(
         text,
         t_ns,
         None if t_ns is None or quarters is None else t_ns - quarters * _QUARTER_NS,
+        rank,
     )
 
 

@@ -15,9 +15,14 @@ from statistics import median
 import numpy as np
 
 from ebbtide.features.importers.importer import ImportOptions, Recognition, Stage
+from ebbtide.features.importers.logs.runs import (
+    OneRank,
+    RunReader,
+    chosen_run,
+    read_runs,
+)
 from ebbtide.features.importers.logs.settings import (
     JobSettings,
-    SettingsReader,
     add_peaks,
     add_ranks,
     monitored_ranks,
@@ -25,7 +30,6 @@ from ebbtide.features.importers.logs.settings import (
 from ebbtide.features.importers.logs.text_log import (
     LogLine,
     clock_offset_ns,
-    feed_lines,
     first_log_lines,
     only_log,
 )
@@ -34,9 +38,12 @@ from ebbtide.features.importers.source import Source, SourceError
 from ebbtide.phases import BACKWARD, FORWARD, UPDATE
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
-# Timers and memory marks of DeepSpeed, which say more than Megatron's lines in the same
-# log.
-_DEEPSPEED = re.compile(r"time \(ms\) \|.{0,400}\| step(?:_microstep)?:|\bMax_MA \d")
+# Timers and memory marks of DeepSpeed's steps, which say more than Megatron's lines in
+# the same log. Jobs print memory at their start in the same form.
+_DEEPSPEED = re.compile(
+    r"time \(ms\) \|.{0,400}\| step(?:_microstep)?:|"
+    r"\bEngine (?:before|after) (?:forward|backward|step)\b"
+)
 # Longer than any job: times that add up to more are damaged.
 _MAX_NS = 1 << 60
 # By version: `forward` and `backward` before 2.0.
@@ -51,7 +58,7 @@ _UPDATE_PARTS = (
 # With underscores in Megatron-DeepSpeed of Argonne. One decimal: a line that was cut
 # within the number has no ` |`.
 _ITERATION = re.compile(
-    r"\biteration[= ]\s{0,20}(\d{1,12})/\s{0,20}\d{1,12} \|.{0,2000}?"
+    r"\biteration[= ]\s{0,20}(\d{1,12})/\s{0,20}(\d{1,12}) \|.{0,2000}?"
     r"\belapsed[ _]time[ _]per[ _]iteration(?: \(ms\): "
     r"|_ms=)\s{0,20}(\d{1,9}\.\d{1,6}) ?\|"
 )
@@ -93,11 +100,10 @@ class MegatronLogImporter:
         self, builder: TraceBuilder, sources: Sequence[Source], options: ImportOptions
     ) -> list[Source]:
         source = only_log(sources, "Megatron")
-        reader, settings_reader = IntervalReader(), SettingsReader()
-        zone, settings = (
-            feed_lines(source, reader.feed, settings_reader.feed),
-            settings_reader.settings,
+        run = chosen_run(
+            source, read_runs(source, MegatronRun, options.run), options.run, builder
         )
+        reader, zone, settings = run.intervals, run.zone, run.settings
         reader.finish()
         if not reader.intervals:
             raise SourceError(
@@ -170,6 +176,8 @@ def _notes(
         yield "timers are those of the slowest rank, unless the log has them by rank"
     if timers & {"forward-compute"}:
         yield "the forwards of all micro-batches are placed before their backwards"
+    if log.repeated:
+        yield f"lines of iterations that the log has twice are left out: {log.repeated}"
     if log.incomplete:
         yield (
             "the log ends within the timers of its last iterations, which are left out"
@@ -352,11 +360,41 @@ class LoggedInterval:
         return None
 
 
+class MegatronRun(RunReader):
+    """Reads one run of a log of Megatron-LM."""
+
+    def __init__(self, settings: JobSettings | None = None) -> None:
+        super().__init__(settings)
+        self.intervals = IntervalReader()
+        self._ranks = OneRank()
+
+    def feed(self, line: LogLine) -> None:
+        super().feed(line)
+        if self._ranks.has(line):
+            self.intervals.feed(line)
+
+    @property
+    def iterations(self) -> int:
+        return len(self.intervals.intervals)
+
+    @property
+    def is_complete(self) -> bool:  # type: ignore[override]
+        last = self.intervals.intervals[-1:]
+        return bool(last) and last[0].last_iteration >= self.intervals.total
+
+    def restarts(self, line: LogLine) -> bool:
+        number = self.intervals.number_in(line.text)
+        last = self.intervals.intervals[-1].last_iteration
+        return number is not None and number < last and self._ranks.has(line)
+
+
 class IntervalReader:
     """Collects `intervals` line by line, without their `count`."""
 
     def __init__(self) -> None:
         self.intervals: list[LoggedInterval] = []
+        self.total = 0  # The number of the last iteration that the job shall reach.
+        self.repeated = 0  # Lines of an iteration that the log has had, left out.
         # Whether the log ended within the timers of its last interval.
         self.incomplete = False
         self._log_interval: int | None = None
@@ -366,10 +404,12 @@ class IntervalReader:
     def feed(self, line: LogLine) -> None:
         text = line.text
         if "iteration" in text and (match := _ITERATION.search(text)):
-            self.intervals.append(
-                LoggedInterval(int(match.group(1)), float(match.group(2)), line.t_ns)
-            )
-            self._in_timers = False
+            number, total, ms = match.groups()
+            self.total, self._in_timers = int(total), False
+            if self.intervals and int(number) == self.intervals[-1].last_iteration:
+                self.repeated += 1
+                return
+            self.intervals.append(LoggedInterval(int(number), float(ms), line.t_ns))
         elif "across ranks (ms)" in text and (header := _HEADER.search(text)):
             self._in_timers, self._name = True, ""
             self._add_timers(text[header.end() :])
@@ -384,6 +424,12 @@ class IntervalReader:
             and (match := _LOG_INTERVAL.search(text))
         ):
             self._log_interval = int(match.group(1))
+
+    @staticmethod
+    def number_in(text: str) -> int | None:
+        """Return the number of the iteration that a line reports."""
+        match = _ITERATION.search(text) if "iteration" in text else None
+        return int(match.group(1)) if match else None
 
     def _add_timers(self, text: str) -> None:
         """Read a line below the header of the timers."""

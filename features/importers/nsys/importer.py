@@ -7,7 +7,11 @@ from typing import Any
 import pandas as pd
 
 from ebbtide.features.importers.importer import ImportOptions, Recognition, Stage
-from ebbtide.features.importers.kineto.phases import DeviceTimes
+from ebbtide.features.importers.kineto.phases import (
+    NO_LAUNCHES,
+    DeviceTimes,
+    no_launches,
+)
 from ebbtide.features.importers.nsys.database import MAGIC, open_database
 from ebbtide.features.importers.nsys.phases import RangeNames, phases_of
 from ebbtide.features.importers.nsys.sqlite_capture import (
@@ -20,9 +24,11 @@ from ebbtide.features.importers.nsys.sqlite_capture import (
 from ebbtide.features.importers.source import Source, SourceError
 from ebbtide.phases import BACKWARD, FORWARD, UPDATE
 from ebbtide.profiler.chrome_trace.gpu_activities import (
+    NO_TIME,
     TRANSFER,
     kernel_columns,
     transfer_columns,
+    without_empty,
 )
 from ebbtide.profiler.chrome_trace.host_calls import (
     call_columns,
@@ -204,7 +210,9 @@ class _Rank:
         self._names, self._notes = names, notes
         self._base_ns = capture.session_ns or 0
         self._calls = capture.launches[capture.launches["process"] == process]
-        work = capture.work[capture.work["process"] == process]
+        work, empty = without_empty(capture.work[capture.work["process"] == process])
+        if empty:
+            notes.append(NO_TIME.format(empty))
         self._work = with_launches(
             work, self._calls.sort_values("start", kind="stable")
         )
@@ -297,13 +305,11 @@ class _Rank:
                 "its phases are left out: another file has phases of this rank"
             )
             return
-        derived = phases_of(self._ranges, self._capture.names, self._names)
+        derived = phases_of(self._ranges, self._capture.names, self._names, self._notes)
         table = derived.phases
         self._note_missing(table)
-        if self._capture.launches.empty and len(table) and len(self._work):
-            self._notes.append(
-                "it has no calls that launched the work: phases have the host's times"
-            )
+        if no_launches(self._work) and len(table):
+            self._notes.append(NO_LAUNCHES)
         times = DeviceTimes(self._work)
         derived.add_to(
             self._entry, times.times(table), times.ends(derived.steps), self._base_ns

@@ -135,10 +135,13 @@ _MARK_KINDS = {
 }
 
 
-def phases_of(ranges: pd.DataFrame, texts: list[str], names: RangeNames) -> FoundPhases:
+def phases_of(
+    ranges: pd.DataFrame, texts: list[str], names: RangeNames, notes: list[str]
+) -> FoundPhases:
     """Derive phases and iterations from ranges.
 
     A phase is the outermost range that names one; `texts` are for the column `name`.
+    `notes` receives a line on ranges that never ended.
     """
     used = np.unique(ranges["name"]).tolist()
     meanings = pd.Series(
@@ -149,7 +152,7 @@ def phases_of(ranges: pd.DataFrame, texts: list[str], names: RangeNames) -> Foun
     ranges = ranges.assign(
         meaning=ranges["name"].map(meanings), kind=ranges["name"].map(kinds)
     )
-    ranges = ranges[ranges["meaning"] != RangeMeaning.OTHER]
+    ranges = _popped(ranges[ranges["meaning"] != RangeMeaning.OTHER], notes)
     inner = ranges[
         ranges["meaning"].isin((RangeMeaning.FORWARD, RangeMeaning.BACKWARD))
     ]
@@ -169,6 +172,30 @@ def phases_of(ranges: pd.DataFrame, texts: list[str], names: RangeNames) -> Foun
         "meaning",
     ] = RangeMeaning.OTHER
     return find_phases(_marks(ranges, texts), [])
+
+
+def _popped(ranges: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
+    """Let ranges that were never popped end where the next one of their name begins.
+
+    They all end with the recording, although they began one after another.
+    """
+    rows = ranges.sort_values("start", kind="stable")
+    same = [rows["thread"], rows["kind"], rows["end"]]
+    following = rows.groupby(same)["start"].shift(-1)
+    unpopped = following.notna() & (following > rows["start"])
+    if not unpopped.any():
+        return ranges
+    ends = rows["end"].where(~unpopped, following.fillna(0).astype(np.int64))
+    usual = (ends - rows["start"])[unpopped].groupby(rows["kind"]).median()
+    # The last one ended with the recording, too.
+    last = rows.groupby(same)["start"].transform("size").gt(1) & following.isna()
+    lengths = rows["kind"].map(usual).fillna(0).astype(np.int64)
+    ends = ends.where(~last, np.minimum(rows["end"], rows["start"] + lengths))
+    names = ", ".join(repr(kind) for kind in rows.loc[unpopped, "kind"].unique())
+    notes.append(
+        f"NVTX ranges that were never popped end where the next one begins: {names}"
+    )
+    return rows.assign(end=ends).sort_index()
 
 
 def _with_starts_inside(ranges: pd.DataFrame, inner: pd.DataFrame) -> pd.Series[bool]:
@@ -223,14 +250,7 @@ def _iterations(candidates: pd.DataFrame, updates: pd.DataFrame) -> pd.DataFrame
 
 
 def _numbers(names: list[str]) -> list[int]:
-    """Return the last number in each name.
-
-    Where these do not ascend, return the position.
-    """
-    last = [
+    """Return the last number in each name; -1 for a name without one."""
+    return [
         int(numbers[-1]) if (numbers := _NUMBER.findall(name)) else -1 for name in names
     ]
-    ascending = all(
-        before < after for before, after in zip([-1, *last], last, strict=False)
-    )
-    return last if ascending else [*range(len(names))]

@@ -28,8 +28,13 @@ MEMSETS = "CUPTI_ACTIVITY_KIND_MEMSET"
 CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
 RANGES = "NVTX_EVENTS"
 MEMORY = "CUDA_GPU_MEMORY_USAGE_EVENTS"
-# An export has at least one of them.
-EXPORT_TABLES = (KERNELS, GRAPHS, COPIES, MEMSETS, CALLS, RANGES)
+# An export has at least one of them; the last ones are in exports without work of a
+# GPU.
+EXPORT_TABLES = (
+    KERNELS, GRAPHS, COPIES, MEMSETS, CALLS, RANGES, "META_DATA_EXPORT",
+    "META_DATA_CAPTURE", "ANALYSIS_DETAILS", "TARGET_INFO_SYSTEM_ENV", "OSRT_API",
+    "COMPOSITE_EVENTS", "SCHED_EVENTS",
+)  # fmt: skip
 
 COMPUTE, COPY, MEMSET = (KINDS.index(kind) for kind in ("compute", "copy", "memset"))
 # Value of an integer that was not recorded.

@@ -64,7 +64,7 @@ def is_blank(value: str) -> bool:
 
 def looks_like_dcgmi(source: Source) -> bool:
     """Return whether a file begins with output of `dcgmi dmon`."""
-    lines = source.head.decode("utf-8-sig", "replace").splitlines()[:50]
+    lines = source.head_text.splitlines()[:50]
     return any(_HEADER.match(line) for line in lines)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from ebbtide.features.importers.clocks import jump_notes, mended_times
 from ebbtide.features.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.features.importers.nvml_monitor.columns import (
     DEVICE_FIELDS,
@@ -241,19 +242,25 @@ def parse_monitor(source: Source) -> Monitor:
         )
     figures["device"] = read_devices(table, notes)
     times = row_times(table, figures["device"])
-    figures["t_ns"] = times.ns
+    figures["t_ns"], jumps = mended_times(times.ns, figures["device"])
     valid = (
         figures["t_ns"].notna()
         & figures["device"].notna()
         & table.rows[len(table.names)].isna()
     )
     if not valid.any():
-        raise SourceError(f"{source} has no row with a time, a device and figures")
+        longer = table.rows[len(table.names)].notna().all()
+        cause = ": rows have more fields than the header (commas in numbers?)"
+        raise SourceError(
+            f"{source} has no row with a time, a device and figures"
+            f"{cause if longer else ''}"
+        )
     if not valid.all():
         notes.append(
             f"has rows that cannot be read, which are left out: {int((~valid).sum())}"
         )
     notes += [times.note] if times.note else []
+    notes += jump_notes(jumps)
     figures = (
         figures[valid]
         .astype({"t_ns": "int64", "device": "int64"})

@@ -6,6 +6,7 @@ It has the names and units of the file's columns.
 from __future__ import annotations
 
 import csv
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,19 +66,14 @@ class MonitorTable:
 
 def first_lines(source: Source) -> list[str]:
     """Return the lines that may be a header: other output may precede it."""
-    return [
-        line.strip()
-        for line in source.head.decode("utf-8-sig", "replace").splitlines()[
-            :_MAX_HEADER_LINES
-        ]
-    ]
+    return [line.strip() for line in source.head_text.splitlines()[:_MAX_HEADER_LINES]]
 
 
 def check_text(source: Source) -> None:
     """Raise SourceError if a file is not lines of text."""
-    with source.open() as file:
+    with source.open_text() as file:
         while block := file.read(_BLOCK_BYTES):
-            if b"\0" in block or (
+            if not source.is_text or (
                 len(block) == _BLOCK_BYTES and b"\n" not in block and b"\r" not in block
             ):
                 raise source.damaged("it is not a table of text")
@@ -86,7 +82,9 @@ def check_text(source: Source) -> None:
 def read_rows(source: Source, columns: int, **options: Any) -> pd.DataFrame:
     """Read rows of text; `columns`: how many the header names."""
     try:
-        with source.text() as file:
+        with source.text() as file, warnings.catch_warnings():
+            # Of rows that have more fields than their header.
+            warnings.simplefilter("ignore", pd.errors.ParserWarning)
             rows = pd.read_csv(
                 file, header=None, names=range(columns + 1), index_col=False,
                 dtype="str", keep_default_na=False,
@@ -103,7 +101,7 @@ def ends_with_line_end(source: Source) -> bool:
     """Return whether the last line of a file has its end. If not, the file may have
     been cut off."""
     last = b""
-    with source.open() as file:
+    with source.open_text() as file:
         while block := file.read(_BLOCK_BYTES):
             last = block[-1:]
     return last in (b"\n", b"\r")

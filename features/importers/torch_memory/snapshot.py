@@ -69,14 +69,20 @@ def import_snapshot(source: Source, builder: TraceBuilder, number: int) -> bool:
         raise SourceError(f"{source} has no events and no memory")
     rank = rank_of(source, builder, SnapshotImporter.format, number)
     numbers = {*snapshot.segments["device"].tolist(), *snapshot.events}
+    failures = {device: snapshot.events_of(device).count("oom") for device in numbers}
     devices = sorted(
-        numbers, key=lambda device: (-len(snapshot.events_of(device)), device)
+        numbers,
+        key=lambda device: (
+            not failures[device],
+            -len(snapshot.events_of(device)),
+            device,
+        ),
     )
     if len(devices) > 1:
+        reason = "ran out of memory" if failures[devices[0]] else "has most events"
         builder.note(
             f"{source.path.name} has {len(devices)} devices: figures are of "
-            f"cuda:{devices[0]}, which has most events; "
-            "the tables have all of them"
+            f"cuda:{devices[0]}, which {reason}; the tables have all of them"
         )
     for device in devices:
         importer = _DeviceSnapshot(source, builder, rank, snapshot, device)

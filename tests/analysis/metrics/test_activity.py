@@ -181,8 +181,36 @@ def test_causes__tell_late_launches_from_a_busy_host_and_a_queue() -> None:
     causes = activity(built(rows)).without_compute
     idle = {"late_launch": 0.008, "host_busy": 1.6, "queue": 0.51, "unknown": 0.04}
     assert causes == pytest.approx(
-        {"communication": 0, "copy": 0.005, "memset": 0, **idle}
+        {"communication": 0, "copy": 0.005, "memset": 0, "launch_call": 0, **idle}
     )
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        # A gap from 10 to 1000 us. The call begins before it and returns in it.
+        ((5, 600), {"launch_call": 0.59, "queue": 0.4}),
+        ((30, 980), {"late_launch": 0.02, "launch_call": 0.95, "queue": 0.02}),
+        ((310, 2000), {"host_busy": 0.3, "launch_call": 0.69}),
+        # Short calls are no cause.
+        ((5, 60), {"queue": 0.99}),
+        ((900, 950), {"host_busy": 0.99}),
+    ],
+)
+def test_causes__name_a_launching_call_that_is_long(
+    call: tuple[int, int], expected: dict[str, float]
+) -> None:
+    us, (begin, end) = 1000, call
+    builder = TraceBuilder()
+    rank = builder.rank(0, devices=[GPU])
+    rank.kernel(0, 10 * us, launch_ns=0)
+    rank.kernel(1000 * us, 1010 * us, launch_ns=begin * us)
+    for start, stop in ((begin, end), (begin, begin + 1)):
+        rank.add(
+            "calls", start_ns=start * us, end_ns=stop * us, name="cudaLaunchKernel"
+        )
+    causes = activity(builder.build()).without_compute
+    assert {cause: ms for cause, ms in causes.items() if ms} == pytest.approx(expected)
 
 
 def test_activity__counts_only_the_time_that_was_recorded() -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from itertools import pairwise
+from statistics import median
 
 import pytest
 from hypothesis import given
@@ -57,10 +59,10 @@ def figures_of(trace: Trace, quantity: str) -> dict[str, tuple[float, float, flo
 def test_gpu_state__without_iterations_is_of_the_whole_trace() -> None:
     builder = TraceBuilder()
     rank = builder.rank(0, devices=[GPU])
-    # The second sample holds for a second at most, and so does the last one.
-    rank.gpu(0, power_w=100.0).gpu(S // 2, power_w=300.0).gpu(5 * S, power_w=200.0)
+    # The last sample holds for the median interval of 1 s.
+    rank.gpu(0, power_w=100.0).gpu(S // 2, power_w=300.0).gpu(2 * S, power_w=200.0)
     trace = builder.build()
-    mean = pytest.approx((100 / 2 + 300 + 200) / 2.5)
+    mean = pytest.approx((100 / 2 + 300 * 1.5 + 200) / 3)
     assert gpu_state(trace).figures == [
         GpuFigure("power", "W", None, 100.0, mean, 300.0)
     ]
@@ -74,7 +76,7 @@ def test_gpu_state__without_iterations_is_of_the_whole_trace() -> None:
     details = tables["gpu"]
     assert (details.title, [cell.text for cell in details.rows[0]]) == (
         "The GPU in the whole trace",
-        ["power (W)", "100", "220", "300"],
+        ["power (W)", "100", "233", "300"],
     )
     assert (
         list(summary_view(trace, summary, verbose=False))[-1]
@@ -93,14 +95,17 @@ def test_gpu_state__uses_device_times_if_every_phase_has_them() -> None:
     assert figures["update"] == (3.0, 3.0, 3.0)
 
 
-def test_gpu_state__a_value_holds_for_a_second_at_most() -> None:
+@pytest.mark.parametrize("interval_ns", [50 * MS, S, 30 * S])
+def test_gpu_state__weighs_by_the_intervals_of_any_monitor(interval_ns: int) -> None:
     builder = TraceBuilder()
-    rank = builder.rank(0, devices=[GPU], first_iteration_start_ns=0)
-    rank.phase("forward", 0, 4 * S, 0).phase("update", 4 * S, 6 * S, 0)
-    rank.gpu(0, power_w=100.0).gpu(S + S // 2, power_w=400.0)  # nothing from 2.5 s on
-    assert figures_of(builder.build(), "power") == {
-        "forward": (100.0, pytest.approx(250.0), 400.0)
-    }
+    rank = builder.rank(0, devices=[GPU])
+    for number in range(20):
+        rank.gpu(number * interval_ns, power_w=300.0)
+    rank.gpu(20 * interval_ns, power_w=20.0)
+    # After a gap of more than five intervals.
+    rank.gpu(40 * interval_ns, power_w=20.0)
+    (figure,) = gpu_state(builder.build()).figures
+    assert figure.mean == pytest.approx((20 * 300 + 2 * 20) / 22)
 
 
 def test_gpu_state__leaves_out_warm_up_other_devices_and_unfinished_iterations() -> (
@@ -204,6 +209,13 @@ def test_gpu_state__equals_a_sum_over_every_nanosecond(
     for t, value in sorted(samples, key=lambda sample: sample[0]):
         rank.gpu(t, utilization_percent=value)
         value_at |= dict.fromkeys(range(t, 100), value)
+    times = sorted(t for t, _ in samples)
+    steps = [b - a for a, b in pairwise(times)]
+    usual = int(median(s for s in steps if s)) if any(steps) else 100
+    for t, step in zip(times, [*steps, 100], strict=False):
+        if step > 5 * usual or t == times[-1]:
+            for later in range(t + usual, min(t + step, 100)):
+                value_at.pop(later, None)
     values: dict[str, list[float]] = defaultdict(list)
     for t, phase in phase_at.items():
         if t in value_at:

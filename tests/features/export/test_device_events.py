@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbtide.features.export import chrome_trace
 from ebbtide.features.export.chrome_trace import write_chrome_trace
 from ebbtide.features.importers.load import import_trace
 from ebbtide.profiler.trace import Trace, TraceBuilder
@@ -306,4 +307,27 @@ def test_write_chrome_trace__nests_annotations_of_a_thread(tmp_path: Path) -> No
         "async": f"{first} (2)",
         "loader": "annotations thread 2",
         "anywhere": "annotations",
+    }
+
+
+def test_device_events__join_streams_that_nobody_can_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chrome_trace, "_MAX_TRACKS", 2)
+    builder = TraceBuilder()
+    rank = builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda"}])
+    for number in range(12):
+        stream = number if number < 4 else number % 2
+        rank.kernel(number * 10, number * 10 + 5, stream=stream)
+    events = export_and_read(builder.build(), tmp_path / "x.json")["traceEvents"]
+    names = {
+        event["tid"]: event["args"]["name"]
+        for event in events
+        if event["name"] == "thread_name"
+    }
+    tracks = [names[event["tid"]] for event in events if event.get("cat") == "kernel"]
+    assert {track: tracks.count(track) for track in tracks} == {
+        "cuda:0 stream 0": 5,
+        "cuda:0 stream 1": 5,
+        "other streams": 2,
     }

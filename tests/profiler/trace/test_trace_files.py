@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import tracemalloc
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,17 @@ def value(column: TraceColumn) -> st.SearchStrategy[Any]:
     return st.none() | present if column.nullable else present
 
 
+def sound(rows: Rows) -> Rows:
+    """Let everything end after its start, and iterations ascend in order of time."""
+    for row in chain.from_iterable(rows.values()):
+        if row.get("end_ns") is not None:
+            row["end_ns"] = max(row["end_ns"], row["start_ns"])
+    marks = sorted(rows["iteration_marks"], key=lambda row: row["start_ns"])
+    for number, row in enumerate(marks):
+        row["iteration"] = number
+    return rows
+
+
 rows = st.fixed_dictionaries(
     {
         table: st.lists(
@@ -62,7 +74,7 @@ rows = st.fixed_dictionaries(
         )
         for table, columns in TABLES.items()
     }
-)
+).map(sound)
 
 
 def built(rows: Rows) -> TraceBuilder:

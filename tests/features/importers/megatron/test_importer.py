@@ -289,6 +289,7 @@ def test_matches__leaves_logs_with_timers_of_deepspeed_to_their_importer(
     for line in (
         "[2024-04-15 10:00:00,000] [INFO] [Rank 0] time (ms) | fwd: 1.00 | bwd: 2.00 "
         "| step: 3.00",
+        "Engine before forward\n"
         "MA 1.0 GB         Max_MA 1.5 GB         CA 2.0 GB         Max_CA 3 GB ",
     ):
         file.write_text(f"{iteration_line(1)}\n{line}\n")

@@ -23,7 +23,10 @@ def derived(ranges: Ranges, stated: dict[str, str] | None = None) -> FoundPhases
     names = [*dict.fromkeys(name for name, _, _ in ranges)]
     rows = [(0, 0, start, end, names.index(name)) for name, start, end in ranges]
     return phases_of(
-        pd.DataFrame(rows, columns=[*RANGE_COLUMNS]), names, RangeNames(stated or {})
+        pd.DataFrame(rows, columns=[*RANGE_COLUMNS]),
+        names,
+        RangeNames(stated or {}),
+        [],
     )
 
 

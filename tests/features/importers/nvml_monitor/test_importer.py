@@ -369,7 +369,7 @@ def test_parse_monitor__derives_used_from_total_and_free(tmp_path: Path) -> None
             "has no column of memory, link or state",
         ),
         ("# gpu     fb\n# Idx     MB\n", "has a header and no rows"),
-        (QUERY + "\0" * 100, "is not a table of text"),
+        (QUERY + "\1" * 100, "has no format"),
         (f"timestamp,gpu,fb\n{10**18},0,5\n{'9' * 19},0,6\n", None),
         (f"timestamp,gpu,fb\n{'9' * 19},0,6\n", "has no row with a time"),
         ("timestamp,gpu,fb\n9999-12-31 23:59:59,0,6\n", "has no row with a time"),

@@ -1,0 +1,1 @@
+"""Rules: one file for each kind of record."""
