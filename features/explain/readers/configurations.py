@@ -4,12 +4,9 @@ JSON or Python, YAML, TOML, printed arguments, flags of a command.
 `configurations.toml` has the settings that programs are recognized by.
 """
 
-import ast
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from ebbtide.features.explain.line_formats import file_content
 from ebbtide.features.explain.pasted import PastedText
@@ -21,13 +18,20 @@ _ENTRY = re.compile(
     r"^(?P<indent> *)(?:- )?['\"]?(?P<name>[A-Za-z_][\w.-]{0,80})['\"]?"
     r"(?:\s?\.{3,120}\s+|\s*[:=]\s*)(?P<value>\S.{0,4000})?$"
 )
+_TOKEN = re.compile(
+    r"(?:(?<![\w.])['\"]?(?P<name>[A-Za-z_][\w.]{0,80})['\"]?\s{0,4}[:=]\s{0,4})?\{|\}"
+    r"|(?<![\w.])['\"]?(?P<key>[A-Za-z_][\w.]{0,80})['\"]?\s{0,4}[:=]\s{0,4}"
+    r"(?P<value>\[[^\]\[{}]{0,500}\]|\"[^\"]{0,300}\"|'[^']{0,300}'|[^\s,{}][^,{}]{0,300})"
+)
 _PREFIX = re.compile(r"^(?:\[[^\]]{1,80}\]\s?){1,8}")
 _SECTION = re.compile(r"^\[([a-z_][\w.]{0,60})\]$")
 _FLAG = re.compile(
     r"--([A-Za-z][\w.-]{1,80})['\"]?(?:[\s=,]+['\"]?((?!-)[^\s\\'\",]{1,200}))?"
 )
+_MARKS = re.compile(r"[:={]|--|\.\.\.|^\[")
 _FILLER = re.compile(r"^\s*(?:[\[\](){},]*|#.*|```.*|-( .*)?|\S*[({])\s*$")
-_MAX_SETTINGS = 2000
+_MAX_SETTINGS, _MAX_DEPTH = 2000, 8
+_MAX_LINE_CHARS = 1 << 13
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +76,16 @@ class _Block:
     settings: dict[str, str] = field(default_factory=dict)
     numbers: list[int] = field(default_factory=list)
     section: str = ""
-    # The names that enclose the next line, with their indentation.
+    # The names that enclose the next setting: by braces, or by their indentation.
+    braces: list[str] = field(default_factory=list)
     path: list[tuple[int, str]] = field(default_factory=list)
 
-    def add(self, name: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                self.add(f"{name}.{key}" if name else str(key), inner)
-        elif len(self.settings) < _MAX_SETTINGS:
-            text = str(value)
-            text = text.lower() if text in ("True", "False") else text
-            self.settings[name] = "" if text in ("None", "null") else text
+    def add(self, names: list[str], value: str) -> None:
+        text = value.strip().strip("'\"")
+        text = text.lower() if text in ("True", "False") else text
+        if len(self.settings) < _MAX_SETTINGS:
+            path = ".".join(filter(None, names))
+            self.settings[path] = "" if text in ("None", "null") else text
 
     def read(self, number: int, line: str) -> bool:
         """Read a line; return whether it belongs to a configuration."""
@@ -93,47 +96,48 @@ class _Block:
         return belongs
 
     def _read_line(self, line: str) -> bool:
+        if len(line) > _MAX_LINE_CHARS:
+            return False
+        text = _PREFIX.sub("", line)
         if section := _SECTION.match(line):
             self.section, self.path = section[1], []
             return True
-        text = _PREFIX.sub("", line)
+        if self.braces or "{" in text:
+            return self._read_tokens(text) or _FILLER.match(text) is not None
         entry = _ENTRY.match(text)
         if entry is not None:
             self._read_entry(entry)
             return True
         flags = _FLAG.findall(line)
         for name, value in flags:
-            self.add(name.replace("-", "_"), value or "true")
-        whole = _object_of(text.strip())
-        self.add("", {} if whole is None else whole)
-        return bool(flags or whole) or _FILLER.match(text) is not None
+            self.add([name.replace("-", "_")], value or "true")
+        return bool(flags) or _FILLER.match(text) is not None
+
+    def _read_tokens(self, text: str) -> bool:
+        """Read settings between braces, as those of JSON and Python."""
+        has_token = False
+        for token in _TOKEN.finditer(text):
+            has_token = True
+            if token[0] == "}":
+                self.braces = self.braces[:-1]
+            elif token[0].endswith("{"):
+                self.braces.append(token["name"] or "")
+            else:
+                self.add([*self.braces, token["key"]], token["value"])
+            if len(self.braces) > _MAX_DEPTH:
+                return False
+        return has_token
 
     def _read_entry(self, entry: re.Match[str]) -> None:
         indent, name = len(entry["indent"]), entry["name"]
         while self.path and self.path[-1][0] >= indent:
             self.path.pop()
         names = [self.section, *(outer for _, outer in self.path), name]
-        path = ".".join(filter(None, names))
         value = (entry["value"] or "").split(" #")[0].rstrip().rstrip(",")
-        if value in ("", "{", "[", "dict("):
+        if value in ("", "[", "dict("):
             self.path.append((indent, name))
-            return
-        inner = _object_of(value)
-        self.add(path, value.strip("'\"") if inner is None else inner)
-
-
-def _object_of(text: str) -> dict[str, Any] | None:
-    """Return an object in JSON or Python; None for any other text."""
-    start = text.find("{")
-    if start < 0 or not text.endswith(("}", "},")):
-        return None
-    for parse in (json.loads, ast.literal_eval):
-        try:
-            value = parse(text[start:].rstrip(","))
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
-        return value if isinstance(value, dict) else None
-    return None
+        else:
+            self.add(names, value)
 
 
 @reader
@@ -141,6 +145,8 @@ def read_configurations(text: PastedText) -> Iterator[Configuration]:
     block = _Block()
     last = 0
     for line in text.lines:
+        if not block.settings and not _MARKS.search(line.text):
+            continue
         # Blank lines are left out of a text.
         is_near = line.number - last <= 3
         if not is_near or not block.read(line.number, line.text):

@@ -230,6 +230,8 @@ def read_columns(text: PastedText) -> Iterator[GpuTable]:
         if is_row and not _add_row(draft, names, line):
             names = []
             _add_row(draft, _names_by_unit(line.text), line)
+        if len(draft.rows) > _MAX_READINGS:
+            break
     yield from draft.table(text)
 
 

@@ -13,6 +13,8 @@ from ebbtide.features.explain.record import Place, Record, reader
 from ebbtide.units import bytes_text, parse_bytes
 
 _KIB, _PAGE = 1 << 10, 1 << 12
+# The kernel's table has a row for each process.
+_MAX_MESSAGES = 20_000
 # `free` prints KiB, MiB with -m and GiB with -g: a host has less than 3 TB in MiB.
 _UNITS_OF_FREE = ((2e3, 1 << 30), (3e6, 1 << 20), (2e10, _KIB))
 
@@ -69,7 +71,7 @@ def read_host(text: PastedText) -> Iterator[Record]:
         if kind in ("free", "meminfo"):
             table = tables.setdefault(kind, HostMemory(place=place, sizes={}))
             _add_sizes(table.sizes, values, _KIB if kind == "meminfo" else None)
-        elif (kind, match[0]) not in seen:
+        elif (kind, match[0]) not in seen and len(seen) < _MAX_MESSAGES:
             seen.add((kind, match[0]))
             yield HostMessage(
                 place=place,

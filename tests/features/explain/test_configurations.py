@@ -142,6 +142,19 @@ def test_configuration__is_read_inside_a_log() -> None:
     assert (configuration.place.first_line, configuration.place.last_line) == (6, 15)
 
 
+def test_configuration__is_read_where_a_program_computes_it() -> None:
+    code = (
+        'CONFIG = {\n    "train_micro_batch_size_per_gpu": BATCH,\n'
+        '    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"},\n'
+        '        "offload_param": {"device": "cpu", "pin_memory": True}, "x": [1, 2]},\n'
+        '    "bf16": {"enabled": True},\n}\n'
+    )
+    settings = configuration_of(code).settings
+    assert settings["CONFIG.zero_optimization.offload_param.device"] == "cpu"
+    assert settings["CONFIG.bf16.enabled"] == "true"
+    assert settings["CONFIG.train_micro_batch_size_per_gpu"] == "BATCH"
+
+
 def test_text__without_settings_of_a_program_is_none() -> None:
     for content in (
         "name: Bug report\nabout: it fails\nlabels: bug\n",

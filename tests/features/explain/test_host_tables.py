@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ebbtide.features.explain.readers.host_tables import HostMemory, HostMessage
-from tests.features.explain.texts import answers_to, records_of
+from tests.features.explain.asked import answers_to, records_of
 
 KIB, GIB = 1 << 10, 1 << 30
 KILL = (
