@@ -80,10 +80,10 @@ def test_trace_builder__writes_no_row_that_readers_refuse(
     for row in (rows | {"start_ns": 1, "end_ns": 2}, rows):
         given = {"name": "k", "iteration": 0, **row}
         builder.rank(0).add(table, **{k: v for k, v in given.items() if k in names})
-    frames = list(builder.rank(0).frames_of(table))
+    refused = list(builder.rank(0).tables_of(table))
     trace = builder.write(tmp_path / "t.ebb")
     assert trace.table(0, table)["start_ns"].tolist() == [1]
     assert [line for line in trace.notes if reason in line]
-    write_table(trace.path, 0, table, frames)
+    write_table(trace.path, 0, table, refused)
     with pytest.raises(TraceError, match=reason):
         open_trace(trace.path).columns(0, table)
