@@ -237,7 +237,7 @@ def aside_text(aside: Sequence[Judged]) -> str:
     if not aside:
         return ""
     return (
-        f"Of {len(aside)} sources that were set aside and predicted once at the end, "
+        f"Of {len(aside)} sources that were set aside and predicted at the end, "
         f"they held {cells(aside)[2]} (median size of an error {cells(aside)[5]}). "
     )
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
+import types
 from dataclasses import dataclass
 from multiprocessing import get_context
 
@@ -28,6 +30,11 @@ from ebbtide.features.dryrun.trace_of_run import trace_of_run
 from ebbtide.machines.catalog import find_machine
 from ebbtide.machines.machine import Machine
 
+# Fake forms of torchvision's own operations, which a build for another torch lacks, and
+# which these jobs do not use.
+sys.modules["torchvision._meta_registrations"] = types.ModuleType(
+    "torchvision._meta_registrations"
+)
 WORKERS = 2
 AUTOCAST = {"amp": torch.float16, "amp-bf16": torch.bfloat16}
 

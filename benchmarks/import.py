@@ -1,14 +1,15 @@
-"""Measure the import of torch.profiler traces by ebbtide and by HolisticTraceAnalysis
-(HTA).
+"""Measure the import of torch.profiler traces by ebbtide, HolisticTraceAnalysis (HTA)
+and TraceLens.
 
-    python benchmarks/import.py --hta-python PATH [--rounds 5] [--events 3000000] FILE...
+    python benchmarks/import.py --hta-python PATH [--tracelens-python PATH] [--rounds 5]
+        [--events 3000000] FILE...
 
-PATH is the Python of an environment with HTA. For ebbtide the whole command is
-measured, up to the trace on disk; for HTA only parsing, up to its table in memory,
-which is less than an analysis of copies takes there. Each file is imported as it is;
-the first one is also repeated, with continued steps, times and numbers, up to the given
-number of events. Both run in turn in their own processes. The figures are wall time and
-peak resident memory of the process, and ratios within each round. Prints Markdown.
+PATH is the Python of an environment with the rival. For ebbtide the whole command is
+measured, up to the trace on disk; for HTA only parsing, up to its table in memory, for
+TraceLens up to its tree of events. Each file is imported as it is; the first one is
+also repeated, with continued steps, times and numbers, up to the given number of
+events. All run in turn in their own processes. The figures are processor time and peak
+resident memory of the process, and ratios within each round. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -26,21 +27,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tables import machine_line, spread
+from tables import machine_line, spread, table
 
 HTA = """
 import sys
 from hta.common.trace import parse_trace_file
 parse_trace_file(sys.argv[1])
 """
-HTA_VERSION = (
-    "from importlib.metadata import version; print(version('HolisticTraceAnalysis'))"
+TRACELENS = """
+import sys
+from TraceLens import TreePerfAnalyzer
+TreePerfAnalyzer.from_file(profile_filepath=sys.argv[1])
+"""
+VERSION = (
+    "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
 )
+Rivals = dict[str, tuple[str, str, str]]  # Python, program and distribution by name.
 
 
-def commands(file: Path, hta_python: str, folder: Path) -> dict[str, list[str]]:
+def commands(file: Path, rivals: Rivals, folder: Path) -> dict[str, list[str]]:
     trace = str(folder / "run.ebb")
-    return {
+    own = {
         "ebbtide": [
             sys.executable,
             "-m",
@@ -51,13 +58,17 @@ def commands(file: Path, hta_python: str, folder: Path) -> dict[str, list[str]]:
             trace,
             str(file),
         ],
-        "HTA": [hta_python, "-c", HTA, str(file)],
     }
+    others = {
+        name: [python, "-c", program, str(file)]
+        for name, (python, program, _) in rivals.items()
+    }
+    return own | others
 
 
 def cost(command: list[str]) -> tuple[float, float]:
-    """Return the wall time in s and the peak resident memory in MiB of one run."""
-    begin = time.perf_counter()
+    """Return the processor time in s and the peak resident memory in MiB of one
+    run."""
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as process:
@@ -69,15 +80,17 @@ def cost(command: list[str]) -> tuple[float, float]:
         sys.exit(
             f"{command[0]} failed: {error_output.decode(errors='replace')[-2000:]}"
         )
-    return time.perf_counter() - begin, usage.ru_maxrss / 1024
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
 
 
 def compare(
-    file: Path, hta_python: str, rounds: int
+    file: Path, rivals: Rivals, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    costs: dict[str, list[tuple[float, float]]] = {"ebbtide": [], "HTA": []}
+    costs: dict[str, list[tuple[float, float]]] = {
+        name: [] for name in ("ebbtide", *rivals)
+    }
     with tempfile.TemporaryDirectory() as folder:
-        order = list(commands(file, hta_python, Path(folder)).items())
+        order = list(commands(file, rivals, Path(folder)).items())
         for number in range(rounds):
             for name, command in order if number % 2 else reversed(order):
                 costs[name].append(cost(command))
@@ -147,25 +160,34 @@ def count_events(file: Path) -> int:
     return number
 
 
-def machine(hta_python: str) -> str:
-    hta = subprocess.run(
-        [hta_python, "-c", HTA_VERSION], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    return f"{machine_line()}, HolisticTraceAnalysis {hta}"
+def machine(rivals: Rivals) -> str:
+    versions = [
+        f"{name} "
+        + subprocess.run(
+            [python, "-c", VERSION, distribution],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for name, (python, _, distribution) in rivals.items()
+    ]
+    return ", ".join([machine_line(), *versions])
 
 
-def row(file: Path, costs: dict[str, list[tuple[float, float]]]) -> str:
-    ours, theirs = costs["ebbtide"], costs["HTA"]
+def row(file: Path, costs: dict[str, list[tuple[float, float]]]) -> list[str]:
+    ours = costs.pop("ebbtide")
     cells = [
         f"`{file.name}`",
         f"{count_events(file):,}",
         f"{file.stat().st_size / 2**20:.1f}",
         spread([seconds for seconds, _ in ours], 2),
-        spread([other[0] / own[0] for own, other in zip(ours, theirs, strict=True)], 1),
         spread([size for _, size in ours], 0),
-        spread([other[1] / own[1] for own, other in zip(ours, theirs, strict=True)], 1),
     ]
-    return f"| {' | '.join(cells)} |"
+    for theirs in costs.values():
+        for part, digits in ((0, 1), (1, 1)):
+            pairs = zip(ours, theirs, strict=True)
+            cells.append(spread([b[part] / a[part] for a, b in pairs], digits))
+    return cells
 
 
 def main() -> None:
@@ -175,21 +197,26 @@ def main() -> None:
         "--hta-python", required=True, help="Python of an environment with HTA"
     )
     flags.add_argument(
+        "--tracelens-python", help="Python of an environment with TraceLens"
+    )
+    flags.add_argument(
         "--rounds", type=int, default=5, help="runs of each tool per file"
     )
     flags.add_argument(
         "--events", type=int, default=3_000_000, help="events of the repeated file"
     )
     args = flags.parse_args()
+    rivals: Rivals = {"HTA": (args.hta_python, HTA, "HolisticTraceAnalysis")}
+    if args.tracelens_python:
+        rivals["TraceLens"] = args.tracelens_python, TRACELENS, "TraceLens"
     print(
-        f"{time.strftime('%Y-%m-%d')}, {machine(args.hta_python)}, {args.rounds} "
+        f"{time.strftime('%Y-%m-%d')}, {machine(rivals)}, {args.rounds} "
         "rounds: median (minimum to maximum)\n"
     )
-    print(
-        "| trace | events | MiB | ebbtide, s | HTA / ebbtide (time) | ebbtide, peak "
-        "MiB | HTA / ebbtide (memory) |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    header = ["trace", "events", "MiB", "ebbtide, CPU s", "ebbtide, peak MiB"]
+    for name in rivals:
+        header += [f"{name} / ebbtide (CPU)", f"{name} / ebbtide (memory)"]
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         large = Path(folder) / "repeated.json"
         process = multiprocessing.Process(
@@ -198,7 +225,8 @@ def main() -> None:
         process.start()
         process.join()
         for file in [*args.files, large]:
-            print(row(file, compare(file, args.hta_python, args.rounds)), flush=True)
+            rows.append(row(file, compare(file, rivals, args.rounds)))
+    table(header, rows)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Does the job fit, what holds the memory, and how long does an iteration take?
 
 from collections.abc import Iterator
 
+from ebbtide.analysis.metrics.devices import pool_peaks
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import prediction_line
 from ebbtide.analysis.tables.table import Misfit, View
@@ -33,7 +34,9 @@ def prediction_view(trace: Trace) -> View:
     if (bound_line := _bound_line(metrics)) is not None:
         yield bound_line
     yield from map(Misfit, _host_lines(metrics))
-    if (holders := metrics.holders()) is not None and holders.bytes:
+    if (
+        holders := metrics.holders(largest_rank(metrics))
+    ) is not None and holders.bytes:
         names = (
             (name or NOT_KNOWN).replace("_", " ") for name, _ in holders.by("category")
         )
@@ -46,6 +49,15 @@ def prediction_view(trace: Trace) -> View:
     times = metrics.summary().iteration_range
     if times is not None:
         yield f"        {times.trust}"
+
+
+def largest_rank(metrics: JobMetrics) -> int:
+    """Return the rank whose tensors take the most memory."""
+    trace = metrics.trace
+    sizes = {
+        rank: pool_peaks(trace, rank).get("requested") or 0 for rank in trace.ranks
+    }
+    return max(sizes, key=sizes.__getitem__)
 
 
 def _memory_line(metrics: JobMetrics) -> str:

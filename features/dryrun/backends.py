@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from ebbtide.features.dryrun.errors import DryRunError
 from ebbtide.features.dryrun.gpu import FakedGpu
 from ebbtide.features.dryrun.memory.call_stacks import CallStacks
+from ebbtide.features.dryrun.peers import Peers
 from ebbtide.features.dryrun.sink import Sink
 from ebbtide.machines.machine import Machine
 
@@ -40,6 +41,7 @@ class Backend(Protocol):
         ranks: int | None,
         ranks_per_node: int | None,
         machine: Machine | None,
+        peers: Peers | None,
     ) -> Callable[[], None]:
         """Fake the device of this process, and return a function that restores torch.
 
@@ -47,6 +49,7 @@ class Backend(Protocol):
             ranks: Ranks of the job; None: not stated.
             ranks_per_node: Ranks on one host; None: all of them.
             machine: The machine; None: not named.
+            peers: The ranks that are run; None: rank 0 alone.
         """
 
     def storage_key(self, storage: Any) -> int:

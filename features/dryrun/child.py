@@ -8,16 +8,20 @@ import functools
 import json
 import os
 import runpy
+import shutil
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ebbtide.errors import UserError
 from ebbtide.features.dryrun.errors import DryRunError
 from ebbtide.features.dryrun.failures import explain_failure, job_traceback
+from ebbtide.features.dryrun.files.view import FileView
 from ebbtide.features.dryrun.jobs import notebooks
 from ebbtide.features.dryrun.jobs.models import complete_stand_ins
 from ebbtide.features.dryrun.launch import (
@@ -25,6 +29,7 @@ from ebbtide.features.dryrun.launch import (
     become_dry_run,
     launcher_followed,
 )
+from ebbtide.features.dryrun.peers import Peers, PeersNeeded
 from ebbtide.features.dryrun.record import RunRecord, save_record
 from ebbtide.features.dryrun.result import exit_status
 from ebbtide.features.dryrun.session import DryRun, DryRunOptions
@@ -36,8 +41,8 @@ _CANNOT_FAKE = 2
 _INTERRUPTED = 130
 # Settings beside those of `DryRunOptions`; `guest`: the path of the program of a dry
 # run in another environment, which writes a record; None: in the environment of
-# ebbtide.
-_OWN_SETTINGS = ("force", "machine", "prints", "check", "scratch", "guest")
+# ebbtide; `peers`: the ranks that are run beside each other; None: rank 0 alone.
+_OWN_SETTINGS = ("force", "machine", "prints", "check", "scratch", "guest", "peers")
 _PROGRESS_S = 30.0
 
 
@@ -50,12 +55,24 @@ def main(arguments: list[str]) -> int:
     output, words, *job = arguments
     settings = json.loads(words)
     own = {name: settings.pop(name, None) for name in _OWN_SETTINGS}
-    machine = own["machine"]
+    machine, environment = own["machine"], dict(os.environ)
     options = DryRunOptions(
         **settings, machine=machine_from(machine, "the machine") if machine else None
     )
     try:
-        return _run(options, own, Path(output), job)
+        with _peers_of(own["peers"]) as peers:
+            options = replace(options, peers=peers)
+            return _run(options, own, Path(output), job)
+    except PeersNeeded as needed:
+        line = f"ranks {', '.join(map(str, needed.ranks))} send tensors: all are run"
+        print_note(line)
+        settings |= {**own, "peers": needed.ranks}
+        changed = {arguments[1]: json.dumps(settings)}
+        again = [changed.get(word, word) for word in sys.orig_argv[1:]]
+        sys.stdout.flush()
+        os.execve(sys.executable, [sys.executable, *again], environment)
+    except SystemExit as ended:
+        return _status(ended.code)
     except JobLaunched as launched:
         settings |= {
             "ranks": launched.ranks or options.ranks,
@@ -70,6 +87,23 @@ def main(arguments: list[str]) -> int:
             return fail(str(error))
     except UserError as error:
         return fail(str(error))
+
+
+@contextlib.contextmanager
+def _peers_of(ranks: list[int] | None) -> Iterator[Peers]:
+    """Yield the ranks that are run, with a process for each."""
+    if ranks is None:
+        yield Peers()
+        return
+    first = os.getpid()
+    folder = tempfile.mkdtemp(prefix="ranks-", dir=FileView.parent)
+    peers = Peers(ranks[0], ranks, folder)
+    peers.start()
+    try:
+        yield peers
+    finally:
+        if os.getpid() == first:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run(
@@ -94,7 +128,9 @@ def _run(
             f"incomplete: the job ended with status {status}; no trace is written"
         )
         return status
-    write(run.record(), ["python", *job], status, output)
+    assert options.peers is not None
+    record = options.peers.finish(run.record(), job)
+    write(record, ["python", *job], status, output)
     for line in run.user_files.lines():
         print_note(line)
     return exit_status(output, own, status)

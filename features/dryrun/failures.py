@@ -182,9 +182,9 @@ def follow_threads(patches: Patches, has_ended: Callable[[], bool]) -> None:
         )
 
     if threading.current_thread() is main:
-        patches.on_undo(
-            functools.partial(signal.signal, WAKE, signal.signal(WAKE, end))
-        )
+        signal.signal(WAKE, end)
+        # Another process that the job has forked may still send it.
+        patches.on_undo(functools.partial(signal.signal, WAKE, signal.SIG_IGN))
         patches.set(threading, "excepthook", receive)
 
 

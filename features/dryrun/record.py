@@ -1,7 +1,7 @@
 """The record of a dry run: what was counted, as numbers and strings, and its file."""
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ class RunRecord:
         deepspeed: The entry `deepspeed`; None: no engine of DeepSpeed.
         memory, host_memory: (time in ns, bytes of each pool) after each change.
         stacks: Texts of the call stacks, which blocks name by their position.
+        rank, peers: Its rank, and the records of other ranks.
     """
 
     machine: Machine | None
@@ -48,6 +49,8 @@ class RunRecord:
     blocks: list[DeviceBlock]
     stacks: list[str]
     notes: list[str]
+    rank: int = 0
+    peers: "list[RunRecord]" = field(default_factory=list)
 
 
 class _RecordUnpickler(pickle.Unpickler):

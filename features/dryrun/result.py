@@ -19,7 +19,12 @@ def print_dry_run(path: Path) -> bool:
     return whether it may fit."""
     # What it imports is not imported while the job runs.
     from ebbtide.analysis.metrics.job import JobMetrics
-    from ebbtide.analysis.tables.prediction import MISFIT, prediction_view, verdict
+    from ebbtide.analysis.tables.prediction import (
+        MISFIT,
+        largest_rank,
+        prediction_view,
+        verdict,
+    )
     from ebbtide.cli.printing import echo_line, on_stderr, print_view
     from ebbtide.cli.reading import print_next
     from ebbtide.profiler.trace import open_trace
@@ -31,8 +36,9 @@ def print_dry_run(path: Path) -> bool:
         echo_line(
             "figures that the script itself printed mean nothing: nothing was computed"
         )
-        for follow_up in (
-            ("memory {} --at peak", "plan {}") if metrics.pool_peak("requested") else ()
-        ):
-            print_next(trace, follow_up)
+        if metrics.pool_peak("requested"):
+            rank = largest_rank(metrics)
+            option = f" --rank {rank}" if rank != trace.ranks[0] else ""
+            print_next(trace, f"memory {{}} --at peak{option}")
+            print_next(trace, "plan {}")
     return verdict(metrics) != MISFIT

@@ -24,6 +24,7 @@ from ebbtide.features.dryrun.memory.caching_allocator import (
 )
 from ebbtide.features.dryrun.memory.device_memory import is_trial
 from ebbtide.features.dryrun.memory.reserved_range import reserved_range
+from ebbtide.features.dryrun.peers import Peers
 from ebbtide.features.dryrun.record import RunRecord
 from ebbtide.features.dryrun.sink import Sink
 from ebbtide.machines.catalog import MachineArgument, find_machine
@@ -52,6 +53,7 @@ class DryRunOptions:
         ranks: Ranks of the job, whose rank 0 is run; None: not stated, and process
             groups have one rank.
         ranks_per_node: Ranks on one host; None: all of them.
+        peers: The ranks that are run, of which this is one; None: rank 0 alone.
     """
 
     iterations: int = 2
@@ -60,6 +62,7 @@ class DryRunOptions:
     machine: MachineArgument | None = None
     ranks: int | None = None
     ranks_per_node: int | None = None
+    peers: Peers | None = None
 
 
 class DryRun:
@@ -113,7 +116,12 @@ class DryRun:
         self.backend = backend = load_backend()
         options = self.options
         self._uninstall = self.backend.install(
-            self.sink, self.gpu, options.ranks, options.ranks_per_node, self.machine
+            self.sink,
+            self.gpu,
+            options.ranks,
+            options.ranks_per_node,
+            self.machine,
+            options.peers,
         )
         self.stacks, self.mode, self.batches = (
             backend.stacks,
@@ -177,6 +185,7 @@ class DryRun:
             blocks=self.memory.blocks,
             stacks=self.stacks.texts,
             notes=self.notes(),
+            rank=self.options.peers.rank if self.options.peers else 0,
         )
 
     def reserved_range(self) -> tuple[int, int]:
@@ -224,6 +233,11 @@ class DryRun:
             "(0.2 GB and more)"
         )
         notes += self.memory.allocator.notes()
+        if failures := self.memory.failures:
+            notes.append(
+                f"memory ran out {failures:,} times, which the job catches: it goes on "
+                "with less, or without"
+            )
         notes += self.host_memory.notes()
         notes += self.backend.notes()
         finished = self.tracker.iterations

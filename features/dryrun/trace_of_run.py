@@ -1,7 +1,7 @@
 """Converts what a dry run has counted to a trace."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ def trace_of_run(run: DryRun | RunRecord, command: Sequence[str] = ()) -> TraceB
     """Build the trace of a finished dry run, whose context was left, or of its record;
     the builder's `write(path)` writes it."""
     record = run.record() if isinstance(run, DryRun) else run
+    records = [record, *record.peers]
     builder = TraceBuilder(
         "predicted", clock={"name": "simulated", "host": None, "wall_offset_ns": 0}
     )
@@ -41,9 +42,28 @@ def trace_of_run(run: DryRun | RunRecord, command: Sequence[str] = ()) -> TraceB
     builder.meta["prediction"] = {
         "machine": machine.name if machine is not None else None,
         "assumptions": record.assumptions,
-        "times": predicted_times(record.phases, 0),
+        "times": [
+            row for each in records for row in predicted_times(each.phases, each.rank)
+        ],
         **record.prediction,
+        "reserved_bytes": _widest(each.prediction for each in records),
     }
+    if record.deepspeed is not None:
+        builder.meta["deepspeed"] = record.deepspeed
+    for each in records:
+        _add_rank(builder, each, command)
+    for note in record.notes:
+        builder.note(note)
+    return builder
+
+
+def _widest(predictions: Iterable[dict[str, Any]]) -> list[int]:
+    """Return the largest ends of the ranges of reserved memory."""
+    ranges = [prediction["reserved_bytes"] for prediction in predictions]
+    return [max(ends) for ends in zip(*ranges, strict=True)]
+
+
+def _add_rank(builder: TraceBuilder, record: RunRecord, command: Sequence[str]) -> None:
     device = {
         "device": _DEVICE,
         "kind": "cuda",
@@ -51,7 +71,7 @@ def trace_of_run(run: DryRun | RunRecord, command: Sequence[str] = ()) -> TraceB
         "capacity_bytes": record.capacity_bytes,
     }
     rank = builder.rank(
-        0,
+        record.rank,
         world_size=record.ranks,
         devices=[device],
         transfers_recorded=True,
@@ -62,16 +82,11 @@ def trace_of_run(run: DryRun | RunRecord, command: Sequence[str] = ()) -> TraceB
         **record.versions,
     )
     rank.meta.update(record.description)
-    if record.deepspeed is not None:
-        builder.meta["deepspeed"] = record.deepspeed
     _add_phases(record.phases, rank)
     _add_forwards_without_gradients(record, rank)
     _add_memory(record, rank)
     _add_copies(record.copies, rank)
     _add_kernels(record.kernels, rank)
-    for note in record.notes:
-        builder.note(note)
-    return builder
 
 
 def write_trace(

@@ -23,6 +23,9 @@ _ESCAPES = re.compile(
     r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[()][A-Z0-9])"
 )
 _QUOTES = re.compile(r"^(?:[ \t]{0,3}>[ \t]?)+")
+# Patterns of blanks take time in the square of their number.
+_MAX_BLANKS = 100
+_MANY_BLANKS = re.compile(rf"[ \t]{{{_MAX_BLANKS},}}")
 _BLANKS = re.compile(r"[\u00a0\u2000-\u200a\u202f\u3000]")
 _INVISIBLE = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\ufeff]"
@@ -107,4 +110,5 @@ def _clean(line: str) -> str:
         line = _ESCAPES.sub("", line)
     if not line.isprintable():
         line = _INVISIBLE.sub("", line)
-    return _QUOTES.sub("", line).rstrip()
+    line = _MANY_BLANKS.sub(" " * _MAX_BLANKS, line.rstrip())
+    return _QUOTES.sub("", line)

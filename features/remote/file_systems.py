@@ -73,7 +73,10 @@ def arrow_path(url: Url) -> tuple[fs.FileSystem, str]:
     scheme, _, path = str(url).partition("://")
     if scheme not in _ARROW:
         names = " or ".join(f"{name}://" for name in _ARROW)
-        raise TraceError(f"{scheme}:// is only read from: record to {names}")
+        raise TraceError(
+            f"{url}: {scheme}:// is read only, and lists no files: recordings are at "
+            f"{names}"
+        )
     return arrow_file_system(scheme), path
 
 

@@ -181,7 +181,7 @@ def _run(
             *([] if finished is None else [finished]),
         )
         _collect(command, job, job_end, status, failure)
-    except TraceError as error:
+    except UserError as error:
         with contextlib.suppress(OSError):
             os.write(status, str(error).encode())
     except BaseException as error:

@@ -64,8 +64,9 @@ def make(name: str, folder: Path) -> None:
 def _write_model(target: Path, model: Model) -> None:
     """Write configuration, tokenizer and sparse weights of a model."""
     config = _write_config(target, model)
-    if config is not None:
-        write_tokenizer(target, config.get_text_config().vocab_size, model.positions)
+    words = getattr(config and config.get_text_config(), "vocab_size", None)
+    if words is not None:
+        write_tokenizer(target, words, model.positions)
     if model.tiktoken_tokens:
         (target / "original").mkdir()
         (target / "original" / "tokenizer.model").write_text(
@@ -94,7 +95,7 @@ def _write_config(target: Path, model: Model) -> Any:
         module = getattr(transformers, model.architecture)(config)
     tied = (
         set(getattr(module, "_tied_weights_keys", None) or ())
-        if config.tie_word_embeddings
+        if getattr(config, "tie_word_embeddings", False)
         else set()
     )
     tensors = {

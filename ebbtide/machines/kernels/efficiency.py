@@ -143,6 +143,11 @@ _PLAIN_TILE_SHARE = 1 / 16
 # benchmarks/accuracy). Between, at 4 and 8 B, interpolated: loads are as many times as
 # long.
 _ALIGNMENT_BYTES, _LEAST_ALIGNMENT, _NOT_ALIGNED = 16, 2, 0.25
+# Convolutions over products of their size, by class. A multiprocessor of a GeForce card
+# has a quarter of the operations of A100's for each byte of shared memory (256 of 1,024
+# with sums in fp32 a clock, 128 B; whitepapers of GA102 and A100), which feeds them as
+# it feeds products (timm's table on RTX 3090, Lambda's on RTX 3090 and 4090).
+CONVOLUTIONS = {CardClass.GEFORCE: PriorRange(1.1, 1.0, 0.8)}
 # Cards run above the clock of their data sheet's peak by at most this: RTX 3090 2,100
 # instead of 1,695 MHz (`nvidia-smi -q`: Max Clocks). Others do not: their power limits
 # them.
@@ -225,6 +230,9 @@ class ProductSize(NamedTuple):
     inner: float = 0.0  # Elements of each sum; 0: not known.
     # Rows of all matrices begin at multiples of so many bytes.
     alignment_bytes: int = _ALIGNMENT_BYTES
+    # Of a convolution outside of the matrix units, its operations over those that
+    # Winograd's algorithm has left; 1: it does not apply.
+    reduction: float = 1.0
 
 
 def product_factor(size: ProductSize, *, plain: bool = False) -> float:

@@ -94,7 +94,9 @@ class GpuRates:
             priors.KERNEL_NS,
             work.launches,
         )
-        if not work.copied_bytes:
+        # Kernels outside of the matrix units read the layout that there is.
+        is_read = work.work_class is WorkClass.CONVOLUTION and self._is_plain(work)
+        if is_read or not work.copied_bytes:
             return times
         copies = _times(
             0.0, None, work.copied_bytes / rate, copy, priors.KERNEL_NS, launches=1
@@ -129,9 +131,24 @@ class GpuRates:
         Where it is not known, return the peak of the next one.
         """
         rates = self.gpu.flops_per_s
-        while precision not in rates and precision in _NEXT_TYPE:
+        return rates.get(self._type_of(precision)) or min(rates.values())
+
+    def _type_of(self, precision: str) -> str:
+        """Return the type that a GPU computes in: it may lack units for one."""
+        while precision not in self.gpu.flops_per_s and precision in _NEXT_TYPE:
             precision = _NEXT_TYPE[precision]
-        return rates[precision] if precision in rates else min(rates.values())
+        return precision
+
+    def _reduction(self, work: KernelWork) -> float:
+        """Return the operations of a kernel over those that its algorithm computes."""
+        is_plain = work.work_class is WorkClass.CONVOLUTION and self._is_plain(work)
+        if is_plain and isinstance(work.size, efficiency.ProductSize):
+            return work.size.reduction
+        return 1.0
+
+    def _is_plain(self, work: KernelWork) -> bool:
+        """Return whether a product runs outside of the matrix units."""
+        return self._type_of(work.precision) == "float32"
 
     def share(self, kernel: str) -> efficiency.RateShare:
         """Return the share of the peak that a kind of kernel reaches in large sizes."""
@@ -167,19 +184,23 @@ class GpuRates:
 
     def _efficiency(self, work: KernelWork) -> PriorRange | None:
         """Return the share of the peak of a kernel, which is never above what the card
-        can reach; None: without FLOPs."""
+        can reach of the operations that are computed; None: without FLOPs."""
         share = self._share_of_peak(work)
         if share is None:
             return None
         limit = efficiency.peak_limit(self._card_class)
-        return PriorRange(*(min(limit, value) for value in share))
+        reached = PriorRange(*(min(limit, value) for value in share))
+        return reached.scaled(self._reduction(work))
 
     def _share_of_peak(self, work: KernelWork) -> PriorRange | None:
         size = work.size
         if work.work_class is WorkClass.DEPTHWISE:
             return priors.DEPTHWISE_EFFICIENCY
         if work.work_class is WorkClass.CONVOLUTION:
-            return self._product_share(work).times(priors.CONVOLUTION_OF_PRODUCT)
+            share = priors.CONVOLUTION_OF_PRODUCT
+            if not self._is_plain(work):
+                share = efficiency.CONVOLUTIONS.get(self._card_class, share)
+            return self._product_share(work).times(share)
         if work.work_class is WorkClass.MATRIX:
             return self._product_share(work)
         if work.work_class in (WorkClass.ATTENTION, WorkClass.ATTENTION_BACKWARD):
@@ -193,7 +214,7 @@ class GpuRates:
         return None
 
     def _product_share(self, work: KernelWork) -> PriorRange:
-        is_plain, factor = work.precision == "float32", 1.0
+        is_plain, factor = self._is_plain(work), 1.0
         if isinstance(work.size, efficiency.ProductSize):
             factor = efficiency.product_factor(work.size, plain=is_plain)
         if is_plain:

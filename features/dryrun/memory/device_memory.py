@@ -1,9 +1,11 @@
 """Memory of the faked device: when each storage was allocated and released, and by
 whom."""
 
+import dis
 import sys
 from dataclasses import dataclass
-from types import FrameType
+from functools import cache
+from types import CodeType, FrameType
 
 from ebbtide.features.dryrun.memory.allocator_pools import (
     EXPANDABLE_BYTES,
@@ -16,6 +18,8 @@ from ebbtide.machines.kernels.time_priors import TYPICAL
 # Names in functions that try batch sizes until memory is short: accelerate trains
 # there, Lightning only tries.
 _SEARCH, _TRIALS = "should_reduce_batch_size", "is_oom_error"
+# How often a job is told that memory is short.
+_MOST_FAILURES = 64
 
 
 @dataclass(eq=False, slots=True)
@@ -49,6 +53,7 @@ class DeviceMemory:
 
     Attributes:
         error: The class of the error that is raised where no memory is left.
+        failures: How often it was raised.
         peak_bytes, peak_allocated_bytes, peak_reserved_bytes: The largest so far, or
             since the job reset them.
         most_bytes, most_reserved_bytes: The largest so far, requested and reserved.
@@ -69,6 +74,7 @@ class DeviceMemory:
         self.allocator = allocator or CachingAllocator()
         self.allocator.on_shortage = self._fail_in_search
         self.error: type[Exception] = MemoryError
+        self.failures = 0
         self.most_bytes = self.most_reserved_bytes = 0
         self._clock = clock
         self._live: dict[int, DeviceBlock] = {}
@@ -215,12 +221,44 @@ class DeviceMemory:
 
     def _fail_in_search(self, size: int) -> None:
         """Raise the error of a device that has no memory left where the job is made for
-        it; other jobs go on."""
-        if is_trial(_SEARCH):
+        it; other jobs go on, and so does one that it has not helped often."""
+        if self.failures < _MOST_FAILURES and (is_trial(_SEARCH) or _tries_again()):
+            self.failures += 1
             raise self.error(
                 f"CUDA out of memory. Tried to allocate {size / 2**20:,.2f} MiB (dry "
                 "run)"
             )
+
+
+def _tries_again() -> bool:
+    """Return whether a function that is running catches a shortage of memory, and it or
+    its caller is in a loop: other handlers end the job."""
+    frame: FrameType | None = sys._getframe(1)
+    caught_below = False
+    while frame is not None:
+        catches, has_loop = _around(frame.f_code, frame.f_lasti)
+        if has_loop and (catches or caught_below):
+            return True
+        caught_below, frame = catches, frame.f_back
+    return False
+
+
+@cache
+def _around(code: CodeType, position: int) -> tuple[bool, bool]:
+    """Return whether an instruction is inside of a handler of a shortage, and before
+    the end of a loop."""
+    texts = (text for text in code.co_consts if isinstance(text, str))
+    names_shortage = "OutOfMemoryError" in code.co_names or any(
+        "out of memory" in text for text in texts
+    )
+    # The first test of a `while` is before its loop.
+    has_loop = any(
+        "BACKWARD" in each.opname and each.offset > position
+        for each in dis.get_instructions(code)
+    )
+    entries = dis.Bytecode(code).exception_entries  # type: ignore[attr-defined]
+    has_handler = any(each.start <= position < each.end for each in entries)
+    return names_shortage and has_handler, has_loop
 
 
 def is_trial(*names: str) -> bool:

@@ -166,14 +166,19 @@ class VirtualClock:
                 LaunchedKernel(work, stream, launch_ns, *times[TYPICAL])
             )
 
-    def run_collective(self, work: KernelWork, is_async: bool = False) -> Times:
+    def run_collective(
+        self,
+        work: KernelWork,
+        is_async: bool = False,
+        stream: int = COMMUNICATION_STREAM,
+    ) -> Times:
         """Launch a collective after the work of the current stream, and return its end
         in each case.
 
         `is_async`: whether the current stream goes on without waiting for it."""
-        self.wait(self.record(), COMMUNICATION_STREAM)
-        self.run_kernel(work, COMMUNICATION_STREAM)
-        done = self.record(COMMUNICATION_STREAM)
+        self.wait(self.record(), stream)
+        self.run_kernel(work, stream)
+        done = self.record(stream)
         if not is_async:
             self.wait(done)
         return done

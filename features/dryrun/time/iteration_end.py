@@ -5,9 +5,13 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 # Iterations, and kernels in them, for which an optimizer that has not stepped is waited
-# for: a WGAN trains its generator once in five iterations, or in a hundred.
+# for: a WGAN trains its generator once in five iterations, or in a hundred. Of longer
+# iterations only the five are waited for: others train one network for long, and then
+# the next one.
 MOST_WAITED_ITERATIONS = 200
-MOST_WAITED_KERNELS = 100_000
+MOST_WAITED_KERNELS = 20_000
+LEAST_WAITED_ITERATIONS = 5
+MOST_KERNELS = 100_000
 
 
 class IterationEnd:
@@ -62,10 +66,13 @@ class IterationEnd:
         self._waited_iterations += 1
         self.left_out = [type(optimizer).__name__ for optimizer in self.unstepped()]
         is_early = bool(self.left_out) or (iterations > 1 and self._is_rare())
+        waited = kernels - self._kernels_before
+        if self._waited_iterations <= LEAST_WAITED_ITERATIONS:
+            return is_early and waited <= MOST_KERNELS
         return (
             is_early
             and self._waited_iterations <= MOST_WAITED_ITERATIONS
-            and kernels - self._kernels_before <= MOST_WAITED_KERNELS
+            and waited <= MOST_WAITED_KERNELS
         )
 
     def _is_rare(self) -> bool:

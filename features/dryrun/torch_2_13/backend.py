@@ -14,6 +14,7 @@ import torch._dynamo
 from ebbtide.features.dryrun.failures import follow_threads
 from ebbtide.features.dryrun.gpu import FakedGpu
 from ebbtide.features.dryrun.memory.call_stacks import CallStacks
+from ebbtide.features.dryrun.peers import Peers
 from ebbtide.features.dryrun.sink import Sink
 from ebbtide.features.dryrun.torch_2_13.batch_lengths import BatchLengths
 from ebbtide.features.dryrun.torch_2_13.device.attention import (
@@ -80,10 +81,11 @@ class Backend:
         ranks: int | None,
         ranks_per_node: int | None,
         machine: Machine | None,
+        peers: Peers | None,
     ) -> Callable[[], None]:
         sink.memory.error = torch.OutOfMemoryError
         patches = Patches()
-        self.process_groups = ProcessGroups(ranks, ranks_per_node)
+        self.process_groups = ProcessGroups(ranks, ranks_per_node, peers)
         devices = self.process_groups.ranks_per_node
         storages = FollowedStorages(sink)
         workspaces = KernelWorkspaces(sink.memory, self.stacks, gpu)
@@ -97,7 +99,7 @@ class Backend:
         patch_cuda(patches, sink, gpu, devices)
         patch_legacy_types(patches)
         self.process_groups.install(patches)
-        mode.collectives.install(patches)
+        mode.collectives.install(patches, peers)
         patch_data_parallel(patches, mode.collectives)
         patch_tensors(patches, storages, self.stacks, mode.values)
         self.user_files.install(patches)
@@ -107,7 +109,7 @@ class Backend:
         self.libraries = LibraryPatches(patches, mode)
         self.triton.install(patches)
         patch_ray_train(patches, self.process_groups)
-        patch_model_parallel(patches, mode)
+        patch_model_parallel(patches, mode, peers)
         patch_replicas(patches)
         self.deepspeed = DeepSpeedPatches(patches, sink, self.process_groups, machine)
         self._register_kernels(patches)

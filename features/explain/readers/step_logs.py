@@ -45,11 +45,13 @@ _CLOCK = re.compile(
 )
 _RETRIES = re.compile(r"(\d+) CUDA memory allocation retries")
 _MEMORY_USAGE = re.compile(
-    r"MA (?P<ma>[\d.]+) GB\s+Max_MA (?P<max_ma>[\d.]+) GB\s+CA (?P<ca>[\d.]+) GB\s+"
-    r"Max_CA (?P<max_ca>[\d.]+) GB"
+    r"MA (?P<ma>[\d.]+) GB {1,2}Max_MA (?P<max_ma>[\d.]+) GB {1,2}CA (?P<ca>[\d.]+) GB "
+    r" ?Max_CA (?P<max_ca>[\d.]+) GB"
 )
 _HOST_USAGE = re.compile(r"CPU Virtual Memory:\s+used = (?P<used>[\d.]+) GB")
 _MAX_LINE_CHARS = 4096
+_BLANKS = re.compile(r"\s{3,}")
+_FIGURE = re.compile(r"[:=] ?['\"\[]?[-+.]?\d|\d ?[a-zA-Z/]{1,5}[,\s\]]")
 _MAX_LINES_OF_STEP = 20
 _CLOCK_COLUMN, _ELAPSED_COLUMN = "clock_s", "elapsed_s"
 # A progress bar prints a smoothed rate, and whole seconds: over so many of them the
@@ -162,8 +164,8 @@ class _Row:
 
 
 def _row_of(line: PastedLine) -> _Row | None:
-    text = line.text
-    if len(text) > _MAX_LINE_CHARS or not any(map(str.isdigit, text)):
+    text = _BLANKS.sub("  ", line.text)
+    if len(text) > _MAX_LINE_CHARS or not _FIGURE.search(text):
         return None
     rank_match = _RANK.search(text)
     rank = None if rank_match is None else int(rank_match[1])

@@ -30,6 +30,7 @@ from ebbtide.profiler.trace import Trace, open_trace
 from ebbtide.profiler.trace.files import META, read_meta
 from ebbtide.profiler.trace.metadata import parse_meta
 from ebbtide.profiler.trace.schema import SORT
+from ebbtide.urls import Url, location
 
 # waiting: nothing was recorded yet. recording: a process records. silent: none has
 # recorded anything for long. finishing: all processes have ended, and the trace is
@@ -56,7 +57,11 @@ class LiveTrace:
     recording has been finished, the tables are read instead."""
 
     def __init__(self, path: str | Path, iterations: int = 50) -> None:
-        self.path = Path(path)  # The trace.
+        self.path = location(path)  # The trace.
+        if isinstance(self.path, Url):
+            raise TraceError(
+                f"{path} is not on this machine: ebbtide summary reads it so far"
+            )
         self.state: State = "waiting"  # See `State`.
         # The last iterations, and one before them as warm-up; None until a process has
         # begun to record.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -284,6 +285,26 @@ def test_job_that_cannot_be_dry_run__ends_with_a_line(
     assert operation in lines[0], log
     assert remedy in lines[0], log
     assert "job.py:" in lines[0], log
+
+
+def test_jobs_that_several_processes_train__end_with_a_line(tmp_path: Path) -> None:
+    script = (
+        "import multiprocessing\ndef train():\n    " + TRAIN.format("model(x)") + "\n"
+        "start = multiprocessing.get_context('spawn').Process\n"
+        "processes = [start(target=train) for _ in range(2)]\n"
+        "for process in processes: process.start()\n"
+        "for process in processes: process.join()\n"
+    )
+
+    def run() -> tuple[int, str]:
+        result = run_jobs(tmp_path, {"forks": script})["forks"]
+        for process in multiprocessing.active_children():
+            process.join()  # it ends after the dry run
+        return result
+
+    status, log = run_forked(run)
+    assert status == 2
+    assert "a training in a process that the job forks" in log
 
 
 @pytest.mark.parametrize("name", FAILED)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 from torch import nn
 
+from ebbtide.features.dryrun.time.iteration_end import IterationEnd
 from tests.features.dryrun.forked import run_forked
 from tests.features.dryrun.test_session import (
     BATCH,
@@ -112,6 +114,19 @@ def test_dry_run__names_an_optimizer_that_was_waited_for_in_vain() -> None:
     assert state_bytes == 2 * LAYER_BYTES
     assert note.startswith("optimizers that did not step in")
     assert note.endswith(": AdamW")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "iterations"), [(90, 200), (4_500, 5), (45_000, 3)]
+)
+def test_iteration_end__waits_less_for_long_iterations(
+    kernels: int, iterations: int
+) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    end = IterationEnd(WeakSet())
+    end.made.add(optimizer)
+    waits = [end.waits(number * kernels, iterations=2) for number in range(300)]
+    assert waits == [True] * iterations + [False] * (300 - iterations)
 
 
 def test_dry_run__does_not_wait_for_an_optimizer_of_the_same_parameters() -> None:

@@ -264,6 +264,34 @@ def test_kernel_work__of_both_gradients_is_twice_that_of_a_convolution() -> None
         assert (forward.work_class is WorkClass.DEPTHWISE) == (weight[1] == 1)
 
 
+def test_kernel_work__of_a_convolution_knows_where_winograds_algorithm_applies() -> (
+    None
+):
+    """It has 16 multiplications for each 2 x 2 results of a filter of 3 x 3, whole
+    tiles, and no other filters, steps, dilations and layouts."""
+
+    def reduction(filters: int, side: int, **options: Any) -> float:
+        def job() -> None:
+            x = torch.randn(8, 64, side, side, device="cuda", requires_grad=True)
+            weight = torch.randn(64, 64, filters, filters, device="cuda")
+            if options.pop("nhwc", False):
+                x, weight = (
+                    t.to(memory_format=torch.channels_last) for t in (x, weight)
+                )
+            F.conv2d(x, weight, **options).sum().backward()
+
+        works = [work for work in works_of(job) if "conv" in work.name]
+        sizes = {work.size.reduction for work in works}  # type: ignore[union-attr]
+        assert len(works) == 2
+        return sizes.pop() if len(sizes) == 1 else math.nan
+
+    assert reduction(3, 32, padding=1) == 2.25
+    assert reduction(3, 7, padding=1) == pytest.approx(49 * 9 / (16 * 16))
+    others = [{"stride": 2}, {"dilation": 2}, {"nhwc": True}]
+    assert {reduction(3, 32, padding=1, **other) for other in others} == {1.0}
+    assert reduction(1, 32) == reduction(5, 32) == 1.0
+
+
 def test_kernel_work__of_a_convolution_copies_what_is_not_channels_last() -> None:
     def job() -> None:
         x = half(8, 64, 32, 32, gradient=False)

@@ -194,3 +194,48 @@ def test_backward_of_activations__is_one_kernel() -> None:
 
     # the gradients that are given and made
     assert bounds_of(job)[0] == [2, 2]
+
+
+def test_positions_that_are_not_known__pick_known_numbers_evenly() -> None:
+    def job() -> Any:
+        groups = torch.arange(6, device="cuda").repeat_interleave(10)
+        best = torch.randn(60, device="cuda").topk(12).indices
+        chosen, selected = groups[best], groups.index_select(0, best)
+        flags = (groups > 4)[best]
+        return (
+            int(chosen.max()),
+            chosen.bincount().tolist(),
+            torch.equal(chosen, selected),
+            len(flags.nonzero()),
+        )
+
+    # of which positions the flags are is not known: all may be true
+    assert bounds_of(job)[0] == (5, [2] * 6, True, 12)
+
+
+def test_cells__may_have_no_biases() -> None:
+    def job() -> Any:
+        cell = torch.nn.LSTM(8, 16, bias=False, device="cuda")
+        cell.flatten_parameters()
+        with torch.backends.cudnn.flags(enabled=False):
+            output, (_, state) = cell(torch.randn(3, 5, 8, device="cuda"))
+        output.sum().backward()
+        return tuple(output.shape), tuple(state.shape)
+
+    assert bounds_of(job)[0] == ((3, 5, 16), (1, 5, 16))
+
+
+def test_parameters__are_made_by_the_type_of_others() -> None:
+    def job() -> Any:
+        linear = torch.nn.Linear(512, 512)
+        kind = type(linear.weight)
+        weights = [
+            kind(torch.zeros(size, size, device=device), requires_grad=False)
+            for size in (8, 512)
+            for device in ("cpu", "cuda")
+        ]
+        linear.weight = kind(torch.zeros(512, 512, device="cuda"))
+        parameters = [isinstance(each, torch.nn.Parameter) for each in weights]
+        return kind.__name__, parameters, linear.weight.requires_grad
+
+    assert bounds_of(job)[0] == ("FakeTensor", [True] * 4, True)

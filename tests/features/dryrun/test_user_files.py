@@ -209,6 +209,21 @@ def test_torch_load__gives_back_what_was_saved_in_the_run(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+def test_torch_load__refuses_what_another_dry_run_has_saved() -> None:
+    def observe() -> Any:
+        buffer = io.BytesIO()
+        with DryRun():
+            torch.save(torch.ones(3), buffer)
+        buffer.seek(0)
+        with DryRun():
+            torch.save(torch.zeros(4), io.BytesIO())
+            with pytest.raises(RuntimeError, match=r"that another dry run has in"):
+                torch.load(buffer)
+        return True
+
+    assert run_forked(observe)
+
+
 def test_safetensors__gives_back_what_was_saved_in_the_run(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
 

@@ -11,6 +11,7 @@ from tests.conftest import Run, ebbtide_in_process, slow_case
 from tests.features.remote.conftest import TRACE, URL
 from tests.features.remote.servers import Connection, check_keys, http_server
 
+OLD_TRACES = TRACE.parents[1] / "tests" / "profiler" / "trace" / "old_traces"
 COMMANDS = ["summary", *map(slow_case, ("findings", "windows", "summary --by rank"))]
 
 
@@ -148,3 +149,14 @@ def test_import__says_that_its_files_must_be_here(tmp_path: Path) -> None:
     with http_server(TRACE.parent) as url:
         line = failure("import", f"{url}/trace.json", "-o", str(tmp_path / "run.ebb"))
     assert line.endswith("its files cannot be listed: copy them here first")
+
+
+def test_watch__is_of_this_machine() -> None:
+    line = failure("watch", URL, "--no-view", "--metrics", "0")
+    assert line.endswith(" is not on this machine: ebbtide summary reads it so far")
+
+
+def test_web_server__has_no_recordings() -> None:
+    with http_server(OLD_TRACES) as url:
+        line = failure("summary", f"{url}/0.3.0-cut-off.ebb")
+    assert line.endswith("lists no files: recordings are at s3:// or gs://")

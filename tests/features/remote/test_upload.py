@@ -143,7 +143,8 @@ def test_profile__does_not_begin_where_nothing_can_be_written(
     assert not [*(folder / "spools").glob("ebbtide-*")]
     run = ebbtide(*profile_words("https://host/run.ebb", 4, 0), cwd=folder)
     assert run.stderr == (
-        "ebbtide: https:// is only read from: record to s3:// or gs://\n"
+        "ebbtide: https://host/run.ebb: https:// is read only, and lists no files: "
+        "recordings are at s3:// or gs://\n"
     )
 
 

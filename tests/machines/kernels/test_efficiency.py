@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -130,6 +131,7 @@ _SIZES = st.one_of(
         st.floats(2, 1e5),
         st.floats(1, 1e6),
         st.sampled_from([1, 2, 4, 8, 16]),
+        st.floats(1, 2.25),
     ),
     st.builds(
         AttentionSize,
@@ -156,14 +158,18 @@ def test_kernel_ns__is_never_below_the_limits_of_the_card(
     name: str, work: KernelWork
 ) -> None:
     """No kernel of any kind exceeds the rate of device memory, or the peak at the
-    highest clock of the card, in any case."""
+    highest clock of the card by the operations that it computes, in any case."""
     rates = GpuRates(preset(name))
     limit = 1.25 if "GeForce" in (rates.gpu.name or "") else 1.0
     by_flops = work.flops / rates.peak(work.precision) / limit
     if work.work_class not in _COMPUTING:
         by_flops = 0.0
-    by_bytes = work.bytes / (rates.gpu.memory_bytes_per_s or 1.0)
     copied = work.copied_bytes / (rates.gpu.memory_bytes_per_s or 1.0)
+    if work.work_class is WorkClass.CONVOLUTION and work.precision == "float32":
+        copied = 0.0
+        if isinstance(work.size, ProductSize):
+            by_flops /= work.size.reduction
+    by_bytes = work.bytes / (rates.gpu.memory_bytes_per_s or 1.0)
     fast, typical, slow = rates.kernel_ns(work)
     assert fast >= 1e9 * (max(by_flops, by_bytes) + copied)
     assert fast <= typical <= slow
@@ -176,6 +182,65 @@ _COMPUTING = {
     WorkClass.ATTENTION,
     WorkClass.ATTENTION_BACKWARD,
 }
+
+
+_V100 = GpuCompute(
+    "Tesla V100-SXM2-32GB",
+    "7.0",
+    {"float32": 15.7e12, "float16": 125e12},
+    memory_bytes_per_s=900e9,
+)
+
+
+def convolution_s(precision: str, gpu: GpuCompute = _V100, **size: Any) -> float:
+    """Return the typical time of a large convolution of 1 TFLOP."""
+    machine = replace(preset("a100-80gb-sxm"), gpu=gpu)
+    own = ProductSize(1e8, 512, 4608)._replace(**size)
+    work = KernelWork(
+        "c",
+        "compute",
+        WorkClass.CONVOLUTION,
+        1e12,
+        1e6,
+        precision,
+        own,
+        copied_bytes=4e9,
+    )
+    return GpuRates(machine).kernel_ns(work)[1] / 1e9
+
+
+def test_kernel_ns__of_a_type_that_a_card_lacks_is_that_of_the_next_one() -> None:
+    """torch asks for TF32 in convolutions by default. V100 has none: it computes in
+    fp32, by its kernels, which copy nothing into another layout."""
+    assert convolution_s("tf32") == convolution_s("float32") < 0.13
+    assert convolution_s("float16") > 4e9 / 900e9
+
+
+def test_kernel_ns__of_winograds_algorithm_is_shorter_in_fp32_alone() -> None:
+    """cuDNN's kernels reach 0.44 of the peak or more on V100, of the operations that
+    are left; tensor cores do not run the algorithm."""
+    direct, reduced = convolution_s("float32"), convolution_s("float32", reduction=2.25)
+    assert direct == pytest.approx(2.25 * reduced, rel=0.01)
+    assert 0.44 < 1e12 / 2.25 / 15.7e12 / reduced < 0.93
+    assert convolution_s("float16", reduction=2.25) == convolution_s("float16")
+
+
+def test_kernel_ns__of_convolutions_on_geforce_cards_is_that_of_products() -> None:
+    """Shared memory feeds their tensor cores, which have a quarter of the operations of
+    A100's for each byte of it."""
+    size = ProductSize(1e8, 512, 4608)
+
+    def over_product(name: str, precision: str) -> float:
+        kinds = (WorkClass.CONVOLUTION, WorkClass.MATRIX)
+        works = [
+            KernelWork("c", "compute", k, 1e12, 1e6, precision, size) for k in kinds
+        ]
+        convolution, product = (GpuRates(preset(name)).kernel_ns(w)[1] for w in works)
+        return convolution / product
+
+    assert over_product("rtx3090", "float16") == pytest.approx(1.0)
+    assert over_product("rtx3090", "float32") == pytest.approx(1 / 0.7, rel=0.01)
+    assert over_product("a100-80gb-sxm", "float16") == pytest.approx(1 / 0.7, rel=0.01)
 
 
 def test_kernel_ns__of_attention_differs_by_implementation() -> None:

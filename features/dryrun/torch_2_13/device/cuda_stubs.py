@@ -29,6 +29,9 @@ _SLOTS = {
 _HOOK_SLOTS = 48
 _GUARD_SLOTS = 40
 _CUDA = 1
+# The entry of the guard's table that returns the current device: its type, and its
+# index in the next byte.
+_GUARD_DEVICE = 2
 _VIRTUAL = re.compile(r"\bvirtual\b[^;{(]*[\s&*](~?\w+)\(")
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
 # Objects that C++ may call until the process ends.
@@ -39,6 +42,9 @@ class CudaStubs:
     """The two stubs, installed until `remove`."""
 
     def __init__(self, torch: Any, devices: int) -> None:
+        def current() -> int:
+            return int(torch.cuda.current_device())
+
         _check_layout(torch)
         library = Path(torch.__file__).parent / "lib"
         core, cpu = (
@@ -56,14 +62,19 @@ class CudaStubs:
         _KEEP_ALIVE.append(guard)
         self._registry[_CUDA] = ctypes.addressof(guard)
         # Torch replaces a guard that counts no devices by its own guard that does
-        # nothing.
+        # nothing, but for the current device.
         torch._C._ensureCUDADeviceGuardSet()
+        of_torch = ctypes.c_void_p.from_address(self._registry[_CUDA] or 0).value
+        guard[0] = _table(
+            {_GUARD_DEVICE: lambda: _CUDA | current() << 8}, _GUARD_SLOTS, of_torch
+        )
+        self._registry[_CUDA] = ctypes.addressof(guard)
         get_hooks = cpu._ZN2at6detail12getCUDAHooksEv
         get_hooks.restype = ctypes.c_void_p
         self._hooks = ctypes.c_void_p.from_address(get_hooks())
         self._table_before = self._hooks.value
         assert self._table_before is not None
-        values = {**dict.fromkeys(_SLOTS, 0), 2: 1, 3: 1, 6: devices}
+        values = {**dict.fromkeys(_SLOTS, 0), 2: 1, 3: 1, 6: devices, 8: current}
         self._hooks.value = _table(values, _HOOK_SLOTS, self._table_before)
 
     def remove(self) -> None:
@@ -87,14 +98,18 @@ def _check_layout(torch: Any) -> None:
         )
 
 
-def _table(values: dict[int, int], slots: int, copied: int | None = None) -> int:
-    """Return the address of a table of virtual functions that return `values`; the
-    others are copied."""
+def _table(values: dict[int, Any], slots: int, copied: int | None = None) -> int:
+    """Return the address of a table of virtual functions that return `values`, or what
+    these return; the others are copied."""
     table = (ctypes.c_void_p * slots)(
         *((ctypes.c_void_p * slots).from_address(copied) if copied else ())
     )
     for slot, value in values.items():
-        function = _FUNCTION(lambda _object, _argument, value=value: value)
+        function = _FUNCTION(
+            lambda _object, _argument, value=value: (
+                value() if callable(value) else value
+            )
+        )
         _KEEP_ALIVE.append(function)
         table[slot] = ctypes.cast(function, ctypes.c_void_p)
     _KEEP_ALIVE.append(table)

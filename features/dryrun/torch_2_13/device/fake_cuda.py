@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.cuda._utils import _get_device_index as get_device_index
 
 from ebbtide.features.dryrun.gpu import FakedGpu
 from ebbtide.features.dryrun.memory.allocator_pools import AllocatorSettings
@@ -44,7 +45,7 @@ _RANDOM = (
     "set_rng_state",
     "set_rng_state_all",
 )
-_WITHOUT_EFFECT = ("_lazy_init", "init", "set_device", "ipc_collect", *_RANDOM)
+_WITHOUT_EFFECT = ("_lazy_init", "init", "ipc_collect", *_RANDOM)
 _TRUE = (
     "is_available",
     "_is_compiled",
@@ -52,13 +53,7 @@ _TRUE = (
     "is_bf16_supported",
     "is_tf32_supported",
 )
-_ZERO = (
-    "current_device",
-    "_exchange_device",
-    "_maybe_exchange_device",
-    "utilization",
-    "initial_seed",
-)
+_ZERO = ("utilization", "initial_seed")
 
 
 class _GeneratorMeta(type(torch.Generator)):  # type: ignore[misc]
@@ -93,6 +88,38 @@ _RUNTIME = (
 )  # fmt: skip
 
 
+class CurrentDevice:
+    """The device of the process that is used where none is named.
+
+    Attributes:
+        index: Its number, of `devices`.
+    """
+
+    def __init__(self, devices: int) -> None:
+        self.index, self._devices = 0, devices
+
+    def set(self, device: Any) -> None:
+        """Set it, by its number or its name."""
+        index = get_device_index(device, optional=True)
+        if 0 <= index < self._devices:
+            self.index = index
+
+    def exchange(self, device: Any) -> int:
+        """Set it, and return the one before."""
+        before = self.index
+        self.set(device)
+        return before
+
+    def functions(self) -> dict[str, Any]:
+        """Return the functions of `torch.cuda`."""
+        return {
+            "current_device": lambda: self.index,
+            "set_device": self.set,
+            "_exchange_device": self.exchange,
+            "_maybe_exchange_device": self.exchange,
+        }
+
+
 def constant(value: Any) -> Any:
     """Return a function of its own for each name, since dynamo has one rule for a
     function."""
@@ -117,6 +144,7 @@ def patch_cuda(patches: Patches, sink: Sink, gpu: FakedGpu, devices: int = 1) ->
     functions = {
         **stream_functions(sink.clock),
         **_device_functions(gpu, devices),
+        **CurrentDevice(devices).functions(),
     }
     statistics = {
         **_memory_functions(memory, capacity_bytes),
@@ -129,7 +157,7 @@ def patch_cuda(patches: Patches, sink: Sink, gpu: FakedGpu, devices: int = 1) ->
         patches.set(cuda.memory, key, value)
     for key in (*_RANDOM, "initial_seed", "get_rng_state", "get_rng_state_all"):
         patches.set(cuda.random, key, functions[key])
-    _patch_extension(patches, devices)
+    _patch_extension(patches, devices, functions)
     _patch_accelerator(patches, functions | statistics)
     runtime = {name: constant(0) for name in _RUNTIME}  # 0 is cudaSuccess
     runtime |= {
@@ -214,13 +242,13 @@ def _memory_functions(memory: DeviceMemory, capacity_bytes: int) -> dict[str, An
     }
 
 
-def _patch_extension(patches: Patches, devices: int) -> None:
+def _patch_extension(patches: Patches, devices: int, functions: dict[str, Any]) -> None:
     """Add functions of the extension that a CPU build lacks and that Python code of
     torch calls."""
     for key, value in {
         "_cuda_getDeviceCount": constant(devices),
-        "_cuda_getDevice": constant(0),
-        "_cuda_setDevice": constant(None),
+        "_cuda_getDevice": functions["current_device"],
+        "_cuda_setDevice": functions["set_device"],
         "_cuda_synchronize": constant(None),
         "_cuda_isCurrentStreamCapturing": constant(False),
         "_cuda_getCurrentRawStream": constant(0),
@@ -234,6 +262,10 @@ def _patch_extension(patches: Patches, devices: int) -> None:
 def _patch_accelerator(patches: Patches, functions: dict[str, Any]) -> None:
     """Let `torch.accelerator` do what `torch.cuda` does."""
     for key, name in {
+        "getDeviceIndex": "current_device",
+        "setDeviceIndex": "set_device",
+        "exchangeDevice": "_exchange_device",
+        "maybeExchangeDevice": "_maybe_exchange_device",
         "getStream": "current_stream",
         "setStream": "set_stream",
         "synchronizeDevice": "synchronize",

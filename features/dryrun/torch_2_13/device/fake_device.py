@@ -102,6 +102,19 @@ def _is_real(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
 
 
+def _name_device(kwargs: dict[str, Any]) -> bool:
+    """Return whether an operation names the device to make a tensor on, and give it
+    the number of the current one if it has none."""
+    device = torch.device(kwargs.get("device") or "cpu")
+    if device.type != "cuda":
+        return False
+    if device.index is None:
+        kwargs["device"] = torch.device("cuda", torch.cuda.current_device())
+    elif device.index >= torch.cuda.device_count():
+        raise torch.AcceleratorError("CUDA error: invalid device ordinal")
+    return True
+
+
 def _is_in_place(func: Any) -> bool:
     return bool(func._schema.is_mutable and func._schema.name.endswith("_"))
 
@@ -186,7 +199,7 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
             )
         if func is _is_pinned:
             return args[0].is_pinned()
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if not self.enabled:
             return func(*args, **kwargs)
         if kwargs.get("pin_memory"):
@@ -197,10 +210,7 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         has_fakes = any(issubclass(kind, FakeTensor) for kind in types)
         if any(map(_dispatches_itself, types)):
             return NotImplemented
-        device = torch.device(kwargs.get("device") or "cpu")
-        on_device = device.type == "cuda"
-        if on_device and (device.index or 0) >= torch.cuda.device_count():
-            raise torch.AcceleratorError("CUDA error: invalid device ordinal")
+        on_device = _name_device(kwargs)
         if (
             not has_fakes
             and not on_device

@@ -200,6 +200,16 @@ def _patch_constructors(patches: Patches, values: ShadowValues) -> None:
             )
 
         patches.set(torch, name, make)
+    new = FakeTensor.__new__
+
+    def new_parameter(kind: Any, first: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Let libraries make a parameter by the type of another one, which is that of
+        fake tensors."""
+        if isinstance(first, torch.Tensor) and kwargs.keys() <= {"requires_grad"}:
+            return torch.nn.Parameter(first, **kwargs)
+        return new(kind, first, *args, **kwargs)
+
+    patches.set(FakeTensor, "__new__", staticmethod(new_parameter))
     # TorchScript knows functions by their address.
     names = {
         id(getattr(torch, name)): f"aten::{name}" for name in ("tensor", "as_tensor")

@@ -166,6 +166,13 @@ def register_missing_kernels(library: Any, patches: Patches) -> None:
         )
 
     patches.set(_meta_registrations, "_meta_grouped_mm_common", multiply_groups)
+    check = _meta_registrations.rnn_cell_checkSizes
+
+    def check_cell(x: Any, y: Any, bias: Any, *others: Any) -> None:
+        if bias is not None:  # the check of torch takes a cell without one for broken
+            check(x, y, bias, *others)
+
+    patches.set(_meta_registrations, "rnn_cell_checkSizes", check_cell)
     ctc_loss = torch.ctc_loss
 
     def ctc_loss_of_numbers(

@@ -28,7 +28,8 @@ from ebbtide.units import bytes_text
 _MAX_READ_BYTES = 64 << 20
 _MAX_LISTED = 8
 _MARK = b"ebbtide dry run: not a checkpoint, "
-MARK_BYTES = len(_MARK) + 8
+_TOKEN_BYTES = 8
+MARK_BYTES = len(_MARK) + _TOKEN_BYTES + 8
 
 
 class UserFiles:
@@ -259,6 +260,8 @@ class SavedContents:
     def __init__(self) -> None:
         self.saves = self.saved_bytes = 0
         self._contents: list[Any] = []
+        # It tells the marks of this dry run from those of others.
+        self._mark = _MARK + os.urandom(_TOKEN_BYTES // 2).hex().encode()
 
     def count(self, content: Any) -> None:
         """Count tensors that would be saved."""
@@ -275,11 +278,16 @@ class SavedContents:
         place."""
         self.count(content)
         self._contents.append(tree_map_only(torch.Tensor, SavedTensor, content))
-        return _MARK + b"%07d\n" % (len(self._contents) - 1)
+        return self._mark + b"%07d\n" % (len(self._contents) - 1)
 
     def restore(self, mark: bytes, device: Any) -> Any:
         """Return saved content on a device, None: the devices that it came from."""
-        content = self._contents[int(mark[len(_MARK) :])]
+        if not mark.startswith(self._mark):
+            raise CannotFakeError(
+                "cannot dry-run torch.load of a file that another dry run has in the "
+                "same folder: run them one after the other"
+            )
+        content = self._contents[int(mark[len(self._mark) :])]
         for leaf in tree_iter(content):
             if isinstance(leaf, (torch.nn.Module, torch.optim.Optimizer)):
                 raise CannotFakeError(

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from ebbtide.features.dryrun.peers import Peers
 from ebbtide.features.dryrun.torch_2_13.device.collectives import Collectives
 from ebbtide.features.dryrun.torch_2_13.device.fake_device import (
     FakeDeviceMode,
@@ -112,13 +113,17 @@ def patch_replicas(patches: Patches) -> None:
     patches.set(torch._C, "_gather", gather)
 
 
-def patch_model_parallel(patches: Patches, mode: FakeDeviceMode) -> None:
+def patch_model_parallel(
+    patches: Patches, mode: FakeDeviceMode, peers: Peers | None
+) -> None:
     """Adapt DTensor and torch.distributed.pipelining, once the job has imported them,
-    until `patches.undo()`."""
+    until `patches.undo()`; `peers`: ranks that are run, whose stages send what they
+    have."""
     propagation = functools.partial(_patch_propagation, patches, mode)
     patches.when_imported("torch.distributed.tensor._sharding_prop", propagation)
     patches.when_imported(
-        "torch.distributed.pipelining.stage", functools.partial(_patch_stages, patches)
+        "torch.distributed.pipelining.stage",
+        functools.partial(_patch_stages, patches, peers),
     )
 
 
@@ -138,9 +143,25 @@ def _patch_propagation(patches: Patches, mode: FakeDeviceMode, module: Any) -> N
     patches.wrap(module.ShardingPropagator, "_propagate_tensor_meta_non_cached", wrap)
 
 
-def _patch_stages(patches: Patches, module: Any) -> None:
-    """Let stages take what others would send: gradients as this stage's outputs, inputs
-    as a stage's outputs."""
+def _if_alone(function: Callable[..., Any], peers: Peers | None) -> Any:
+    """Return a wrapper of a method of stages that calls another function where the
+    other stages are not run."""
+
+    @wrapper
+    def wrap(
+        original: Callable[..., Any], stage: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        ranks = dist.get_process_group_ranks(stage.group)
+        if peers is not None and peers.meet(ranks):
+            return original(stage, *args, **kwargs)
+        return function(stage, *args, **kwargs)
+
+    return wrap
+
+
+def _patch_stages(patches: Patches, peers: Peers | None, module: Any) -> None:
+    """Let stages take what others would send if these are not run: gradients as this
+    stage's outputs, inputs as a stage's outputs."""
     sent: list[Any] = []
 
     def send(_stage: Any, content: Any, _target: int) -> None:
@@ -168,10 +189,10 @@ def _patch_stages(patches: Patches, module: Any) -> None:
     patches.wrap(module.PipelineStage, "_warmup_forward_vote", wrap_vote)
     # Whether shapes are stated or must be inferred: all stages agree with the first
     # one.
-    patches.set(
-        module.PipelineStage,
-        "_warmup_backward_result",
-        lambda *_stage, **_received: votes[0],
-    )
-    patches.set(module.PipelineStage, "_send_meta", send)
-    patches.set(module.PipelineStage, "_recv_meta", receive)
+    substitutes: dict[str, Callable[..., Any]] = {
+        "_warmup_backward_result": lambda *_stage, **_received: votes[0],
+        "_send_meta": send,
+        "_recv_meta": receive,
+    }
+    for name, function in substitutes.items():
+        patches.wrap(module.PipelineStage, name, _if_alone(function, peers))

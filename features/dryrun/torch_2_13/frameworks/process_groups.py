@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d, rendezvous
 from torch.testing._internal.distributed import fake_pg
 
-from ebbtide.features.dryrun.errors import CannotFakeError
+from ebbtide.features.dryrun.peers import Peers
 from ebbtide.profiler.agent.patches import Patches
 
 # A value that another rank would put in the store never comes.
@@ -30,8 +30,13 @@ class ProcessGroups:
     and the job has one; `ranks_per_node`: None for all of them."""
 
     def __init__(
-        self, ranks: int | None = None, ranks_per_node: int | None = None
+        self,
+        ranks: int | None = None,
+        ranks_per_node: int | None = None,
+        peers: Peers | None = None,
     ) -> None:
+        self._peers = peers or Peers()
+        self.rank = self._peers.rank
         self.ranks = ranks or 1
         self.ranks_per_node = min(ranks_per_node or self.ranks, self.ranks)
         self.stated = ranks is not None
@@ -50,7 +55,6 @@ class ProcessGroups:
             patches.set(owner, "init_process_group", self._init)
             patches.set(owner, "is_nccl_available", lambda: True)
             patches.set(owner, "monitored_barrier", _nothing)
-            patches.set(owner, "recv_object_list", _refuse_objects)
             patches.set(owner, "ProcessGroupNCCL", _NcclGroup)
         # Functions that a module has got by their name come here, too.
         for owner in (dist, distributed_c10d, rendezvous):
@@ -87,9 +91,12 @@ class ProcessGroups:
                 if peer_bytes_per_s
                 else ""
             )
+            run = self._peers.ranks
+            rank, verb = ("ranks", "were") if len(run) > 1 else ("rank", "was")
             return [
-                f"rank 0 of {self.ranks:,} was predicted; the others are taken to be "
-                "alike, and in time. Collectives "
+                f"{rank} {str(run)[1:-1]} of {self.ranks:,} {verb} predicted; "
+                "the others are taken to be alike, "
+                "and in time. Collectives "
                 f"run as rings{rate}. NCCL's own memory is not included (typically 0.2 "
                 "to 1 GB per rank)"
             ]
@@ -102,10 +109,10 @@ class ProcessGroups:
 
     def _variables(self) -> dict[str, str]:
         return {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "GROUP_RANK": "0",
-            "ROLE_RANK": "0",
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.rank % self.ranks_per_node),
+            "GROUP_RANK": str(self.rank // self.ranks_per_node),
+            "ROLE_RANK": str(self.rank),
             "WORLD_SIZE": str(self.ranks),
             "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
             "GROUP_WORLD_SIZE": str(-(-self.ranks // self.ranks_per_node)),
@@ -124,7 +131,7 @@ class ProcessGroups:
         self._original_init(
             "gloo" if backend == "mpi" else backend,
             store=_new_store(),
-            rank=0,
+            rank=self.rank,
             world_size=self.ranks,
             timeout=options.get("timeout") or _GROUP_TIMEOUT,
             device_id=options.get("device_id"),
@@ -134,7 +141,7 @@ class ProcessGroups:
         """Yield what a meeting of the ranks gives: a store, the rank and their
         number."""
         self._initialized = True
-        yield _new_store(), 0, self.ranks
+        yield _new_store(), self.rank, self.ranks
 
     def _new_group(
         self,
@@ -171,13 +178,6 @@ def _new_store(*_args: Any, **_kwargs: Any) -> Any:
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
     """Return at once, since there are no other ranks to wait for or to differ from."""
-
-
-def _refuse_objects(*_args: Any, **_kwargs: Any) -> None:
-    raise CannotFakeError(
-        "cannot dry-run torch.distributed.recv_object_list: the object is another "
-        "rank's; make it in the script itself"
-    )
 
 
 def _run_first(

@@ -19,6 +19,12 @@ _aten = torch.ops.aten
 CONVOLUTIONS = frozenset({_aten.convolution, _aten.convolution_backward})
 _PLAIN = torch.contiguous_format
 _TF32_CAPABILITY = (8, 0)  # From Ampere on, tensor cores take fp32 as tf32.
+# Winograd's algorithm computes tiles of 2 x 2 results of a filter of 3 x 3 with 16
+# multiplications instead of 36 (Lavin and Gray 2016, "Fast Algorithms for Convolutional
+# Neural Networks"); cuDNN has it for both gradients, too. On V100 the best kernels
+# reach 0.93 of the peak with these, at most 2.13 times the speed of cuDNN's (Yan, Wang,
+# Chu 2020, "Optimizing Batched Winograd Convolution on GPUs").
+_WINOGRAD_FILTER, _WINOGRAD_TILE = (3, 3), 2
 
 
 def keep_channels_last(patches: Patches) -> None:
@@ -104,9 +110,26 @@ def convolution_work(
     elements = elements or sum(int(tensor.numel()) for tensor in targets)
     inner = flops * sum(mask) / 2 / max(elements, 1)
     alignment = math.gcd(16, *(count * source.element_size() for count in channels))
-    size = ProductSize(elements, min(weight.shape[0] / groups, inner), inner, alignment)
+    smallest = min(weight.shape[0] / groups, inner)
+    reduction = _winograd_reduction(given, wide) if groups == 1 else 1.0
+    size = ProductSize(elements, smallest, inner, alignment, reduction)
     copied = 0
     if precision != "float32" and suggest_memory_format(source) is _PLAIN:
         tensors = [output, weight, source]
         copied = 2 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     return ConvolutionWork(flops * sum(mask), precision, size, int(copied), False)
+
+
+def _winograd_reduction(given: dict[str, Any], wide: Any) -> float:
+    """Return the multiplications of a convolution over those of Winograd's algorithm,
+    which has whole tiles; 1 where cuDNN does not have it: for other filters, steps and
+    dilations, and for filters in channels-last."""
+    filters = tuple(given["weight"].shape[2:])
+    steps = {*given["stride"], *given["dilation"]}
+    is_plain = suggest_memory_format(given["weight"]) is _PLAIN
+    if filters != _WINOGRAD_FILTER or steps != {1} or not is_plain:
+        return 1.0
+    results = math.prod(wide.shape[2:])
+    tiles = math.prod(-(-int(length) // _WINOGRAD_TILE) for length in wide.shape[2:])
+    of_tile = (_WINOGRAD_TILE + _WINOGRAD_FILTER[0] - 1) ** 2
+    return float(results * math.prod(filters) / (tiles * of_tile))

@@ -43,6 +43,7 @@ _REDUCTIONS = frozenset(
     }
 )
 _POINTWISE = torch.Tag.pointwise
+_NUMBERS = (torch.int32, torch.int64)
 # Logical operation -> the truth of one argument that decides the result, whatever the
 # other one is.
 _DECISIVE = {
@@ -184,7 +185,7 @@ class ShadowValues:
                 isinstance(tensor, FakeTensor)
                 and tensor.untyped_storage()._cdata not in self._storages
             ):
-                return None
+                return self._picked(func, args)
         args, kwargs = tree_map_only(torch.Tensor, self.of, (args, kwargs))
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -192,6 +193,22 @@ class ShadowValues:
             return func(*args, **kwargs)
         except Exception:
             return None  # an operation that only a device has
+
+    def _picked(self, func: Any, args: Any) -> Any:
+        """Return numbers at positions that are not known, evenly spread over a list of
+        known ones, as after a sampler; None if they are no such numbers."""
+        index = args[-1]
+        if func is _aten.index.Tensor and len(index) == 1:
+            index = index[0]
+        elif func is not _aten.index_select.default:
+            return None
+        real = self.of(args[0])
+        if real is None or real.dim() != 1 or real.dtype not in _NUMBERS:
+            return None
+        last = max(len(real) - 1, 0)
+        with _disable_current_modes():
+            positions = torch.linspace(0, last, index.numel()).round().long()
+            return real[positions].reshape(index.shape) if len(real) else None
 
     def follow(
         self, func: Any, args: Any, kwargs: Any, inputs: list[Any], outputs: list[Any]
