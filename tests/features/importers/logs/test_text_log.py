@@ -72,7 +72,7 @@ def test_read_lines__handles_colours_line_ends_and_invalid_bytes(
         "b",
         "c",
         "",
-        "\ufffd\ufffd\0z",
+        "\ufffd\ufffdz",
     ]
 
 
