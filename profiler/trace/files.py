@@ -178,7 +178,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     This version of ebbtide must be able to read the schema.
     """
     files = files_of(path)
-    if not path.exists():
+    if not isinstance(path, Url) and not os.path.exists(path):
         raise TraceError(
             f"{path} does not exist: name a trace that `ebbtide profile` has written"
         )
