@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Json, Verbose
+from ebbtide.cli.options import Json, Params, Verbose, machine_option
 from ebbtide.cli.printing import echo, print_view
 from ebbtide.errors import UserError
 
@@ -15,7 +15,7 @@ from ebbtide.errors import UserError
 @command(
     "Explain",
     0,
-    examples=("explain train.log", "explain -", "explain oom.txt ds_config.json"),
+    examples=("explain train.log ds_config.json", "explain --redact -"),
 )
 def explain(
     files: Annotated[
@@ -29,6 +29,20 @@ def explain(
             ),
         ),
     ],
+    redact: Annotated[
+        bool,
+        typer.Option(
+            "--redact",
+            help=(
+                "Print the texts with hosts, paths, user names, keys and tokens "
+                "replaced, for an issue. Nothing is ever sent anywhere."
+            ),
+        ),
+    ] = False,
+    params: Params = None,
+    gpu: Annotated[
+        str | None, machine_option("not known: plan is named without one")
+    ] = None,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
@@ -37,10 +51,20 @@ def explain(
     from ebbtide.features.explain.answer import explain_records
     from ebbtide.features.explain.pasted import read_pasted
     from ebbtide.features.explain.record import Records, read_records
+    from ebbtide.features.explain.redact import redacted
     from ebbtide.features.explain.view import explanation_view
+    from ebbtide.machines.catalog import find_machine
 
+    if gpu is not None:
+        find_machine(gpu)
     texts = [read_pasted(path) for path in files]
-    records = Records(tuple(record for text in texts for record in read_records(text)))
+    if redact:
+        for text in texts:
+            lines = [line.text for line in text.lines]
+            echo(redacted("\n".join(lines)))
+        return
+    every = tuple(record for text in texts for record in read_records(text))
+    records = Records(every, params, gpu)
     if not records.records:
         names = ", ".join(text.name for text in texts)
         raise UserError(

@@ -16,8 +16,8 @@ from ebbtide.errors import UserError
 STDIN = Path("-")
 # Of a longer text, the begin and the end are read: jobs state their settings in the
 # one, and their error in the other.
-_HEAD_BYTES = 8 << 20
-_TAIL_BYTES = 24 << 20
+_HEAD_BYTES = 2 << 20
+_TAIL_BYTES = 6 << 20
 _MAX_LINE_CHARS = 1 << 14
 _ESCAPES = re.compile(
     r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[()][A-Z0-9])"

@@ -43,7 +43,10 @@ class Record:
 
     def as_json(self) -> dict[str, Any]:
         """Return the object of it that `ebbtide explain --json` prints."""
-        return {"kind": type(self).__name__, "title": self.title, **asdict(self)}
+        figures = asdict(self)
+        place = figures.pop("place")
+        kind = type(self).__name__
+        return {"kind": kind, "title": self.title, "place": place, "figures": figures}
 
 
 Reader = Callable[[PastedText], Iterable[Record]]
@@ -81,9 +84,14 @@ def read_records(text: PastedText) -> Iterator[Record]:
 
 @dataclass(frozen=True)
 class Records:
-    """The records of all texts."""
+    """The records of all texts, and what their reader says of the job.
+
+    `params`: its number of parameters; `gpu`: a machine of `ebbtide machines`.
+    """
 
     records: tuple[Record, ...]
+    params: int | None = None
+    gpu: str | None = None
 
     def of(self, kind: type[_Kind]) -> list[_Kind]:
         """Return the records of a kind."""

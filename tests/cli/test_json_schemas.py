@@ -42,6 +42,9 @@ MACHINE = {
 }
 OTHERS = {
     "doctor": "doctor",
+    "explain examples/pastes/torchtitan.txt examples/pastes/out-of-memory.txt": (
+        "explain"
+    ),
     "machines": "machines",
     "diff traces/a100-13b-async.ebb traces/a100-torch-profiler.ebb": "diff",
     "replay traces/a100-13b-async.ebb --policy pipelined --recommend --explain": (

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,19 +15,28 @@ from ebbtide.features.explain import formats
 from ebbtide.features.explain.pasted import PastedLine, PastedText
 from ebbtide.features.explain.record import Place, Record, reader
 
+# As slime names a step: `perf 12: {...}`.
+_NUMBERED = re.compile(r"\b(?:perf|rollout|train|step) (\d{1,9}): \{")
 _NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-# A key is what stands before a colon or an equals sign, behind a separator.
+# A word behind a number is its unit, unless it is the next key.
+_UNIT = r"(?P<unit>[a-zA-Z]{1,7}\b(?![\w/]{0,60}\s?[:=])|%)"
+_VALUE = rf"(?P<value>{_NUMBER})['\"]?(?:/[\d.]+)?(?: ?{_UNIT})?"
+# A key is what stands before a colon or an equals sign, behind a separator; or a word
+# before a number, between commas.
 _PAIR = re.compile(
-    r"(?:^|[|{},;•]|\s-\s|\s\s|\s)\s*['\"]?(?P<key>[A-Za-z][\w ./()%-]{0,60}?)['\"]?"
-    rf"\s*[:=]\s*['\"]?(?P<value>{_NUMBER})['\"]?\s?(?P<unit>[a-zA-Z]{{1,7}}\b|%)?"
+    r"(?:^|[|{},;•\s])\s*['\"]?(?P<key>[A-Za-z][\w ./()%-]{0,60}?)['\"]?"
+    rf"\s*[:=]\s*['\"]?{_VALUE}"
 )
+_WORD_PAIR = re.compile(rf"[,:] (?P<key>[a-z/]{{2,12}}) {_VALUE}(?=,|$)")
 _STEP = re.compile(
-    r"(?:^|[\s\[|(_])(?:global[_ ]?)?(?:step|iter(?:ation)?)s?['\"]?\s*[:=#]?\s*\[?"
-    r"(\d{1,9})(?:\s*/\s*(\d{1,9}))?\b(?!\.\d)",
+    r"(?:^|[\s\[|(_{,'\"])(?:global[_ ]?)?(?:step|iter(?:ation)?)s?"
+    r"(?:\[?(?:global_step)?/max_steps\]?)?['\"]?\s*[:=#]?\s*[\['\"]?"
+    r"(\d{1,9})(?:\.0+\b)?(?:\s*/\s*(\d{1,9}))?(?![\w.]*\d|\.\d)",
     re.IGNORECASE,
 )
 _BAR = re.compile(
-    r"(?P<done>\d{1,9})/(?P<total>\d{1,9}|\?) \[(?P<elapsed>[\d:]{4,10})<[^,\]]{1,20},"
+    r"(?P<done>\d{1,9})/(?P<total>\d{1,9}|\?) \[?(?P<elapsed>[\d:]{4,10})"
+    r"(?:<[^,\]]{1,20},| • \S{1,12})"
     r"\s*(?P<rate>[\d.]+) ?(?P<unit>s/it|it/s|s/step|step/s|s/batch|batch/s)"
 )
 _RANK = re.compile(r"\[?\brank[ _:=]?(\d{1,6})\b\]?:?", re.IGNORECASE)
@@ -40,7 +50,11 @@ _MEMORY_USAGE = re.compile(
 )
 _HOST_USAGE = re.compile(r"CPU Virtual Memory:\s+used = (?P<used>[\d.]+) GB")
 _MAX_LINE_CHARS = 4096
-_CLOCK_COLUMN = "clock_s"
+_MAX_LINES_OF_STEP = 20
+_CLOCK_COLUMN, _ELAPSED_COLUMN = "clock_s", "elapsed_s"
+# A progress bar prints a smoothed rate, and whole seconds: over so many of them the
+# seconds tell more.
+_MIN_ELAPSED_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +83,9 @@ class StepLog(Record):
 
     def as_json(self) -> dict[str, Any]:
         rows = self.steps.astype(object).where(self.steps.notna(), None)
-        plain = replace(self, steps=pd.DataFrame())
-        return {**Record.as_json(plain), "steps": rows.to_dict("records")}
+        printed = super().as_json()
+        printed["figures"]["steps"] = rows.to_dict("records")
+        return printed
 
     def values(self, column: str) -> Floats:
         """Return the figures of a column that are there, in the order of the steps."""
@@ -114,10 +129,26 @@ def read_step_logs(text: PastedText) -> Iterator[StepLog]:
             row.figures[formats.RETRIES] = retries
         group = groups.setdefault((row.layout, row.rank), _Group())
         _add(group, row, line.number)
-    for (layout, rank), group in groups.items():
-        log = _log_of(text, layout, rank, group)
-        if log is not None:
-            yield log
+    for (_, rank), group in groups.items():
+        for run in _runs(group):
+            log = _log_of(text, rank, run)
+            if log is not None:
+                yield log
+
+
+def _runs(group: _Group) -> Iterator[_Group]:
+    """Yield the lines of each run of a program, whose steps count from the begin."""
+    starts = [0]
+    before = -1.0
+    for index, row in enumerate(group.rows):
+        step = row.get(formats.STEP)
+        if step is not None:
+            if step < before:
+                starts.append(index)
+            before = step
+    for start, end in pairwise([*starts, len(group.rows)]):
+        rows, numbers = group.rows[start:end], group.numbers[start:end]
+        yield replace(group, rows=rows, numbers=numbers)
 
 
 @dataclass
@@ -147,7 +178,7 @@ def _row_of(line: PastedLine) -> _Row | None:
             formats.ALLOCATED: float(usage["max_ma"]) * formats.GIB,
             formats.RESERVED: float(usage["max_ca"]) * formats.GIB,
         }
-        program = "DeepSpeed 0.19 runtime/utils.py, see_memory_usage"
+        program = "DeepSpeed 0.19 (see_memory_usage)"
         return _Row("see_memory_usage", rank, figures, [program])
     host = _HOST_USAGE.search(text)
     if host is not None:
@@ -159,14 +190,24 @@ def _row_of(line: PastedLine) -> _Row | None:
 def _bar_row(bar: re.Match[str], text: str, rank: int | None) -> _Row:
     rate = float(bar["rate"])
     is_time = bar["unit"].startswith("s/")
-    figures = {formats.STEP: float(bar["done"])}
+    figures = {
+        formats.STEP: float(bar["done"]),
+        _ELAPSED_COLUMN: _elapsed_s(bar["elapsed"]),
+    }
     if rate > 0:
         figures[formats.STEP_S] = rate if is_time else 1 / rate
     keyed = _pairs_of(text[bar.end() :])
     figures = {**keyed.figures, **figures}
     total = None if bar["total"] == "?" else int(bar["total"])
-    program = "a progress bar (tqdm 4)"
+    program = "a progress bar"
     return _Row("bar", rank, figures, [program], keyed.unknown, total)
+
+
+def _elapsed_s(text: str) -> float:
+    seconds = 0.0
+    for part in text.split(":"):
+        seconds = seconds * 60 + float(part or 0)
+    return seconds
 
 
 def _keyed_row(text: str, rank: int | None) -> _Row | None:
@@ -176,9 +217,12 @@ def _keyed_row(text: str, rank: int | None) -> _Row | None:
     row = _pairs_of(text)
     row.rank = rank
     step = _STEP.search(text)
+    numbered = _NUMBERED.search(text)
     if step is not None:
         row.figures[formats.STEP] = float(step[1])
         row.total_steps = None if step[2] is None else int(step[2])
+    elif numbered is not None:
+        row.figures[formats.STEP] = float(numbered[1])
     has_known = bool(row.programs)
     is_dictionary = text.lstrip().startswith("{") and len(row.unknown) >= 2
     if not (has_known or (step is not None and row.unknown) or is_dictionary):
@@ -189,21 +233,23 @@ def _keyed_row(text: str, rank: int | None) -> _Row | None:
 
 
 def _pairs_of(text: str) -> _Row:
+    matches = [*_PAIR.finditer(text), *_WORD_PAIR.finditer(text)]
+    keys = [match["key"].rpartition(" - ")[2].strip() for match in matches]
+    program = formats.program_of(keys)
     row = _Row("keys", None, {})
-    for match in _PAIR.finditer(text):
-        key = match["key"].rpartition(" - ")[2].strip()
+    for key, match in zip(keys, matches, strict=True):
         value = float(match["value"].replace(",", ""))
-        column = formats.column_of(key)
+        column = formats.column_of(program, key)
         if column is None:
             if not _STEP.fullmatch(f"{key} 1"):
                 row.unknown.append(key)
                 row.figures.setdefault(key, value)
             continue
-        name, scale, program = column
+        name, scale = column
         figure = formats.scaled(name, value, match["unit"] or "", scale)
         if figure is not None and name not in row.figures:
             row.figures[name] = figure
-            row.programs.append(program)
+            row.programs.append(program.name)
     return row
 
 
@@ -221,32 +267,29 @@ def _add(group: _Group, row: _Row, number: int) -> None:
     step = row.figures.get(formats.STEP)
     last = group.rows[-1] if group.rows else {}
     is_same = step is not None and last.get(formats.STEP) == step
-    is_rest = (
-        step is None
-        and row.layout == "see_memory_usage"
-        and (not last.keys() & row.figures.keys())
-    )
+    # Some programs print a step in several lines.
+    is_near = bool(group.numbers) and number - group.numbers[-1] <= _MAX_LINES_OF_STEP
+    is_rest = step is None and is_near and not last.keys() & row.figures.keys()
     if group.rows and (is_same or is_rest):
         last.update(row.figures)
+        group.numbers[-1] = number
     else:
         group.rows.append(row.figures)
+        group.numbers.append(number)
     for program in row.programs:
         group.programs[program] = group.programs.get(program, 0) + 1
     group.unknown.update(dict.fromkeys(row.unknown))
-    group.numbers.append(number)
     if row.total_steps is not None:
         group.total_steps = row.total_steps
 
 
-def _log_of(
-    text: PastedText, layout: str, rank: int | None, group: _Group
-) -> StepLog | None:
+def _log_of(text: PastedText, rank: int | None, group: _Group) -> StepLog | None:
     steps = pd.DataFrame(group.rows)
-    known = {*steps} - {*group.unknown} - {formats.STEP, _CLOCK_COLUMN}
+    clocks = {_CLOCK_COLUMN, _ELAPSED_COLUMN}
+    known = {*steps} - {*group.unknown} - {formats.STEP} - clocks
     if not known and len(steps) < 2:
         return None
-    if formats.STEP_S not in steps and {formats.STEP, _CLOCK_COLUMN} <= {*steps}:
-        steps[formats.STEP_S] = _step_times(steps)
+    _add_step_times(steps)
     programs = sorted(group.programs, key=lambda name: -group.programs[name])
     return StepLog(
         place=Place(
@@ -254,16 +297,25 @@ def _log_of(
             first_line=group.numbers[0],
             last_line=group.numbers[-1],
         ),
-        program=programs[0] if programs else "a program that is not known",
+        program=programs[0] if programs else formats.OTHERS.name,
         rank=rank,
-        steps=steps.drop(columns=_CLOCK_COLUMN, errors="ignore"),
+        steps=steps.drop(columns=[*clocks], errors="ignore"),
         unknown=tuple(group.unknown),
         total_steps=group.total_steps,
     )
 
 
-def _step_times(steps: pd.DataFrame) -> pd.Series:
-    """Return the time of a step between the lines before and of it, by their clocks."""
-    seconds = steps[_CLOCK_COLUMN].diff()
+def _add_step_times(steps: pd.DataFrame) -> None:
+    """Add the times of steps where the clocks of lines tell them best."""
+    if formats.STEP not in steps:
+        return
     count = steps[formats.STEP].diff()
-    return (seconds / count).where((count > 0) & (seconds > 0))
+    if _ELAPSED_COLUMN in steps:
+        elapsed_s = steps[_ELAPSED_COLUMN].diff()
+        is_long = (elapsed_s >= _MIN_ELAPSED_S) & (count > 0)
+        measured_s = (elapsed_s / count).where(is_long)
+        steps[formats.STEP_S] = measured_s.fillna(steps[formats.STEP_S])
+    elif _CLOCK_COLUMN in steps and formats.STEP_S not in steps:
+        seconds = steps[_CLOCK_COLUMN].diff()
+        is_later = (count > 0) & (seconds > 0)
+        steps[formats.STEP_S] = (seconds / count).where(is_later)

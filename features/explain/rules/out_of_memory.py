@@ -254,7 +254,7 @@ def _site(message: OutOfMemoryMessage) -> Answer | None:
     own = _own_frame(message.frames)
     line = f"{own.file}:{own.line}, in {own.function}: {own.code}"
     size = bytes_text(message.requested_bytes)
-    title = f"{size} were requested {phase or 'here'}"
+    title = f"{size} were requested {phase or 'by this line'}"
     return _answer(message, "site", title, purpose and f"likely {purpose}", line)
 
 

@@ -1,6 +1,7 @@
 """Rules about the steps of a log."""
 
 from collections.abc import Iterator
+from itertools import combinations
 
 import numpy as np
 
@@ -17,34 +18,113 @@ from ebbtide.units import bytes_text, counted, seconds_text
 _WARM_UP = 3
 _MIN_CHANGE = 0.2
 _MIN_CACHED = 0.1
+_POOLS = (
+    ("allocated", formats.ALLOCATED),
+    ("active", formats.ACTIVE),
+    ("reserved", formats.RESERVED),
+)
 
 
 @rule(30)
 def explain_step_time(records: Records) -> Iterator[Result]:
-    logs = [log for log in records.of(StepLog) if len(log.values(formats.STEP_S))]
-    for log in logs:
-        times_s = steady(log.values(formats.STEP_S))
-        median_s = float(np.median(times_s))
-        lines = [f"{counted(len(times_s), 'step')}, {_spread(times_s)}"]
-        tokens = log.values(formats.TOKENS)
-        if len(tokens):
-            lines.append(f"{np.median(tokens):,.0f} tokens/s printed")
-        left = _steps_left(log)
-        if left:
-            hours = left * median_s / 3600
-            lines.append(f"{left:,} steps are left: {hours:,.1f} h at this rate")
+    logs = [log for log in records.of(StepLog) if len(step_times(log))]
+    if not logs:
+        return
+    log = max(logs, key=lambda log: len(step_times(log)))
+    times_s = steady(step_times(log))
+    median_s = float(np.median(times_s))
+    lines = [f"{counted(len(times_s), 'value')}: {_spread(times_s)}"]
+    tokens = log.values(formats.TOKENS)
+    if len(tokens):
+        lines.append(f"{np.median(tokens):,.0f} tokens/s printed")
+    left = _steps_left(log)
+    if left:
+        hours = left * median_s / 3600
+        lines.append(f"{left:,} steps are left: {hours:,.1f} h at this rate")
+    yield Answer(
+        rule="step-time",
+        title=f"a step takes {seconds_text(median_s)} (median)",
+        evidence=tuple(lines),
+        places=(log.place,),
+    )
+    yield OpenQuestion(
+        "how a step divides into forward, backward, update and copies",
+        "ebbtide profile -o run.ebb -- python train.py, then ebbtide findings run.ebb",
+    )
+
+
+def step_times(log: StepLog) -> Floats:
+    """Return the times of steps, else the mean of the run that a log ends with."""
+    times_s = log.values(formats.STEP_S)
+    return times_s if len(times_s) else log.values(formats.MEAN_STEP_S)
+
+
+@rule(24)
+def compare_runs(records: Records) -> Iterator[Result]:
+    """Compare the steps of two runs of one program, part by part."""
+    logs = [log for log in records.of(StepLog) if len(step_times(log))]
+    for first, second in combinations(logs, 2):
+        is_same_job = first.rank == second.rank and first.program == second.program
+        if not is_same_job:
+            continue
+        before_s, after_s = (
+            float(np.median(steady(step_times(log)))) for log in (first, second)
+        )
+        ratio = after_s / before_s
+        if 1 / (1 + _MIN_CHANGE) < ratio < 1 + _MIN_CHANGE:
+            continue
+        word = "slower" if ratio > 1 else "faster"
+        factor = max(ratio, 1 / ratio)
+        lines = [
+            f"{seconds_text(before_s)} at {first.place}, {seconds_text(after_s)} at "
+            f"{second.place}"
+        ]
         yield Answer(
-            rule="step-time",
-            title=f"a step takes {seconds_text(median_s)} (median)",
-            evidence=tuple(lines),
-            places=(log.place,),
+            rule="slower-run",
+            title=f"the second run is {factor:.2f} times {word} a step",
+            evidence=(*lines, *_changed_parts(first, second)),
+            places=(first.place, second.place),
         )
-    if logs:
-        yield OpenQuestion(
-            "how a step divides into forward, backward, update and copies",
-            "ebbtide profile -o run.ebb -- python train.py, then ebbtide findings "
-            "run.ebb",
-        )
+        return
+
+
+def _changed_parts(first: StepLog, second: StepLog) -> Iterator[str]:
+    """Yield the part whose time differs most between two runs."""
+    before, after = first.parts(), second.parts()
+    changes = {
+        name: after[name] - before[name] for name in before.keys() & after.keys()
+    }
+    if changes:
+        name = max(changes, key=lambda part: abs(changes[part]))
+        times = f"{seconds_text(before[name])} to {seconds_text(after[name])}"
+        yield f"most of it is {name}: {times}"
+
+
+@rule(23)
+def explain_wrong_figures(records: Records) -> Iterator[Result]:
+    """Name figures that a program has printed and that cannot be."""
+    for log in records.of(StepLog):
+        shares = log.values(formats.MFU)
+        if len(shares) and shares.max() > 1:
+            yield Answer(
+                rule="wrong-mfu",
+                title=f"the MFU that is printed, {shares.max():.0%}, cannot be: more "
+                "than the card's peak",
+                advice="the program divides by another card's peak, or counts FLOPs "
+                "of layers that do not run; compare tokens/s instead",
+                places=(log.place,),
+            )
+        for pool, column in _POOLS:
+            sizes = log.values(column)
+            if len(sizes) and sizes.max() == 0:
+                yield Answer(
+                    rule="no-memory-counted",
+                    title=f"0 B {pool} is printed: the program asked a device that it "
+                    "does not use",
+                    advice="a job on the CPU, or another allocator than torch's; "
+                    "ebbtide profile reads the device itself",
+                    places=(log.place,),
+                )
 
 
 def steady(values: Floats) -> Floats:
@@ -141,14 +221,9 @@ def explain_cached_memory(records: Records) -> Iterator[Result]:
 
 
 def _memory_lines(log: StepLog) -> tuple[str, ...]:
-    pools = (
-        ("allocated", formats.ALLOCATED),
-        ("active", formats.ACTIVE),
-        ("reserved", formats.RESERVED),
-    )
     peaks = [
         f"{name} {bytes_text(log.values(column).max())}"
-        for name, column in pools
+        for name, column in _POOLS
         if len(log.values(column))
     ]
     return (f"peaks: {', '.join(peaks)}",) if peaks else ()

@@ -1,0 +1,64 @@
+"""The times of updates that DeepSpeed's timers print."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ebbtide_in_process
+from tests.features.explain.asked import answers_to
+
+LINE = (
+    "time (ms) | {forward}: {a} | {backward}: {b} | {backward}_inner: 1.0 | step: {c}\n"
+)
+CONFIGURATION = json.dumps(
+    {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "wall_clock_breakdown": True,
+    }
+)
+
+
+def log(a: float, b: float, c: float, old: bool = False) -> str:
+    names = ("fwd", "bwd") if old else ("forward", "backward")
+    return LINE.format(forward=names[0], backward=names[1], a=a, b=b, c=c) * 3
+
+
+@pytest.mark.parametrize(
+    "content",
+    [log(371, 860, 22840), log(400, 900, 10500, old=True), log(100, 200, 250)],
+)
+def test_update_bound__speaks_of_an_update_that_takes_much(content: str) -> None:
+    assert "update-bound" in answers_to(content)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        log(371, 860, 100),
+        log(414, 911, 111, old=True),
+        "time (ms) | optimizer_step: 22801.44 | update_optims: 21740.31\n",
+    ],
+)
+def test_update_bound__is_silent_of_others(content: str) -> None:
+    assert "update-bound" not in answers_to(content)
+
+
+def test_update__is_compared_with_the_cpu_of_a_machine(tmp_path: Path) -> None:
+    file = tmp_path / "train.log"
+    file.write_text(f"{CONFIGURATION}\n{log(371, 860, 22840)}")
+    options = ("--params", "1.35B", "--gpu", "rtx4090")
+    done = ebbtide_in_process("explain", str(file), "--json", *options)
+    result = json.loads(done.stdout)
+    answers = {answer["rule"]: answer for answer in result["answers"]}
+    update = answers["update-bound"]
+    assert (
+        update["title"]
+        == "the update on the CPU takes 22.8 s of 24.1 s of a step (95%)"
+    )
+    assert update["evidence"][0].startswith("59.1 M parameters/s of a rank; a host of")
+    commands = [question["command"] for question in result["not_known"]]
+    assert "ebbtide plan --params 1350000000 --machine rtx4090" in commands
+    assert ebbtide_in_process("explain", str(file), "--gpu", "nosuch").returncode == 2
