@@ -76,7 +76,7 @@ ALLOCATIONS = Need(
     lambda metrics: any(rank.memory_growth is not None for rank in metrics.by_rank),
 )
 # As many as `analysis.timeseries.change_point` compares, which a test checks.
-ENOUGH_VALUES = Need("20 steady iterations or more", _has_drifts)
+ENOUGH_VALUES = Need("8 steady iterations or more", _has_drifts)
 
 
 # A cause that costs less than this share of an iteration is not reported.

@@ -17,6 +17,8 @@ from ebbtide.units import bytes_text, count_text, ms_text
 _MIN_SHARE = 0.1
 # A link that is idle for more than this share can carry optimizer state.
 _IDLE_SHARE = 0.5
+# An update that takes this share of an iteration is what it waits for.
+_MOST_OF_IT = 0.5
 # Real copies reach about this share of a link's peak.
 _REACHED_SHARE = 0.8
 
@@ -92,4 +94,33 @@ def cpu_bound_update(metrics: JobMetrics) -> Finding | Unknown | None:
         evidence,
         "update part of the subgroups on the GPU: keep their state there if memory is "
         "free, else copy it in and out",
+    )
+
+
+@rule("update-bound", ITERATIONS)
+def update_bound(metrics: JobMetrics) -> Finding | None:
+    """Report an update that takes most of the iteration where the link is not known, so
+    that `cpu-bound-update` cannot tell what it waits for."""
+    update, iteration = metrics.phase_ms(UPDATE), metrics.iteration_ms
+    links = [metrics.phase_link(UPDATE, direction) for direction in ("h2d", "d2h")]
+    is_measured = all(
+        use is not None and use.share_of_peak is not None for use in links
+    )
+    if not update or not iteration or update < _MOST_OF_IT * iteration:
+        return None
+    if metrics.offloaded is False or is_measured:
+        return None
+    state = (
+        "optimizer state is in host memory: the CPU updates it"
+        if metrics.offloaded
+        else "an update on the GPU rarely takes this long: its optimizer state may be in "
+        "host memory"
+    )
+    share = 100 * update / iteration
+    return update_bound.finding(
+        "The update takes most of the iteration",
+        None,
+        (f"the update takes {ms_text(update)}, {share:.0f} % of the iteration", state),
+        "give the CPU's update all cores of its NUMA node, keep part of the state on the "
+        "GPU, or accumulate more micro-steps for each update",
     )

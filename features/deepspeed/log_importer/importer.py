@@ -17,6 +17,7 @@ from ebbtide.features.deepspeed.log_importer.durations import (
     PhaseBoundary,
     StepTimers,
     TimerReader,
+    UpdatePart,
 )
 from ebbtide.features.importers.importer import ImportOptions, Recognition, Stage
 from ebbtide.features.importers.logs.runs import (
@@ -404,15 +405,52 @@ def add_phases(
             begin = end
         # The timers of an update are printed at its end. The all-gather is its last
         # part, wherever it is printed.
-        _, end = spans[iteration, UPDATE]
+        begin, end = spans[iteration, UPDATE]
         parts = sorted(
             step.update_parts, key=lambda part: part.name == "optimizer_allgather"
         )
+        own: list[UpdatePart] = []
+        earlier_ns = begin
         for part in reversed(parts):
-            end = end if part.t_ns is None else min(end, part.t_ns - offset_ns)
+            printed_ns = end if part.t_ns is None else part.t_ns - offset_ns
+            if printed_ns > begin:
+                own.insert(0, part)
+                continue
+            earlier_ns = min(earlier_ns, printed_ns)
             length_ns = round(part.ms * 1e6)
-            _add_op(entry, part.name, end - length_ns, end, iteration)
-            end -= length_ns
+            _add_op(entry, part.name, earlier_ns - length_ns, earlier_ns, iteration)
+            earlier_ns -= length_ns
+        printed = [part.t_ns - offset_ns for part in own if part.t_ns is not None]
+        placed = _place_parts(own, begin, min([end, *printed[-1:]]))
+        for name, start_ns, end_ns in placed:
+            _add_op(entry, name, start_ns, end_ns, iteration)
+
+
+# Share by which timers of parts exceed the time of the whole without being nested.
+_TIMER_ERROR = 0.01
+
+
+def _place_parts(
+    parts: list[UpdatePart], begin: int, end: int
+) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, start and end of each timer within an interval.
+
+    They follow each other up to its end if it is long enough for all of them; else the
+    longest contains the others. A timer that is longer than the interval is left out.
+    """
+    while parts:
+        longest_ns = (end - begin) * (1 + _TIMER_ERROR)
+        parts = [part for part in parts if part.ms * 1e6 <= longest_ns]
+        if sum(part.ms * 1e6 for part in parts) <= longest_ns:
+            for part in reversed(parts):
+                start = end - round(part.ms * 1e6)
+                yield part.name, start, end
+                end = start
+            return
+        parent = max(parts, key=lambda part: part.ms)
+        begin = end - round(parent.ms * 1e6)
+        yield parent.name, begin, end
+        parts = [part for part in parts if part is not parent]
 
 
 def _add_op(

@@ -8,7 +8,7 @@ import pytest
 
 from ebbtide.analysis.findings import Unknown
 from ebbtide.analysis.findings.rules.host import too_few_threads
-from ebbtide.analysis.findings.rules.update import cpu_bound_update
+from ebbtide.analysis.findings.rules.update import cpu_bound_update, update_bound
 from ebbtide.errors import TraceError
 from tests.analysis.findings.jobs import (
     GIB,
@@ -16,6 +16,7 @@ from tests.analysis.findings.jobs import (
     PEAK,
     Job,
     async_copies,
+    devices,
     offloaded,
     on_cpu,
     on_gpu,
@@ -129,6 +130,36 @@ def test_cpu_bound_update__has_no_gain_without_parameter_count() -> None:
     )
     assert finding.potential_gain_ms is None
     assert len(finding.evidence) == 2
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        offloaded(update=400),
+        offloaded(update=4000, peak=None).sample("update", 0.1, 0.1),
+        devices(Job(update=400)),
+    ],
+)
+def test_update_bound__reports_an_update_that_takes_most_without_a_link(
+    job: Job,
+) -> None:
+    finding = job.finding(update_bound)
+    assert finding.potential_gain_ms is None
+    assert "% of the iteration" in finding.evidence[0]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        offloaded(update=100),
+        offloaded(update=400).sample("update", 0.1, 0.1),
+        on_cpu(update=4000),
+    ],
+)
+def test_update_bound__is_none_for_a_short_update_a_known_link_or_a_cpu_job(
+    job: Job,
+) -> None:
+    assert job.result(update_bound) is None
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_find_drifts__finds_iterations_that_become_slower() -> None:
 
 def test_find_drifts__is_empty_for_steady_and_for_short_runs() -> None:
     assert of(steady()[0]) == {}
-    short, _ = steady(count=16, slow_from=8)
+    short, _ = steady(count=9, slow_from=5)
     assert of(short) == {}
     assert compared_quantities(short.build()) == []
     results = JobMetrics(short.build())

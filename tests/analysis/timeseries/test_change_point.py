@@ -44,7 +44,7 @@ def similar_to_neighbours(random: Random, count: int) -> Floats:
     [slow_case(normal), with_outliers, slow_case(alternating), similar_to_neighbours],
 )
 @pytest.mark.parametrize(
-    "count", [slow_case(MIN_VALUES), pytest.param(50, marks=pytest.mark.slow), 90]
+    "count", [slow_case(20), pytest.param(50, marks=pytest.mark.slow), 90]
 )
 def test_find_change__has_few_false_alarms(
     noise: Callable[[Random, int], Floats], count: int
@@ -122,3 +122,89 @@ def test_find_change__is_the_same_in_other_units_and_mirrored(
         assert change.position == scaled.position
         assert change.after > change.before
         assert 0 <= change.position < len(values)
+
+
+def heavy_tailed(random: Random, count: int) -> Floats:
+    return 1 + float(random.choice([0.02, 0.2])) * random.pareto(1.2, count)
+
+
+def skewed(random: Random, count: int) -> Floats:
+    return random.lognormal(0, float(random.choice([0.05, 0.5, 1.0])), count)
+
+
+def two_lengths(random: Random, count: int) -> Floats:
+    return random.choice([1.0, 1.3], count) + 0.01 * random.normal(size=count)
+
+
+def sound_series(
+    random: Random, noise: Callable[[Random, int], Floats], count: int
+) -> Floats:
+    """Return times of steps with a slow warm-up and, in most series, with evaluation."""
+    values = noise(random, count)
+    warm_up = int(random.integers(0, 6))
+    excess = float(random.choice([0.5, 5, 30])) * np.exp(-np.arange(warm_up))
+    values[:warm_up] *= 1 + excess
+    if random.random() < 0.6:
+        period = int(random.choice([10, 20, 25, 50, 100, 500, 1000]))
+        length = int(random.choice([1, 1, 2, 4]))
+        evaluates = np.arange(count) % period >= period - length
+        values[evaluates] *= float(random.choice([1.5, 3, 20]))
+    return values
+
+
+@pytest.mark.parametrize("noise", [heavy_tailed, skewed, two_lengths])
+@pytest.mark.parametrize(
+    ("count", "runs"),
+    [
+        (40, 200),
+        pytest.param(40, 2000, marks=pytest.mark.slow),
+        pytest.param(100, 1000, marks=pytest.mark.slow),
+        pytest.param(1000, 400, marks=pytest.mark.slow),
+        pytest.param(10_000, 200, marks=pytest.mark.slow),
+    ],
+)
+def test_find_change__has_at_most_one_false_alarm_in_200_sound_series(
+    noise: Callable[[Random, int], Floats], count: int, runs: int
+) -> None:
+    random = np.random.default_rng(count)
+    alarms = sum(
+        find_change(sound_series(random, noise, count), 1, 0.05) is not None
+        for _ in range(runs)
+    )
+    assert alarms <= runs / 200
+
+
+@pytest.mark.parametrize("factor", [1.4, 12])
+@pytest.mark.parametrize(
+    ("first", "rest"), [(4, 4), (5, 5), (7, 27), (10, 50), (17, 83), (85, 15)]
+)
+def test_find_change__finds_a_jump_from_8_values_on(
+    first: int, rest: int, factor: float
+) -> None:
+    random, changes = np.random.default_rng(2), []
+    for _ in range(50):
+        values = random.normal(1, 0.02, first + rest)
+        values[first:] *= factor
+        changes.append(find_change(values, 1, 0.05))
+    detected = [change for change in changes if change is not None]
+    assert len(detected) >= 45
+    assert all(abs(change.position - first) <= 2 for change in detected)
+    assert sum(change.is_gradual for change in detected) <= 5
+
+
+@pytest.mark.parametrize("count", [16, 30, 60, 400])
+@pytest.mark.parametrize("factor", [1.2, 3])
+def test_find_change__finds_a_ramp_without_noise(count: int, factor: float) -> None:
+    change = find_change(np.linspace(1, factor, count), 1, 0.05)
+    assert change is not None
+    assert change.is_gradual
+
+
+def test_find_change__finds_a_ramp_that_begins_late() -> None:
+    random = np.random.default_rng(3)
+    ramp = 1 + 0.02 * np.maximum(np.arange(60) - 20, 0)
+    detected = [
+        find_change(ramp + random.normal(0, 0.01, 60), 1, 0.05) is not None
+        for _ in range(20)
+    ]
+    assert sum(detected) >= 18

@@ -101,3 +101,37 @@ def test_time_phases__use_times_that_precede_each_line(
     assert len(trace.memory(0)[lambda rows: rows["pool"] == "host"]) == len(
         re.findall("CPU Virtual", log.read_text())
     )
+
+
+def test_update_parts__that_are_nested_stay_inside_the_timer_that_contains_them(
+    tmp_path: Path,
+) -> None:
+    lines = [
+        "time (ms) | inner: 2000.00 | scale: 50.00 | optimizer_step: 2100.00",
+        "time (ms) | fwd_microstep: 300.00 | bwd_microstep: 600.00 | "
+        "step_microstep: 2120.00",
+        "time (ms) | fwd: 300.00 | bwd: 600.00 | step: 2120.00",
+    ]
+    trace = import_log(tmp_path, lines * 3)
+    phases, ops = trace.phases(0), trace.ops(0)
+    updates = phases[phases["phase"] == "update"].set_index("iteration")
+    assert len(ops) == 9
+    for _, op in ops.iterrows():
+        update = updates.loc[op["iteration"]]
+        assert update["start_ns"] <= op["start_ns"] < op["end_ns"] <= update["end_ns"]
+    first = ops[ops["iteration"] == 0].set_index("name")
+    parent = first.loc["optimizer_step"]
+    children = first.loc[["inner", "scale"]]
+    assert (children["start_ns"] >= parent["start_ns"]).all()
+    assert (children["end_ns"] <= parent["end_ns"]).all()
+    spans = sorted(zip(children["start_ns"], children["end_ns"], strict=True))
+    assert spans[0][1] <= spans[1][0]
+
+
+def test_update_parts__that_no_update_can_contain_are_left_out(tmp_path: Path) -> None:
+    lines = [
+        "time (ms) | whole_epoch: 90000.00 | optimizer_step: 2100.00",
+        "time (ms) | fwd: 300.00 | bwd: 600.00 | step: 2120.00",
+    ]
+    trace = import_log(tmp_path, lines * 3)
+    assert set(trace.ops(0)["name"]) == {"optimizer_step"}
