@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Json, Params, Verbose, machine_option
+from ebbtide.cli.options import Json, Params, Verbose, valued
 from ebbtide.cli.printing import echo, print_view
 from ebbtide.errors import UserError
 
@@ -39,9 +39,20 @@ def explain(
             ),
         ),
     ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="RUN.ebb",
+            help="Where to keep the trace that a log or a file is imported as.",
+            show_default="not kept",
+        ),
+    ] = None,
     params: Params = None,
     gpu: Annotated[
-        str | None, machine_option("not known: plan is named without one")
+        str | None,
+        valued("NAME", "GPU that the job sees, by the name of a preset.", "none"),
     ] = None,
     verbose: Verbose = False,
     as_json: Json = False,
@@ -49,6 +60,7 @@ def explain(
     """Explain an error message, a log, a table or a configuration: what it shows,
     what it does not tell, and the next command."""
     from ebbtide.features.explain.answer import explain_records
+    from ebbtide.features.explain.imported import imported_traces, without_repeats
     from ebbtide.features.explain.pasted import read_pasted
     from ebbtide.features.explain.record import Records, read_records
     from ebbtide.features.explain.redact import redacted
@@ -63,8 +75,13 @@ def explain(
             lines = [line.text for line in text.lines]
             echo(redacted("\n".join(lines)))
         return
-    every = tuple(record for text in texts for record in read_records(text))
-    records = Records(every, params, gpu)
+    read = [record for text in texts for record in read_records(text)]
+    imported = [
+        record
+        for path, text in zip(files, texts, strict=True)
+        for record in imported_traces(path, text, output)
+    ]
+    records = Records((*without_repeats(read, imported), *imported), params, gpu)
     if not records.records:
         names = ", ".join(text.name for text in texts)
         raise UserError(

@@ -276,11 +276,13 @@ def recognize(source: Source) -> str:
             return name
     if (kind := other_kind(source)) is not None:
         raise SourceError(
-            f"{source} is {kind.name}, which has too little for a trace: {kind.remedy}"
+            f"{source} is {kind.name}, which has too little for a trace: "
+            f"{kind.remedy}; `ebbtide explain` reads what it has"
         )
     raise SourceError(
         f"{source} has no format that ebbtide recognizes ({', '.join(importers)}): "
-        "pass --format if it has one of these"
+        "pass --format if it has one of these; `ebbtide explain` reads messages, other "
+        "logs and tables"
     )
 
 

@@ -1,0 +1,99 @@
+"""Imports the logs and traces among the texts, as `ebbtide import` does."""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ebbtide.analysis.findings import Findings, find
+from ebbtide.errors import UserError
+from ebbtide.features.explain.pasted import STDIN, PastedText
+from ebbtide.features.explain.readers.step_logs import StepLog
+from ebbtide.features.explain.record import Place, Record
+from ebbtide.features.importers.load import import_trace, recognize
+from ebbtide.features.importers.source import Source
+from ebbtide.units import counted
+
+# Programs whose lines an importer reads.
+_IMPORTED_PROGRAMS = ("Megatron-LM core 0.14",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportedTrace(Record):
+    """A log or a trace of another tool that was imported.
+
+    `path`: the trace; None if it was not kept.
+    """
+
+    format: str
+    iterations: int
+    ranks: int
+    path: str | None
+    findings: Findings = field(repr=False)
+
+    @property
+    def title(self) -> str:
+        iterations = counted(self.iterations, "iteration")
+        return f"{iterations} of {counted(self.ranks, 'rank')}, as {self.format}"
+
+    def as_json(self) -> dict[str, Any]:
+        names = ("format", "iterations", "ranks", "path")
+        figures = {name: getattr(self, name) for name in names}
+        place = {key: getattr(self.place, key) for key in Place.__annotations__}
+        return {
+            "kind": type(self).__name__,
+            "title": self.title,
+            "place": place,
+            "figures": {**figures, "findings": self.findings.as_json()},
+        }
+
+
+def imported_traces(
+    path: Path, text: PastedText, output: Path | None
+) -> Iterator[ImportedTrace]:
+    """Yield the trace that a text is, if an importer recognizes it.
+
+    It is kept where `output` names a place.
+    """
+    with tempfile.TemporaryDirectory(prefix="ebbtide-explain-") as name:
+        folder = Path(name)
+        cleaned = folder / "text.log"
+        cleaned.write_text("\n".join(line.text for line in text.lines))
+        # A file of a tool is read as it is; a text around a log, without decoration.
+        files = [cleaned] if path == STDIN else [path, cleaned]
+        for file in files:
+            try:
+                format = recognize(Source(file))
+                trace = import_trace([file], output or folder / "trace.ebb")
+            except UserError:
+                continue
+            ranks = trace.ranks
+            iterations = trace.phases(ranks[0])["iteration"].nunique()
+            findings = find(trace)
+            if not iterations and not findings.findings:
+                continue
+            yield ImportedTrace(
+                place=Place(
+                    text_name=text.name,
+                    first_line=text.lines[0].number,
+                    last_line=text.lines[-1].number,
+                ),
+                format=format,
+                iterations=iterations,
+                ranks=len(ranks),
+                path=None if output is None else str(output),
+                findings=findings,
+            )
+            return
+
+
+def without_repeats(
+    records: Sequence[Record], imported: Sequence[ImportedTrace]
+) -> Iterator[Record]:
+    """Yield the records without the steps that a trace has, too."""
+    names = {trace.place.text_name for trace in imported}
+    for record in records:
+        is_log = isinstance(record, StepLog) and record.program in _IMPORTED_PROGRAMS
+        if not (is_log and record.place.text_name in names):
+            yield record
