@@ -9,8 +9,8 @@ from ebbtide.profiler.trace import open_trace
 from tests.conftest import ebbtide_in_process
 
 TIMERS = (
-    "[Rank 0] time (ms) | fwd: {forward} | bwd: 860.11 | bwd_inner: 803.02 | "
-    "bwd_allreduce: 57.01 | step: {step}\n"
+    "[Rank 0] time (ms) | fwd: {forward:.2f} | bwd: 860.11 | bwd_inner: 803.02 | "
+    "bwd_allreduce: 57.01 | step: {step:.2f}\n"
 )
 
 
