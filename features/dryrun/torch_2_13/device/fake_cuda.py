@@ -111,12 +111,15 @@ class CurrentDevice:
         return before
 
     def functions(self) -> dict[str, Any]:
-        """Return the functions of `torch.cuda`."""
+        """Return the functions of `torch.cuda`.
+
+        Each name has a function of its own, as in `constant`: methods are equal.
+        """
         return {
             "current_device": lambda: self.index,
-            "set_device": self.set,
-            "_exchange_device": self.exchange,
-            "_maybe_exchange_device": self.exchange,
+            "set_device": lambda device: self.set(device),
+            "_exchange_device": lambda device: self.exchange(device),
+            "_maybe_exchange_device": lambda device: self.exchange(device),
         }
 
 
@@ -141,10 +144,11 @@ def patch_cuda(patches: Patches, sink: Sink, gpu: FakedGpu, devices: int = 1) ->
         allocator.settings = AllocatorSettings.parse(text)
 
     patches.set(torch._C, "_accelerator_setAllocatorSettings", set_allocator_settings)
+    current = CurrentDevice(devices)
     functions = {
         **stream_functions(sink.clock),
         **_device_functions(gpu, devices),
-        **CurrentDevice(devices).functions(),
+        **current.functions(),
     }
     statistics = {
         **_memory_functions(memory, capacity_bytes),
@@ -157,7 +161,7 @@ def patch_cuda(patches: Patches, sink: Sink, gpu: FakedGpu, devices: int = 1) ->
         patches.set(cuda.memory, key, value)
     for key in (*_RANDOM, "initial_seed", "get_rng_state", "get_rng_state_all"):
         patches.set(cuda.random, key, functions[key])
-    _patch_extension(patches, devices, functions)
+    _patch_extension(patches, devices, current.functions())
     _patch_accelerator(patches, functions | statistics)
     runtime = {name: constant(0) for name in _RUNTIME}  # 0 is cudaSuccess
     runtime |= {
