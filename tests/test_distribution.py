@@ -157,6 +157,7 @@ TRACE = ROOT / "traces" / "a100-13b-async.ebb"
 # Extra -> commands that need it; PYTHON is the environment's.
 EXTRAS = {
     "": (f"summary {TRACE}", f"plot {TRACE} -o run.png"),
+    "remote": (f"summary {TRACE}",),
     "report": (f"report {TRACE} -o report.html",),
     "plan": (f"replay {TRACE} --recommend",),
     "live": ("watch --help",),

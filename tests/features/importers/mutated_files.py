@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from ebbtide.errors import UserError
 from ebbtide.features.importers.load import import_trace
+from ebbtide.profiler.sampler.sampler import read_rss_bytes
 from ebbtide.profiler.trace import open_trace
 from ebbtide.profiler.trace.schema import TABLES
 
@@ -119,6 +120,8 @@ def import_damaged(file: Path, data: bytes, folder: Path) -> Outcome:
     shutil.rmtree(output, ignore_errors=True)
     read, write = os.pipe()
     begin = time.monotonic()
+    # A child begins with the memory of its parent.
+    own_bytes = read_rss_bytes(os.getpid()) or 0
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -129,7 +132,7 @@ def import_damaged(file: Path, data: bytes, folder: Path) -> Outcome:
     with open(read, "rb") as pipe:
         answer = pipe.read()
     _, status, usage = os.wait4(child, 0)
-    seconds, peak = usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+    seconds, peak = usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 - own_bytes
     if status:
         wall = time.monotonic() - begin
         problem = f"ended by status {status} after {wall:.0f} s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ def run_ranks(job: Callable[[int], Any], ranks: int = 2) -> RunRecord:
                 return peers.finish(dry.record(), ["job.py"])
             except BaseException as error:
                 status = error.code if isinstance(error, SystemExit) else 1
+                if peers.rank:
+                    traceback.print_exc()
                 raise
             finally:
                 if peers.rank:
