@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from ebbtide.features.dryrun.session import DryRun, DryRunOptions
 from ebbtide.features.dryrun.trace_of_run import case_times_ns, trace_of_run
 from ebbtide.machines.kernels.time_priors import TYPICAL
 from ebbtide.profiler.trace import open_trace
-from tests.conftest import ebbtide
+from tests.conftest import ebbtide, run_process
 from tests.features.dryrun.forked import run_forked
 
 WIDTH = 2048
@@ -91,7 +92,7 @@ def test_rank__waits_for_what_another_sends(tmp_path: Path) -> None:
     assert trace.ranks == [0, 1]
 
 
-def test_rank__gets_values_and_objects_of_another() -> None:
+def exchange_values_and_objects() -> None:
     def job(rank: int) -> None:
         number = torch.tensor([7 * (1 - rank)], device="cuda")
         objects: list[Any] = [None] if rank else [{"shape": (3, 4)}]
@@ -104,6 +105,13 @@ def test_rank__gets_values_and_objects_of_another() -> None:
         assert (number.item(), objects) == (7, [{"shape": (3, 4)}])
 
     run_ranks(job)
+
+
+def test_rank__gets_values_and_objects_of_another() -> None:
+    # The default group of objects is the one of the process, which tests of DeepSpeed
+    # leave behind.
+    function = f"from {__name__} import exchange_values_and_objects as run; run()"
+    assert run_process([sys.executable, "-c", function]).returncode == 0
 
 
 def test_rank__that_fails_ends_the_others() -> None:
