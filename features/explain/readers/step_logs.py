@@ -225,9 +225,8 @@ def _keyed_row(text: str, rank: int | None) -> _Row | None:
         row.total_steps = None if step[2] is None else int(step[2])
     elif numbered is not None:
         row.figures[formats.STEP] = float(numbered[1])
-    has_known = bool(row.programs)
     is_dictionary = text.lstrip().startswith("{") and len(row.unknown) >= 2
-    if not (has_known or (step is not None and row.unknown) or is_dictionary):
+    if not (row.programs or (step is not None and row.unknown) or is_dictionary):
         return None
     if clock is not None:
         row.figures[_CLOCK_COLUMN] = _seconds_of(clock)
@@ -288,8 +287,8 @@ def _add(group: _Group, row: _Row, number: int) -> None:
 def _log_of(text: PastedText, rank: int | None, group: _Group) -> StepLog | None:
     steps = pd.DataFrame(group.rows)
     clocks = {_CLOCK_COLUMN, _ELAPSED_COLUMN}
-    known = {*steps} - {*group.unknown} - {formats.STEP} - clocks
-    if not known and len(steps) < 2:
+    figures = {*steps} - {*group.unknown} - {formats.STEP} - clocks
+    if not figures and len(steps) < 2:
         return None
     _add_step_times(steps)
     programs = sorted(group.programs, key=lambda name: -group.programs[name])

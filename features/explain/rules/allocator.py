@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ebbtide.features.explain.answer import Answer, Result, rule
 from ebbtide.features.explain.readers.allocator import AllocatorFigures
-from ebbtide.features.explain.record import Records
+from ebbtide.features.explain.record import Place, Records
 from ebbtide.units import bytes_text, counted
 
 # Shares of the reserved memory below which nothing is said.
@@ -68,13 +68,18 @@ def explain_cached_memory(records: Records) -> Iterator[Result]:
 def explain_retries(records: Records) -> Iterator[Result]:
     for figures in records.of(AllocatorFigures):
         if figures.retries:
-            errors = figures.errors or 0
-            yield Answer(
-                rule="retries",
-                title=f"memory was full {counted(figures.retries, 'time')}: torch "
-                "flushed its cache and allocated anew",
-                evidence=(counted(errors, "out-of-memory error"),),
-                advice="each of them waits for the GPU: a little less memory (batch, "
-                "sequence, checkpointing) makes steps faster",
-                places=(figures.place,),
-            )
+            errors = counted(figures.errors or 0, "out-of-memory error")
+            yield retries_answer(figures.retries, (errors,), figures.place)
+
+
+def retries_answer(count: int, evidence: tuple[str, ...], place: Place) -> Answer:
+    """Return the answer to allocations that torch has tried anew."""
+    return Answer(
+        rule="retries",
+        title=f"memory was full {counted(count, 'time')}: torch flushed its cache and "
+        "allocated anew",
+        evidence=evidence,
+        advice="each of them waits for the GPU: a little less memory (batch, "
+        "sequence, checkpointing) makes steps faster",
+        places=(place,),
+    )

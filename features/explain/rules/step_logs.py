@@ -11,6 +11,7 @@ from ebbtide.features.explain import formats
 from ebbtide.features.explain.answer import Answer, OpenQuestion, Result, rule
 from ebbtide.features.explain.readers.step_logs import StepLog
 from ebbtide.features.explain.record import Records
+from ebbtide.features.explain.rules.allocator import retries_answer
 from ebbtide.units import bytes_text, counted, seconds_text
 
 # Steps in which a job warms up; they are left out where there are more than twice as
@@ -188,16 +189,7 @@ def explain_retries(records: Records) -> Iterator[Result]:
     for log in records.of(StepLog):
         retries = log.values(formats.RETRIES)
         if len(retries) and retries.max() > 0:
-            count = int(retries.max())
-            yield Answer(
-                rule="retries",
-                title=f"memory was full {counted(count, 'time')}: torch flushed its "
-                "cache and allocated anew",
-                evidence=_memory_lines(log),
-                advice="each of them waits for the GPU: a little less memory (batch, "
-                "sequence, checkpointing) makes steps faster",
-                places=(log.place,),
-            )
+            yield retries_answer(int(retries.max()), _memory_lines(log), log.place)
 
 
 @rule(28)
