@@ -315,7 +315,9 @@ def _add_step_times(steps: pd.DataFrame) -> None:
         elapsed_s = steps[_ELAPSED_COLUMN].diff()
         is_long = (elapsed_s >= _MIN_ELAPSED_S) & (count > 0)
         measured_s = (elapsed_s / count).where(is_long)
-        steps[formats.STEP_S] = measured_s.fillna(steps[formats.STEP_S])
+        # A bar may print a rate of nothing alone.
+        printed_s = steps.get(formats.STEP_S, measured_s)
+        steps[formats.STEP_S] = measured_s.fillna(printed_s)
     elif _CLOCK_COLUMN in steps and formats.STEP_S not in steps:
         seconds = steps[_CLOCK_COLUMN].diff()
         is_later = (count > 0) & (seconds > 0)

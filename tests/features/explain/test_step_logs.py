@@ -220,3 +220,11 @@ def test_columns__are_in_seconds_and_bytes() -> None:
     assert formats.scaled(formats.STEP_S, 5, "ms", 1) == 0.005
     assert formats.scaled(formats.ALLOCATED, 5, "MiB", 1) == 5 << 20
     assert formats.scaled(formats.STEP_S, 5, "GiB", 1) is None
+
+
+def test_bar__without_a_rate_has_no_times() -> None:
+    (log,) = logs_of(
+        text_of("1/10 [00:01<00:09, 0.00it/s]\n2/10 [00:02<00:08, 0.00it/s]")
+    )
+    assert len(log.steps) == 2
+    assert not len(log.values(formats.STEP_S))
