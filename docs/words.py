@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MAX_WORDS = 65_000
+MAX_WORDS = 69_000
 MAX_SENTENCE_WORDS = 35
 
 _FENCE = re.compile(r" *```")
