@@ -61,10 +61,8 @@ def largest_rank(metrics: JobMetrics) -> int:
 
 
 def _memory_line(metrics: JobMetrics) -> str:
-    """Return the peak of reserved memory.
-
-    It says whether the peak fits where the capacity is known.
-    """
+    """Return the peak of reserved memory, and whether it fits where the capacity is
+    known."""
     reserved, capacity = metrics.pool_peak("reserved") or 0, metrics.capacity_bytes
     status = metrics.trace.meta.exit.code
     scale, unit = bytes_unit(capacity or reserved)
@@ -92,10 +90,8 @@ def _memory_line(metrics: JobMetrics) -> str:
 
 
 def verdict(metrics: JobMetrics) -> str | None:
-    """Return whether the job fits the memory of its device; None: not known.
-
-    This is after torch has given back what it can.
-    """
+    """Return whether the job fits the memory of its device after torch has given back
+    what it can; None: not known."""
     spare, capacity = _spare_bytes(metrics), metrics.capacity_bytes
     if spare is None or capacity is None:
         return None
@@ -156,10 +152,8 @@ def _bound_line(metrics: JobMetrics) -> str | None:
 
 
 def _host_lines(metrics: JobMetrics) -> Iterator[str]:
-    """Yield a line for each limit of host memory that a rank passes.
-
-    It may pass it while it loads, shards or trains.
-    """
+    """Yield a line for each limit of host memory that a rank passes while it loads,
+    shards or trains."""
     prediction = metrics.trace.meta.prediction
     for kind, (used, limit) in (
         prediction.host_bytes.items() if prediction is not None else ()

@@ -37,10 +37,8 @@ def record_memory(setup: Setup, record: Record) -> None:
 
 
 def measure_update(setup: Setup, record: Record) -> None:
-    """Measure `gpu_update_params_per_s`.
-
-    It is torch's fused AdamW with its casts, several steps in a row.
-    """
+    """Measure `gpu_update_params_per_s` with torch's fused AdamW and its casts, several
+    steps in a row."""
     free, _ = torch.cuda.mem_get_info(setup.device)
     sizes = _sizes(min(_PARAMS, free // (2 * KERNEL_BYTES)))
     device = torch.device("cuda", setup.device)
@@ -118,11 +116,8 @@ _COPY_BYTES = 1 << 30
 
 
 def measure_compute(setup: Setup, record: Record) -> None:
-    """Measure `gpu`.
-
-    It has name, compute capability, products of matrices by type, and traffic with
-    device memory.
-    """
+    """Measure `gpu`: name, compute capability, products of matrices by type, and
+    traffic with device memory."""
     device = torch.device("cuda", setup.device)
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
@@ -224,9 +219,8 @@ def _time_launches(
     device: torch.device,
     setup: Setup,
 ) -> tuple[int, Timing]:
-    """Measure calls that launch kernels, several in a row.
-
-    They have the largest size whose runs fit the window.
+    """Measure calls that launch kernels, several in a row, of the largest size whose
+    runs fit the window.
 
     Args:
         prepare: Returns the call of a size.

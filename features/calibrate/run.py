@@ -93,10 +93,8 @@ def measure_operation(setup: Setup, record: Record) -> None:
 
 
 def operation_s(schedule: Schedule) -> float:
-    """Return the seconds per operation of a measured schedule of tiny operations.
-
-    They follow from the simulator's time for the schedule.
-    """
+    """Return the seconds per operation of a measured schedule of tiny operations, by
+    the simulator's time for it."""
     unit = simulate(schedule.plan, schedule.workload, _ONE_SECOND_EACH)
     return _span_s(schedule) / _span_s(unit)
 

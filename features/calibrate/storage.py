@@ -26,10 +26,8 @@ WINDOWS = 3 + _FILL_WINDOWS
 
 
 def measure_storage(folder: Path, setup: Setup, record: Record) -> None:
-    """Measure sequential reads and writes of a folder.
-
-    They run alone and both at once; the path is added to the record.
-    """
+    """Measure sequential reads and writes of a folder alone and both at once; the path
+    is added to the record."""
     try:
         with closing(
             StorageFiles(folder, _FILE_BYTES, setup.ranks.local_count)

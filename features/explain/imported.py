@@ -52,10 +52,8 @@ class ImportedTrace(Record):
 def imported_traces(
     path: Path, text: PastedText, output: Path | None
 ) -> Iterator[ImportedTrace]:
-    """Yield the trace that a text is, if an importer recognizes it.
-
-    It is kept where `output` names a place.
-    """
+    """Yield the trace of a text if an importer recognizes it; it is kept where `output`
+    names a place."""
     with tempfile.TemporaryDirectory(prefix="ebbtide-explain-") as name:
         folder = Path(name)
         cleaned = folder / "text.log"

@@ -1,7 +1,5 @@
-"""The operations of a plan on layers, beside the operations of the optimizer's state.
-
-They are on the layers' weights and activations.
-"""
+"""The operations of a plan on the weights and activations of layers, beside the
+optimizer's."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -21,11 +19,11 @@ from ebbtide.interleave.model.workload import Workload
 
 
 class LayerOperations:
-    """Collects the operations of a plan on layers of a placed workload.
+    """Collects the operations of a plan on layers of a placed workload, in the order in
+    which each resource runs them.
 
-    They are in the order in which each resource runs them. `stretches`: the compute of
-    all rounds; `is_last`: whether each is the last of its layer before another one.
-    """
+    `stretches`: the compute of all rounds; `is_last`: whether each is the last of its
+    layer before another one."""
 
     def __init__(
         self, workload: Workload, plan: LayerPlan, in_order: bool = False

@@ -1,7 +1,5 @@
-"""Layers of a job whose weights and activations a plan may move.
-
-It has what a plan does with them, when, and their memory.
-"""
+"""Layers of a job whose weights and activations a plan may move, what a plan does with
+them, and their memory."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -106,10 +104,8 @@ class LayerPlan(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """The compute of one chunk in one layer.
-
-    It has the points of the iteration where it starts and ends.
-    """
+    """The compute of one chunk in one layer, with the points of the iteration where it
+    starts and ends."""
 
     is_backward: bool
     round: int
@@ -266,12 +262,11 @@ def _placed(workload: Workload, plan: LayerPlan) -> Workload:
 def with_layer_copies(
     placed: Workload, plan: LayerPlan, rates: Collection[float]
 ) -> Workload:
-    """Return a placed workload as long as the copies of its layers.
+    """Return a placed workload of one round that is as long as the copies of its
+    layers.
 
-    It has one round. Its forward and backward are as long as the copies that must end
-    in them, by the rates of the link to and from the device; these copies count as
-    collectives.
-    """
+    Its forward and backward are as long as the copies that must end in them, by the
+    rates of the link to and from the device; these copies count as collectives."""
     sizes = [
         placed.param_bytes * placed.layers[layer].params
         for layer in sorted(plan.streamed)
@@ -338,12 +333,12 @@ def seconds_at(workload: Workload, point: float) -> float:
 
 
 def _memory(workload: Workload, plan: LayerPlan) -> Iterator[LayerMemory]:
-    """Yield the device memory of the layers as a step function.
-
-    It is from the start of the iteration.
+    """Yield the device memory of the layers as a step function, from the start of the
+    iteration.
 
     Activations of all chunks count from the start of a layer's forward to the end of
-    its backward."""
+    its backward.
+    """
     layers, shares, saved = workload.layers, workload.chunk_shares, plan.activations
     sizes = [workload.param_bytes * one.params for one in layers]
     largest = max((sizes[layer] for layer in plan.streamed), default=0.0)

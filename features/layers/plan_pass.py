@@ -61,11 +61,9 @@ LAYER_PASS = LayerPass()
 
 
 def _quick(policy: Policy, placed: Workload, machine: Machine) -> Policy:
-    """Return a policy whose plans are made quickly.
-
-    It is this one, but for `adaptive` one that keeps as much state on the device as
-    there is memory for, and interleaves the rest.
-    """
+    """Return a policy whose plans are made quickly: this one, but for `adaptive` one
+    that keeps as much state on the device as there is memory for, and interleaves the
+    rest."""
     if not policy.is_adaptive:
         return _without_late(policy)
     if machine.gpu_update_params_per_s is None:

@@ -107,10 +107,8 @@ _MIN_LOST_SHARE = 0.05
 
 
 def _stalls(metrics: JobMetrics) -> Finding | None:
-    """Report iterations with much more time outside phases than others.
-
-    They are on the rank that loses most by them.
-    """
+    """Report iterations with much more time outside phases than others, on the rank
+    that loses most by them."""
     lost: list[tuple[float, int, float, int]] = []
     for rank in metrics.by_rank:
         times, other = (
@@ -199,10 +197,8 @@ def slow_rank(metrics: JobMetrics) -> Finding | None:
 
 
 def _slowest_rank(metrics: JobMetrics) -> Finding | None:
-    """Compare the phase times of the slowest rank and of a typical one.
-
-    They are the rank that is slowest most often, and the median of the others.
-    """
+    """Compare the phase times of the rank that is slowest most often with the median of
+    the others."""
     stats = metrics.iterations([])
     if not stats.slowest_rank or stats.counted < _MIN_ITERATIONS:
         return None

@@ -1,7 +1,5 @@
-"""Imports logs of DeepSpeed training.
-
-They have timers (`wall_clock_breakdown`), memory marks, configuration, and ranks.
-"""
+"""Imports logs of DeepSpeed training: timers (`wall_clock_breakdown`), memory marks,
+configuration, and ranks."""
 
 from __future__ import annotations
 
@@ -435,9 +433,9 @@ def _place_parts(
 ) -> Iterator[tuple[str, int, int]]:
     """Yield the name, start and end of each timer within an interval.
 
-    They follow each other up to its end if it is long enough for all of them; else the
-    longest contains the others. A timer that is longer than the interval is left out.
-    """
+    Timers follow each other up to its end if it is long enough for all of them; else
+    the longest contains the others. A timer that is longer than the interval is left
+    out."""
     while parts:
         longest_ns = (end - begin) * (1 + _TIMER_ERROR)
         parts = [part for part in parts if part.ms * 1e6 <= longest_ns]

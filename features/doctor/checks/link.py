@@ -92,10 +92,8 @@ def unified_memory(host: JobHost) -> Iterator[Answer]:
 
 
 def _shares_host_memory(card: Card) -> bool:
-    """Return whether a GPU has the memory of the CPU.
-
-    This is known by the data sheet of its name, else by what is not reported.
-    """
+    """Return whether a GPU has the memory of the CPU, by the data sheet of its name,
+    else by what is not reported."""
     links = {sheet.compute.name: sheet.link for sheet in GPU_SHEETS.values()}
     if card.device["name"] in links:
         return links[card.device["name"]] == UNIFIED
