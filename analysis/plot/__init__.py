@@ -1,4 +1,5 @@
-"""Draws memory, link and windows of free memory of a trace over time with Matplotlib."""
+"""Draws memory, link and windows of free memory of a trace over time with
+Matplotlib."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -177,7 +177,8 @@ WINDOW_TOOLTIP = _tooltip(
 
 
 class IterationLabel(NamedTuple):
-    """The number of an iteration, with its start and end in the unit of the time axis."""
+    """The number of an iteration, with its start and end in the unit of the time
+    axis."""
 
     number: int
     start: float

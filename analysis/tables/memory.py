@@ -1,4 +1,5 @@
-"""The tables of memory: pools per phase, holders at a time, and an out-of-memory error."""
+"""The tables of memory: pools per phase, holders at a time, and an out-of-memory
+error."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

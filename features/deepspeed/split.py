@@ -1,4 +1,5 @@
-"""The split of DeepSpeed's partial offload (Twin-Flow), which differs between versions."""
+"""The split of DeepSpeed's partial offload (Twin-Flow), which differs between
+versions."""
 
 import re
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """The options `weights` and `activations`: which layers are streamed, and which
-activations are kept, recomputed or offloaded.
-
-They go together with the policy of the optimizer's state."""
+activations are kept, recomputed or offloaded, together with the policy of the
+optimizer's state."""
 
 from __future__ import annotations
 
@@ -309,10 +308,10 @@ class LayerSearch:
         return (placed.missing_bytes, excess, self._least_s(placed, layers)) < best[:3]
 
     def _least_s(self, placed: Workload, layers: LayerPlan) -> float:
-        """Return a lower bound of the iteration with a plan for layers, s.
+        """Return a lower bound of the iteration with a plan for layers, s: the bound of
+        the state beside the layers' copies.
 
-        This is the bound of the state beside the layers' copies, with parameters of
-        streamed layers that need not return to the device."""
+        Parameters of streamed layers need not return to the device."""
         busy = with_layer_copies(
             placed, layers, link_rates(placed, self._machine).values()
         )

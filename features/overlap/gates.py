@@ -122,7 +122,8 @@ class HooklessCopies:
 def _without_hooks(
     modules: Iterable[torch.nn.Module], hook_ids: Collection[int]
 ) -> Iterator[None]:
-    """Return a context in which modules lack hooks of these ids before their forward."""
+    """Return a context in which modules lack hooks of these ids before their
+    forward."""
     all_hooks = [
         (module._forward_pre_hooks, dict(module._forward_pre_hooks))
         for module in modules

@@ -1,7 +1,5 @@
-"""The workload of a job.
-
-It has the parameters to update, and the times and memory of the rest of an iteration.
-"""
+"""The workload of a job: the parameters to update, and the times and memory of the rest
+of an iteration."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -77,10 +75,8 @@ _FRAMEWORK = "deepspeed"
 
 
 class ActivationForm(NamedTuple):
-    """A form in which a layer's activations can be kept for the backward.
-
-    It has bytes, and the seconds to compute the rest again.
-    """
+    """A form in which a layer's activations can be kept for the backward: its bytes,
+    and the seconds to compute the rest again."""
 
     name: str
     nbytes: float
@@ -99,10 +95,8 @@ class Layer(NamedTuple):
 
 
 class LayerMemory(NamedTuple):
-    """Device memory of placed layers from a time on.
-
-    It is in bytes of weights, gradients and activations.
-    """
+    """Device memory of placed layers from a time on, in bytes of weights, gradients and
+    activations."""
 
     at_s: float
     weights: float
@@ -244,10 +238,8 @@ class Workload:
 
     @cached_property
     def layers_of_subgroups(self) -> list[int]:
-        """The layer of the first parameter of each subgroup.
-
-        It is the number of layers if the parameter is after all of them.
-        """
+        """The layer of the first parameter of each subgroup; the number of layers if
+        the parameter is after all of them."""
         ends = list(accumulate(layer.params for layer in self.layers))
         return [
             bisect_right(ends, offset)
@@ -275,11 +267,11 @@ class Workload:
 
     @property
     def returned_gradient_bytes(self) -> float:
-        """Device memory bytes per parameter for a gradient that made a round trip.
+        """Device memory bytes per parameter for a gradient that was copied to the host
+        and back.
 
-        It was copied to the host and back.
-
-        It is in the memory of its parameter, unless the update reads that."""
+        It is in the memory of its parameter, unless the update reads that.
+        """
         return 0.0 if self.master == "fp32" else self.grad_bytes
 
     @property

@@ -113,10 +113,8 @@ def optimal_shares(
     whole_subgroups: bool,
     overlap: Overlap = NO_OVERLAP,
 ) -> OptimalShares:
-    """Return how the bound is reached in steps that are not clipped.
-
-    It is with or without whole subgroups.
-    """
+    """Return how the bound is reached, with or without whole subgroups, in steps that
+    are not clipped."""
     machine.need(_NEEDED, "the bound")
     program, values = _solve(workload, machine, True, whole_subgroups, overlap)
     last = len(program.intervals) - 1

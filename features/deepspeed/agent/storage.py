@@ -162,7 +162,8 @@ def _stage_3_boundary_bytes(
 
 
 def _accumulated_bytes(optimizer: Any, parameter: Any) -> int:
-    """Stages 1 and 2, before the boundary: the whole gradient in the model's precision."""
+    """Stages 1 and 2, before the boundary: the whole gradient in the model's
+    precision."""
     return int(parameter.numel() * parameter.element_size())
 
 

@@ -320,9 +320,8 @@ class InterleavedStage3(StateAccess):
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
         """Compute the factor for each gradient, which the kernel applies, by
-        DeepSpeed's formula.
-
-        It is one over the loss scale times max(1, (norm + 1e-6) / clip_grad)."""
+        DeepSpeed's formula: one over the loss scale times max(1, (norm + 1e-6) /
+        clip_grad)."""
         combined = self.loss_scale
         if self.clip_grad > 0:
             clip = (total_norm / self.loss_scale + 1e-6) / self.clip_grad

@@ -1,4 +1,5 @@
-"""Reads the lines of a training log with their times, and the time zone of its clock."""
+"""Reads the lines of a training log with their times, and the time zone of its
+clock."""
 
 import datetime
 import re

@@ -155,11 +155,10 @@ class LayerPass:
             ) from error
 
     def evict(self, is_last: bool) -> bool:
-        """Offload what layers keep that do not compute, and return whether there is
-        any.
+        """Offload what layers keep that do not compute, for plans that have counted too
+        little, and return whether there is any.
 
-        This is for plans that have counted too little. `is_last`: no other forward has
-        begun since."""
+        `is_last`: no other forward has begun since."""
         layer = (
             self.last_layer
             if self._backward_of is None and is_last

@@ -24,7 +24,8 @@ _MANY_RANKS = 32
 
 
 def require_terminal(name: str, alternative: str) -> None:
-    """Raise UserError unless there are textual and a terminal that can show the view."""
+    """Raise UserError unless there are textual and a terminal that can show the
+    view."""
     if importlib.util.find_spec("textual") is None:
         raise UserError(f"{name}: {missing_text('textual')}")
     # textual draws on stderr.

@@ -303,7 +303,8 @@ class _History:
 
 
 class _Profile:
-    """The memory events of torch's profiler for the CPU's allocator, as a Chrome trace."""
+    """The memory events of torch's profiler for the CPU's allocator, as a Chrome
+    trace."""
 
     suffix = "json"
     device = "cpu"
