@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ebbtide.features.calibrate.record import (
-    Record,
+    MeasurementRecord,
     Setup,
     Timing,
     measure_time,
@@ -146,7 +146,7 @@ def working_set(memory: int | None, cache: int | None) -> int:
     return min(size, memory // 8) if memory else size
 
 
-def measure_bandwidth(setup: Setup, record: Record) -> None:
+def measure_bandwidth(setup: Setup, record: MeasurementRecord) -> None:
     """Measure `host_memory_bytes_per_s` with all threads of the rank: bytes read plus
     bytes written per second by the better one of two loops.
 
@@ -166,7 +166,7 @@ def measure_bandwidth(setup: Setup, record: Record) -> None:
     record.host_traffic(3 * size / add.seconds, f"in-place a += b / 2 ({threads})", add)
 
 
-def measure_update(setup: Setup, record: Record) -> None:
+def measure_update(setup: Setup, record: MeasurementRecord) -> None:
     """Measure `cpu_update_params_per_s`: the fastest kernel.
 
     Its state is in memory and not in caches.
@@ -195,7 +195,7 @@ def measure_update(setup: Setup, record: Record) -> None:
             )
 
 
-def measure_out_of_place(setup: Setup, record: Record) -> None:
+def measure_out_of_place(setup: Setup, record: MeasurementRecord) -> None:
     """Measure `cpu_out_of_place_share` for the engine's own kernel beside the old state
     and in place, in turns."""
     names = ("in_place", "out_of_place")
@@ -206,7 +206,7 @@ def measure_out_of_place(setup: Setup, record: Record) -> None:
     record.rate("cpu_out_of_place_share", min(1.0, ratio), details, timing)
 
 
-def measure_remainder(setup: Setup, record: Record) -> None:
+def measure_remainder(setup: Setup, record: MeasurementRecord) -> None:
     """Measure `cpu_remainder_ratio` for the engine's own kernel with masters as
     remainders and in fp32, in turns."""
     names = ("fp32", "remainder")
@@ -223,7 +223,7 @@ def measure_remainder(setup: Setup, record: Record) -> None:
 
 def _measure_variant(
     setup: Setup,
-    record: Record,
+    record: MeasurementRecord,
     key: str,
     names: tuple[str, str],
     variant: Callable[[OnePassAdamW], None],
@@ -253,7 +253,7 @@ def _measure_variant(
     )
 
 
-def measure_cast(setup: Setup, record: Record) -> None:
+def measure_cast(setup: Setup, record: MeasurementRecord) -> None:
     """Measure `cpu_cast_params_per_s`: fp32 to bf16."""
     torch.set_num_threads(setup.threads)
     master = torch.ones(setup.working_set // CAST_BYTES)
@@ -263,7 +263,7 @@ def measure_cast(setup: Setup, record: Record) -> None:
     record.rate("cpu_cast_params_per_s", len(master) / timing.seconds, how, timing)
 
 
-def measure_norm(setup: Setup, record: Record) -> None:
+def measure_norm(setup: Setup, record: MeasurementRecord) -> None:
     """Measure `cpu_norm_params_per_s`, the engine's own sum of squares, for bf16
     gradients."""
     gradient = torch.full(
@@ -279,7 +279,7 @@ def measure_norm(setup: Setup, record: Record) -> None:
     record.rate("cpu_norm_params_per_s", len(gradient) / timing.seconds, how, timing)
 
 
-def measure_traffic(setup: Setup, record: Record) -> None:
+def measure_traffic(setup: Setup, record: MeasurementRecord) -> None:
     """Measure the traffic of host memory while the CPU updates and a thread copies.
 
     The thread copies within host memory, on a core of its own.
@@ -298,7 +298,11 @@ def measure_traffic(setup: Setup, record: Record) -> None:
 
 
 def record_traffic(
-    setup: Setup, record: Record, copy: Callable[[], int], copies: str, threads: int
+    setup: Setup,
+    record: MeasurementRecord,
+    copy: Callable[[], int],
+    copies: str,
+    threads: int,
 ) -> None:
     """Record the traffic of host memory by updates beside `copy`.
 

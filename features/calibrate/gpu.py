@@ -10,7 +10,7 @@ import torch
 from ebbtide.features.calibrate.cpu import CAST_BYTES, KERNEL_BYTES, TorchAdamW
 from ebbtide.features.calibrate.record import (
     MIN_RUNS,
-    Record,
+    MeasurementRecord,
     Setup,
     Timing,
     measure_time,
@@ -30,13 +30,13 @@ _LAUNCHED = 8
 _GROWTH = 8
 
 
-def record_memory(setup: Setup, record: Record) -> None:
+def record_memory(setup: Setup, record: MeasurementRecord) -> None:
     """Record `gpu_memory_bytes`: all memory of the card, whoever uses it."""
     properties = torch.cuda.get_device_properties(setup.device)
     record.rate("gpu_memory_bytes", float(properties.total_memory), properties.name)
 
 
-def measure_update(setup: Setup, record: Record) -> None:
+def measure_update(setup: Setup, record: MeasurementRecord) -> None:
     """Measure `gpu_update_params_per_s` with torch's fused AdamW and its casts, several
     steps in a row."""
     free, _ = torch.cuda.mem_get_info(setup.device)
@@ -51,7 +51,7 @@ def measure_update(setup: Setup, record: Record) -> None:
     )
 
 
-def measure_cast(setup: Setup, record: Record) -> None:
+def measure_cast(setup: Setup, record: MeasurementRecord) -> None:
     """Measure `gpu_cast_params_per_s`: fp32 to bf16, several casts in a row."""
     free, _ = torch.cuda.mem_get_info(setup.device)
     sizes = _sizes(min(_PARAMS, free // (2 * CAST_BYTES)))
@@ -69,7 +69,7 @@ def measure_cast(setup: Setup, record: Record) -> None:
     )
 
 
-def measure_overhead(setup: Setup, record: Record) -> None:
+def measure_overhead(setup: Setup, record: MeasurementRecord) -> None:
     """Measure `step_overhead_s`.
 
     Gradient and state of a tiny subgroup are copied up, updated, and copied back.
@@ -115,7 +115,7 @@ _MATRIX_SIZE = 8192
 _COPY_BYTES = 1 << 30
 
 
-def measure_compute(setup: Setup, record: Record) -> None:
+def measure_compute(setup: Setup, record: MeasurementRecord) -> None:
     """Measure `gpu`: name, compute capability, products of matrices by type, and
     traffic with device memory."""
     device = torch.device("cuda", setup.device)

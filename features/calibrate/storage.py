@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ebbtide.errors import MachineError
-from ebbtide.features.calibrate.record import Record, Setup, Timing
+from ebbtide.features.calibrate.record import MeasurementRecord, Setup, Timing
 from ebbtide.features.storage.engine.direct_file import (
     BLOCK_BYTES,
     THREADS,
@@ -25,7 +25,7 @@ _FILL_WINDOWS = 2
 WINDOWS = 3 + _FILL_WINDOWS
 
 
-def measure_storage(folder: Path, setup: Setup, record: Record) -> None:
+def measure_storage(folder: Path, setup: Setup, record: MeasurementRecord) -> None:
     """Measure sequential reads and writes of a folder alone and both at once; the path
     is added to the record."""
     try:

@@ -15,7 +15,7 @@ from ebbtide.machines.machine import Machine
 _WITHOUT_LATE = {"forward": "none", "both": "backward", "auto": "backward"}
 
 
-class LayerPass:
+class LayersPass:
     """Plans the layers of a workload with some, and the state with what they leave."""
 
     name: ClassVar[str] = "layers"
@@ -57,7 +57,7 @@ class LayerPass:
         return plan
 
 
-LAYER_PASS = LayerPass()
+LAYER_PASS = LayersPass()
 
 
 def _quick(policy: Policy, placed: Workload, machine: Machine) -> Policy:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ebbtide.features.deepspeed.log_importer.durations import (
-    HostMemory,
+    HostMemoryMark,
     MemoryMark,
     PhaseBoundary,
     StepTimers,
@@ -216,7 +216,7 @@ def add_metadata(
     # The share has one decimal: the largest share gives the host's memory with the
     # smallest error.
     hosts = (mark.host for mark in marks if mark.host)
-    host = max(hosts, key=lambda memory: memory.share, default=HostMemory(0, 0.0))
+    host = max(hosts, key=lambda memory: memory.share, default=HostMemoryMark(0, 0.0))
     if host.share > 0:
         capacity = round(host.used_bytes / host.share)
         meta["host"] = {
