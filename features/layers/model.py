@@ -83,9 +83,7 @@ class LayerPlan(NamedTuple):
 
     def host_bytes(self, workload: Workload) -> float:
         """Return the host memory of streamed weights and of copied activations."""
-        weights = workload.param_bytes * sum(
-            workload.layers[layer].params for layer in self.streamed
-        )
+        weights = sum(workload.streamed_bytes[layer] for layer in self.streamed)
         return weights + sum(self.activations[index].nbytes for index in self.copied)
 
     def counts(self, chunks: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -272,10 +270,7 @@ def with_layer_copies(
     in them, by the rates of the link to and from the device; these copies count as
     collectives.
     """
-    sizes = [
-        placed.param_bytes * placed.layers[layer].params
-        for layer in sorted(plan.streamed)
-    ]
+    sizes = [placed.streamed_bytes[layer] for layer in sorted(plan.streamed)]
     moved = sum(plan.activations[index].nbytes for index in plan.copied)
     link = {
         "forward": (sum(sizes[plan.weight_slots :]), moved),
@@ -345,9 +340,10 @@ def _memory(workload: Workload, plan: LayerPlan) -> Iterator[LayerMemory]:
     Activations of all chunks count from the start of a layer's forward to the end of
     its backward."""
     layers, shares, saved = workload.layers, workload.chunk_shares, plan.activations
-    sizes = [workload.param_bytes * one.params for one in layers]
+    sizes = workload.streamed_bytes
     largest = max((sizes[layer] for layer in plan.streamed), default=0.0)
     stays = sum(size for layer, size in enumerate(sizes) if layer not in plan.streamed)
+    stays += workload.adapter_bytes
     weights = stays + min(plan.weight_slots, len(plan.streamed)) * largest
     gradients = [workload.grad_bytes * one.params for one in layers]
     until_step = workload.gradients_held_until_step

@@ -220,7 +220,7 @@ def replay(
     skipped, named = {}, {*map(str, policies or ())}
     for policy in as_policies(policies or default_policies(workload)):
         try:
-            own = own_job(workload, job) if policy.text == "gpu-only" else workload
+            own = own_job(workload, job) if policy.name == "gpu-only" else workload
             steps = simulate_steps(policy.plan(own, machine), own, machine)
         except (MachineError, PolicyError) as error:
             if policy.text in named:
