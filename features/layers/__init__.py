@@ -14,6 +14,7 @@ FEATURE = Feature(
         "plan-passes": {"layers": "plan_pass:LAYER_PASS"},
         "plan-checks": {"layers": "layer_checks:check_layers"},
         "policies": {
+            "block_swap": "systems.block_swap",
             "ml_dataflow": "systems.ml_dataflow",
             "streamed_weights": "systems.streamed_weights",
         },

@@ -57,6 +57,8 @@ class LayerPlan(NamedTuple):
     # Layers whose gradients it holds until they are copied to the host.
     gradient_slots: int = SLOTS
     rounds: int = 1  # Forwards with their backward in an iteration.
+    # Layers that are on the host at a time, where all of them take turns in the slots.
+    swapped: int | None = None
 
     @property
     def offloaded(self) -> list[int]:
@@ -84,6 +86,8 @@ class LayerPlan(NamedTuple):
     def host_bytes(self, workload: Workload) -> float:
         """Return the host memory of streamed weights and of copied activations."""
         weights = sum(workload.streamed_bytes[layer] for layer in self.streamed)
+        if self.swapped is not None:
+            weights *= self.swapped / max(len(self.streamed), 1)
         return weights + sum(self.activations[index].nbytes for index in self.copied)
 
     def counts(self, chunks: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -97,10 +101,8 @@ class LayerPlan(NamedTuple):
             saved = self.activations[layer * chunks : (layer + 1) * chunks]
             kinds = [one.kind for one in saved]
             activations[max(kinds, key=kinds.count)] += 1
-        return {
-            "resident": layers - len(self.streamed),
-            "streamed": len(self.streamed),
-        }, activations
+        streamed = len(self.streamed) if self.swapped is None else self.swapped
+        return {"resident": layers - streamed, "streamed": streamed}, activations
 
 
 class Stretch(NamedTuple):

@@ -412,6 +412,8 @@ class RegisteredPolicy:
     without: frozenset[str] = frozenset()
     # Names of options that passes offer (`PlanPass.offers`), of those that it has.
     takes: frozenset[str] = frozenset()
+    # Whether all state stays on the device: the job's own optimizer updates it.
+    keeps_state: bool = False
 
     @property
     def typical(self) -> Policy:
@@ -432,6 +434,7 @@ def policy(
     simulation_only: bool = False,
     without: Iterable[str] = (),
     takes: Iterable[str] = (),
+    keeps_state: bool = False,
     **options: tuple[str, ...],
 ) -> Callable[[PolicyFunction], PolicyFunction]:
     """Register a function as a policy, with attributes of `RegisteredPolicy`.
@@ -457,6 +460,7 @@ def policy(
             simulation_only,
             frozenset(without),
             frozenset(taken),
+            keeps_state,
         )
         return function
 
