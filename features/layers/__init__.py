@@ -5,6 +5,7 @@ from ebbtide.seams import Feature
 FEATURE = Feature(
     "layers",
     {
+        "findings": {"layers": "findings"},
         "kinds": {"layers": "kinds:KINDS"},
         "names": {
             "interleave.move_layers": "engine.moving:move_layers",
