@@ -387,6 +387,12 @@ class JobMetrics:
         recorded = [use for use in rows if use.bytes is not None]
         return max(recorded, key=lambda use: use.bytes or 0.0, default=None)
 
+    @staticmethod
+    def copy_ms(up: PhaseLink, down: PhaseLink) -> float:
+        """Return the time in which copies of any direction run in a phase."""
+        busy_ms = (up.busy_ms or 0.0) + (down.busy_ms or 0.0)
+        return busy_ms - (up.both_ms or 0.0)
+
     def both_directions(self, phase: str) -> list[tuple[PhaseLink, PhaseLink]]:
         """Return the link in a phase, h2d and d2h, of each rank."""
         uses = {

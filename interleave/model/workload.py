@@ -84,14 +84,22 @@ class ActivationForm(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A layer: its parameters, and its times and activations in an iteration. The first
-    form has all activations."""
+    """A layer: its trained parameters, and its times and activations in an iteration.
+    The first form has all activations; `frozen_bytes` are those of weights that no
+    update changes."""
 
     name: str
     params: int
     forward_s: float
     backward_s: float
     forms: tuple[ActivationForm, ...]
+    frozen_bytes: float = 0.0
+
+    def keeps_trained(self, param_bytes: float) -> bool:
+        """Whether trained weights stay on the device where the layer is streamed.
+
+        They are adapters: the smaller part of its weights."""
+        return self.params * param_bytes < self.frozen_bytes
 
 
 class LayerMemory(NamedTuple):
@@ -228,13 +236,33 @@ class Workload:
             return self.sizes
         if self.layers:
             rest = self.params - sum(layer.params for layer in self.layers)
-            runs = [layer.params for layer in self.layers] + [rest] * (rest > 0)
+            runs = [layer.params for layer in self.layers if layer.params]
+            runs += [rest] * (rest > 0)
             return tuple(
                 size
                 for run in runs
                 for size in equal_sizes(run, min(self.subgroup_params, run))
             )
         return equal_sizes(self.params, self.subgroup_params)
+
+    @cached_property
+    def streamed_bytes(self) -> tuple[float, ...]:
+        """Bytes of the weights of each layer that move where it is streamed."""
+        return tuple(
+            layer.frozen_bytes
+            if layer.keeps_trained(self.param_bytes)
+            else layer.frozen_bytes + self.param_bytes * layer.params
+            for layer in self.layers
+        )
+
+    @cached_property
+    def adapter_bytes(self) -> float:
+        """Bytes of trained weights of layers that never move."""
+        return sum(
+            self.param_bytes * layer.params
+            for layer in self.layers
+            if layer.keeps_trained(self.param_bytes)
+        )
 
     @cached_property
     def layers_of_subgroups(self) -> list[int]:
@@ -399,13 +427,14 @@ class _FileForm(msgspec.Struct):
 
 
 class _FileLayer(msgspec.Struct):
-    params: Params
+    params: Annotated[float, number_range(0, 1e15)]
     forward_s: Seconds
     backward_s: Seconds
     name: str = ""
     activation_bytes: FreeBytes | None = None
     recompute_s: Seconds | None = None
     forms: Annotated[list[_FileForm], Meta(min_length=1, max_length=8)] | None = None
+    frozen_bytes: FreeBytes = 0.0
 
     def layer(self, number: int, where: str) -> Layer:
         name = self.name or f"layer {number}"
@@ -414,6 +443,8 @@ class _FileLayer(msgspec.Struct):
                 f"{where}: {name} must have activation_bytes (and recompute_s), or "
                 "forms"
             )
+        if not (round(self.params) or self.frozen_bytes):
+            raise WorkloadError(f"{where}: {name} must have params, or frozen_bytes")
         forms = [
             ActivationForm(form.name, form.bytes, form.recompute_s)
             for form in self.forms or ()
@@ -428,7 +459,12 @@ class _FileLayer(msgspec.Struct):
                 "recompute_s 0"
             )
         return Layer(
-            name, round(self.params), self.forward_s, self.backward_s, tuple(forms)
+            name,
+            round(self.params),
+            self.forward_s,
+            self.backward_s,
+            tuple(forms),
+            self.frozen_bytes,
         )
 
 
@@ -540,6 +576,9 @@ def with_layers(
         key: sum(getattr(layer, key) for layer in layers)
         for key in ("params", "forward_s", "backward_s")
     }
+    is_frozen = not sums["params"] and all(layer.frozen_bytes for layer in layers)
+    if is_frozen:
+        del sums["params"]
     for key, total in sums.items():
         if not 0 < total <= getattr(workload, key) * (1 + 1e-6):
             raise WorkloadError(

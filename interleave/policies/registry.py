@@ -406,6 +406,8 @@ class RegisteredPolicy:
     without: frozenset[str] = frozenset()
     # Names of options that passes offer (`PlanPass.offers`), of those that it has.
     takes: frozenset[str] = frozenset()
+    # Whether all state stays on the device: the job's own optimizer updates it.
+    keeps_state: bool = False
 
     @property
     def typical(self) -> Policy:
@@ -426,6 +428,7 @@ def policy(
     simulation_only: bool = False,
     without: Iterable[str] = (),
     takes: Iterable[str] = (),
+    keeps_state: bool = False,
     **options: tuple[str, ...],
 ) -> Callable[[PolicyFunction], PolicyFunction]:
     """Register the decorated function as a policy, with attributes of
@@ -451,6 +454,7 @@ def policy(
             simulation_only,
             frozenset(without),
             frozenset(taken),
+            keeps_state,
         )
         return function
 

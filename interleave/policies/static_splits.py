@@ -66,7 +66,7 @@ def pipelined(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     return split_plan(workload, policy, range(0))
 
 
-@policy("gpu-only", DefaultRun("gpu-only", position=60))
+@policy("gpu-only", DefaultRun("gpu-only", position=60), keeps_state=True)
 def gpu_only(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Keep all state resident on the GPU: the limit if memory does not matter."""
     policy.reject_value()

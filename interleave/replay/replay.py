@@ -216,7 +216,8 @@ def replay(
     skipped, named = {}, {*map(str, policies or ())}
     for policy in as_policies(policies or default_policies(workload)):
         try:
-            own = own_job(workload, job) if policy.text == "gpu-only" else workload
+            keeps_state = policy.registered.keeps_state
+            own = own_job(workload, job) if keeps_state else workload
             steps = simulate_steps(policy.plan(own, machine), own, machine)
         except (MachineError, PolicyError) as error:
             if policy.text in named:

@@ -32,6 +32,8 @@ def ml_dataflow(workload: Workload, machine: Machine, policy: Policy) -> Plan:
             f"{policy.text!r} needs a workload with layers, and to know what device "
             "memory is free"
         )
+    if any(layer.frozen_bytes for layer in workload.layers):
+        raise PolicyError(f"{policy.text!r} trains all weights: layers are frozen")
     rounds = _rounds(workload)
     slots = slots_in(workload, rounds)
     layers = dataflow_layers(
