@@ -5,6 +5,7 @@ They have a GPU, a host, and the shares of their peaks that jobs reach.
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from ebbtide.errors import MachineError
 from ebbtide.json_files import section
@@ -24,6 +25,7 @@ from ebbtide.machines.sheets import (
     GPU_SHEETS,
     SHARES,
     FigureSource,
+    GpuSheet,
     HostSheet,
     Share,
 )
@@ -69,6 +71,7 @@ def data_sheet_machine(name: str) -> Machine:
         gpu=gpu.compute,
         extra={
             "gpu_link": gpu.link,
+            "price": _price(gpu),
             "source": {
                 "figures": _as_json(
                     figures | {key: share.source for key, share in times.items()}
@@ -85,6 +88,16 @@ def data_sheet_machine(name: str) -> Machine:
         DEFAULT_HOSTS[name],
         gpu.sources["gpu.flops_per_s.bfloat16"].title,
     )
+
+
+def _price(gpu: GpuSheet) -> dict[str, Any] | None:
+    if gpu.price_usd is None or gpu.price_source is None:
+        return None
+    return {
+        "usd": gpu.price_usd,
+        "source": gpu.price_source.title,
+        "date": gpu.price_source.date,
+    }
 
 
 def with_host(machine: Machine, spec: str) -> Machine:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ebbtide.features.doctor.check import Answer, check
 from ebbtide.features.doctor.host import Card, JobHost
 from ebbtide.machines.host import UNIFIED
-from ebbtide.machines.sheets import GPU_SHEETS
+from ebbtide.machines.sheets import GPU_SHEETS, PRESET_NAMES, plain_name
 from ebbtide.units import rate_text
 
 
@@ -96,9 +96,9 @@ def _shares_host_memory(card: Card) -> bool:
 
     This is known by the data sheet of its name, else by what is not reported.
     """
-    links = {sheet.compute.name: sheet.link for sheet in GPU_SHEETS.values()}
-    if card.device["name"] in links:
-        return links[card.device["name"]] == UNIFIED
+    preset = PRESET_NAMES.get(plain_name(card.device["name"] or ""))
+    if preset is not None:
+        return GPU_SHEETS[preset].link == UNIFIED
     return (
         card.device["capacity_bytes"] is None
         and card.device["link"]["max_width"] is None
