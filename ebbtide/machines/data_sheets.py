@@ -28,6 +28,8 @@ from ebbtide.machines.sheets import (
     GpuSheet,
     HostSheet,
     Share,
+    preset_of,
+    system_memory_text,
 )
 from ebbtide.state_bytes import GRAD_BYTES, MASTER_BYTES, PARAM_BYTES, STATE_BYTES
 
@@ -64,7 +66,7 @@ def data_sheet_machine(name: str) -> Machine:
     figures = gpu.sources | {key: _of_peak(gpu_pass, memory) for key in passes}
     machine = Machine(
         name=name,
-        gpu_memory_bytes=float(round(gpu.memory_gib * 2**30)),
+        gpu_memory_bytes=float(round((gpu.memory_gib - gpu.system_gib) * 2**30)),
         gpu_update_params_per_s=pass_bytes_per_s / _GPU_UPDATE_BYTES,
         gpu_cast_params_per_s=pass_bytes_per_s / _CAST_BYTES,
         **{key: share.value for key, share in times.items()},  # type: ignore[arg-type]
@@ -72,6 +74,7 @@ def data_sheet_machine(name: str) -> Machine:
         extra={
             "gpu_link": gpu.link,
             "price": _price(gpu),
+            "shared_memory": system_memory_text(gpu) if gpu.system_gib else None,
             "source": {
                 "figures": _as_json(
                     figures | {key: share.source for key, share in times.items()}
@@ -98,6 +101,15 @@ def _price(gpu: GpuSheet) -> dict[str, Any] | None:
         "source": gpu.price_source.title,
         "date": gpu.price_source.date,
     }
+
+
+def whole_memory_bytes(machine: Machine) -> float | None:
+    """Return the memory of a machine's GPU with what the system takes of it, where GPU
+    and CPU share it; None: not known."""
+    sheet, size = preset_of(machine.gpu_name), machine.gpu_memory_bytes
+    if size is None or sheet is None or not machine.extra.get("shared_memory"):
+        return size
+    return size + 2**30 * sheet.system_gib
 
 
 def with_host(machine: Machine, spec: str) -> Machine:

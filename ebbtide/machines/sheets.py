@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
 
-from ebbtide.machines.host import Host, parse_host
+from ebbtide.machines.host import UNIFIED, Host, parse_host
 from ebbtide.machines.machine import GpuCompute
 
 _TERA = 1e12
@@ -49,6 +49,9 @@ class GpuSheet:
     # name.
     sources: dict[str, FigureSource]
     multiprocessors: int | None = None  # None: not known.
+    # Memory that the system takes where GPU and CPU share it, GiB, and its source.
+    system_gib: float = 0.0
+    system_source: FigureSource | None = None
     price_usd: int | None = None  # At its launch; None: none was published.
     price_source: FigureSource | None = None
     other_names: tuple[str, ...] = ()  # As people write it, beside its own.
@@ -100,6 +103,8 @@ def _gpu(values: dict[str, Any], sources: dict[str, FigureSource]) -> GpuSheet:
         rates,
         figures,
         multiprocessors=values.get("sms"),
+        system_gib=values.get("system_gib", 0.0),
+        system_source=source("system_gib") if "system_gib" in values else None,
         price_usd=price_usd,
         price_source=source("price_usd") if price_usd else None,
         other_names=tuple(values.get("also", ())),
@@ -145,3 +150,27 @@ PRESET_NAMES = {
     for preset, sheet in GPU_SHEETS.items()
     for name in _names_of(preset, sheet)
 }
+# GPUs without a preset that share the memory of their CPU.
+_UNIFIED_NAMES = re.compile(r"orin|xavier|thor|applem\d|8060s|8050s")
+
+
+def preset_of(name: str | None) -> GpuSheet | None:
+    """Return the data sheet of a GPU by its name; None: there is none."""
+    return GPU_SHEETS.get(PRESET_NAMES.get(plain_name(name or ""), ""))
+
+
+def shares_host_memory(name: str | None) -> bool | None:
+    """Return whether the GPU of a name has the memory of its CPU; None: not known."""
+    sheet = preset_of(name)
+    if sheet is not None:
+        return sheet.link == UNIFIED
+    return True if _UNIFIED_NAMES.search(plain_name(name or "")) else None
+
+
+def system_memory_text(sheet: GpuSheet) -> str:
+    """Return what the system takes of the memory that GPU and CPU share."""
+    source = "" if sheet.system_source is None else f" ({sheet.system_source.title})"
+    return (
+        f"system, page cache, Python and display take {sheet.system_gib:g} of its "
+        f"{sheet.memory_gib:.1f} GiB{source}"
+    )

@@ -16,7 +16,7 @@ from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.accuracy import accuracy_of, uncertainty_of
 from ebbtide.machines.catalog import find_machine, preset, presets
-from ebbtide.machines.data_sheets import with_host
+from ebbtide.machines.data_sheets import whole_memory_bytes, with_host
 from ebbtide.machines.host import link_bytes_per_s, slower_link
 from ebbtide.machines.machine import Box, Machine, machine_from
 from ebbtide.machines.sheets import DEFAULT_HOSTS, GPU_SHEETS, SHARES
@@ -128,7 +128,10 @@ def test_preset__states_consistent_peaks_of_its_gpu() -> None:
 def test_preset__is_consistent_and_every_name_of_its_gpu_means_it(name: str) -> None:
     sheet, machine = GPU_SHEETS[name], preset(name)
     host = DEFAULT_HOSTS[name].host
-    assert 2**30 * sheet.memory_gib == pytest.approx(machine.gpu_memory_bytes)
+    used_gib = sheet.memory_gib - sheet.system_gib
+    assert 2**30 * used_gib == pytest.approx(machine.gpu_memory_bytes)
+    assert whole_memory_bytes(machine) == pytest.approx(2**30 * sheet.memory_gib)
+    assert (sheet.system_gib > 0) == (name in UNIFIED)
     # As much as cards of their time have for each byte that they move a second.
     memory_rate = sheet.compute.memory_bytes_per_s or 0.0
     seconds_to_read_all = 2**30 * sheet.memory_gib / memory_rate

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from ebbtide.features.doctor.check import Answer, check
 from ebbtide.features.doctor.host import Card, JobHost
-from ebbtide.machines.host import UNIFIED
-from ebbtide.machines.sheets import GPU_SHEETS, PRESET_NAMES, plain_name
+from ebbtide.machines.sheets import shares_host_memory
 from ebbtide.units import rate_text
 
 
@@ -96,9 +95,9 @@ def _shares_host_memory(card: Card) -> bool:
 
     This is known by the data sheet of its name, else by what is not reported.
     """
-    preset = PRESET_NAMES.get(plain_name(card.device["name"] or ""))
-    if preset is not None:
-        return GPU_SHEETS[preset].link == UNIFIED
+    is_shared = shares_host_memory(card.device["name"])
+    if is_shared is not None:
+        return is_shared
     return (
         card.device["capacity_bytes"] is None
         and card.device["link"]["max_width"] is None

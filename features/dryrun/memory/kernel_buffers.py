@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ebbtide.machines.sheets import GPU_SHEETS, PRESET_NAMES, plain_name
+from ebbtide.machines.sheets import plain_name, preset_of
 
 # parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp; the larger one on
 # Hopper and Blackwell.
@@ -51,8 +51,8 @@ def workspace_bytes(capability: tuple[int, int]) -> int:
 def multiprocessors(device_name: str, capability: tuple[int, int]) -> Multiprocessors:
     """Return the multiprocessors of a GPU, by the name that torch reports."""
     name = plain_name(device_name)
-    preset = PRESET_NAMES.get(name)
-    count = GPU_SHEETS[preset].multiprocessors if preset is not None else None
+    sheet = preset_of(device_name)
+    count = None if sheet is None else sheet.multiprocessors
     if count is None:
         parts = [part for part in _MULTIPROCESSORS if part in name]
         longest = max(parts, key=len, default="")
