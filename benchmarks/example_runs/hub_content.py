@@ -317,6 +317,9 @@ def _let_all_versions_read(target: Path) -> None:
         return
     settings = json.loads(path.read_text())
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    kind = json.loads((target / "config.json").read_text())["model_type"]
+    if kind not in ("bert", "xlnet"):
+        settings["model_input_names"] = ["input_ids", "attention_mask"]
     settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     path.write_text(json.dumps(settings))
     tokenizer = json.loads((target / "tokenizer.json").read_text())
