@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
-from ebbtide.features.cycles.cycles import Cycles, Part
+from ebbtide.features.cycles.cycles import Cycles
 from ebbtide.features.cycles.moves import IN, OUT, Move
+from ebbtide.features.cycles.part import CyclePart
 from ebbtide.units import bytes_text, ms_text
 
 # A window has this share of the capacity more than what is always free.
@@ -35,7 +36,7 @@ class FreeWindow:
 
 
 @dataclass(frozen=True)
-class Change:
+class CycleChange:
     """Something to change, computed from the times and bytes of the cycle.
 
     Attributes:
@@ -56,7 +57,7 @@ class CycleAdvice:
     """The free windows of a cycle, and changes, the one that saves most first."""
 
     windows: tuple[FreeWindow, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[CycleChange, ...]
 
     def as_json(self) -> dict[str, Any]:
         """Return the keys of `ebbtide cycles --json` for it."""
@@ -81,7 +82,7 @@ def _windows(cycles: Cycles) -> Iterator[FreeWindow]:
     always = min(part.min_free_bytes or 0 for part in parts)
     least = always + _MIN_WINDOW_SHARE * cycles.capacity_bytes
 
-    def is_free(part: Part) -> bool:
+    def is_free(part: CyclePart) -> bool:
         return (part.min_free_bytes or 0) >= least
 
     for free, group in groupby(parts, is_free):
@@ -94,7 +95,7 @@ def _windows(cycles: Cycles) -> Iterator[FreeWindow]:
             )
 
 
-def _changes(cycles: Cycles) -> Iterator[Change]:
+def _changes(cycles: Cycles) -> Iterator[CycleChange]:
     copied = [move for move in cycles.moves if move.is_copied]
     kept = set()
     for out in copied:
@@ -107,7 +108,7 @@ def _changes(cycles: Cycles) -> Iterator[Change]:
             continue
         kept |= {out.part, back.part}
         least = min((size for size in free if size is not None), default=0)
-        yield Change(
+        yield CycleChange(
             "keep",
             f"keep the {out.state} ({bytes_text(out.bytes)}) on the device",
             out.median_ms + back.median_ms,
@@ -123,17 +124,17 @@ def _is_back(out: Move, move: Move) -> bool:
     return move.direction == IN and same
 
 
-def _between(parts: Sequence[Part], first: str, last: str) -> list[Part]:
+def _between(parts: Sequence[CyclePart], first: str, last: str) -> list[CyclePart]:
     """Return the parts after one and before another, around the end of the cycle."""
     names = [part.name for part in parts]
     begin, end = names.index(first) + 1, names.index(last)
     return [*parts[begin:end]] if begin <= end else [*parts[begin:], *parts[:end]]
 
 
-def _faster(parts: Sequence[Part], move: Move) -> Iterator[Change]:
+def _faster(parts: Sequence[CyclePart], move: Move) -> Iterator[CycleChange]:
     fastest_ms = move.fastest_ms
     if move.cause is not None and fastest_ms is not None:
-        yield Change(
+        yield CycleChange(
             "pin",
             f"copy the {move.state} of {move.part} in large pieces from and to pinned "
             "memory",
@@ -145,7 +146,7 @@ def _faster(parts: Sequence[Part], move: Move) -> Iterator[Change]:
     if beside:
         time_ms = sum(part.median_ms for part in beside)
         names = ", ".join(part.name for part in beside)
-        yield Change(
+        yield CycleChange(
             "overlap",
             f"copy the {move.state} of {move.part} on another stream, under {names}",
             min(time_ms, fastest_ms or move.median_ms),
@@ -153,7 +154,7 @@ def _faster(parts: Sequence[Part], move: Move) -> Iterator[Change]:
         )
 
 
-def _beside(parts: Sequence[Part], move: Move) -> list[Part]:
+def _beside(parts: Sequence[CyclePart], move: Move) -> list[CyclePart]:
     """Return the parts, before a way in or after a way out, whose memory has room for
     the state and that do not use it."""
     names = [part.name for part in parts]

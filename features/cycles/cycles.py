@@ -21,41 +21,13 @@ from ebbtide.analysis.timeseries.statistics import median_or_none
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints, peak_between
 from ebbtide.features.cycles.marked import marked_cycles, named_cycles
 from ebbtide.features.cycles.moves import Move, find_moves
+from ebbtide.features.cycles.part import CyclePart
 from ebbtide.features.cycles.repetition import AFTER, BEFORE, FORWARDS, repeated_cycles
 from ebbtide.features.cycles.spans import CycleSpan, CycleSpans
 from ebbtide.profiler.trace import Trace
 
 # Least share of a cycle in forwards without gradients and moves of state.
 _MIN_WORK_SHARE = 0.1
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part over the steady cycles; medians of the cycles that have it.
-
-    Attributes:
-        name: As the job marks it, or what repeats; `other` for time in no part.
-        runs: How often it runs in a cycle, in the median.
-        median_ms: Its time in a cycle.
-        share: Its share of the time of all cycles; shares add up to 1.
-        iterations: Iterations that end in it, per cycle.
-        peak_bytes: Peak of `Cycles.pool`.
-        min_free_bytes: Least free memory of all cycles: capacity - `Cycles.free_pool`.
-        change_bytes: By how much the use of `Cycles.pool` grows from its start to its
-            end.
-        h2d_bytes, d2h_bytes: Bytes moved to the device and to the host.
-    """
-
-    name: str
-    runs: float
-    median_ms: float
-    share: float
-    iterations: float
-    peak_bytes: int | None
-    min_free_bytes: int | None
-    change_bytes: int | None
-    h2d_bytes: int | None
-    d2h_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -83,11 +55,11 @@ class Cycles:
     pool: str | None
     free_pool: str | None
     capacity_bytes: int | None
-    parts: tuple[Part, ...]
+    parts: tuple[CyclePart, ...]
     moves: tuple[Move, ...]
 
     @property
-    def longest(self) -> Part:
+    def longest(self) -> CyclePart:
         """The part with the largest share."""
         return max(self.parts, key=lambda part: part.share)
 
@@ -219,7 +191,7 @@ def pieces_by_part(cycles: Sequence[CycleSpan]) -> dict[str, Pieces]:
 
 def _parts(
     spans: CycleSpans, rank: int, total_ms: float, ends: Ints
-) -> tuple[Part, ...]:
+) -> tuple[CyclePart, ...]:
     trace = spans.trace
     pool, pool_of_free = peak_pool(trace), free_pool(trace)
     used = memory_timeline(trace, rank, pool) if pool else None
@@ -239,7 +211,7 @@ def _parts(
             if not np.isnan(most).all():
                 least = max(capacity - int(np.nanmax(most)), 0)
         parts.append(
-            Part(
+            CyclePart(
                 name=name,
                 runs=len(pieces.cycles) / len(ran),
                 median_ms=float(np.median(pieces.sums(lengths))),

@@ -12,7 +12,7 @@ from ebbtide.analysis.metrics.iterations import intervals, on_device_clock
 from ebbtide.features.cycles.spans import (
     CycleSpan,
     CycleSpans,
-    Range,
+    NamedTime,
     outermost,
     within,
 )
@@ -51,7 +51,7 @@ def marked_cycles(trace: Trace, rank: int) -> CycleSpans | None:
     starts[has_gpu] = rows.ints("gpu_start_ns")[has_gpu]
     ends[has_gpu] = rows.ints("gpu_end_ns")[has_gpu]
     columns = zip(rows.texts("name"), starts.tolist(), ends.tolist(), strict=True)
-    ranges = [Range(str(name), start, end) for name, start, end in columns]
+    ranges = [NamedTime(str(name), start, end) for name, start, end in columns]
     threads = rows.ints("thread").tolist()
     cycles = _cut(_of_main_thread(ranges, threads))
     if len(cycles) < _MIN_CYCLES:
@@ -77,7 +77,7 @@ def named_cycles(trace: Trace, rank: int) -> CycleSpans | None:
     for name, start, end, thread in columns:
         if not _OWN_NAMES.search(str(name)):
             plain = _NUMBER.sub("", str(name)).strip() or str(name)
-            ranges.append(Range(plain, start, end))
+            ranges.append(NamedTime(plain, start, end))
             threads.append(thread)
     cycles = _cut(_of_main_thread(ranges, threads))
     if len(cycles) < _MIN_CYCLES_OF_RANGES or not _is_outer(trace, rank, cycles):
@@ -101,7 +101,7 @@ def _is_outer(trace: Trace, rank: int, cycles: Sequence[CycleSpan]) -> bool:
     return sum(several) >= len(cycles)
 
 
-def _of_main_thread(ranges: list[Range], threads: list[int]) -> list[Range]:
+def _of_main_thread(ranges: list[NamedTime], threads: list[int]) -> list[NamedTime]:
     """Return the ranges of the thread that names most time."""
     times: defaultdict[int, int] = defaultdict(int)
     for one, thread in zip(ranges, threads, strict=True):
@@ -113,7 +113,7 @@ def _of_main_thread(ranges: list[Range], threads: list[int]) -> list[Range]:
     return [one for one, thread in pairs if thread == main]
 
 
-def _cut(ranges: list[Range]) -> list[CycleSpan]:
+def _cut(ranges: list[NamedTime]) -> list[CycleSpan]:
     """Return the whole cycles of ranges."""
     outer = outermost(ranges)
     if len({one.name for one in outer}) == 1:
@@ -130,14 +130,14 @@ def _cut(ranges: list[Range]) -> list[CycleSpan]:
     return _whole(cycles)
 
 
-def _around(one: Range, ranges: list[Range]) -> CycleSpan:
+def _around(one: NamedTime, ranges: list[NamedTime]) -> CycleSpan:
     """Return a range as a cycle, whose parts are the ranges in it."""
     inner = within(ranges, one.start_ns, one.end_ns)
     parts = outermost([part for part in inner if part != one])
     return CycleSpan(one.start_ns, one.end_ns, tuple(parts))
 
 
-def _starts(outer: list[Range]) -> list[int]:
+def _starts(outer: list[NamedTime]) -> list[int]:
     """Return the positions of the ranges with which cycles begin."""
     runs = [(name, [*group]) for name, group in groupby(enumerate(outer), _name)]
     counts = Counter(name for name, _ in runs)
@@ -155,7 +155,7 @@ def _starts(outer: list[Range]) -> list[int]:
     return begins[::every]
 
 
-def _name(numbered: tuple[int, Range]) -> str:
+def _name(numbered: tuple[int, NamedTime]) -> str:
     return numbered[1].name
 
 

@@ -7,18 +7,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ebbtide.analysis.metrics.devices import link_peak, ran_on_cpu
 from ebbtide.analysis.metrics.link_throughput import copies
+from ebbtide.features.cycles.part import CyclePart
 from ebbtide.features.cycles.spans import CycleSpans
 from ebbtide.machines.machine import machine_from
 from ebbtide.profiler.trace import Trace
-
-if TYPE_CHECKING:
-    from ebbtide.features.cycles.cycles import Part
 
 OUT, IN = "out", "in"
 _RELEASES = re.compile(
@@ -77,7 +74,9 @@ class Move:
         return min(self.copied_bytes / self.peak_rate * 1e3, self.median_ms)
 
 
-def find_moves(spans: CycleSpans, rank: int, parts: Sequence[Part]) -> tuple[Move, ...]:
+def find_moves(
+    spans: CycleSpans, rank: int, parts: Sequence[CyclePart]
+) -> tuple[Move, ...]:
     """Return the moves among the parts of cycles."""
     trace = spans.trace
     peak = max((part.peak_bytes or 0 for part in parts), default=0)
@@ -95,7 +94,7 @@ def find_moves(spans: CycleSpans, rank: int, parts: Sequence[Part]) -> tuple[Mov
     return tuple(moves)
 
 
-def _move(spans: CycleSpans, rank: int, part: Part, change: int) -> Move:
+def _move(spans: CycleSpans, rank: int, part: CyclePart, change: int) -> Move:
     trace = spans.trace
     direction = IN if change > 0 else OUT
     copied = part.h2d_bytes if change > 0 else part.d2h_bytes
@@ -148,7 +147,7 @@ def _state(trace: Trace, rank: int, size: int) -> str:
     return "state"
 
 
-def _cause(spans: CycleSpans, rank: int, part: Part, direction: str) -> str | None:
+def _cause(spans: CycleSpans, rank: int, part: CyclePart, direction: str) -> str | None:
     """Return why the copies of a part are slower than the link."""
     rows = copies(spans.trace, rank, "h2d" if direction == IN else "d2h")
     inside = np.zeros(len(rows.starts), bool)

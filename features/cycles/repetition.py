@@ -17,7 +17,7 @@ from ebbtide.analysis.metrics.iterations import (
     on_device_clock,
 )
 from ebbtide.analysis.timeseries.step_functions import Ints
-from ebbtide.features.cycles.spans import CycleSpan, CycleSpans, Range
+from ebbtide.features.cycles.spans import CycleSpan, CycleSpans, NamedTime
 from ebbtide.phases import UPDATE
 from ebbtide.profiler.agent.without_gradients import NAME as WITHOUT_GRADIENTS
 from ebbtide.profiler.trace import Trace
@@ -128,25 +128,25 @@ def _spans(times: Intervals, gaps: Sequence[_Gap], usual: int) -> list[CycleSpan
             continue
         end_ns = int(ends[last - 1])
         updates = int((phases[gap.before : last] == UPDATE).sum())
-        training = Range(counted(updates, "update"), gap.end_ns, end_ns)
+        training = NamedTime(counted(updates, "update"), gap.end_ns, end_ns)
         parts = (*_parts_of_gap(gap), training)
         spans.append(CycleSpan(gap.start_ns, end_ns, parts))
     return spans
 
 
-def _parts_of_gap(gap: _Gap) -> list[Range]:
+def _parts_of_gap(gap: _Gap) -> list[NamedTime]:
     """Return the forwards of a gap, and what is before and after them."""
     least_ns = _MIN_REST_SHARE * (gap.end_ns - gap.start_ns)
     first_ns, last_ns = gap.first_ns, gap.last_ns
     parts = []
     if first_ns - gap.start_ns >= least_ns:
-        parts.append(Range(BEFORE, gap.start_ns, first_ns))
+        parts.append(NamedTime(BEFORE, gap.start_ns, first_ns))
     else:
         first_ns = gap.start_ns
     has_rest = gap.end_ns - last_ns >= least_ns
-    parts.append(Range(FORWARDS, first_ns, last_ns if has_rest else gap.end_ns))
+    parts.append(NamedTime(FORWARDS, first_ns, last_ns if has_rest else gap.end_ns))
     if has_rest:
-        parts.append(Range(AFTER, last_ns, gap.end_ns))
+        parts.append(NamedTime(AFTER, last_ns, gap.end_ns))
     return parts
 
 
@@ -178,8 +178,8 @@ def _by_updates(trace: Trace, rank: int) -> tuple[CycleSpan, ...] | None:
     for at in whole:
         first = at + 1 - period
         parts = (
-            Range(few, starts[first], starts[at]),
-            Range(many, starts[at], ends[at]),
+            NamedTime(few, starts[first], starts[at]),
+            NamedTime(many, starts[at], ends[at]),
         )
         spans.append(CycleSpan(starts[first], ends[at], parts))
     return tuple(spans)

@@ -14,7 +14,7 @@ _MIN_REST_SHARE = 0.002
 
 
 @dataclass(frozen=True)
-class Range:
+class NamedTime:
     """A named interval, ns, on the clock of the device where it has one."""
 
     name: str
@@ -32,19 +32,19 @@ class CycleSpan:
 
     start_ns: int
     end_ns: int
-    parts: tuple[Range, ...]
+    parts: tuple[NamedTime, ...]
 
     @property
     def length_ns(self) -> int:
         return self.end_ns - self.start_ns
 
-    def with_rests(self) -> Iterator[Range]:
+    def with_rests(self) -> Iterator[NamedTime]:
         """Yield the parts, and between them the time in none."""
         reached = self.start_ns
         least_ns = _MIN_REST_SHARE * self.length_ns
-        for part in (*self.parts, Range("", self.end_ns, self.end_ns)):
+        for part in (*self.parts, NamedTime("", self.end_ns, self.end_ns)):
             if part.start_ns - reached > least_ns:
-                yield Range(OTHER, reached, part.start_ns)
+                yield NamedTime(OTHER, reached, part.start_ns)
             if part.name:
                 yield part
             reached = max(reached, part.end_ns)
@@ -85,9 +85,9 @@ class CycleSpans:
 _MIN_FOR_WARMUP = 3
 
 
-def outermost(ranges: Sequence[Range]) -> list[Range]:
+def outermost(ranges: Sequence[NamedTime]) -> list[NamedTime]:
     """Return the ranges that no other one contains, in order of time."""
-    kept: list[Range] = []
+    kept: list[NamedTime] = []
     # Of ranges that begin together the longest contains the others, except for one
     # without a length, which was over before.
     by_start = sorted(
@@ -99,6 +99,6 @@ def outermost(ranges: Sequence[Range]) -> list[Range]:
     return kept
 
 
-def within(ranges: Sequence[Range], start_ns: int, end_ns: int) -> list[Range]:
+def within(ranges: Sequence[NamedTime], start_ns: int, end_ns: int) -> list[NamedTime]:
     """Return the ranges inside of an interval."""
     return [one for one in ranges if start_ns <= one.start_ns and one.end_ns <= end_ns]
