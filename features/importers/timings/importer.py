@@ -72,12 +72,13 @@ class TimingsImporter:
         source = only_log(sources, "timing_s")
         steps = list(_steps(source))
         if not steps:
-            raise SourceError(f"{source.name} has no line with timing_s/step")
+            raise SourceError(f"{source.path} has no line with timing_s/step")
         rank = builder.rank(0)
         at_ns, too_long = 0, 0
         for number, step in enumerate(steps):
             end_ns = at_ns + round(step.length_s * 1e9)
             rank.add("iteration_marks", iteration=number, start_ns=at_ns, end_ns=end_ns)
+            rank.add("marks", name=_WHOLE, start_ns=at_ns, end_ns=end_ns)
             too_long += step.sum_s > _MAX_SUM * step.length_s
             scale = min(1.0, step.length_s / step.sum_s) if step.sum_s else 1.0
             for name, length_s in step.parts:
