@@ -6,6 +6,7 @@ Does the job fit, what holds the memory, and how long does an iteration take?
 from collections.abc import Iterator
 
 from ebbtide.analysis.metrics.devices import pool_peaks
+from ebbtide.analysis.metrics.iteration_mean import mean_text
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import prediction_line
 from ebbtide.analysis.tables.table import Misfit, View
@@ -176,4 +177,7 @@ def _time_text(metrics: JobMetrics) -> str:
     phases = ", ".join(
         f"{phase.phase} {ms_text(phase.median_ms)}" for phase in summary.phases[:3]
     )
-    return f"{ms_text(summary.iteration_ms)} an iteration ({times.text}): {phases}"
+    mean = mean_text(summary.uneven)
+    return (
+        f"{ms_text(summary.iteration_ms)} an iteration{mean} ({times.text}): {phases}"
+    )

@@ -35,6 +35,7 @@ from ebbtide.profiler.agent.job_info import (
     describe_model,
     describe_optimizers,
 )
+from ebbtide.profiler.agent.named_ranges import LISTENERS
 from ebbtide.units import ByteCount, byte_count
 
 # Iterations after which a job is ended in which no optimizer steps.
@@ -133,6 +134,7 @@ class DryRun:
             backend.user_files,
             backend.process_groups,
         )
+        LISTENERS.append(self.tracker.begin_mark)
         return self
 
     def __exit__(
@@ -141,6 +143,7 @@ class DryRun:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
+        LISTENERS.remove(self.tracker.begin_mark)
         self._freeze()
         self._uninstall()
         if isinstance(error, DryRunFinished) and error.args:
@@ -178,6 +181,7 @@ class DryRun:
             deepspeed=json.loads(json.dumps(self.deepspeed.description)),
             phases=self.tracker.phases,
             without_gradients=self.tracker.without_gradients.rows,
+            marks=self.tracker.marks,
             kernels=self.clock.kernels,
             copies=self.clock.copies,
             memory=self.memory.timeline,

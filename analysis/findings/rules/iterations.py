@@ -8,6 +8,7 @@ from ebbtide.analysis.findings.finding import Finding, Unknown, clamp_gain
 from ebbtide.analysis.findings.needs import ENOUGH_VALUES, ITERATIONS, PASSES, RANKS
 from ebbtide.analysis.findings.rule import rule
 from ebbtide.analysis.metrics.drift import Drift
+from ebbtide.analysis.metrics.iteration_mean import repeated
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.ranks.comparison import RankDifference
 from ebbtide.analysis.timeseries.statistics import median_or_none
@@ -112,7 +113,9 @@ _MIN_LOST_SHARE = 0.05
 
 def _stalls(metrics: JobMetrics) -> Finding | None:
     """Report iterations with much more time outside phases than others, on the rank
-    that loses most by them."""
+    that loses most by them. What the job repeats is no stall."""
+    if repeated(metrics.trace) is not None:
+        return None
     lost: list[tuple[float, int, float, int]] = []
     for rank in metrics.by_rank:
         times, other = (
