@@ -10,6 +10,7 @@ from ebbtide.cli import options
 from ebbtide.cli.command import command
 from ebbtide.cli.printing import echo_line, on_stderr
 from ebbtide.features.dryrun.jobs.settings import (
+    Loss,
     Method,
     ModelJob,
     Optimizer,
@@ -20,6 +21,8 @@ from ebbtide.features.dryrun.jobs.settings import (
 
 # Options of `--model` alone.
 _OF_MODEL = " (only with --model)"
+# The heading of options that save memory.
+LEVERS = f"Less memory{_OF_MODEL}"
 _MODEL_OPTIONS = (
     "method",
     "optimizer",
@@ -28,6 +31,10 @@ _MODEL_OPTIONS = (
     "checkpointing",
     "precision",
     "strategy",
+    "micro_steps",
+    "loss",
+    "offload_activations",
+    "offload_optimizer",
     "write_job",
 )
 
@@ -100,6 +107,39 @@ def dry_run(
             show_default="ddp for several ranks",
         ),
     ] = None,
+    micro_steps: Annotated[
+        int,
+        options.valued(
+            "N",
+            "Micro-steps of a step, whose gradients add up.",
+            rich_help_panel=LEVERS,
+            min=1,
+        ),
+    ] = 1,
+    loss: Annotated[
+        Loss,
+        typer.Option(
+            "--loss",
+            help="chunked: the logits of 1,024 tokens at a time.",
+            rich_help_panel=LEVERS,
+        ),
+    ] = "plain",
+    offload_activations: Annotated[
+        bool,
+        typer.Option(
+            "--offload-activations",
+            help="What the forward keeps goes to the host.",
+            rich_help_panel=LEVERS,
+        ),
+    ] = False,
+    offload_optimizer: Annotated[
+        bool,
+        typer.Option(
+            "--offload-optimizer",
+            help="Gradients go to the host, which updates.",
+            rich_help_panel=LEVERS,
+        ),
+    ] = False,
     write_job: Annotated[
         Path | None,
         options.valued(
@@ -206,6 +246,10 @@ def dry_run(
             precision,
             sharing,
             ranks or 1,
+            micro_steps,
+            loss,
+            offload_activations,
+            offload_optimizer,
         )
         job = prepare_model_job(
             settings, write_job or path.with_name(f"{path.stem}-job.py"), force

@@ -2,8 +2,10 @@
 run."""
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
@@ -25,6 +27,8 @@ _OPTIMIZERS = {
     "adafactor": "torch.optim.Adafactor(trained, lr={})",
     "sgd": "torch.optim.SGD(trained, lr={}, momentum=0.9)",
 }
+# Tokens whose logits a chunked loss has at a time.
+CHUNK = 1024
 _MARK = "Written by `ebbtide dry-run`"
 
 
@@ -53,7 +57,8 @@ def prepare_model_job(job: ModelJob, script: Path, force: bool) -> PreparedJob:
         folder = scratch / Path(model.name).name
         if not model.is_whole:
             write_stand_in(model, folder)
-        path.write_text(render(job, model.name, script.name), encoding="utf-8")
+        text = render(job, model.name, script.name, softcap_of(model.config))
+        path.write_text(text, encoding="utf-8")
     lines = [
         f"{script}: {_summary(job)}",
         f"model {model.name}, configuration from {model.source}",
@@ -65,9 +70,16 @@ def prepare_model_job(job: ModelJob, script: Path, force: bool) -> PreparedJob:
     )
 
 
-def render(job: ModelJob, model: str, file: str) -> str:
+def softcap_of(config: Mapping[str, Any]) -> float | None:
+    """Return the bound of the logits of a model (Gemma 2 has one)."""
+    value = config.get("final_logit_softcapping")
+    is_gemma_2 = config.get("model_type") == "gemma2"
+    return 30.0 if value is None and is_gemma_2 else value
+
+
+def render(job: ModelJob, model: str, file: str, softcap: float | None = None) -> str:
     """Return the script of a job; `model`: a name on the hub, or the folder with the
-    weights; `file`: its own name."""
+    weights; `file`: its own name; `softcap`: the bound of its logits."""
     learning_rate = 1e-5 if job.method == "full" else 1e-4
     autocast = job.precision == "bf16-mixed"
     dtype = (
@@ -75,13 +87,16 @@ def render(job: ModelJob, model: str, file: str) -> str:
         if job.precision == "fp32" or (autocast and job.method == "full")
         else "bfloat16"
     )
+    optimizer = _OPTIMIZERS[job.optimizer]
+    if job.offloads_optimizer:
+        optimizer = "HostAdamW(trained, lr={})"
     return _template().render(
         model=json.dumps(model),
         file=file,
         summary=_summary(job),
         launcher=f"torchrun --nproc-per-node {job.ranks}" if job.strategy else "python",
         method=job.method,
-        optimizer=_OPTIMIZERS[job.optimizer].format(learning_rate),
+        optimizer=optimizer.format(learning_rate),
         learning_rate=learning_rate,
         batch=job.batch,
         sequence=job.sequence,
@@ -90,6 +105,12 @@ def render(job: ModelJob, model: str, file: str) -> str:
         dtype=dtype,
         strategy=job.strategy,
         stage=ZERO_STAGES.get(job.strategy or ""),
+        micro_steps=job.micro_steps,
+        chunked=job.loss == "chunked",
+        chunk=CHUNK,
+        softcap=softcap,
+        offloads_activations=job.offloads_activations,
+        offloads_optimizer=job.offloads_optimizer,
     )
 
 

@@ -14,6 +14,7 @@ from ebbtide.errors import UserError
 Method = Literal["full", "lora", "qlora"]
 Optimizer = Literal["adamw", "adamw-8bit", "paged-adamw-8bit", "adafactor", "sgd"]
 Precision = Literal["bf16", "bf16-mixed", "fp32"]
+Loss = Literal["plain", "chunked"]
 Strategy = Literal["ddp", "fsdp", "zero1", "zero2", "zero3", "offload"]
 
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 3}
@@ -34,9 +35,14 @@ class ModelJob:
     # Sharing of the job among ranks; None: one rank has all of it
     strategy: Strategy | None = None
     ranks: int = 1
+    micro_steps: int = 1  # Forwards and backwards of a step
+    loss: Loss = "plain"  # Chunked: the logits of some tokens at a time
+    offloads_activations: bool = False  # To pinned memory of the host
+    offloads_optimizer: bool = False  # State and update are on the CPU
 
     def __post_init__(self) -> None:
         stage = ZERO_STAGES.get(self.strategy or "")
+        self._check_offload()
         if self.strategy in ("ddp", "fsdp") and self.ranks < 2:
             raise UserError(
                 f"--strategy {self.strategy} is for several ranks: state them, as in "
@@ -61,6 +67,23 @@ class ModelJob:
             raise UserError(
                 f"--optimizer {self.optimizer} does not update sharded parameters: "
                 "take adamw, or ddp"
+            )
+
+    def _check_offload(self) -> None:
+        if self.offloads_optimizer and self.optimizer != "adamw":
+            raise UserError(
+                "--offload-optimizer updates by AdamW on the CPU: leave out "
+                f"--optimizer {self.optimizer}"
+            )
+        if self.offloads_optimizer and self.strategy is not None:
+            raise UserError(
+                "--offload-optimizer is for one rank: take --strategy offload"
+            )
+        is_cast = self.precision == "bf16-mixed" and self.method == "full"
+        if self.offloads_activations and is_cast:
+            raise UserError(
+                "--offload-activations would copy weights that autocast casts, too: "
+                "take --precision bf16"
             )
 
 
