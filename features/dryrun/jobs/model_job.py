@@ -11,13 +11,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ebbtide.errors import UserError
 from ebbtide.features.dryrun.jobs.models import find_model, write_stand_in
-from ebbtide.features.dryrun.jobs.settings import (
-    ZERO_STAGES,
-    ModelJob,
-    PreparedJob,
-    require,
-    scratch_folder,
-)
+from ebbtide.features.dryrun.jobs.settings import PreparedJob, require, scratch_folder
+from ebbtide.model_job import CHUNK, ZERO_STAGES, ModelJob
 from ebbtide.output_files import new_output
 
 _OPTIMIZERS = {
@@ -27,8 +22,6 @@ _OPTIMIZERS = {
     "adafactor": "torch.optim.Adafactor(trained, lr={})",
     "sgd": "torch.optim.SGD(trained, lr={}, momentum=0.9)",
 }
-# Tokens whose logits a chunked loss has at a time.
-CHUNK = 1024
 _MARK = "Written by `ebbtide dry-run`"
 
 
@@ -60,7 +53,7 @@ def prepare_model_job(job: ModelJob, script: Path, force: bool) -> PreparedJob:
         text = render(job, model.name, script.name, softcap_of(model.config))
         path.write_text(text, encoding="utf-8")
     lines = [
-        f"{script}: {_summary(job)}",
+        f"{script}: {job.summary}; {job.bytes_text}",
         f"model {model.name}, configuration from {model.source}",
     ]
     return PreparedJob(
@@ -93,7 +86,7 @@ def render(job: ModelJob, model: str, file: str, softcap: float | None = None) -
     return _template().render(
         model=json.dumps(model),
         file=file,
-        summary=_summary(job),
+        summary=job.summary,
         launcher=f"torchrun --nproc-per-node {job.ranks}" if job.strategy else "python",
         method=job.method,
         optimizer=optimizer.format(learning_rate),
@@ -125,17 +118,6 @@ def _template() -> Template:
         keep_trailing_newline=True,
     )
     return environment.get_template("train.py.j2")
-
-
-def _summary(job: ModelJob) -> str:
-    parts = [
-        job.method,
-        job.precision,
-        job.optimizer,
-        f"{job.batch} x {job.sequence:,} tokens a step",
-    ]
-    parts += ["checkpointing"] if job.checkpointing else []
-    return ", ".join([*parts, job.strategy] if job.strategy else parts)
 
 
 def _is_ours(path: Path) -> bool:

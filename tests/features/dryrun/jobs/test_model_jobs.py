@@ -26,14 +26,14 @@ from ebbtide.features.dryrun.jobs.models import (
     known_models,
     write_stand_in,
 )
-from ebbtide.features.dryrun.jobs.settings import (
+from ebbtide.features.dryrun.torch_2_13.files.safetensors_files import FakeSafetensors
+from ebbtide.model_job import (
     Method,
     ModelJob,
     Optimizer,
     Precision,
     Strategy,
 )
-from ebbtide.features.dryrun.torch_2_13.files.safetensors_files import FakeSafetensors
 from ebbtide.units import count_text
 
 # Parameters by the model cards.
