@@ -1,5 +1,6 @@
 """A picture of the frontier: memory against time, a dot for each combination."""
 
+import textwrap
 from typing import Any
 
 import matplotlib
@@ -17,13 +18,13 @@ _STYLES = {
     "qlora": ("#cc79a7", "^"),
 }
 _LIMIT_COLOR, _ANSWER_COLOR = "#222222", "#e69f00"
-_MOST_LABELS = 8
+_MOST_LABELS, _TEXT_WIDTH = 12, 38
 
 
 def draw_frontier(search: FitSearch) -> Figure:
     """Draw the combinations of levers of a job, and a line through those of which none
     is smaller and faster, for each kind of training."""
-    figure = Figure(figsize=(9.5, 5.6), layout="constrained", dpi=130)
+    figure = Figure(figsize=(10.5, 5.6), layout="constrained", dpi=130)
     axes: Any = figure.subplots()
     for method, (color, marker) in _STYLES.items():
         own = [point for point in search.points if point.job.method == method]
@@ -65,7 +66,7 @@ def draw_frontier(search: FitSearch) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#eeeeee")
     axes.set_axisbelow(True)
-    axes.legend(fontsize=FONT_SIZE, loc="upper right", framealpha=0.9)
+    axes.legend(fontsize=FONT_SIZE, loc="best", framealpha=0.9)
     figure.suptitle(
         f"{search.job.model}: {search.job.summary}", x=0.01, ha="left", fontsize=10
     )
@@ -78,15 +79,27 @@ def _positions(points: list[FitPoint]) -> tuple[list[float], list[float]]:
 
 
 def _label(axes: Any, line: list[FitPoint], color: str) -> None:
-    """Name the points of a line, at most so many."""
-    step = max(1, -(-len(line) // _MOST_LABELS))
-    for point in line[::step]:
+    """Number the points of a line, and list them beside the axes."""
+    texts = []
+    for number, point in enumerate(line, 1):
         (time,), (size,) = _positions([point])
         axes.annotate(
-            point.text,
+            str(number),
             (time, size),
-            xytext=(5, 4),
+            # Neighbours have their numbers on different sides.
+            xytext=(7, 4) if number % 2 else (-9, -9),
             textcoords="offset points",
-            fontsize=FONT_SIZE - 1,
+            fontsize=FONT_SIZE,
             color=color,
         )
+        levers = textwrap.fill(point.text, _TEXT_WIDTH, subsequent_indent="    ")
+        texts.append(f"{number}  {size:,.1f} GiB, {time:.3g} s:\n    {levers}")
+    axes.text(
+        1.02,
+        1.0,
+        "\n".join([f"The line of {line[0].job.method}", *texts[:_MOST_LABELS]]),
+        transform=axes.transAxes,
+        va="top",
+        fontsize=FONT_SIZE,
+        color=color,
+    )
