@@ -212,9 +212,7 @@ class _Contents:
             elif category in DEVICE_CATEGORIES:
                 self.device.add(events)
             elif category in MEMORY_CATEGORIES:
-                tasks = [event for event in events if event.args.task is not None]
-                if tasks:
-                    self.device.add_tasks(tasks)
+                self.device.add_tasks(events)
                 self.memory.add(events)
                 self.device.add_types(event.args.device_type for event in events)
             elif category not in UNREAD_CATEGORIES:
