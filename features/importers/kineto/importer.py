@@ -18,6 +18,7 @@ from ebbtide.features.importers.importer import ImportOptions, Recognition, Stag
 from ebbtide.features.importers.kineto.phases import (
     ANNOTATION,
     CALLS,
+    LEGACY_PROCESS,
     NO_LAUNCHES,
     OPS,
     DeviceTimes,
@@ -60,7 +61,7 @@ _NAME = "[memory]"
 _READ_CATEGORIES = OPS | {CALLS} | DEVICE_CATEGORIES | MEMORY_CATEGORIES
 _CATEGORIES = (_READ_CATEGORIES | UNREAD_CATEGORIES) - MEMORY_CATEGORIES
 # Events of torch.autograd.profiler have no categories; their process tells.
-_LEGACY_CATEGORIES = {"CPU functions": "cpu_op", "CUDA functions": "kernel"}
+_LEGACY_CATEGORIES = {LEGACY_PROCESS: "cpu_op", "CUDA functions": "kernel"}
 _CPU = 0  # c10::DeviceType
 _SHOWN_CATEGORIES = 3
 
