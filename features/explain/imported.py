@@ -11,6 +11,7 @@ from ebbtide.errors import UserError
 from ebbtide.features.explain.pasted import STDIN, PastedText
 from ebbtide.features.explain.readers.step_logs import StepLog
 from ebbtide.features.explain.record import Place, Record
+from ebbtide.features.explain.series import FORMAT
 from ebbtide.features.importers.load import import_trace, recognize
 from ebbtide.features.importers.source import Source
 from ebbtide.units import counted
@@ -65,6 +66,8 @@ def imported_traces(
         for file in files:
             try:
                 format = recognize(Source(file))
+                if format == FORMAT:
+                    return
                 trace = import_trace([file], output or folder / "trace.ebb")
             except UserError:
                 continue
