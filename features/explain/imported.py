@@ -12,6 +12,7 @@ from ebbtide.features.explain.formats import STEP_S
 from ebbtide.features.explain.pasted import STDIN, PastedText
 from ebbtide.features.explain.readers.step_logs import StepLog
 from ebbtide.features.explain.record import Place, Record
+from ebbtide.features.explain.series import FORMAT
 from ebbtide.features.importers.load import import_trace, recognize
 from ebbtide.features.importers.source import Source
 from ebbtide.units import counted
@@ -64,6 +65,8 @@ def imported_traces(
         for file in files:
             try:
                 format = recognize(Source(file))
+                if format == FORMAT:
+                    return
                 trace = import_trace([file], output or folder / "trace.ebb")
             except UserError:
                 continue
