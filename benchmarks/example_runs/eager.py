@@ -1,14 +1,13 @@
-"""Run an example on the CPU for two updates, and print the largest sum of the bytes of
+"""Run an example on the CPU for eight updates, and print the largest sum of the bytes of
 tensors that live.
 
     python -m benchmarks.example_runs.eager SCRIPT [ARGUMENT]...
 
-The script runs in its folder. Tensors of the host, such as batches, count, too.
+Tensors of the host, such as batches, count, too.
 """
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 from contextlib import suppress
@@ -20,22 +19,24 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from benchmarks.example_runs.stand_ins import let_torchvision_load
 from tests.features.dryrun.random_jobs import CountedStorages
 
+# As many as two iterations of several optimizers have.
+_UPDATES = 8
+
 
 def main(script: Path) -> None:
-    """Run a script, whose arguments are in `sys.argv`, up to its second update."""
+    """Run a script, whose arguments are in `sys.argv`, up to its last update."""
     updates = []
 
     def end(*_: Any) -> None:
         updates.append(None)
-        if len(updates) == 2:
+        if len(updates) == _UPDATES:
             raise SystemExit
 
     register_optimizer_step_post_hook(end)
     let_torchvision_load()
-    os.chdir(script.parent)
     sys.path.insert(0, str(script.parent))
     with CountedStorages() as count, suppress(SystemExit):
-        runpy.run_path(script.name, run_name="__main__")
+        runpy.run_path(str(script), run_name="__main__")
     print(f"{count.peak_bytes:,} bytes in {len(updates)} updates", file=sys.stderr)
 
 

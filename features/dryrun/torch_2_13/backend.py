@@ -32,6 +32,7 @@ from ebbtide.features.dryrun.torch_2_13.device.fake_device import (
 from ebbtide.features.dryrun.torch_2_13.device.flex_attention import (
     register_flex_attention,
 )
+from ebbtide.features.dryrun.torch_2_13.device.pickled_tensors import patch_pickles
 from ebbtide.features.dryrun.torch_2_13.device.tensor_patches import (
     patch_legacy_types,
     patch_tensors,
@@ -102,6 +103,7 @@ class Backend:
         mode.collectives.install(patches, peers)
         patch_data_parallel(patches, mode.collectives)
         patch_tensors(patches, storages, self.stacks, mode.values)
+        patch_pickles(patches)
         self.user_files.install(patches)
         storages.install(patches)
         self.batches.install(patches)
