@@ -5,7 +5,7 @@ Does the job fit, what holds the memory, and how long does an iteration take?
 
 from collections.abc import Iterator
 
-from ebbtide.analysis.metrics.devices import pool_peaks
+from ebbtide.analysis.metrics.devices import memory_timeline, pool_peaks
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import prediction_line
 from ebbtide.analysis.tables.table import Misfit, View
@@ -29,6 +29,7 @@ def prediction_view(trace: Trace) -> View:
     yield f"{trace.path}: {prediction_line(trace)}"
     memory = _memory_line(metrics)
     yield Misfit(memory) if BARELY in memory or MISFIT in memory else memory
+    yield from _device_lines(metrics)
     if (range_line := _reserved_range_line(metrics)) is not None:
         yield range_line
     if (bound_line := _bound_line(metrics)) is not None:
@@ -49,6 +50,16 @@ def prediction_view(trace: Trace) -> View:
     times = metrics.summary().iteration_range
     if times is not None:
         yield f"        {times.trust}"
+
+
+def _device_lines(metrics: JobMetrics) -> Iterator[str]:
+    """Yield the peak of each further device of a rank; the first is the fullest."""
+    trace = metrics.trace
+    for rank in trace.ranks:
+        for device in trace.rank(rank).devices[1:]:
+            _, sizes = memory_timeline(trace, rank, "reserved", device.device)
+            peak = bytes_text(int(sizes.max())) if len(sizes) else NOT_KNOWN
+            yield f"        {device.device} {peak} reserved at the peak"
 
 
 def largest_rank(metrics: JobMetrics) -> int:

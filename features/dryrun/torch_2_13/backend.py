@@ -91,7 +91,7 @@ class Backend:
         storages = FollowedStorages(sink)
         workspaces = KernelWorkspaces(sink.memory, self.stacks, gpu)
         self.mode = mode = FakeDeviceMode(
-            sink, self.stacks, storages, workspaces, self.device_attribute
+            sink, self.stacks, storages, workspaces, self.device_attribute, devices
         )
         self.triton = TritonKernels(sink.clock, mode.values)
         self.user_files = UserFiles(mode)
@@ -145,6 +145,7 @@ class Backend:
         if self.libraries.compiles:
             notes.append(
                 "torch.compile was left out: the memory is that of the eager model, "
+                "but for temporaries of code without gradients, "
                 "the times are those of fused kernels"
             )
         if self.mode.shapes.bounds:
