@@ -3,7 +3,8 @@ tensors that live.
 
     python -m benchmarks.example_runs.eager SCRIPT [ARGUMENT]...
 
-Tensors of the host, such as batches, count, too.
+It counts once the optimizer is there, so no
+preparation of data. Tensors of the host, such as batches, count, too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.example_runs.stand_ins import let_torchvision_load
@@ -34,6 +36,13 @@ def main(script: Path) -> None:
 
     register_optimizer_step_post_hook(end)
     let_torchvision_load()
+    make = torch.optim.Optimizer.__init__
+
+    def make_and_reset(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        make(optimizer, *args, **kwargs)
+        count.peak_bytes = count.bytes
+
+    torch.optim.Optimizer.__init__ = make_and_reset  # type: ignore[method-assign]
     sys.path.insert(0, str(script.parent))
     with CountedStorages() as count, suppress(SystemExit):
         runpy.run_path(str(script), run_name="__main__")

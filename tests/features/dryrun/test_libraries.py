@@ -270,7 +270,7 @@ def test_compiled_update__keeps_temporaries_in_registers(
     def job() -> Any:
         weight, table = (torch.ones(size, device="cuda") for size in (1 << 20, 256))
         codes = torch.zeros(1 << 20, dtype=torch.int64, device="cuda")
-        held = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_allocated()
 
         @torch.compile(backend=backend)
         def update() -> Any:
@@ -280,8 +280,12 @@ def test_compiled_update__keeps_temporaries_in_registers(
 
         with torch.no_grad():
             result = update()
-        peak = torch.cuda.max_memory_allocated() - held
-        return peak / weight.nbytes, torch.cuda.memory_allocated() - held, result.nbytes
+        peak = torch.cuda.max_memory_allocated() - before
+        return (
+            peak / weight.nbytes,
+            torch.cuda.memory_allocated() - before,
+            result.nbytes,
+        )
 
     def run() -> Any:
         return dry_run(job)[1]
