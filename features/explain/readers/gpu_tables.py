@@ -160,19 +160,23 @@ class _Draft:
             if self.rows:
                 self.rows[-1] = values | self.rows[-1]
         else:
-            card = values.get("device"), values.get("instance")
-            rows = (
-                row
-                for row in reversed(self.rows[-64:])
-                if card[0] is None
-                or (row.get("device"), row.get("instance")) == card
-                or "device" not in row
-            )
-            row = next(rows, None)
-            if row is None:
-                self.rows.append(values)
-            else:
-                row.update(values)
+            self._add_to_card(values)
+
+    def _add_to_card(self, values: dict[str, Any]) -> None:
+        """Add to the last reading of a card, or to one that does not say which."""
+        card = values.get("device"), values.get("instance")
+        rows = (
+            row
+            for row in reversed(self.rows[-64:])
+            if card[0] is None
+            or (row.get("device"), row.get("instance")) == card
+            or "device" not in row
+        )
+        row = next(rows, None)
+        if row is None:
+            self.rows.append(values)
+        else:
+            row.update(values)
 
     def table(self, text: PastedText) -> Iterator[GpuTable]:
         if not self.numbers:
