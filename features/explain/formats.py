@@ -159,7 +159,7 @@ PROGRAMS = (
         "algorithms/grpo.py",
         ("Total step time", STEP_S, 1),
         (
-            "(generation|policy_training|policy_and_reference_logprobs"
+            "(generation|exposed_generation|buffer_sampling|policy_training|policy_and_reference_logprobs"
             "|prepare_for_generation/.{1,40}|logprob_inference_prep|training_prep"
             "|weight_sync|validation|checkpointing|data_processing)",
             PART,
