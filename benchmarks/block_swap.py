@@ -69,11 +69,11 @@ def device_bytes(figure: dict[str, Any], blocks: int) -> float:
         lists if only is None else [lists[only]], chosen, strict=True
     ):
         job = workload(layers, figure["bytes"], 10.0)
-        held = min(swapped, round(layers["count"]) - 2)
-        plan = make_plan(f"block-swap:{held}", job, preset("rtx3090"))
+        on_host = min(swapped, round(layers["count"]) - 2)
+        plan = make_plan(f"block-swap:{on_host}", job, preset("rtx3090"))
         layer_bytes = job.layers[0].frozen_bytes
         total += max(one.weights for one in place(job, plan.layers).layer_memory)
-        total -= (swapped - held) * layer_bytes
+        total -= (swapped - on_host) * layer_bytes
     return total
 
 

@@ -92,12 +92,13 @@ class BlockSwap:
             ),
             ("ComfyUI-FluxTrainer (node)", f"blocks_to_swap: {swapped}"),
             (
-                "FSDP2, for the swapped blocks",
+                "FSDP2, for the swapped blocks (their adapters are updated on the CPU)",
                 "fully_shard(block, offload_policy=CPUOffloadPolicy())",
             ),
             (
                 "DeepSpeed ZeRO-3 (all frozen weights)",
-                '"offload_param": {"device": "cpu", "pin_memory": true}',
+                '"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", '
+                '"pin_memory": true}}',
             ),
             (
                 "a plain loop",
