@@ -5,8 +5,12 @@ import numpy as np
 from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.timeseries.step_functions import Ints
+from ebbtide.machines.sheets import preset_of
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import DeviceInfo
+
+# A smaller share of a memory that GPU and CPU share was stated for the job alone.
+_SAME_CAPACITY = 0.97
 
 
 @recent_per_trace
@@ -39,8 +43,14 @@ def main_device(trace: Trace, rank: int) -> str | None:
 
 def capacity_bytes(trace: Trace, rank: int) -> int | None:
     """Return the memory of the rank's first device, or of the host where the job runs
-    on the CPU."""
-    return first_device(trace, rank).capacity_bytes
+    on the CPU, without the system's share where a card is known to share it."""
+    device = first_device(trace, rank)
+    sheet, capacity = preset_of(device.name), device.capacity_bytes
+    if sheet is None or capacity is None or not sheet.system_gib:
+        return capacity
+    system_bytes = round(2**30 * sheet.system_gib)
+    is_all = capacity > _SAME_CAPACITY * 2**30 * sheet.memory_gib
+    return capacity - system_bytes if is_all else capacity
 
 
 def ran_on_cpu(trace: Trace) -> bool:

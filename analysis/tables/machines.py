@@ -77,6 +77,8 @@ def catalog_view(machines: Sequence[Machine], with_sources: bool) -> View:
                 "  not determined by these runs, as assumed before: "
                 f"{', '.join(undetermined)}"
             )
+        if price := machine.extra.get("price"):
+            yield f"  price: ${price['usd']:,} {price['source']} ({price['date']})"
         yield (f"  iterations of `plan`: {card_text(machine.gpu_name)}")
         if machine.unified_memory:
             yield (

@@ -9,6 +9,7 @@ from ebbtide.analysis.metrics.devices import pool_peaks
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import prediction_line
 from ebbtide.analysis.tables.table import Misfit, View
+from ebbtide.machines.machine import SHARED_MEMORY
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import NOT_KNOWN, bytes_text, bytes_unit, ms_text
 
@@ -29,6 +30,8 @@ def prediction_view(trace: Trace) -> View:
     yield f"{trace.path}: {prediction_line(trace)}"
     memory = _memory_line(metrics)
     yield Misfit(memory) if BARELY in memory or MISFIT in memory else memory
+    if shared := (trace.meta.machine or {}).get("shared_memory"):
+        yield f"        GPU and CPU {SHARED_MEMORY}: {shared}"
     if (range_line := _reserved_range_line(metrics)) is not None:
         yield range_line
     if (bound_line := _bound_line(metrics)) is not None:

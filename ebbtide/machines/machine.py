@@ -21,6 +21,8 @@ MAX_RANKS = 1024
 # The rates that ranks on a host share.
 SHARED_RATES = ("cpu_update_params_per_s", "host_memory_bytes_per_s")
 MAX_PATHS = 64
+# Words of the note on GPUs that have the memory of their CPU.
+SHARED_MEMORY = "share one memory"
 
 # Ranges of today's machines; a value outside of them is in the wrong unit. A rate of 0
 # would be a resource that the machine does not have, which is null.
@@ -431,7 +433,9 @@ def unified_memory_text(machine: Machine) -> str | None:
     """
     if not machine.unified_memory:
         return None
+    taken = machine.extra.get("shared_memory")
     return (
-        f"GPU and CPU of {machine.name} share one memory: offload frees none of it, "
-        "and its copies take time"
+        f"GPU and CPU of {machine.name} {SHARED_MEMORY}: "
+        f"{f'{taken}; ' if taken else ''}offload frees none of it, and its copies take "
+        "time"
     )

@@ -21,7 +21,7 @@ from ebbtide.interleave.model.workload import (
 )
 from ebbtide.interleave.policies import Policy, as_policies
 from ebbtide.machines.catalog import MachineArgument, find_machine, preset, presets
-from ebbtide.machines.data_sheets import with_host
+from ebbtide.machines.data_sheets import whole_memory_bytes, with_host
 from ebbtide.machines.machine import GpuCompute, Machine, machine_from
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import ByteCount, byte_count, bytes_text, counted
@@ -408,7 +408,7 @@ def _presets_of_gpu(trace: Trace) -> Iterator[Machine]:
     device = trace.rank(trace.ranks[0]).main_device
     words = _words(device.name or "")
     for machine in map(preset, presets()):
-        capacity = machine.gpu_memory_bytes
+        capacity = whole_memory_bytes(machine)
         if (
             machine.gpu is None
             or not capacity
