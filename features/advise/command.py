@@ -21,8 +21,8 @@ from ebbtide.model_job import ModelJob
 
 if TYPE_CHECKING:
     from ebbtide.features.advise.block_swap import BlockSwap
-    from ebbtide.features.advise.machine_plan import MachinePlan
     from ebbtide.features.advise.job.decoder import TransformerShape
+    from ebbtide.features.advise.machine_plan import MachinePlan
     from ebbtide.interleave.model.workload import Workload
     from ebbtide.machines.machine import Machine
     from ebbtide.profiler.trace import Trace

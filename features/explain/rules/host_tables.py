@@ -98,7 +98,7 @@ def _add_messages(
 
 
 def _add_fall(
-    figures: dict[str, Any], words: dict[str, Any], tables: list[HostMemory]
+    figures: dict[str, Any], words: dict[str, Any], tables: list[HostMemoryTable]
 ) -> None:
     """Add by how much available memory falls from table to table."""
     sizes = [one.sizes["available"] for one in tables if "available" in one.sizes]
