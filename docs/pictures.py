@@ -226,6 +226,17 @@ COMMANDS: dict[str, list[str | Path]] = {
         *("--policy", "adaptive,weights=streamed,activations=offload"),
         *("--policy", "adaptive,weights=auto,activations=auto", "--plot-schedules"),
     ],
+    "block-swap.png": [
+        *(
+            "replay",
+            "--workload",
+            TRACES.parent / "examples" / "workload-lora-blocks.json",
+            "--machine",
+            "rtx3060",
+        ),
+        *("--policy", "block-swap:20", "--policy", "block-swap:22,down=no"),
+        "--plot-schedules",
+    ],
 }
 REPORT = "report.png"
 # Many ranks of which some differ, as `benchmarks/fleet.py` makes them.

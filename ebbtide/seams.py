@@ -37,6 +37,7 @@ what it needs alone.
 | beside-step | `beside_step(plan, workload, assignment, overlap) -> Plan`: with updates in other phases |
 | calibrate | `calibrate_alone(seconds, name) -> Machine` |
 | exchange | `exchange(params, are_whole) -> Exchange`: of parameters that rules update as a whole |
+| fit | a module with `FitRequest` and `print_fit`: the levers of memory, for `plan --model` |
 | job-comparison | a module with `compare_and_print(words, ...)`, for `compare -- CMD` |
 | layer-comparison | a module like `interleave.compare.comparison`, for `compare --layers` |
 | measure-cpu | `measure_cpu(params, threads) -> Machine` |

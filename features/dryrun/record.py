@@ -28,7 +28,8 @@ class RunRecord:
         assumptions: What the times rest on, in words.
         prediction: Further entries of `prediction` in meta.json.
         deepspeed: The entry `deepspeed`; None: no engine of DeepSpeed.
-        memory, host_memory: (time in ns, bytes of each pool) after each change.
+        memory, host_memory: (time in ns, bytes of each pool) after each change; of
+            the device by its number, the fullest one first.
         stacks: Texts of the call stacks, which blocks name by their position.
         rank, peers: Its rank, and the records of other ranks.
     """
@@ -49,7 +50,7 @@ class RunRecord:
     marks: list[FakeMark]
     kernels: list[LaunchedKernel]
     copies: list[LaunchedCopy]
-    memory: list[tuple[int, int, int, int]]
+    memory: dict[int, list[tuple[int, int, int, int]]]
     host_memory: list[tuple[int, int, int]]
     blocks: list[DeviceBlock]
     stacks: list[str]

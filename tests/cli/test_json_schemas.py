@@ -60,6 +60,8 @@ OTHERS = {
         "sweep"
     ),
     "plan --params 1e9 --machine rtx4090": "plan",
+    "plan --model Qwen/Qwen3-8B --machine rtx4090 --frontier": "plan-levers",
+    "plan --model Qwen/Qwen3-32B --machine rtx3060": "plan-levers",
     "calibrate --from-trace traces/a100-13b-async.ebb -o {folder}/fitted.json": (
         "calibrate"
     ),

@@ -274,6 +274,9 @@ _TITLES = {
     "copy_rate": "Copies become slower during the run",
     "sm_clock": "The GPU's clock falls during the run",
     "free_memory": "Free memory shrinks during the run",
+    "rss": "Host memory grows during the run",
+    "pinned": "Pinned memory grows during the run",
+    "cgroup": "Host memory of the control group grows during the run",
 }
 _TEXTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "iteration_time": (
@@ -295,6 +298,15 @@ _TEXTS: dict[str, tuple[str, Callable[[float], str]]] = {
     ),
     "free_memory": (
         "the least free memory of an iteration is {after}, {before} at the beginning",
+        bytes_text,
+    ),
+    "rss": (
+        "the process has {after} of host memory, {before} at the beginning",
+        bytes_text,
+    ),
+    "pinned": ("{after} are pinned, {before} at the beginning", bytes_text),
+    "cgroup": (
+        "the control group has {after} of host memory, {before} at the beginning",
         bytes_text,
     ),
 }
@@ -320,6 +332,18 @@ _DRIFT_ADVICE = {
         "look for tensors that are kept, such as losses that are summed with their "
         "graph; a memory snapshot "
         "shows who holds them"
+    ),
+    "rss": (
+        "look for lists that keep tensors, losses or samples on the host; files that "
+        "are mapped count, too, but the kernel takes them back"
+    ),
+    "pinned": (
+        "look for pinned buffers of sizes that change, and for tensors on the host "
+        "that are kept"
+    ),
+    "cgroup": (
+        "the process itself does not grow: look at workers of data loaders "
+        "(persistent_workers, copies of Python objects) and at /dev/shm"
     ),
 }
 

@@ -39,7 +39,8 @@ class HostMessage(Record):
     """A message about the host's memory.
 
     `kind` is `kill`, `constraint`, `limit` and `task` of the kernel, `sigkill`,
-    `group-kill`, `bus-error`, `lock-limit`, `pin-error`, `numa-hit` or `numa-miss`.
+    `group-kill`, `launcher-kill`, `bus-error`, `lock-limit`, `pin-error`, `numa-hit`,
+    `numa-miss` or `numa-memory`.
     """
 
     kind: str
@@ -62,6 +63,7 @@ class HostMessage(Record):
 def read_host(text: PastedText) -> Iterator[Record]:
     seen: set[tuple[str, str]] = set()
     tables: dict[str, HostMemoryTable] = {}
+    earlier: list[HostMemoryTable] = []
     for entry, match, line in matching_lines(text, "readers/host_messages.toml"):
         place = Place(
             text_name=text.name, first_line=line.number, last_line=line.number
@@ -69,6 +71,8 @@ def read_host(text: PastedText) -> Iterator[Record]:
         kind = entry["kind"]
         values = {key: value for key, value in match.groupdict().items() if value}
         if kind in ("free", "meminfo"):
+            if "total" in values and kind in tables:
+                earlier.append(tables.pop(kind))
             table = tables.setdefault(kind, HostMemoryTable(place=place, sizes={}))
             _add_sizes(table.sizes, values, _KIB if kind == "meminfo" else None)
         elif (kind, match[0]) not in seen and len(seen) < _MAX_MESSAGES:
@@ -80,7 +84,7 @@ def read_host(text: PastedText) -> Iterator[Record]:
                 text=match[0].strip(),
                 values=values,
             )
-    for table in tables.values():
+    for table in (*earlier, *tables.values()):
         sizes = table.sizes
         if {"swap_total", "swap_free"} <= sizes.keys():
             sizes.setdefault("swap_used", sizes["swap_total"] - sizes["swap_free"])

@@ -17,8 +17,11 @@ from ebbtide.features.explain.record import Place, Record, reader
 # As slime names a step: `perf 12: {...}`.
 _NUMBERED = re.compile(r"\b(?:perf|rollout|train|step) (\d{1,9}): \{")
 _NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-# A word behind a number is its unit, unless it is the next key.
-_UNIT = r"(?P<unit>[a-zA-Z]{1,7}\b(?![\w/]{0,60}\s?[:=])|%)"
+# Behind a number may be its unit, unless it is the next key.
+_UNIT = (
+    r"(?P<unit>(?:[um]?s|secs?|seconds|min|[kKmMgGtT]i?[bB]|[kKmMgG])\b"
+    r"(?![\w/]{0,60}\s?[:=])|%)"
+)
 _VALUE = rf"(?P<value>{_NUMBER})['\"]?(?:/[\d.]+)?(?: ?\(?{_UNIT})?"
 # A key is what stands before a colon or an equals sign, behind a separator; or a word
 # before a number, between commas.

@@ -16,6 +16,7 @@ from ebbtide.features.importers.importer import ImportOptions, Recognition, Stag
 from ebbtide.features.importers.kineto.phases import (
     ANNOTATION,
     CALLS,
+    LEGACY_PROCESS,
     NO_LAUNCHES,
     OPS,
     DeviceTimes,
@@ -58,7 +59,7 @@ _NAME = "[memory]"
 _READ_CATEGORIES = OPS | {CALLS} | DEVICE_CATEGORIES | MEMORY_CATEGORIES
 _CATEGORIES = (_READ_CATEGORIES | UNREAD_CATEGORIES) - MEMORY_CATEGORIES
 # Events of torch.autograd.profiler have no categories; their process tells.
-_LEGACY_CATEGORIES = {"CPU functions": "cpu_op", "CUDA functions": "kernel"}
+_LEGACY_CATEGORIES = {LEGACY_PROCESS: "cpu_op", "CUDA functions": "kernel"}
 _CPU = 0  # c10::DeviceType
 _SHOWN_CATEGORIES = 3
 
@@ -210,9 +211,7 @@ class _Contents:
             elif category in DEVICE_CATEGORIES:
                 self.device.add(events)
             elif category in MEMORY_CATEGORIES:
-                tasks = [event for event in events if event.args.task is not None]
-                if tasks:
-                    self.device.add_tasks(tasks)
+                self.device.add_tasks(events)
                 self.memory.add(events)
                 self.device.add_types(event.args.device_type for event in events)
             elif category not in UNREAD_CATEGORIES:

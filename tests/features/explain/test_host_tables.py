@@ -98,6 +98,27 @@ def test_kernel_messages__have_sizes_of_kib_and_pages() -> None:
     assert kill.values["cgroup"] == "Memory cgroup"
 
 
+NODES = """\
+Per-node system memory usage (in MBs):
+                          Node 0          Node 1           Total
+                 --------------- --------------- ---------------
+MemTotal               {0}.00       257000.30       {1}.30
+MemFree                {2}.58       200000.51       300000.09
+MemUsed                2235.25         2499.79         4735.04
+FilePages              {3}.59         1231.61         1293.20
+"""
+COMPACT = """\
+                 Node 0 Node 1 Node 2
+                 ------ ------ ------
+MemTotal         490303  97280      0
+MemFree          {}  {}      0
+"""
+
+
+def falling(*available: int) -> str:
+    return "\n".join(free(available=size) for size in available)
+
+
 RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "killed-by-the-kernel": (
         (
@@ -141,6 +162,30 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "Killing subprocess 8\n['python'] exits with return code = -9\n",
             "Killing subprocess 8\n" + MACHINE_KILL,
             "a subprocess was started\n",
+        ),
+    ),
+    "full-node": (
+        (
+            NODES.format(256000, 513000, 100, 60),
+            NODES.format(256000, 513000, 5000, 60),
+            COMPACT.format(1993, 97272),
+        ),
+        (
+            NODES.format(256000, 513000, 100, 90000),
+            NODES.format(256000, 513000, 100000, 60),
+            COMPACT.format(161993, 97272),
+        ),
+    ),
+    "host-shrinks": (
+        (
+            falling(200000000, 180000000, 160000000),
+            falling(200000000, 200000000, 190000000, 150000000),
+            falling(90000000, 60000000, 40000000),
+        ),
+        (
+            falling(200000000, 180000000),
+            falling(200000000, 210000000, 150000000),
+            falling(200000000, 199000000, 198000000),
         ),
     ),
     "bus-error": (
