@@ -100,10 +100,8 @@ RECORD_COPIES = "record each copy: ebbtide profile --transfers"
 
 
 def scope_text(metrics: JobMetrics, phase: str | None = None) -> str:
-    """Return the time that figures are of.
-
-    It is the median iteration or one of its phases, or the whole trace.
-    """
+    """Return the time that figures are of: the median iteration, one of its phases, or
+    the whole trace."""
     return (
         "in the whole trace"
         if metrics.iteration_ms is None

@@ -21,10 +21,8 @@ _ANY_PRESET = "the name of one that `ebbtide machines` lists"
 
 
 def presets() -> list[str]:
-    """Return the names of the machines that come with ebbtide.
-
-    They are fitted ones, and data sheets of GPUs in a host.
-    """
+    """Return the names of the machines that come with ebbtide: fitted ones, and data
+    sheets of GPUs in a host."""
     files = resources.files("ebbtide.machines").joinpath("presets").iterdir()
     return sorted(
         [
@@ -39,14 +37,13 @@ def presets() -> list[str]:
 
 
 def preset(name: str) -> Machine:
-    """Load a machine that comes with ebbtide.
-
-    It is given by its name in `presets()`, by the name of its GPU as people and drivers
-    write it ("4090", "NVIDIA GeForce RTX 4090"), or by letters with which only one name
-    begins.
+    """Load a machine that comes with ebbtide, by its name in `presets()`, or letters
+    with which only that begins, or by the name of its GPU as people and drivers write
+    it ("4090", "NVIDIA GeForce RTX 4090").
 
     Raises MachineError, which names those that are meant perhaps, where there is no
-    such machine."""
+    such machine.
+    """
     matches = _beginning_with(name)
     full_name = _full_name(name, matches)
     if full_name is None:
@@ -117,9 +114,8 @@ def find_machine(
     recorded: dict[str, Any] | None = None,
     recorded_in: str = "the trace",
 ) -> Machine:
-    """Return a machine by file or by the name of a preset.
-
-    It may be the one recorded in a trace, and is returned if it is a machine itself.
+    """Return a machine by file, by the name of a preset, or from a trace that recorded
+    it; a machine itself is returned.
 
     Args:
         machine: A machine, its file, or a name as for `preset`; None for the recorded

@@ -1,7 +1,5 @@
-"""Machines from data sheets.
-
-They have a GPU, a host, and the shares of their peaks that jobs reach.
-"""
+"""Machines from data sheets: a GPU, a host, and the shares of their peaks that jobs
+reach."""
 
 import math
 from dataclasses import replace
@@ -288,12 +286,12 @@ def _in_host(machine: Machine, name: str, sheet: HostSheet, gpu_source: str) -> 
 def _link_rates(
     machine: Machine, link: str, memory_peak: float, host: FigureSource
 ) -> tuple[Share, Share]:
-    """Return the rates of pinned copies to the device and to the host.
-
-    They are measured ones of the GPU, or a share of a peak.
+    """Return the rates of pinned copies to the device and to the host: measured ones of
+    the GPU, or a share of a peak.
 
     `memory_peak` is the peak of a rank, bytes/s: where GPU and CPU share the memory, a
-    copy reads and writes it."""
+    copy reads and writes it.
+    """
     name = machine.gpu.name if machine.gpu is not None else None
     measured = next(
         (sheet.c2c for sheet in GPU_SHEETS.values() if sheet.compute.name == name), None
@@ -325,10 +323,8 @@ def _as_json(sources: dict[str, FigureSource]) -> dict[str, dict[str, str]]:
 
 
 def _cpu_update(memory_bytes_per_s: float, cores: float) -> float:
-    """Return the parameters that some cores update per second.
-
-    It is what memory or what the cores allow.
-    """
+    """Return the parameters that some cores update per second, limited by memory or by
+    the cores."""
     by_memory = SHARES["cpu_pass"].value * memory_bytes_per_s / _CPU_UPDATE_BYTES
     return min(by_memory, _of_cores("core_update", cores))
 

@@ -119,10 +119,8 @@ class StoragePath:
         )
 
     def for_ranks(self, measured_ranks: int, ranks: int) -> StoragePath:
-        """Return the path of one of `ranks` ranks that share it.
-
-        It follows from the path with `measured_ranks`.
-        """
+        """Return the path of one of `ranks` ranks that share it, from the path with
+        `measured_ranks`."""
         figures = {
             name: value
             for name, value in vars(self).items()
@@ -372,18 +370,14 @@ def _largest(first: float | None, second: float | None) -> float | None:
 
 
 def _rate_of_rank(rate: float | None, total: float | None, ranks: int) -> float | None:
-    """Return the rate of one of several ranks.
-
-    It is its own, or its part of the total where that is known and smaller.
-    """
+    """Return the rate of one of several ranks: its own, or its part of the total where
+    that is known and smaller."""
     return rate if rate is None or total is None else min(rate, total / ranks)
 
 
 def _divided(part: float | None, ranks_before: int, ranks: int) -> float | None:
-    """Return a rank's part of what `ranks` divide.
-
-    It follows from the part with another number of ranks.
-    """
+    """Return a rank's part of what `ranks` divide, from the part with another number of
+    ranks."""
     return None if part is None else part * ranks_before / ranks
 
 

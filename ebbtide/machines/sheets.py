@@ -1,7 +1,5 @@
-"""Figures of GPUs and hosts, and the source of each: `sheets.toml`.
-
-It has the shares of their peaks that jobs reach, too.
-"""
+"""Figures of GPUs and hosts, the source of each (`sheets.toml`), and the shares of
+their peaks that jobs reach."""
 
 import re
 import tomllib

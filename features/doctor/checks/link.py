@@ -91,10 +91,8 @@ def unified_memory(host: JobHost) -> Iterator[Answer]:
 
 
 def _shares_host_memory(card: Card) -> bool:
-    """Return whether a GPU has the memory of the CPU.
-
-    This is known by the data sheet of its name, else by what is not reported.
-    """
+    """Return whether a GPU has the memory of the CPU, by the data sheet of its name,
+    else by what is not reported."""
     is_shared = shares_host_memory(card.device["name"])
     if is_shared is not None:
         return is_shared
