@@ -12,7 +12,7 @@ from ebbtide.features.advise.ranges import Range
 from ebbtide.interleave.replay.inputs import NETWORK_NOTE
 from ebbtide.interleave.replay.tables import FITS_TEXTS
 from ebbtide.machines.accuracy import DATA_SHEETS
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import SHARED_MEMORY, Machine
 from ebbtide.units import NO_VALUE, count_text, counted
 
 # From this share on host memory decides what fits.
@@ -30,6 +30,8 @@ def plan_view(answer: JobPlans, max_plans: int | None = None) -> View:
     remarks = [*answer.remarks]
     if any(NETWORK_NOTE in plan.notes for plan in plans[:max_plans]):
         remarks.append(NETWORK_NOTE)
+    if len(plans) == 1:
+        remarks += [note for note in plans[0].notes if SHARED_MEMORY in note]
     remarks += [*_smallest_machine(plans, answer.smallest), _job_text(job)]
     remarks += [f"note: {note}" for note in job.notes]
     yield from (f"  {remark}" for remark in remarks)
@@ -135,6 +137,16 @@ def _answer(
 ) -> Iterator[str]:
     """Yield whether the job fits here, and the settings of the cheapest changes that
     make it fit."""
+    if here is not None and here.exceeds_host:
+        needed, capacity = (
+            gib_text(size, 1)
+            for size in (job.host_peak_bytes, here.host_capacity_bytes)
+        )
+        yield (
+            f"{job.workload.name}: does not fit the host of {here.machine} ({needed} "
+            f"of {capacity} GiB of a rank, while it loads or trains)"
+        )
+        return
     if here is None or here.fits or here.needed_bytes is None:
         yield f"{job.workload.name}: {_where_it_fits(plans)}"
         return
@@ -165,7 +177,7 @@ def _changes_table(plan: MachinePlan) -> Table:
     columns = (
         text("change", "text"),
         text("device GiB", lambda change: gib_text(change.device_bytes, 1)),
-        text("fits", lambda change: FITS_TEXTS[change.fits]),
+        text("fits", lambda change: change.reason or FITS_TEXTS[True]),
         text("costs", lambda change: "; ".join(change.costs)),
     )
     return Table(

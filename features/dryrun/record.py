@@ -8,7 +8,11 @@ from typing import Any
 from ebbtide.features.dryrun.errors import DryRunError
 from ebbtide.features.dryrun.memory.device_memory import DeviceBlock
 from ebbtide.features.dryrun.time.clock import LaunchedCopy, LaunchedKernel
-from ebbtide.features.dryrun.time.phase_tracker import FakeForward, FakePhase
+from ebbtide.features.dryrun.time.phase_tracker import (
+    FakeForward,
+    FakeMark,
+    FakePhase,
+)
 from ebbtide.machines.machine import Machine
 
 
@@ -43,6 +47,7 @@ class RunRecord:
     deepspeed: dict[str, Any] | None
     phases: list[FakePhase]
     without_gradients: list[FakeForward]
+    marks: list[FakeMark]
     kernels: list[LaunchedKernel]
     copies: list[LaunchedCopy]
     memory: dict[int, list[tuple[int, int, int, int]]]

@@ -28,13 +28,14 @@ from ebbtide.features.dryrun.peers import Peers
 from ebbtide.features.dryrun.record import RunRecord
 from ebbtide.features.dryrun.sink import Sink
 from ebbtide.machines.catalog import MachineArgument, find_machine
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import Machine, unified_memory_text
 from ebbtide.profiler.agent.inventory import list_blocks
 from ebbtide.profiler.agent.job_info import (
     describe_framework,
     describe_model,
     describe_optimizers,
 )
+from ebbtide.profiler.agent.named_ranges import LISTENERS
 from ebbtide.units import ByteCount, byte_count
 
 # Iterations after which a job is ended in which no optimizer steps.
@@ -134,6 +135,7 @@ class DryRun:
             backend.user_files,
             backend.process_groups,
         )
+        LISTENERS.append(self.tracker.begin_mark)
         return self
 
     def __exit__(
@@ -142,6 +144,7 @@ class DryRun:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
+        LISTENERS.remove(self.tracker.begin_mark)
         self._freeze()
         self._uninstall()
         if isinstance(error, DryRunFinished) and error.args:
@@ -179,6 +182,7 @@ class DryRun:
             deepspeed=json.loads(json.dumps(self.deepspeed.description)),
             phases=self.tracker.phases,
             without_gradients=self.tracker.without_gradients.rows,
+            marks=self.tracker.marks,
             kernels=self.clock.kernels,
             copies=self.clock.copies,
             memory={
@@ -244,6 +248,8 @@ class DryRun:
             "verdict keeps free), and buffers of NCCL where there are several ranks "
             "(0.2 GB and more)"
         )
+        if self.machine is not None and self.machine.unified_memory:
+            notes.append(unified_memory_text(self.machine) or "")
         notes += self.memory.allocator.notes()
         if failures := self.memory.failures:
             notes.append(

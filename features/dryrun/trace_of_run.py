@@ -90,6 +90,7 @@ def _add_rank(builder: TraceBuilder, record: RunRecord, command: Sequence[str]) 
     rank.meta.update(record.description)
     _add_phases(record.phases, rank)
     _add_forwards_without_gradients(record, rank)
+    _add_marks(record, rank)
     _add_memory(record, rank)
     _add_copies(record.copies, rank)
     _add_kernels(record.kernels, rank)
@@ -134,6 +135,13 @@ def _add_forwards_without_gradients(record: RunRecord, rank: Any) -> None:
         iteration = following[0].iteration if following else None
         times = {"start_ns": forward.start_ns, "end_ns": forward.end_ns}
         rank.add("ops", **times, resource="gpu", name=NAME, iteration=iteration)
+
+
+def _add_marks(record: RunRecord, rank: Any) -> None:
+    times = ("start_ns", "end_ns", "gpu_start_ns", "gpu_end_ns")
+    for mark in sorted(record.marks, key=lambda mark: mark.start_ns):
+        columns = {column: getattr(mark, column) for column in times}
+        rank.add("marks", name=mark.name, **columns)
 
 
 def _add_copies(copies: Sequence[LaunchedCopy], rank: Any) -> None:

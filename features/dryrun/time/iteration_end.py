@@ -17,8 +17,8 @@ MOST_KERNELS = 100_000
 class IterationEnd:
     """Knows which optimizers there are, and which have stepped in an iteration.
 
-    It is whole when each that stepped in the one before has stepped as often in it; or,
-    where one of them does not, when the next iteration begins.
+    An iteration is whole when each that stepped in the one before has stepped as often
+    in it; or, where one of them does not, when the next iteration begins.
 
     Attributes:
         made: The optimizers that the job has made and still has.
