@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-KNOWN: dict[str, dict[str, float]] = {}
+TRUTHS: dict[str, dict[str, float]] = {}
 _MAKERS: dict[str, list[Callable[[Path], None]]] = {}
 _GIB = 1 << 30
 
@@ -44,7 +44,7 @@ def needs(*modules: str) -> Callable[[Callable[[Path], None]], None]:
 @contextlib.contextmanager
 def written(folder: Path, name: str) -> Iterator[dict[str, float]]:
     """Write what the process prints into a text; yield the figures that it knows."""
-    known: dict[str, float] = {}
+    truth: dict[str, float] = {}
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)
@@ -52,7 +52,7 @@ def written(folder: Path, name: str) -> Iterator[dict[str, float]]:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         try:
-            yield known
+            yield truth
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -62,7 +62,7 @@ def written(folder: Path, name: str) -> Iterator[dict[str, float]]:
             file.seek(0)
             text = file.read().decode(errors="replace")
     (folder / f"{name}.txt").write_text(without_places(text), newline="")
-    KNOWN[name] = known
+    TRUTHS[name] = truth
 
 
 def without_places(text: str) -> str:
@@ -147,7 +147,7 @@ def trainer(folder: Path) -> None:
             eval_steps=6,
             **more,
         )
-        with written(folder, name) as known:
+        with written(folder, name) as truth:
             job = Trainer(
                 tiny_model(),
                 arguments,
@@ -156,8 +156,8 @@ def trainer(folder: Path) -> None:
                 callbacks=[clock],
             )
             done = job.train()
-            known["steps"] = done.global_step
-            known["mean_step_s"] = 1 / done.metrics["train_steps_per_second"]
+            truth["steps"] = done.global_step
+            truth["mean_step_s"] = 1 / done.metrics["train_steps_per_second"]
 
 
 @needs("trl", "datasets")
@@ -237,12 +237,12 @@ def trl_trainers(folder: Path) -> None:
 
     for name, make in {"sft": sft, "dpo": dpo, "grpo": grpo, "reward": reward}.items():
         try:
-            with written(folder, f"trl-{name}") as known:
+            with written(folder, f"trl-{name}") as truth:
                 done = make().train()
-                known["steps"] = done.global_step
-                known["mean_step_s"] = 1 / done.metrics["train_steps_per_second"]
+                truth["steps"] = done.global_step
+                truth["mean_step_s"] = 1 / done.metrics["train_steps_per_second"]
         except Exception as error:  # A version may refuse a job of this size.
-            KNOWN.pop(f"trl-{name}", None)
+            TRUTHS.pop(f"trl-{name}", None)
             (folder / f"trl-{name}.txt").unlink(missing_ok=True)
             print(f"trl-{name}: {error!r}", file=sys.stderr)
 
@@ -273,7 +273,7 @@ def lightning(folder: Path) -> None:
         "lightning-leave": [TQDMProgressBar(refresh_rate=4, leave=True)],
     }
     for name, callbacks in bars.items():
-        with written(folder, name) as known:
+        with written(folder, name) as truth:
             job = pl.Trainer(
                 max_epochs=1,
                 limit_train_batches=16,
@@ -285,8 +285,8 @@ def lightning(folder: Path) -> None:
             )
             start = time.perf_counter()
             job.fit(Model(), torch.utils.data.DataLoader(torch.ones(64, 32)))
-            known["last_step"] = job.global_step
-            known["longest_s"] = (time.perf_counter() - start) / job.global_step
+            truth["last_step"] = job.global_step
+            truth["longest_s"] = (time.perf_counter() - start) / job.global_step
 
 
 @needs("accelerate", "tqdm")
@@ -316,30 +316,30 @@ def loops(folder: Path) -> None:
         time.sleep(pause_s)
         return float(loss), time.perf_counter() - start
 
-    with written(folder, "accelerate-bar") as known:
+    with written(folder, "accelerate-bar") as truth:
         times = []
         bar = tqdm(range(12), desc="Steps")
         for _ in bar:
             loss, step_s = step(0.3)
             times.append(step_s)
             bar.set_postfix(loss=loss, lr=1e-3)
-        known |= {"last_step": 12, "step_s": median(times)}
+        truth |= {"last_step": 12, "step_s": median(times)}
     logging.getLogger().handlers[0].setStream(sys.stderr)
-    with written(folder, "accelerate-log") as known:
+    with written(folder, "accelerate-log") as truth:
         times = []
         for number in range(8):
             loss, step_s = step(0.1)
             times.append(step_s)
             logger.warning(f"step {number}: loss={loss:.4f} step_time={step_s:.4f}s")
-        known |= {"steps": 8, "step_s": median(times)}
-    with written(folder, "loop-ms") as known:
+        truth |= {"steps": 8, "step_s": median(times)}
+    with written(folder, "loop-ms") as truth:
         times = []
         for number in range(8):
             loss, step_s = step(0.05)
             times.append(step_s)
             print(f"iter {number}: loss {loss:.4f}, time {step_s * 1000:.2f}ms")
-        known |= {"steps": 8, "step_s": median(times)}
-    with written(folder, "loop-imagenet") as known:
+        truth |= {"steps": 8, "step_s": median(times)}
+    with written(folder, "loop-imagenet") as truth:
         times = []
         for number in range(8):
             loss, step_s = step(0.05)
@@ -349,14 +349,14 @@ def loops(folder: Path) -> None:
                 f"Epoch: [0][{number:3d}/8]\tTime {step_s:6.3f} ({mean_s:6.3f})\t"
                 f"Loss {loss:.4e} ({loss:.4e})"
             )
-        known |= {"steps": 8, "step_s": median(times)}
-    with written(folder, "loop-dictionary") as known:
+        truth |= {"steps": 8, "step_s": median(times)}
+    with written(folder, "loop-dictionary") as truth:
         times = []
         for number in range(8):
             loss, step_s = step(0.05)
             times.append(step_s)
             print({"step": number, "loss": loss, "step_time": step_s})
-        known |= {"steps": 8, "step_s": median(times)}
+        truth |= {"steps": 8, "step_s": median(times)}
 
 
 @needs("deepspeed")
@@ -364,10 +364,10 @@ def deepspeed(folder: Path) -> None:
     import deepspeed as ds
     from deepspeed.runtime.utils import see_memory_usage
 
-    with written(folder, "deepspeed-memory") as known:
+    with written(folder, "deepspeed-memory") as truth:
         for when in ("Before creating fp16 partitions", "After", "Begin of a step"):
             see_memory_usage(when, force=True)
-        known["usages"] = 3
+        truth["usages"] = 3
     environment = {
         **os.environ,
         "RANK": "0",
@@ -382,7 +382,7 @@ def deepspeed(folder: Path) -> None:
         "deepspeed-timers": {"wall_clock_breakdown": True},
     }.items():
         try:
-            with written(folder, name) as known:
+            with written(folder, name) as truth:
                 model = torch.nn.Linear(64, 64)
                 engine, *_ = ds.initialize(
                     model=model,
@@ -404,9 +404,9 @@ def deepspeed(folder: Path) -> None:
                     engine.backward(loss)
                     time.sleep(0.1)
                     engine.step()
-                known["updates"] = engine.global_steps
+                truth["updates"] = engine.global_steps
         except Exception as error:
-            KNOWN.pop(name, None)
+            TRUTHS.pop(name, None)
             (folder / f"{name}.txt").unlink(missing_ok=True)
             print(f"{name}: {error!r}", file=sys.stderr)
 
@@ -414,12 +414,12 @@ def deepspeed(folder: Path) -> None:
 @needs("torch")
 def errors(folder: Path) -> None:
     for name, elements in {"host-large": 1 << 46, "host-huge": 1 << 50}.items():
-        with written(folder, name) as known:
+        with written(folder, name) as truth:
             try:
                 torch.empty(elements, dtype=torch.float32)
             except RuntimeError as error:
                 print(f"RuntimeError: {error}", file=sys.stderr)
-            known["requested_bytes"] = elements * 4
+            truth["requested_bytes"] = elements * 4
     for name, command in {
         "bash-killed": "python3 -c 'import os; os.kill(os.getpid(), 9)'; true",
         "torchrun-killed": f"{sys.executable} -m torch.distributed.run "
@@ -429,12 +429,12 @@ def errors(folder: Path) -> None:
     }.items():
         job = folder / "job.py"
         job.write_text("import os, sys\nos.kill(os.getpid(), 9)\n")
-        with written(folder, name) as known:
+        with written(folder, name) as truth:
             shell = ["bash", "-c", command.replace("{job}", str(job))]
             subprocess.run(shell, check=False)
-            known["sigkill"] = 1
+            truth["sigkill"] = 1
         job.unlink()
-    with written(folder, "worker-killed") as known:
+    with written(folder, "worker-killed") as truth:
         code = (
             "import os, torch\n"
             "class Rows(torch.utils.data.Dataset):\n"
@@ -444,7 +444,7 @@ def errors(folder: Path) -> None:
             "    list(torch.utils.data.DataLoader(Rows(), num_workers=1))\n"
         )
         subprocess.run([sys.executable, "-c", code], check=False)
-        known["sigkill"] = 1
+        truth["sigkill"] = 1
 
 
 @needs("torch")
@@ -461,8 +461,8 @@ def host_tables(folder: Path) -> None:
         "free-bytes": ["free", "-b"],
         "meminfo": ["cat", "/proc/meminfo"],
     }.items():
-        with written(folder, name) as known:
-            known |= memory()
+        with written(folder, name) as truth:
+            truth |= memory()
             subprocess.run(command, check=False)
 
 
@@ -478,18 +478,18 @@ def settings(folder: Path) -> None:
         use_cpu=True,
         report_to="none",
     )
-    with written(folder, "arguments-printed") as known:
+    with written(folder, "arguments-printed") as truth:
         print(arguments)
-        known["per_device_train_batch_size"] = 2
-    with written(folder, "arguments-json") as known:
+        truth["per_device_train_batch_size"] = 2
+    with written(folder, "arguments-json") as truth:
         print(arguments.to_json_string())
-        known["per_device_train_batch_size"] = 2
-    with written(folder, "accelerate-config") as known:
+        truth["per_device_train_batch_size"] = 2
+    with written(folder, "accelerate-config") as truth:
         path = folder / "accelerate.yaml"
         write_basic_config(mixed_precision="bf16", save_location=str(path))
         print(path.read_text())
         path.unlink()
-        known["num_machines"] = 1
+        truth["num_machines"] = 1
 
 
 def main() -> None:
@@ -500,7 +500,7 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     path = options.folder / "known.json"
     if path.exists():
-        KNOWN.update(json.loads(path.read_text()))
+        TRUTHS.update(json.loads(path.read_text()))
     torch.set_num_threads(1)
     try:
         for name in options.only:
@@ -511,7 +511,7 @@ def main() -> None:
 
 
 def _write(path: Path) -> None:
-    path.write_text(json.dumps(KNOWN, indent=1, sort_keys=True) + "\n")
+    path.write_text(json.dumps(TRUTHS, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":
