@@ -143,11 +143,11 @@ def _add_steps(entry: RankBuilder, log: StepLog) -> None:
     for column, pool in _POOLS.items():
         if column in steps:
             sizes = steps[column].to_numpy(float)
-            known = np.isfinite(sizes)
+            is_known = np.isfinite(sizes)
             entry.extend(
                 "memory",
-                t_ns=ends[known],
-                bytes=sizes[known].astype(np.int64),
+                t_ns=ends[is_known],
+                bytes=sizes[is_known].astype(np.int64),
                 pool=pool,
                 device="cuda:0",
             )

@@ -154,7 +154,7 @@ class DeviceMemory:
 
     @property
     def timeline(self) -> list[tuple[int, int, int, int]]:
-        """What was in use on the current device."""
+        """The memory in use on the current device over time."""
         return self.use().timeline
 
     def by_size(self) -> list[int]:
