@@ -1,8 +1,5 @@
-"""The tables of a summary.
-
-They are phases, memory, copies, storage, state of the GPUs, and figures of a whole
-trace.
-"""
+"""The tables of a summary: phases, memory, copies, storage, state of the GPUs, and
+figures of a whole trace."""
 
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
@@ -10,6 +7,7 @@ from operator import itemgetter
 from ebbtide.analysis.metrics.devices import capacity_name
 from ebbtide.analysis.metrics.gpu_state import GpuFigure
 from ebbtide.analysis.metrics.inference import inference_steps
+from ebbtide.analysis.metrics.iteration_mean import mean_text
 from ebbtide.analysis.metrics.missing import no_iterations
 from ebbtide.analysis.metrics.storage_use import StorageUse
 from ebbtide.analysis.metrics.summary import PhaseSummary, Summary, Totals
@@ -27,6 +25,7 @@ from ebbtide.analysis.tables.table import (
     text,
 )
 from ebbtide.profiler.trace import Trace
+from ebbtide.seams import load_all
 from ebbtide.units import bytes_text, counted, ms_text, range_text
 
 # Field of `Totals` -> its label, and whether it sums all ranks.
@@ -152,6 +151,8 @@ def summary_view(trace: Trace, summary: Summary, verbose: bool = True) -> View:
     scope = (
         f"{counted(summary.iterations, 'iteration')}, ranks: {summary.ranks}{left_out}"
     )
+    for lead in load_all("leads"):
+        yield from lead(trace)
     if summary.iteration_ms is None:
         yield f"{trace.path}: {scope}"
     else:
@@ -162,8 +163,11 @@ def summary_view(trace: Trace, summary: Summary, verbose: bool = True) -> View:
             else ""
         )
         yield Gain(
-            f"{trace.path}: {ms_text(summary.iteration_ms)} an iteration{share_text}"
+            f"{trace.path}: {ms_text(summary.iteration_ms)} an iteration"
+            f"{mean_text(summary.uneven)}{share_text}"
         )
+        if summary.uneven is not None:
+            yield f"  {summary.uneven.line}"
         yield f"  {scope}"
     for about_line in summary.about:
         yield f"  {about_line}"

@@ -90,7 +90,8 @@ def run_stand_in(command: list[str]) -> int:
     if count.exists() and _has_iterations(output):
         print_note(f"left out, since a job has been run: {' '.join(command)}")
         return 0
-    settings = state["settings"] | {"force": count.exists()}
+    settings = state["settings"]
+    settings["force"] |= count.exists()
     count.touch()
     job = os.fork()
     if not job:

@@ -8,11 +8,14 @@ from typing import Any
 
 from ebbtide.analysis.findings import Findings, find
 from ebbtide.errors import UserError
+from ebbtide.features.explain.formats import STEP_S
 from ebbtide.features.explain.pasted import STDIN, PastedText
 from ebbtide.features.explain.readers.step_logs import StepLog
 from ebbtide.features.explain.record import Place, Record
+from ebbtide.features.explain.series import FORMAT
 from ebbtide.features.importers.load import import_trace, recognize
 from ebbtide.features.importers.source import Source
+from ebbtide.profiler.trace import Trace
 from ebbtide.units import counted
 
 # Programs whose lines an importer reads.
@@ -30,6 +33,8 @@ class ImportedTrace(Record):
     iterations: int
     ranks: int
     path: str | None
+    # Median times of an iteration and of its phases, in s.
+    times_s: dict[str, float]
     findings: Findings = field(repr=False)
 
     @property
@@ -38,7 +43,7 @@ class ImportedTrace(Record):
         return f"{iterations} of {counted(self.ranks, 'rank')}, as {self.format}"
 
     def as_json(self) -> dict[str, Any]:
-        names = ("format", "iterations", "ranks", "path")
+        names = ("format", "iterations", "ranks", "path", "times_s")
         figures = {name: getattr(self, name) for name in names}
         place = {key: getattr(self.place, key) for key in Place.__annotations__}
         return {
@@ -52,10 +57,8 @@ class ImportedTrace(Record):
 def imported_traces(
     path: Path, text: PastedText, output: Path | None
 ) -> Iterator[ImportedTrace]:
-    """Yield the trace that a text is, if an importer recognizes it.
-
-    It is kept where `output` names a place.
-    """
+    """Yield the trace of a text if an importer recognizes it; it is kept where `output`
+    names a place."""
     with tempfile.TemporaryDirectory(prefix="ebbtide-explain-") as name:
         folder = Path(name)
         cleaned = folder / "text.log"
@@ -65,6 +68,8 @@ def imported_traces(
         for file in files:
             try:
                 format = recognize(Source(file))
+                if format == FORMAT:
+                    return
                 trace = import_trace([file], output or folder / "trace.ebb")
             except UserError:
                 continue
@@ -83,9 +88,22 @@ def imported_traces(
                 iterations=iterations,
                 ranks=len(ranks),
                 path=None if output is None else str(output),
+                times_s=_times_of(trace),
                 findings=findings,
             )
             return
+
+
+def _times_of(trace: Trace) -> dict[str, float]:
+    """Return the median times of an iteration and of its phases, in s."""
+    rows = trace.phases(trace.ranks[0])
+    seconds = (rows["end_ns"] - rows["start_ns"]) / 1e9
+    by_phase = seconds.groupby([rows["iteration"], rows["phase"]]).sum().unstack()
+    if not len(by_phase):
+        return {}
+    medians = by_phase.fillna(0).median()
+    times_s = {"iteration": float(by_phase.sum(axis=1).median())}
+    return times_s | {str(phase): float(time) for phase, time in medians.items()}
 
 
 def without_repeats(
@@ -94,6 +112,10 @@ def without_repeats(
     """Yield the records without the steps that a trace has, too."""
     names = {trace.place.text_name for trace in imported}
     for record in records:
-        is_log = isinstance(record, StepLog) and record.program in _IMPORTED_PROGRAMS
+        is_log = (
+            isinstance(record, StepLog)
+            and record.program in _IMPORTED_PROGRAMS
+            and STEP_S in record.steps
+        )
         if not (is_log and record.place.text_name in names):
             yield record

@@ -22,6 +22,7 @@ TRACES = sorted(path.stem for path in (ROOT / "traces").glob("*.ebb"))
 QUICK = ("a100-torch-profiler", "h100-20b-ratio0.5-interleaved-2")
 # Command -> its schema.
 OF_A_TRACE = {
+    "cycles": "cycles",
     "findings": "findings",
     "memory": "memory",
     "memory --at oom": "memory",

@@ -20,6 +20,8 @@ class UpdateTimes(Record):
 
     steps: int
     step_s: float
+    forward_s: float
+    backward_s: float
     update_s: float
 
     @property
@@ -29,20 +31,28 @@ class UpdateTimes(Record):
 
 @reader
 def read_update_times(text: PastedText) -> Iterator[UpdateTimes]:
-    rows: list[tuple[float, float]] = []
+    rows: list[list[float]] = []
     numbers: list[int] = []
-    for line in text.lines:
-        times = dict(_TIME.findall(line.text)) if "time (ms)" in line.text else {}
+    for line, following in zip(text.lines, (*text.lines[1:], None), strict=True):
+        if "time (ms)" not in line.text:
+            continue
+        # A terminal that was copied may have cut the line.
+        is_cut = following is not None and "time (ms)" not in following.text
+        rest = following.text if following is not None and is_cut else ""
+        times = dict(_TIME.findall(line.text + rest))
         if "step" in times and len(times) == 3:
             figures = [float(time) / 1000 for time in times.values()]
-            rows.append((sum(figures), float(times["step"]) / 1000))
+            rows.append([sum(figures), *figures])
             numbers.append(line.number)
     if rows:
-        steps_s, updates_s = zip(*rows, strict=True)
+        columns = [median(column) for column in zip(*rows, strict=True)]
+        step_s, forward_s, backward_s, update_s = columns
         place = Place(text_name=text.name, first_line=numbers[0], last_line=numbers[-1])
         yield UpdateTimes(
             place=place,
             steps=len(rows),
-            step_s=median(steps_s),
-            update_s=median(updates_s),
+            step_s=step_s,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            update_s=update_s,
         )

@@ -223,6 +223,17 @@ def test_dry_run__follows_a_shell_script_to_the_job_that_trains(tmp_path: Path) 
     assert len(open_trace(tmp_path / "run.ebb").phases(0)) == 6
 
 
+def test_dry_run__replaces_a_trace_of_a_job_that_a_program_starts(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    job = ("--", "env", "python", "train.py")
+    for options in (("--steps", "1"), ("--force",)):
+        process = ebbtide("dry-run", "-o", "run.ebb", *options, *job, cwd=tmp_path)
+        assert process.returncode == 0, process.stderr
+    assert len(open_trace(tmp_path / "run.ebb").phases(0)) == 6
+
+
 def test_dry_run__says_that_a_program_has_started_no_job(tmp_path: Path) -> None:
     process = ebbtide("dry-run", "--", "env", "true", cwd=tmp_path)
     assert process.returncode == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ebbtide.features.explain.readers.host_tables import HostMemory, HostMessage
+from ebbtide.features.explain.readers.host_tables import HostMemoryTable, HostMessage
 from tests.features.explain.asked import answers_to, records_of
 
 KIB, GIB = 1 << 10, 1 << 30
@@ -84,7 +84,7 @@ def test_host_memory__has_the_unit_of_the_table(
     content: str, total: int, available: int
 ) -> None:
     (memory,) = records_of(content)
-    assert isinstance(memory, HostMemory)
+    assert isinstance(memory, HostMemoryTable)
     assert (memory.sizes["total"], memory.sizes["available"]) == (total, available)
 
 
@@ -98,9 +98,37 @@ def test_kernel_messages__have_sizes_of_kib_and_pages() -> None:
     assert kill.values["cgroup"] == "Memory cgroup"
 
 
+NODES = """\
+Per-node system memory usage (in MBs):
+                          Node 0          Node 1           Total
+                 --------------- --------------- ---------------
+MemTotal               {0}.00       257000.30       {1}.30
+MemFree                {2}.58       200000.51       300000.09
+MemUsed                2235.25         2499.79         4735.04
+FilePages              {3}.59         1231.61         1293.20
+"""
+COMPACT = """\
+                 Node 0 Node 1 Node 2
+                 ------ ------ ------
+MemTotal         490303  97280      0
+MemFree          {}  {}      0
+"""
+
+
+def falling(*available: int) -> str:
+    return "\n".join(free(available=size) for size in available)
+
+
 RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "killed-by-the-kernel": (
-        (GROUP_KILL, MACHINE_KILL, OLD_KILL),
+        (
+            GROUP_KILL,
+            MACHINE_KILL,
+            OLD_KILL,
+            # A terminal that was copied breaks words with blanks.
+            MACHINE_KILL.replace("223537360kB", "2235" + " " * 90 + "37360kB"),
+            MACHINE_KILL.replace("anon-rss", "anon" + " " * 40 + "-rss"),
+        ),
         (TASKS, free(), "the process was killed by me"),
     ),
     "killed": (
@@ -109,6 +137,7 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "[ERROR] [launch.py:434:sigkill_handler] exits with return code = -9\n",
             "train.sh: line 3: 12345 Killed                  python train.py\n",
             "Killed",
+            "**Killed**",
             "已杀死",
             "    reason: OOMKilled\n    exitCode: 137\n",
             "slurmstepd: error: Detected 1 oom_kill event in StepId=7.batch.\n",
@@ -121,6 +150,42 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "exit code: 1370\n",
             "the update has exit code = -90",
             MACHINE_KILL + "  exitcode  : -9 (pid: 14750)\n",
+        ),
+    ),
+    "ended-by-the-launcher": (
+        (
+            "[INFO] [launch.py:318:sigkill_handler] Killing subprocess 143917\n",
+            "[launch.py:428:sigkill_handler] Killing subprocess 1\nsome words\n",
+            "Killing subprocess 8\nKilling subprocess 9\n",
+        ),
+        (
+            "Killing subprocess 8\n['python'] exits with return code = -9\n",
+            "Killing subprocess 8\n" + MACHINE_KILL,
+            "a subprocess was started\n",
+        ),
+    ),
+    "full-node": (
+        (
+            NODES.format(256000, 513000, 100, 60),
+            NODES.format(256000, 513000, 5000, 60),
+            COMPACT.format(1993, 97272),
+        ),
+        (
+            NODES.format(256000, 513000, 100, 90000),
+            NODES.format(256000, 513000, 100000, 60),
+            COMPACT.format(161993, 97272),
+        ),
+    ),
+    "host-shrinks": (
+        (
+            falling(200000000, 180000000, 160000000),
+            falling(200000000, 200000000, 190000000, 150000000),
+            falling(90000000, 60000000, 40000000),
+        ),
+        (
+            falling(200000000, 180000000),
+            falling(200000000, 210000000, 150000000),
+            falling(200000000, 199000000, 198000000),
         ),
     ),
     "bus-error": (
@@ -215,3 +280,9 @@ def test_kill__says_that_the_gpu_was_not_full() -> None:
     gpu = "[0] NVIDIA A100 | 65'C,  99 % | 41000 / 81920 MB |\n"
     answer = answers_to(gpu, "exits with return code = -9\n")["killed"]
     assert "its GPU had 50% of its memory in use" in answer.evidence
+
+
+def test_killed__says_what_the_host_had_when_it_was_last_printed() -> None:
+    usage = "CPU Virtual Memory:  used = 30.14 GB, percent = 8.3%\n"
+    answer = answers_to(usage + "  exitcode  : -9 (pid: 14750)\n")["killed"]
+    assert any("30.14 GiB, 8% of the machine" in line for line in answer.evidence)

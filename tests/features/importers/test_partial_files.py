@@ -155,7 +155,12 @@ def test_import__reads_traces_of_the_legacy_profiler(tmp_path: Path) -> None:
     events = []
     for step in range(4):
         rows: list[tuple[str, int, int, str, int]] = [
-            ("aten::mm", 0, 9, "CPU functions", 1),
+            ("aten::zeros", 0, 1, "CPU functions", 1),
+            ("aten::addmm", 1, 5, "CPU functions", 1),
+            ("aten::nll_loss", 6, 9, "CPU functions", 1),
+            ("NllLossBackward", 10, 12, "CPU functions", 2),
+            ("AddmmBackward", 13, 16, "CPU functions", 2),
+            ("aten::addmm", 14, 15, "CPU functions", 2),
             ("Optimizer.step#SGD.step", 20, 30, "CPU functions", 1),
             ("gemm", 5, 12, "CUDA functions", 0),
         ]
@@ -166,6 +171,12 @@ def test_import__reads_traces_of_the_legacy_profiler(tmp_path: Path) -> None:
     file = tmp_path / "legacy.json"
     file.write_text(json.dumps(events))
     trace = import_trace([file], tmp_path / "t.ebb")
-    assert trace.phases(0)["phase"].tolist() == ["update"] * 4
+    phases = trace.phases(0)
+    assert phases["phase"].tolist() == ["forward", "backward", "update"] * 4
+    # An op before the backward whose name is that of a node is of the forward.
+    starts = ((phases["start_ns"] - phases["start_ns"].min()) // 1000 + 1).tolist()
+    lengths = ((phases["end_ns"] - phases["start_ns"]) // 1000).tolist()
+    assert starts[:3] == [1, 10, 20]
+    assert lengths[:3] == [8, 6, 10]
     assert trace.kernels(0)["name"].tolist() == ["gemm"] * 4
     assert set(trace.kernels(0)["device"]) == {"cuda:0"}
