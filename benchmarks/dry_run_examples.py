@@ -42,6 +42,8 @@ RAN, NO_GPU, REFUSED, FAILED, TIME = "ran", "no GPU", "refused", "failed", "time
 # The last line of a traceback.
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Exit)\b.*:")
 
+# Absolute paths, which name folders of this machine; not those of URLs.
+_PATH = re.compile(r"(?<![\w:/.~])/(?:[^\s/'\"():,]+/)+([^\s/'\"():,]*)")
 _LOCK = Lock()
 
 
@@ -193,7 +195,7 @@ def _environment(python: Path, home: Path) -> dict[str, str]:
 
 
 def _result(status: int | None, seconds: float, trace: Path, text: str) -> Result:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [_without_paths(line) for line in text.splitlines() if line.strip()]
     last = lines[-1][:300] if lines else ""
     if status is None:
         return Result(TIME, seconds, message=last)
@@ -215,6 +217,11 @@ def _result(status: int | None, seconds: float, trace: Path, text: str) -> Resul
         summary.iterations,
         summary.iteration_ms,
     )
+
+
+def _without_paths(line: str) -> str:
+    """Return a line of a log with the last part of absolute paths alone."""
+    return _PATH.sub(r"\1", line.strip())
 
 
 def write_page(page: Path, libraries: dict[str, Any], scripts: list[Script]) -> None:

@@ -1,6 +1,5 @@
-"""The seams of the core.
-
-They are every registry that features plug into, and how they are found.
+"""The seams of the core: every registry that features plug into, and how features are
+loaded.
 
 A feature is a package in `ebbtide.features`, or one of another distribution, which
 names it in the entry-point group `ebbtide.features`. Its `__init__` has a `FEATURE` and
@@ -167,11 +166,10 @@ def _own_folders() -> list[str]:
 
 
 def plugs(seam: str) -> dict[str, Plug]:
-    """Return what features plug into a seam, by its key.
+    """Return what features plug into a seam by its key, in the order of features and
+    lines.
 
-    It is in the order of features and lines. Raises UserError where two have the same
-    key.
-    """
+    Raises UserError where two have the same key."""
     plugged: dict[str, Plug] = {}
     for package, feature in (("ebbtide", _CORE), *features().items()):
         for key, target in feature.seams.get(seam, {}).items():

@@ -89,12 +89,10 @@ def has_own_masters(metrics: JobMetrics) -> bool:
 
 
 def state_bytes(entry: RankInfo, own_masters: bool = False) -> float:
-    """Return the bytes of state per parameter.
+    """Return the bytes of state per parameter: an fp32 master weight, unless parameters
+    are their own masters, and as many fp32 moments as were recorded, or two.
 
-    They are an fp32 master weight, unless parameters are their own masters, and as many
-    fp32 moments as were recorded, or two. The state of ebbtide's optimizers is recorded
-    with their masters.
-    """
+    The state of ebbtide's optimizers is recorded with their masters."""
     sizes = [
         (optimizer.params, _state_bytes(optimizer, own_masters))
         for optimizer in entry.optimizers
@@ -193,10 +191,8 @@ def recorded_free_memory(
 
 @once_per_trace
 def _least_of_ranks(trace: Trace, pool: str | None) -> list[FreeStep]:
-    """Return the least free memory of all ranks by phase and position.
-
-    It is empty where it is not known.
-    """
+    """Return the least free memory of all ranks by phase and position; empty where it
+    is not known."""
     by_rank = [
         steps for rank in trace.ranks if (steps := free_steps(trace, rank, pool))
     ]

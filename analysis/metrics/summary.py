@@ -56,10 +56,7 @@ from ebbtide.units import NOT_KNOWN, ms_text
 
 @dataclass(frozen=True)
 class Totals:
-    """Figures of a whole trace, its warm-up included.
-
-    They are None if not recorded.
-    """
+    """Figures of a whole trace, its warm-up included; None if not recorded."""
 
     span_ms: float | None  # From its first to its last record.
     # Bytes moved to the device, summed over ranks, from copies or else from sampled
@@ -154,10 +151,8 @@ class PhaseSummary:
 
 @dataclass(frozen=True)
 class TransferSummary:
-    """All copies of one direction in the trace, on all ranks.
-
-    It is None where copies were not recorded.
-    """
+    """All copies of one direction in the trace, on all ranks; None where copies were
+    not recorded."""
 
     count: int | None  # Number of copies.
     bytes: int | None  # Bytes of all copies; None if no copy has a size.
@@ -230,10 +225,8 @@ class Summary(TabularResult, table="phases"):
 
     @property
     def longest_phase(self) -> PhaseSummary | None:
-        """The phase with the largest share of an iteration.
-
-        It is None where shares are not known.
-        """
+        """The phase with the largest share of an iteration; None where shares are not
+        known."""
         shared = [phase for phase in self.phases if phase.share is not None]
         return max(shared, key=lambda phase: phase.share or 0.0, default=None)
 

@@ -1,7 +1,5 @@
-"""Collects the content of the page, and renders it as one HTML file.
-
-It has everything in it: styles, scripts, data, and Bokeh.
-"""
+"""Collects the content of the page, and renders it as one HTML file with its styles,
+scripts, data, and Bokeh."""
 
 import base64
 import hashlib
@@ -160,10 +158,8 @@ _SCRIPTS = ("tables.js", "readout.js", "controls.js", "timeline.js")
 
 
 class ContentsEntry(NamedTuple):
-    """A line of the table of contents.
-
-    It has anchor and title of a section, and whether each rank has its own.
-    """
+    """A line of the table of contents: anchor and title of a section, and whether each
+    rank has its own."""
 
     anchor: str  # Of a section of ranks without its end, `-RANK`.
     title: str

@@ -62,10 +62,8 @@ def _left_out(findings: Findings) -> View:
 
 
 def _other_rules(findings: Findings) -> View:
-    """Yield the questions without an answer, and the rules without a finding.
-
-    These rules found nothing or do not apply.
-    """
+    """Yield the questions without an answer, and the rules that report nothing or do
+    not apply."""
     if findings.unknown:
         yield "This trace cannot answer:"
         for unknown in findings.unknown:

@@ -9,6 +9,7 @@ from ebbtide.analysis.metrics.devices import pool_peaks
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import prediction_line
 from ebbtide.analysis.tables.table import Misfit, View
+from ebbtide.machines.machine import SHARED_MEMORY
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import NOT_KNOWN, bytes_text, bytes_unit, ms_text
 
@@ -29,6 +30,8 @@ def prediction_view(trace: Trace) -> View:
     yield f"{trace.path}: {prediction_line(trace)}"
     memory = _memory_line(metrics)
     yield Misfit(memory) if BARELY in memory or MISFIT in memory else memory
+    if shared := (trace.meta.machine or {}).get("shared_memory"):
+        yield f"        GPU and CPU {SHARED_MEMORY}: {shared}"
     if (range_line := _reserved_range_line(metrics)) is not None:
         yield range_line
     if (bound_line := _bound_line(metrics)) is not None:
@@ -61,10 +64,8 @@ def largest_rank(metrics: JobMetrics) -> int:
 
 
 def _memory_line(metrics: JobMetrics) -> str:
-    """Return the peak of reserved memory.
-
-    It says whether the peak fits where the capacity is known.
-    """
+    """Return the peak of reserved memory, and whether it fits where the capacity is
+    known."""
     reserved, capacity = metrics.pool_peak("reserved") or 0, metrics.capacity_bytes
     status = metrics.trace.meta.exit.code
     scale, unit = bytes_unit(capacity or reserved)
@@ -92,10 +93,8 @@ def _memory_line(metrics: JobMetrics) -> str:
 
 
 def verdict(metrics: JobMetrics) -> str | None:
-    """Return whether the job fits the memory of its device; None: not known.
-
-    This is after torch has given back what it can.
-    """
+    """Return whether the job fits the memory of its device after torch has given back
+    what it can; None: not known."""
     spare, capacity = _spare_bytes(metrics), metrics.capacity_bytes
     if spare is None or capacity is None:
         return None
@@ -156,10 +155,8 @@ def _bound_line(metrics: JobMetrics) -> str | None:
 
 
 def _host_lines(metrics: JobMetrics) -> Iterator[str]:
-    """Yield a line for each limit of host memory that a rank passes.
-
-    It may pass it while it loads, shards or trains.
-    """
+    """Yield a line for each limit of host memory that a rank passes while it loads,
+    shards or trains."""
     prediction = metrics.trace.meta.prediction
     for kind, (used, limit) in (
         prediction.host_bytes.items() if prediction is not None else ()

@@ -1,8 +1,5 @@
-"""The tables of a summary.
-
-They are phases, memory, copies, storage, state of the GPUs, and figures of a whole
-trace.
-"""
+"""The tables of a summary: phases, memory, copies, storage, state of the GPUs, and
+figures of a whole trace."""
 
 from collections.abc import Iterator, Sequence
 from operator import itemgetter

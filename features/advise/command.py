@@ -15,8 +15,11 @@ from ebbtide.cli.printing import echo, echo_line, progress_bar
 from ebbtide.machines.machine import MAX_RANKS
 
 if TYPE_CHECKING:
+    from ebbtide.features.advise.block_swap import BlockSwap
+    from ebbtide.features.advise.machine_plan import MachinePlan
     from ebbtide.interleave.model.workload import Workload
     from ebbtide.machines.machine import Machine
+    from ebbtide.profiler.trace import Trace
 
 # The heading of options for the shape of a model.
 SHAPE = "Model (only with --params)"
@@ -318,13 +321,21 @@ def plan(
         whole = plan_whole_job(layered, job.tokens, shared) if layered else None
         is_named = bool(machines) or len(plans) == 1
         answer = machine_plan.JobPlans(
-            job, plans, by, is_named, whole, tuple(targets[0].machine.limits(shared))
+            job,
+            plans,
+            by,
+            is_named,
+            whole,
+            tuple(targets[0].machine.limits(shared)),
+            _block_swap(plans[0], layered, recording if is_one_trace else None),
         )
         save_plans(answer, picture, plot)
     if as_json:
         echo(json.dumps(answer.as_json()))
     elif code is not None:
-        print_code(plans[machines.index(code) if len(plans) > 1 else 0])
+        print_code(
+            plans[machines.index(code) if len(plans) > 1 else 0], answer.block_swap
+        )
     else:
         print_plans(answer, explain)
         if card is not None and recording is not None:
@@ -333,6 +344,20 @@ def plan(
     if save_workload is not None and not as_json:
         source = (machines or [card or targets[0].machine.name])[0]
         _print_replay(save_workload, source, host, shared)
+
+
+def _block_swap(
+    plan: MachinePlan, layered: Workload | None, trace: Trace | None
+) -> BlockSwap | None:
+    """Return the frozen layers to swap where the job of a trace does not fit."""
+    from ebbtide.features.advise.block_swap import plan_block_swap
+    from ebbtide.features.advise.whole_job import layers_of_job
+
+    own = plan.placed
+    if trace is None or plan.fits or not own.job.facts.has_adapters:
+        return None
+    layered = layered or layers_of_job(own.job, trace, own.machine)
+    return plan_block_swap(layered, own.shared, own.recorded)
 
 
 def _sources(

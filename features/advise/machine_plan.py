@@ -11,6 +11,7 @@ import numpy as np
 
 from ebbtide.analysis.metrics.advice import Advice
 from ebbtide.features.advise.advice import policy_advice
+from ebbtide.features.advise.block_swap import BlockSwap
 from ebbtide.features.advise.changes import (
     changed,
     least_settings,
@@ -507,6 +508,8 @@ class JobPlans:
     # The plan of layers and state on the first machine; None: layers are not known.
     whole: WholeJobPlan | None = None
     limits: Sequence[str] = ()  # Limits of rates of the first machine, in words.
+    # The frozen layers to swap there; None: it fits, or no layers are frozen.
+    block_swap: BlockSwap | None = None
 
     @cached_property
     def smallest(self) -> Machine | None:
@@ -516,7 +519,8 @@ class JobPlans:
     @property
     def remarks(self) -> list[str]:
         """Remarks on the first machine."""
-        texts = [] if self.whole is None else [self.whole.text]
+        parts = (self.block_swap, self.whole)
+        texts = [part.text for part in parts if part is not None]
         return [*texts, *(f"note: {limit}" for limit in self.limits)]
 
     def as_json(self) -> dict[str, Any]:
@@ -525,6 +529,7 @@ class JobPlans:
             "job": self.job.as_json(),
             "plans": [plan.as_json() for plan in self.plans],
             "smallest_machine": self.smallest and self.smallest.name,
+            "block_swap": self.block_swap and self.block_swap.as_json(),
             "whole_job": [] if self.whole is None else [self.whole.as_json()],
         }
 

@@ -12,7 +12,7 @@ from ebbtide.features.advise.ranges import Range
 from ebbtide.interleave.replay.inputs import NETWORK_NOTE
 from ebbtide.interleave.replay.tables import FITS_TEXTS
 from ebbtide.machines.accuracy import DATA_SHEETS
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import SHARED_MEMORY, Machine
 from ebbtide.units import NO_VALUE, count_text, counted
 
 # From this share on host memory decides what fits.
@@ -30,6 +30,8 @@ def plan_view(answer: JobPlans, max_plans: int | None = None) -> View:
     remarks = [*answer.remarks]
     if any(NETWORK_NOTE in plan.notes for plan in plans[:max_plans]):
         remarks.append(NETWORK_NOTE)
+    if len(plans) == 1:
+        remarks += [note for note in plans[0].notes if SHARED_MEMORY in note]
     remarks += [*_smallest_machine(plans, answer.smallest), _job_text(job)]
     remarks += [f"note: {note}" for note in job.notes]
     yield from (f"  {remark}" for remark in remarks)

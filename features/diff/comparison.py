@@ -81,10 +81,8 @@ class TimeChange(Change):
 
     @property
     def is_uncertain(self) -> bool:
-        """Whether there is a difference whose size is uncertain.
-
-        It is within the spread of the medians then.
-        """
+        """Whether there is a difference within the spread of the medians, whose size is
+        uncertain."""
         return bool(self.is_distinguishable) and not self.beyond_spread
 
     def as_json(self) -> dict[str, Any]:
@@ -160,12 +158,10 @@ class Diff:
 
 
 def compare(a: Trace | ComparedRun, b: Trace | ComparedRun) -> Diff:
-    """Compare two runs by the figures of their summaries.
+    """Compare two runs by their summaries: medians over the steady iterations, times of
+    the slowest rank, peaks of the rank with the largest.
 
-    They are medians over the steady iterations, times of the slowest rank, and peaks of
-    the rank with the largest. Settings that only one of the runs states are not
-    compared.
-    """
+    Settings that only one of the runs states are not compared."""
     first, second = (
         run_of_trace(run) if isinstance(run, Trace) else run for run in (a, b)
     )

@@ -187,10 +187,9 @@ _LIMIT_COLUMNS = (
 def headline(diff: Diff) -> str:
     """Return the largest change in one sentence.
 
-    It is the iteration, else the largest of the times, that can be told apart from
+    This is the iteration, else the largest of the times, that can be told apart from
     noise; else the largest of the sizes, as a share of the peak or of all bytes copied
-    in that direction.
-    """
+    in that direction."""
     iteration, *phases = diff.median_ms
     if iteration.is_distinguishable:
         return _sentence("an iteration takes", iteration, ms_text).replace(

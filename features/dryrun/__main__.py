@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Set
 from typing import IO, NoReturn
 
@@ -105,12 +106,18 @@ def _be_job(arguments: list[str], dump: IO[bytes], mask: Set[int]) -> NoReturn:
     faulthandler.enable(dump, all_threads=False)
     signal.signal(signal.SIGTERM, end)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    status = main(arguments)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Without the end of the interpreter: what is left of the faked device may be used
-    # while modules are torn down.
-    os._exit(status)
+    status = 1
+    try:
+        status = main(arguments)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Without the end of the interpreter: what is left of the faked device may be
+        # used while modules are torn down. Nor may an exception go on in the code of
+        # the process that waits.
+        os._exit(status)
 
 
 sys.exit(run_apart(sys.argv[1:]))

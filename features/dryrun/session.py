@@ -28,7 +28,7 @@ from ebbtide.features.dryrun.peers import Peers
 from ebbtide.features.dryrun.record import RunRecord
 from ebbtide.features.dryrun.sink import Sink
 from ebbtide.machines.catalog import MachineArgument, find_machine
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import Machine, unified_memory_text
 from ebbtide.profiler.agent.inventory import list_blocks
 from ebbtide.profiler.agent.job_info import (
     describe_framework,
@@ -232,6 +232,8 @@ class DryRun:
             "verdict keeps free), and buffers of NCCL where there are several ranks "
             "(0.2 GB and more)"
         )
+        if self.machine is not None and self.machine.unified_memory:
+            notes.append(unified_memory_text(self.machine) or "")
         notes += self.memory.allocator.notes()
         if failures := self.memory.failures:
             notes.append(

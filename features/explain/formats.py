@@ -17,6 +17,10 @@ MEAN_STEP_S = "mean_step_s"  # Of a whole run.
 TFLOPS, MFU, SHARE = "tflops", "mfu", "memory_share"
 ALLOCATED, ACTIVE, RESERVED = "allocated_bytes", "active_bytes", "reserved_bytes"
 HOST, FREE, RETRIES = "host_bytes", "free_bytes", "retries"
+SKIPPED, HOST_SHARE = "skipped", "host_share"
+IGNORED = ""  # Figures that another key of the line has better.
+# Sizes without a unit are GiB, MiB or bytes, by what a device can have.
+BY_SIZE = 0.0
 # Followed by the name that the program has for a part of a step; in s.
 PART = "part:"
 
@@ -29,12 +33,13 @@ class Key:
         pattern: Matches the whole key; a group is the name of a part.
         column: The column of its figures.
         scale: What a figure is multiplied with to be in the column's unit, where the
-            line itself has no unit.
+            line itself has no unit; None: the program prints the unit, and without it
+            the key is of another one; `BY_SIZE`: see there.
     """
 
     pattern: re.Pattern[str]
     column: str
-    scale: float
+    scale: float | None
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Program:
         return None
 
 
-def _program(name: str, source: str, *keys: tuple[str, str, float]) -> Program:
+def _program(name: str, source: str, *keys: tuple[str, str, float | None]) -> Program:
     compiled = [
         Key(re.compile(pattern), column, scale) for pattern, column, scale in keys
     ]
@@ -64,7 +69,7 @@ PROGRAMS = (
     _program(
         "torchtitan 0.2",
         "components/metrics.py",
-        ("memory", RESERVED, GIB),
+        ("memory", RESERVED, None),
         ("tps", TOKENS, 1),
         ("tflops", TFLOPS, 1),
         ("mfu", MFU, 0.01),
@@ -74,6 +79,10 @@ PROGRAMS = (
         "training/training.py",
         (r"elapsed time per iteration \(ms\)", STEP_S, 1e-3),
         (r"throughput per GPU \(TFLOP/s/GPU\)", TFLOPS, 1),
+        ("max allocated", ALLOCATED, MIB),
+        ("max reserved", RESERVED, MIB),
+        ("allocated|reserved", IGNORED, 1),
+        ("number of skipped iterations", SKIPPED, 1),
         ("mem-allocated-bytes", ALLOCATED, 1),
         ("mem-reserved-bytes", RESERVED, 1),
     ),
@@ -100,6 +109,7 @@ PROGRAMS = (
         (r"memory/max_(mem_)?active ?\([Gg]i[Bb]\)", ACTIVE, GIB),
         (r"memory/max_(mem_)?allocated ?\([Gg]i[Bb]\)", ALLOCATED, GIB),
         (r"memory/device_(mem_)?reserved ?\([Gg]i[Bb]\)", RESERVED, GIB),
+        ("(GPU|cuda) memory usage (baseline|after .{1,40})", ALLOCATED, GIB),
         ("tokens_per_second_per_gpu|tokens/train_per_sec_per_gpu", TOKENS, 1),
     ),
     _program(
@@ -129,7 +139,7 @@ PROGRAMS = (
     _program(
         "nanoGPT",
         "train.py",
-        ("time|dt", STEP_S, 1e-3),
+        ("time|dt", STEP_S, None),
         ("mfu", MFU, 0.01),
         ("tok/sec", TOKENS, 1),
     ),
@@ -175,6 +185,29 @@ PROGRAMS = (
         ("data", f"{PART}data", 1),
         ("max mem", ALLOCATED, MIB),
     ),
+    _program(
+        "mmengine 0.10",
+        "hooks/logger_hook.py",
+        ("time", STEP_S, 1),
+        ("data_time", f"{PART}data", 1),
+        ("memory", ALLOCATED, MIB),
+    ),
+    _program(
+        "Liger-Kernel 0.5",
+        "examples/huggingface/callback.py",
+        ("step_peak_memory_allocated_MB", ALLOCATED, MIB),
+        ("step_peak_memory_reserved_MB", RESERVED, MIB),
+        ("step_tokens_per_second", TOKENS, 1),
+    ),
+    _program(
+        "nanotron 0.4",
+        "trainer.py",
+        ("elapsed_time_per_iteration_ms", STEP_S, 1e-3),
+        ("tokens_per_sec_per_gpu", TOKENS, 1),
+        ("model_tflops_per_gpu", TFLOPS, 1),
+        ("cuda_memory_allocated", ALLOCATED, None),
+        ("cuda_max_memory_reserved", RESERVED, None),
+    ),
     _program("timm 1.0", "train.py", ("Time", STEP_S, 1), ("Data", f"{PART}data", 1)),
 )
 # Names that programs of one's own print.
@@ -186,9 +219,15 @@ OTHERS = _program(
     (r"(?i)(s|sec|seconds)[/_](it|iter|step)", STEP_S, 1),
     (r"(?i)(it|iter|steps)[/_](s|sec|second)", STEP_S, -1),
     (r"(?i)tok(en)?s?[/_](s|sec|second)", TOKENS, 1),
-    (r"(?i)(max_?|peak_?)?(mem(ory)?_?)?alloc(ated)?(_?gi?b)?", ALLOCATED, GIB),
-    (r"(?i)(max_?|peak_?)?(mem(ory)?_?)?reserved(_?gi?b)?", RESERVED, GIB),
-    (r"(?i)(cpu|host)_?(mem(ory)?|rss)(_?gi?b)?|rss(_?gi?b)?", HOST, GIB),
+    (r"(?i)(max[_ ]?|peak[_ ]?)?(mem(ory)?_?)?alloc(ated)?", ALLOCATED, BY_SIZE),
+    (r"(?i)(max[_ ]?|peak[_ ]?)?(mem(ory)?_?)?reserved", RESERVED, BY_SIZE),
+    (r"(?i)(cpu|host)[_ ]?(mem(ory)?|rss)|rss", HOST, BY_SIZE),
+    (r"(?i)(max_?|peak_?)?(mem(ory)?_?)?alloc(ated)?[_ (]*gi?b\)?", ALLOCATED, GIB),
+    (r"(?i)(max_?|peak_?)?(mem(ory)?_?)?reserved[_ (]*gi?b\)?", RESERVED, GIB),
+    (r"(?i)((cpu|host)_?(mem(ory)?_?)?|rss)[_ (]*gi?b\)?", HOST, GIB),
+    (r"(?i)(max_?|peak_?)?(mem(ory)?_?)?alloc(ated)?[_ (]*mi?b\)?", ALLOCATED, MIB),
+    (r"(?i)(max_?|peak_?)?(mem(ory)?_?)?reserved[_ (]*mi?b\)?", RESERVED, MIB),
+    (r"(?i)((cpu|host)_?)?rss[_ (]*mi?b\)?", HOST, MIB),
 )
 # Units behind a figure, and what they mean: of a time in s, of a size in bytes.
 UNITS = {
@@ -208,7 +247,11 @@ UNITS = {
     "tb": 1024 * GIB,
     "tib": 1024 * GIB,
     "%": 0.01,
+    "k": 1e3,
+    "m": 1e6,
+    "g": 1e9,
 }
+_SIZES_OF_DEVICES = ((300, GIB), (3e5, MIB), (3e8, 0), (3e12, 1))
 _COUNTS = (TOKENS, SAMPLES, TFLOPS)
 _SIZES = (ALLOCATED, ACTIVE, RESERVED, HOST, FREE)
 
@@ -217,13 +260,14 @@ def program_of(keys: Sequence[str]) -> Program:
     """Return the program that has most of some keys; `OTHERS` if none has any."""
 
     def count(program: Program) -> int:
-        return sum(program.key(key) is not None for key in keys)
+        entries = [program.key(key) for key in keys]
+        return sum(entry is not None and entry.column != IGNORED for entry in entries)
 
     best = max(PROGRAMS, key=count)
     return best if count(best) else OTHERS
 
 
-def column_of(program: Program, key: str) -> tuple[str, float] | None:
+def column_of(program: Program, key: str) -> tuple[str, float | None] | None:
     """Return the column of a key and the scale of its figures; None for a key that
     means nothing here."""
     entry = program.key(key) or OTHERS.key(key)
@@ -234,21 +278,28 @@ def column_of(program: Program, key: str) -> tuple[str, float] | None:
     return entry.column + part, entry.scale
 
 
-def scaled(column: str, number: float, unit: str, scale: float) -> float | None:
+def scaled(column: str, number: float, unit: str, scale: float | None) -> float | None:
     """Return a figure in the unit of its column; None where the unit does not fit.
 
     A negative scale is a rate of steps, whose inverse is the time of one.
     """
-    if column in _COUNTS:
-        return number * scale
     unit_scale = UNITS.get(unit.lower())
+    if column in _COUNTS:
+        return number * (scale or 1) * (1 if unit_scale is None else unit_scale)
     is_time = column in (STEP_S, MEAN_STEP_S) or column.startswith(PART)
     is_size = column in _SIZES
     if unit and unit_scale is None:
         return None
-    if scale < 0:
+    if scale is not None and scale < 0:
         return 1 / number if number > 0 else None
     if unit_scale is None:
-        return number * scale
-    fits = (is_time and unit_scale <= 60) or (is_size and unit_scale >= 1024)
+        return _without_unit(number, scale)
+    fits = (is_time and unit_scale <= 60) or (is_size and unit_scale >= 1000)
     return number * unit_scale if fits or column == MFU else None
+
+
+def _without_unit(number: float, scale: float | None) -> float | None:
+    if scale == BY_SIZE:
+        scales = (of_device for top, of_device in _SIZES_OF_DEVICES if number < top)
+        scale = next(scales, 0) or None
+    return None if scale is None else number * scale

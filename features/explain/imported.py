@@ -8,6 +8,7 @@ from typing import Any
 
 from ebbtide.analysis.findings import Findings, find
 from ebbtide.errors import UserError
+from ebbtide.features.explain.formats import STEP_S
 from ebbtide.features.explain.pasted import STDIN, PastedText
 from ebbtide.features.explain.readers.step_logs import StepLog
 from ebbtide.features.explain.record import Place, Record
@@ -52,10 +53,8 @@ class ImportedTrace(Record):
 def imported_traces(
     path: Path, text: PastedText, output: Path | None
 ) -> Iterator[ImportedTrace]:
-    """Yield the trace that a text is, if an importer recognizes it.
-
-    It is kept where `output` names a place.
-    """
+    """Yield the trace of a text if an importer recognizes it; it is kept where `output`
+    names a place."""
     with tempfile.TemporaryDirectory(prefix="ebbtide-explain-") as name:
         folder = Path(name)
         cleaned = folder / "text.log"
@@ -94,6 +93,10 @@ def without_repeats(
     """Yield the records without the steps that a trace has, too."""
     names = {trace.place.text_name for trace in imported}
     for record in records:
-        is_log = isinstance(record, StepLog) and record.program in _IMPORTED_PROGRAMS
+        is_log = (
+            isinstance(record, StepLog)
+            and record.program in _IMPORTED_PROGRAMS
+            and STEP_S in record.steps
+        )
         if not (is_log and record.place.text_name in names):
             yield record

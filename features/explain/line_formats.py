@@ -7,7 +7,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from ebbtide.features.explain.pasted import PastedLine, PastedText
+from ebbtide.features.explain.pasted import PastedLine, PastedText, unbroken
 
 # An entry of a file, and its expression compiled.
 LineFormat = tuple[dict[str, str], re.Pattern[str]]
@@ -34,8 +34,19 @@ def matching_lines(
     """Yield the lines of a text that have a format of a file, with its entry."""
     formats = line_formats(name)
     for line in text.lines:
-        lowered = line.text.lower()
-        for entry, pattern in formats:
-            if entry["has"] in lowered:
-                for match in pattern.finditer(line.text):
-                    yield entry, match, line
+        whole = unbroken(line.text)
+        matches = list(_matches(line.text, formats))
+        if not matches and whole != line.text:
+            matches = list(_matches(whole, formats))
+        for entry, match in matches:
+            yield entry, match, line
+
+
+def _matches(
+    text: str, formats: tuple[LineFormat, ...]
+) -> Iterator[tuple[dict[str, str], re.Match[str]]]:
+    lowered = text.lower()
+    for entry, pattern in formats:
+        if entry["has"] in lowered:
+            for match in pattern.finditer(text):
+                yield entry, match

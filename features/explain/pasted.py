@@ -26,6 +26,8 @@ _QUOTES = re.compile(r"^(?:[ \t]{0,3}>[ \t]?)+")
 # Patterns of blanks take time in the square of their number.
 _MAX_BLANKS = 100
 _MANY_BLANKS = re.compile(rf"[ \t]{{{_MAX_BLANKS},}}")
+# Where the end of a line of a terminal was, a copy may have the blanks to its right.
+_BREAK = re.compile(r"(?<=\S) {20,}(?=\S)")
 _BLANKS = re.compile(r"[\u00a0\u2000-\u200a\u202f\u3000]")
 _INVISIBLE = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\ufeff]"
@@ -112,3 +114,8 @@ def _clean(line: str) -> str:
         line = _INVISIBLE.sub("", line)
     line = _MANY_BLANKS.sub(" " * _MAX_BLANKS, line.rstrip())
     return _QUOTES.sub("", line)
+
+
+def unbroken(text: str) -> str:
+    """Return a line without the blanks by which a terminal has broken its words."""
+    return _BREAK.sub("", text)

@@ -111,10 +111,8 @@ def workload_of(trace: Trace) -> Workload:
 
 
 def _busy_share(metrics: JobMetrics, direction: str) -> float:
-    """Return the share of the link that the job itself uses.
-
-    It is its use in the forward, where no optimizer state moves.
-    """
+    """Return the share of the link that the job itself uses in the forward, where no
+    optimizer state moves."""
     use = metrics.phase_link(FORWARD, direction)
     share = use.share_of_peak if use is not None else None
     return min(max(share or 0.0, 0.0), _MAX_BUSY_SHARE)

@@ -277,10 +277,8 @@ class Spool:
         self.full = False
 
     def put_header(self, rank: int, world_size: int, local_rank: int) -> None:
-        """Append the first record.
-
-        It has the recorded process, and both clocks read at the same moment.
-        """
+        """Append the first record: the recorded process, and both clocks read at the
+        same moment."""
         magic = int.from_bytes(MAGIC, "little")
         wall_ns, monotonic_ns = time.time_ns(), time.monotonic_ns()
         self.put(
@@ -379,12 +377,10 @@ class Spool:
         )
 
     def flush(self, timeout_s: float = -1) -> None:
-        """Write the pending records.
+        """Write the pending records, unless another flush takes longer than `timeout_s`
+        (negative: wait for its end).
 
-        They are not written if another flush takes longer than `timeout_s` (negative:
-        wait for its end). Never raises: if a write fails, the spool is closed and the
-        job goes on.
-        """
+        Never raises: if a write fails, the spool is closed and the job goes on."""
         if not self._lock.acquire(True, timeout_s):
             return
         try:

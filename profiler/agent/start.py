@@ -18,10 +18,8 @@ _recorder: Any = None
 
 
 def from_environment() -> None:
-    """Record this process if the environment asks for it.
-
-    This happens once the process imports torch, if ever. Never raises.
-    """
+    """Record this process if the environment asks for it, once it imports torch, if
+    ever. Never raises."""
     directory, errors = os.environ.get(SPOOL_DIRECTORY), os.environ.get(OUT_OF_MEMORY)
     if (
         not (directory or errors)

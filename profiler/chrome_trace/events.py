@@ -152,11 +152,9 @@ def _value_end(data: bytes, begin: int) -> int | None:
 
 
 def repair_json(text: bytes) -> bytes:
-    """Turn nearly valid JSON into valid JSON.
-
-    It repairs bytes that are not UTF-8, NaN and infinities, single backslashes and bare
-    control characters, which strings may lose.
-    """
+    """Turn nearly valid JSON into valid JSON: bytes that are not UTF-8, NaN and
+    infinities, single backslashes and bare control characters, which strings may
+    lose."""
     repaired = _CONTROL.sub(" ", text.decode("utf-8", "replace"))
     repaired = _ESCAPE.sub(lambda escape: escape[0] if escape[1] else r"\\", repaired)
     return _NO_NUMBER.sub("null", repaired).encode()

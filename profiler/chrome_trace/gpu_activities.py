@@ -1,7 +1,5 @@
-"""Collects the GPU activities of a Chrome trace and the calls that launched them.
-
-They become columns of the trace's tables.
-"""
+"""Collects the GPU activities of a Chrome trace and the calls that launched them as
+columns of the trace's tables."""
 
 from __future__ import annotations
 
@@ -127,11 +125,11 @@ def labels(
 
 
 def process_group(args: Args) -> str | None:
-    """Return a label of the process group of a collective.
+    """Return a label of the process group of a collective: the group's name, then its
+    ranks, such as `3 [0, 1]`.
 
-    It is the group's name, then its ranks, such as `3 [0, 1]`. Return None where the
-    kernel states no group (torch before 2.4, ROCm), and for a call between two ranks.
-    """
+    None where the kernel states no group (torch before 2.4, ROCm), and for a call
+    between two ranks."""
     if args.group_name is None or str(args.collective).lower() in _POINT_TO_POINT:
         return None
     return (

@@ -189,10 +189,8 @@ def _no_iterations(trace: Trace) -> str | None:
 
 
 def _out_of_memory(trace: Trace) -> str | None:
-    """Return the line on ranks that ran out of memory.
-
-    It has the command that explains this.
-    """
+    """Return the line on ranks that ran out of memory, with the command that explains
+    this."""
     ranks = [rank for rank in trace.ranks if trace.rank(rank).out_of_memory]
     if not ranks:
         return None
@@ -219,10 +217,8 @@ def explain_empty_recording(
     first_iteration: int = 0,
     job_failed: bool = False,
 ) -> str:
-    """Return why no process recorded itself.
-
-    It is read from the marker files that the agent writes as it starts.
-    """
+    """Return why no process recorded itself, from the marker files that the agent
+    writes as it starts."""
     if any(spools.glob("nested-*")):
         return "the job is recorded by another `ebbtide profile` inside this command"
     failed = sorted(spools.glob("failed-*"))

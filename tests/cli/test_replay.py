@@ -315,12 +315,12 @@ BAD = [
     (
         "--workload w.json",
         "there is no machine: name one with --machine, a file (`ebbtide calibrate` "
-        "writes it) or one of",
+        "writes it) or the name of one",
     ),
     ("run.ebb", "there is no machine"),
     (
         "--workload w.json --machine nosuch",
-        "there is no machine 'nosuch': name a file, or one of a10, a100",
+        "there is no machine 'nosuch': write the name of one that `ebbtide",
     ),
     ("--workload w.json --host ddr5-2ch", "name the machine, too"),
     (

@@ -55,11 +55,9 @@ FORWARD, BACKWARD, STEP, MODEL, LIBRARY = _PARTS = (
 
 
 def part_of_step(stack: str) -> str:
-    """Return the part of the step in which a stack was taken.
-
-    It is BACKWARD, STEP (of an optimizer), MODEL (its construction), LIBRARY (which
-    allocates for itself), else FORWARD.
-    """
+    """Return the part of the step in which a stack was taken: BACKWARD, STEP (of an
+    optimizer), MODEL (its construction), LIBRARY (which allocates for itself), else
+    FORWARD."""
     if stack.endswith(WORKSPACE):
         return LIBRARY
     if stack.startswith(ENGINE):
@@ -91,12 +89,11 @@ def in_loss(stack: str) -> bool:
 
 
 def call_site(stack: str) -> str:
-    """Return the innermost frame of a stack that is neither of torch nor of Python.
+    """Return the innermost frame of a stack that is neither of torch nor of Python, as
+    `function (file:line)`.
 
-    It is written as `function (file:line)`. Without such a frame, return the innermost
-    one; in the backward without Python frames, the node, as in `backward of
-    MulBackward0`.
-    """
+    Without such a frame, return the innermost one; in the backward without Python
+    frames, the node, as in `backward of MulBackward0`."""
     lines = stack.splitlines()
     if lines[-1] == WORKSPACE:
         return WORKSPACE
@@ -236,10 +233,8 @@ def _replaced_parameters(
 def _parts(
     trace: Trace, rank: int, starts: Ints, stack: pd.Categorical
 ) -> pd.Categorical:
-    """Return the part of the step in which each block was allocated.
-
-    It is missing where that is not known.
-    """
+    """Return the part of the step in which each block was allocated; missing where it
+    is not known."""
     part = pd.Categorical(
         [*map(part_of_step, stack.categories), None], categories=_PARTS
     )[stack.codes]
@@ -274,10 +269,8 @@ def _parts(
 def _optimizer_steps(
     trace: Trace, rank: int, part: pd.Categorical, starts: Ints
 ) -> tuple[Ints, Ints]:
-    """Return starts and ends of optimizer steps.
-
-    They are from phases, else from annotations, else from the stacks.
-    """
+    """Return starts and ends of optimizer steps, from phases, else from annotations,
+    else from the stacks."""
     phases = trace.phases(rank)
     updates = phases[phases["phase"] == "update"]
     if updates.empty:
@@ -306,10 +299,8 @@ def _backward_starts(
 
 
 def _next(times: Ints, moments: Ints) -> Ints:
-    """Return the first of `times` after each moment.
-
-    It is just before the end of time where there is none.
-    """
+    """Return the first of `times` after each moment; just before the end of time where
+    there is none."""
     following: Ints = np.append(times, _NEVER - 1)[
         np.searchsorted(times, moments, side="right")
     ]

@@ -69,10 +69,8 @@ class GpuRates:
         self._network_bytes_per_s = box.network_bytes_per_s if box is not None else None
 
     def kernel_ns(self, work: KernelWork) -> list[int]:
-        """Return the time of a kernel in each case.
-
-        It is max(FLOPs / rate, bytes / rate) and a fixed time per launch.
-        """
+        """Return the time of a kernel in each case: max(FLOPs / rate, bytes / rate) and
+        a fixed time per launch."""
         if work.work_class is WorkClass.COLLECTIVE:
             return _times(
                 0.0,
@@ -156,10 +154,8 @@ class GpuRates:
 
     @property
     def fused_attention(self) -> list[str]:
-        """The fused implementations of attention that were measured for this class.
-
-        It is a class of GPUs.
-        """
+        """The fused implementations of attention that were measured for this class of
+        GPUs."""
         named = {
             one.kernel
             for one in efficiency.EVIDENCE

@@ -48,11 +48,16 @@ def with_trace_layers(workload: Workload, trace: Trace) -> Workload:
     phases = trace.phases(rank)
     phases = phases[phases["iteration"] <= numbers[-1]].sort_values("start_ns")
     layers = _TracedLayers(kernels, rows, phases[phases["iteration"] == numbers[-1]])
-    params = layers.sums(layers.category == "parameter") / workload.param_bytes
-    is_whole = params.sum() <= workload.params * (1 + 1e-6)
-    if len(params) < 2 or params.min() < 1 or not is_whole:
+    weights = layers.sums(layers.category == "parameter")
+    if len(weights) < 2 or weights.min() < workload.param_bytes:
         return workload
-    result, again_s = _model_layers(workload, layers, params)
+    params = weights / workload.param_bytes
+    if params.sum() > workload.params * (1 + 1e-6):
+        # Some are frozen: no gradient comes of them.
+        params = np.floor(workload.params * layers.gradient_shares())
+    frozen_bytes = np.maximum(weights - params * workload.param_bytes, 0.0)
+    frozen_bytes[frozen_bytes < workload.param_bytes] = 0.0
+    result, again_s = _model_layers(workload, layers, params, frozen_bytes)
     # What torch's allocator keeps beyond the tensors.
     kept, requested = (
         memory_timeline(trace, rank, pool or "")[1].max(initial=0)
@@ -77,7 +82,7 @@ def with_trace_layers(workload: Workload, trace: Trace) -> Workload:
 
 
 def _model_layers(
-    workload: Workload, layers: _TracedLayers, params: Floats
+    workload: Workload, layers: _TracedLayers, params: Floats, frozen_bytes: Floats
 ) -> tuple[list[Layer], float]:
     """Return the layers of the model, and the time of all recomputation, s."""
     forward_s, _ = workload.forward_s * layers.phase_shares(FORWARD)
@@ -98,7 +103,9 @@ def _model_layers(
             form, size, compute_s = "as recorded", saved[number], again_s
         smallest = ActivationForm(form, float(size), float(compute_s[number]))
         times = float(forward_s[number]), float(backward_s[number])
-        result.append(Layer(name, int(params[number]), *times, (everything, smallest)))
+        forms = (everything, smallest)
+        frozen = float(frozen_bytes[number])
+        result.append(Layer(name, int(params[number]), *times, forms, frozen))
     return result, float(again_s.sum())
 
 
@@ -173,6 +180,14 @@ class _TracedLayers:
         return np.bincount(
             self.layer[chosen], self._bytes[chosen], len(self.names)
         ).astype(np.float64)
+
+    def gradient_shares(self) -> Floats:
+        """Return the share of each layer in all gradients of the last backward."""
+        last = self.parts[BACKWARD][-1]
+        is_gradient = self.category == "gradient"
+        is_gradient &= (self._starts < last.end_ns) & (self._ends > last.start_ns)
+        total = self._bytes[is_gradient].sum()
+        return self.sums(is_gradient) / max(float(total), 1.0)
 
     def output_bytes(self, selected: Any = True) -> Floats:
         """Return the bytes of selected allocations by the last kernels of each layer in

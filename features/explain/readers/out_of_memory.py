@@ -17,7 +17,8 @@ _OPENING = re.compile(
     r"(?P<backend>CUDA|HIP|XPU|NPU|MPS\s+backend)(\s+error:)?\s+out\s+of\s+memory"
     r"|DefaultCPUAllocator:\s+(not\s+enough|can't\s+allocate)\s+memory"
     r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
-    r"|Cuda failure (2 )?'out of memory'|cudaErrorMemoryAllocation",
+    r"|Cuda failure (2 )?'out of memory'|cudaErrorMemoryAllocation"
+    r"|Tried to allocate (?=.{1,40}(GPU \d|total capac))",
     re.IGNORECASE,
 )
 _FIELDS = {
@@ -38,6 +39,9 @@ _FIELDS = {
 _PATTERNS = {name: re.compile(pattern) for name, pattern in _FIELDS.items()}
 _PROCESS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 _DEVICE = re.compile(r"\bGPU (\d+)\b")
+_CALL = re.compile(
+    r"error:\s+out of memory|_ALLOC_FAILED|Cuda failure|cudaErrorMemory", re.IGNORECASE
+)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 # A message goes over as many lines where a terminal or a mail has broken it.
 _MAX_LINES = 12
@@ -83,6 +87,17 @@ class OutOfMemoryMessage(Record):
         return f"out-of-memory message{device} ({self.backend}), {size} requested"
 
     @property
+    def is_bare(self) -> bool:
+        """Return whether it has neither a size nor a call that failed."""
+        sizes = (self.requested_bytes, self.capacity_bytes, self.allocated_bytes)
+        return not any(sizes) and not self.is_from_a_call
+
+    @property
+    def is_from_a_call(self) -> bool:
+        """Return whether a call of CUDA failed, and not torch's allocator."""
+        return self.requested_bytes is None and _CALL.search(self.message) is not None
+
+    @property
     def unallocated_bytes(self) -> int | None:
         """Return what torch had reserved, and no tensor used."""
         if self.reserved_bytes is None or self.allocated_bytes is None:
@@ -99,9 +114,17 @@ class OutOfMemoryMessage(Record):
 
 @reader
 def read_messages(text: PastedText) -> Iterator[OutOfMemoryMessage]:
+    messages = list(_messages(text))
+    # Other words about an error that is there in full tell nothing.
+    are_bare = all(message.is_bare for message in messages)
+    yield from (one for one in messages if are_bare or not one.is_bare)
+
+
+def _messages(text: PastedText) -> Iterator[OutOfMemoryMessage]:
     lines = text.lines
+    end = 0
     for index, line in enumerate(lines):
-        opening = _OPENING.search(line.text)
+        opening = None if index < end else _OPENING.search(line.text)
         if opening is None:
             continue
         end = _end_of_message(lines, index)

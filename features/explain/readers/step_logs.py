@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +19,7 @@ _NUMBERED = re.compile(r"\b(?:perf|rollout|train|step) (\d{1,9}): \{")
 _NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 # A word behind a number is its unit, unless it is the next key.
 _UNIT = r"(?P<unit>[a-zA-Z]{1,7}\b(?![\w/]{0,60}\s?[:=])|%)"
-_VALUE = rf"(?P<value>{_NUMBER})['\"]?(?:/[\d.]+)?(?: ?{_UNIT})?"
+_VALUE = rf"(?P<value>{_NUMBER})['\"]?(?:/[\d.]+)?(?: ?\(?{_UNIT})?"
 # A key is what stands before a colon or an equals sign, behind a separator; or a word
 # before a number, between commas.
 _PAIR = re.compile(
@@ -28,10 +27,30 @@ _PAIR = re.compile(
     rf"\s*[:=]\s*['\"]?{_VALUE}"
 )
 _WORD_PAIR = re.compile(rf"[,:] (?P<key>[a-z/]{{2,12}}) {_VALUE}(?=,|$)")
+# As torch's example of ImageNet prints figures: `Time 0.470 (1.206)`, the mean of all.
+_MEANED_PAIR = re.compile(
+    rf"(?:^|\s)(?P<key>[A-Z][\w@]{{1,20}})\s+{_VALUE}\s?\(\s*[\d.e+-]{{1,16}}\)"
+)
+_RATE = re.compile(
+    r"[\s,(](?P<value>\d{1,9}(?:\.\d{1,9})?) ?(?P<unit>s|secs?|seconds|ms)/"
+    r"(?:it|iter|itr|step|batch)\b"
+)
 _STEP = re.compile(
-    r"(?:^|[\s\[|(_{,'\"])(?:global[_ ]?)?(?:step|iter(?:ation)?)s?"
+    r"(?:^|[\s\[|(_{,'\"])(?<!ccumulation )(?<!ptimization )(?<!armup )(?<!save )"
+    r"(?<!of )(?:global[_ ]?)?(?:step|iter(?:ation)?|itr|it(?= ?\d{1,9}/))s?"
     r"(?:\[?(?:global_step)?/max_steps\]?)?['\"]?\s*[:=#]?\s*[\['\"]?"
     r"(\d{1,9})(?:\.0+\b)?(?:\s*/\s*(\d{1,9}))?(?![\w.]*\d|\.\d)",
+    re.IGNORECASE,
+)
+_BATCH = re.compile(r"\bEpoch:?\s?\[\d+\]\s?\[\s*(\d{1,9})/(\d{1,9})\]")
+# Of a line that counts both, as litgpt's: steps of several iterations.
+_UPDATE = re.compile(r"\biter \d{1,9}\s?(?:\||,)? ?step (\d{1,9})\b")
+# Programs that scale the loss skip steps in which it overflows: those have no update.
+_OVERFLOW = re.compile(r"OVERFLOW!.{0,40}Skipping step|overflow.{0,10}Skipping step")
+# Bars of other work than training.
+_OTHER_WORK = re.compile(
+    r"load|map|filter|token|saving|download|generat|resolv|process|eval|valid|predict"
+    r"|test|writ|pack|creat|convert|fetch|cast|extract|sampl|cach|render|capturing",
     re.IGNORECASE,
 )
 _BAR = re.compile(
@@ -41,19 +60,26 @@ _BAR = re.compile(
 )
 _RANK = re.compile(r"\[?\brank[ _:=]?(\d{1,6})\b\]?:?", re.IGNORECASE)
 _CLOCK = re.compile(
-    r"(20\d\d)[-/](\d\d)[-/](\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{3}))?"
+    r"(?:\d{2,4}[-/]\d\d(?:[-/]\d{2,4})?[T ]|\b[IWEF]\d{4} |^)"
+    r"(\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?\b"
 )
+_DAY_S = 86400
 _RETRIES = re.compile(r"(\d+) CUDA memory allocation retries")
 _MEMORY_USAGE = re.compile(
     r"MA (?P<ma>[\d.]+) GB {1,2}Max_MA (?P<max_ma>[\d.]+) GB {1,2}CA (?P<ca>[\d.]+) GB "
     r" ?Max_CA (?P<max_ca>[\d.]+) GB"
 )
-_HOST_USAGE = re.compile(r"CPU Virtual Memory:\s+used = (?P<used>[\d.]+) GB")
+_HOST_USAGE = re.compile(
+    r"CPU Virtual Memory:\s+used = (?P<used>[\d.]+) GB"
+    r"(?:, percent = (?P<share>[\d.]+)%)?"
+)
 _MAX_LINE_CHARS = 4096
 _BLANKS = re.compile(r"\s{3,}")
-_FIGURE = re.compile(r"[:=] ?['\"\[]?[-+.]?\d|\d ?[a-zA-Z/]{1,5}[,\s\]]")
+_FIGURE = re.compile(r"[:=] ?['\"\[]?[-+.]?\d|\d ?[a-zA-Z/]{1,9}[,\s\])]|\d \(")
 _MAX_LINES_OF_STEP = 20
-_CLOCK_COLUMN, _ELAPSED_COLUMN = "clock_s", "elapsed_s"
+_CLOCK_COLUMN, _ELAPSED_COLUMN, _SECONDS_COLUMN = "clock_s", "elapsed_s", "seconds"
+_UPDATE_COLUMN = "update"
+_HIDDEN = (_CLOCK_COLUMN, _ELAPSED_COLUMN, _SECONDS_COLUMN, _UPDATE_COLUMN)
 # A progress bar prints a smoothed rate, and whole seconds: over so many of them the
 # seconds tell more.
 _MIN_ELAPSED_S = 10.0
@@ -120,15 +146,20 @@ class _Group:
 def read_step_logs(text: PastedText) -> Iterator[StepLog]:
     groups: dict[tuple[str, int | None], _Group] = {}
     retries: float | None = None
+    is_skipped = has_overflow = False
     for line in text.lines:
         if match := _RETRIES.search(line.text):
             retries = float(match[1])
             continue
         row = _row_of(line)
+        is_skipped |= has_overflow
+        has_overflow = _OVERFLOW.search(line.text) is not None
         if row is None:
             continue
         if retries is not None and row.layout == "keys":
             row.figures[formats.RETRIES] = retries
+        if is_skipped and formats.STEP in row.figures:
+            row.figures[formats.SKIPPED], is_skipped = 1, False
         group = groups.setdefault((row.layout, row.rank), _Group())
         _add(group, row, line.number)
     for (_, rank), group in groups.items():
@@ -141,13 +172,14 @@ def read_step_logs(text: PastedText) -> Iterator[StepLog]:
 def _runs(group: _Group) -> Iterator[_Group]:
     """Yield the lines of each run of a program, whose steps count from the begin."""
     starts = [0]
-    before = -1.0
+    before = (-1.0, 0.0)
     for index, row in enumerate(group.rows):
         step = row.get(formats.STEP)
         if step is not None:
-            if step < before:
+            elapsed_s = row.get(_ELAPSED_COLUMN, 0.0)
+            if step < before[0] or elapsed_s < before[1]:
                 starts.append(index)
-            before = step
+            before = step, elapsed_s
     for start, end in pairwise([*starts, len(group.rows)]):
         rows, numbers = group.rows[start:end], group.numbers[start:end]
         yield replace(group, rows=rows, numbers=numbers)
@@ -167,13 +199,15 @@ def _row_of(line: PastedLine) -> _Row | None:
     text = _BLANKS.sub("  ", line.text)
     if len(text) > _MAX_LINE_CHARS or not _FIGURE.search(text):
         return None
-    rank_match = _RANK.search(text)
+    bar = _BAR.search(text)
+    # Behind a bar stands what another part of the program wrote.
+    rank_match = _RANK.search(text, 0, len(text) if bar is None else bar.start())
     rank = None if rank_match is None else int(rank_match[1])
+    if bar is not None:
+        is_other = _OTHER_WORK.search(text, max(bar.start() - 120, 0), bar.start())
+        return None if is_other else _bar_row(bar, text, rank)
     if rank_match is not None:
         text = text.replace(rank_match[0], " ", 1)
-    bar = _BAR.search(text)
-    if bar is not None:
-        return _bar_row(bar, text, rank)
     usage = _MEMORY_USAGE.search(text)
     if usage is not None:
         figures = {
@@ -185,6 +219,8 @@ def _row_of(line: PastedLine) -> _Row | None:
     host = _HOST_USAGE.search(text)
     if host is not None:
         figures = {formats.HOST: float(host["used"]) * formats.GIB}
+        if host["share"] is not None:
+            figures[formats.HOST_SHARE] = float(host["share"]) / 100
         return _Row("see_memory_usage", rank, figures)
     return _keyed_row(text, rank)
 
@@ -202,7 +238,7 @@ def _bar_row(bar: re.Match[str], text: str, rank: int | None) -> _Row:
     figures = {**keyed.figures, **figures}
     total = None if bar["total"] == "?" else int(bar["total"])
     program = "a progress bar"
-    return _Row("bar", rank, figures, [program], keyed.unknown, total)
+    return _Row(f"bar of {total}", rank, figures, [program], keyed.unknown, total)
 
 
 def _elapsed_s(text: str) -> float:
@@ -218,23 +254,33 @@ def _keyed_row(text: str, rank: int | None) -> _Row | None:
         text = text.replace(clock[0], " ", 1)
     row = _pairs_of(text)
     row.rank = rank
-    step = _STEP.search(text)
+    step = _BATCH.search(text) or _STEP.search(text)
     numbered = _NUMBERED.search(text)
+    update = _UPDATE.search(text)
+    if update is not None:
+        row.figures[_UPDATE_COLUMN] = float(update[1])
+    rate = _RATE.search(text)
+    if rate is not None:
+        scale = formats.UNITS[rate["unit"]]
+        row.figures.setdefault(formats.STEP_S, float(rate["value"]) * scale)
     if step is not None:
         row.figures[formats.STEP] = float(step[1])
         row.total_steps = None if step[2] is None else int(step[2])
     elif numbered is not None:
         row.figures[formats.STEP] = float(numbered[1])
     is_dictionary = text.lstrip().startswith("{") and len(row.unknown) >= 2
-    if not (row.programs or (step is not None and row.unknown) or is_dictionary):
+    has_figures = row.unknown or rate is not None
+    if not (row.programs or (step is not None and has_figures) or is_dictionary):
         return None
     if clock is not None:
-        row.figures[_CLOCK_COLUMN] = _seconds_of(clock)
+        column = _SECONDS_COLUMN if clock[4] is None else _CLOCK_COLUMN
+        row.figures[column] = _seconds_of(clock)
     return row
 
 
 def _pairs_of(text: str) -> _Row:
-    matches = [*_PAIR.finditer(text), *_WORD_PAIR.finditer(text)]
+    patterns = (_PAIR, _WORD_PAIR, _MEANED_PAIR)
+    matches = [match for pattern in patterns for match in pattern.finditer(text)]
     keys = [match["key"].rpartition(" - ")[2].strip() for match in matches]
     program = formats.program_of(keys)
     row = _Row("keys", None, {})
@@ -248,26 +294,31 @@ def _pairs_of(text: str) -> _Row:
             continue
         name, scale = column
         figure = formats.scaled(name, value, match["unit"] or "", scale)
-        if figure is not None and name not in row.figures:
+        is_rounded = scale is not None and scale < 0 and _is_one_digit(match["value"])
+        is_better = name != formats.IGNORED and name not in row.figures
+        if figure is not None and is_better and not is_rounded:
             row.figures[name] = figure
             row.programs.append(program.name)
     return row
 
 
+def _is_one_digit(number: str) -> bool:
+    """Return whether a number has one digit: 0.1 steps/s may be 7 or 20 s a step."""
+    return len(number.replace(".", "").strip("0")) < 2 and not number.endswith("00")
+
+
 def _seconds_of(clock: re.Match[str]) -> float:
-    *parts, fraction = clock.groups()
-    try:
-        seconds = datetime(*map(int, parts)).timestamp()  # type: ignore[arg-type]
-    except ValueError:
-        return float("nan")
-    return seconds + int(fraction or 0) / 1000
+    hours, minutes, seconds, fraction = clock.groups()
+    whole = (int(hours) * 60 + int(minutes)) * 60 + int(seconds)
+    return whole + float(f"0.{fraction or 0}")
 
 
 def _add(group: _Group, row: _Row, number: int) -> None:
     """Add a line to a group: to its last step where it has the same number."""
     step = row.figures.get(formats.STEP)
     last = group.rows[-1] if group.rows else {}
-    is_same = step is not None and last.get(formats.STEP) == step
+    is_later = row.figures.get(_ELAPSED_COLUMN, 0) >= last.get(_ELAPSED_COLUMN, 0)
+    is_same = step is not None and last.get(formats.STEP) == step and is_later
     # Some programs print a step in several lines.
     is_near = bool(group.numbers) and number - group.numbers[-1] <= _MAX_LINES_OF_STEP
     is_rest = step is None and is_near and not last.keys() & row.figures.keys()
@@ -286,8 +337,7 @@ def _add(group: _Group, row: _Row, number: int) -> None:
 
 def _log_of(text: PastedText, rank: int | None, group: _Group) -> StepLog | None:
     steps = pd.DataFrame(group.rows)
-    clocks = {_CLOCK_COLUMN, _ELAPSED_COLUMN}
-    figures = {*steps} - {*group.unknown} - {formats.STEP} - clocks
+    figures = {*steps} - {*group.unknown} - {formats.STEP, *_HIDDEN}
     if not figures and len(steps) < 2:
         return None
     _add_step_times(steps)
@@ -300,10 +350,25 @@ def _log_of(text: PastedText, rank: int | None, group: _Group) -> StepLog | None
         ),
         program=programs[0] if programs else formats.OTHERS.name,
         rank=rank,
-        steps=steps.drop(columns=[*clocks], errors="ignore"),
+        steps=_updates_of(steps).drop(columns=[*_HIDDEN], errors="ignore"),
         unknown=tuple(group.unknown),
         total_steps=group.total_steps,
     )
+
+
+def _updates_of(steps: pd.DataFrame) -> pd.DataFrame:
+    """Return a row for each update, where a program prints its iterations."""
+    if _UPDATE_COLUMN not in steps or formats.STEP_S not in steps:
+        return steps
+    groups = steps.groupby(_UPDATE_COLUMN)
+    counts = groups[formats.STEP_S].count()
+    whole = counts.index[counts == counts.max()]
+    if counts.max() < 2 or len(whole) < 2:
+        return steps
+    updates = groups.last().loc[whole]
+    updates[formats.STEP_S] = groups[formats.STEP_S].sum()
+    updates[formats.STEP] = whole
+    return updates.reset_index()
 
 
 def _add_step_times(steps: pd.DataFrame) -> None:
@@ -312,13 +377,26 @@ def _add_step_times(steps: pd.DataFrame) -> None:
         return
     count = steps[formats.STEP].diff()
     if _ELAPSED_COLUMN in steps:
-        elapsed_s = steps[_ELAPSED_COLUMN].diff()
-        is_long = (elapsed_s >= _MIN_ELAPSED_S) & (count > 0)
-        measured_s = (elapsed_s / count).where(is_long)
+        measured_s = _times_of(steps[_ELAPSED_COLUMN].diff(), count, _MIN_ELAPSED_S)
         # A bar may print a rate of nothing alone.
         printed_s = steps.get(formats.STEP_S, measured_s)
         steps[formats.STEP_S] = measured_s.fillna(printed_s)
     elif _CLOCK_COLUMN in steps and formats.STEP_S not in steps:
-        seconds = steps[_CLOCK_COLUMN].diff()
-        is_later = (count > 0) & (seconds > 0)
-        steps[formats.STEP_S] = (seconds / count).where(is_later)
+        seconds = steps[_CLOCK_COLUMN].diff() % _DAY_S
+        steps[formats.STEP_S] = _times_of(seconds, count, 1e-6)
+    elif _SECONDS_COLUMN in steps and formats.STEP_S not in steps:
+        seconds = steps[_SECONDS_COLUMN].diff() % _DAY_S
+        times_s = _times_of(seconds, count, _MIN_ELAPSED_S)
+        total_s, total = seconds.sum(), count[count > 0].sum()
+        if times_s.notna().any():
+            steps[formats.STEP_S] = times_s
+        elif total_s >= _MIN_ELAPSED_S and total > 0:
+            steps[formats.MEAN_STEP_S] = total_s / total
+    if formats.SKIPPED in steps and formats.STEP_S in steps:
+        is_skipped = steps[formats.SKIPPED].fillna(0) > 0
+        steps[formats.STEP_S] = steps[formats.STEP_S].mask(is_skipped)
+
+
+def _times_of(seconds: pd.Series, count: pd.Series, least_s: float) -> pd.Series:
+    """Return the times of steps over spans that are long enough."""
+    return (seconds / count).where((seconds >= least_s) & (count > 0))

@@ -5,10 +5,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from ebbtide.features.explain import formats
 from ebbtide.features.explain.answer import OpenQuestion, Result, rule
 from ebbtide.features.explain.line_formats import file_content
 from ebbtide.features.explain.readers.gpu_tables import GpuTable
 from ebbtide.features.explain.readers.host_tables import HostMemory, HostMessage
+from ebbtide.features.explain.readers.step_logs import StepLog
 from ebbtide.features.explain.record import Records
 from ebbtide.features.explain.rule_tables import entry_answer, holds
 from ebbtide.units import bytes_text
@@ -17,6 +19,7 @@ _GIB = 1 << 30
 _WHO_KILLED = (
     "dmesg -T | grep -iE 'oom-kill|killed process'; cat /sys/fs/cgroup/memory.events"
 )
+_KINDS_OF_KILLS = ("kill", "sigkill", "group-kill")
 _PARTS_OF_KILL = ("anon", "file", "shared")
 
 
@@ -25,7 +28,10 @@ def explain_host(records: Records) -> Iterator[Result]:
     messages, tables = records.of(HostMessage), records.of(HostMemory)
     if not messages and not tables:
         return
-    figures: dict[str, Any] = {"kill": 0, **Counter(one.kind for one in messages)}
+    figures: dict[str, Any] = {
+        **dict.fromkeys(_KINDS_OF_KILLS, 0),
+        **Counter(one.kind for one in messages),
+    }
     words: dict[str, Any] = {}
     for table in tables:
         total = table.sizes["total"]
@@ -37,6 +43,10 @@ def explain_host(records: Records) -> Iterator[Result]:
     shares = [one.share for one in readings if one.share is not None]
     if shares:
         words["gpu_share"] = max(shares)
+    printed = [log for log in records.of(StepLog) if formats.HOST_SHARE in log.steps]
+    if printed:
+        words["host_used"] = bytes_text(printed[-1].values(formats.HOST)[-1])
+        words["host_share"] = printed[-1].values(formats.HOST_SHARE)[-1]
     places = [one.place for one in (*messages, *tables)]
     names = set()
     for entry in file_content("rules/host_tables.toml")["rule"]:

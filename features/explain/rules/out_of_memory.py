@@ -12,6 +12,10 @@ _CONTEXT_BYTES = 3 << 30
 # Sizes are printed with two digits behind the point.
 _ROUNDING = 1.01
 _LARGE_SHARE = 0.1
+# Torch asks the driver for segments, and what is free may lie in pieces: less than
+# this beside the request is as good as nothing.
+_FREE_SHARE = 0.03
+_LARGE_REQUEST = 0.4
 _MOST_OF_IT = 0.85
 _RECORD = "EBBTIDE_OOM=oom.ebb python train.py, then ebbtide memory oom.ebb --at oom"
 _MAX_MESSAGES = 3
@@ -61,6 +65,63 @@ def _request_above_capacity(message: OutOfMemoryMessage) -> Answer | None:
     )
 
 
+def _large_request(message: OutOfMemoryMessage) -> Answer | None:
+    requested, capacity = message.requested_bytes, message.capacity_bytes
+    if requested is None or capacity is None or requested > capacity:
+        return None
+    if requested < capacity * _LARGE_REQUEST:
+        return None
+    return _answer(
+        message,
+        "large-request",
+        f"one tensor of {bytes_text(requested)} would take {requested / capacity:.0%} "
+        "of the GPU: its shape is the problem, more than what is in use",
+        "find the shape that gives this size: batch, sequence, resolution or "
+        "vocabulary, or attention scores without a fused kernel; make it in pieces "
+        "(chunks, tiles)",
+    )
+
+
+def _outside_of_torch(message: OutOfMemoryMessage) -> Answer | None:
+    if not message.is_from_a_call or message.backend == "CPU":
+        return None
+    return _answer(
+        message,
+        "outside-of-torch",
+        "a call of CUDA ran out of memory, not torch's allocator: the GPU was full "
+        "when a context, a library (cuBLAS, NCCL) or another allocator (vLLM's "
+        "cumem) asked the driver",
+        "nvidia-smi: which processes have memory, also dead ones and servers? Leave "
+        "room beside torch (set_per_process_memory_fraction, a smaller "
+        "gpu_memory_utilization), or call torch.cuda.empty_cache() before",
+    )
+
+
+def _overflow(message: OutOfMemoryMessage) -> Answer | None:
+    if "more than 1EB" not in message.message:
+        return None
+    return _answer(
+        message,
+        "no-real-size",
+        "more than 1 EB were requested: that is no size, but an error (a negative or "
+        "damaged shape), and memory did not run out",
+        "look for an error before it (a timeout of NCCL, a damaged checkpoint), and "
+        "at the shape in the line of the traceback",
+    )
+
+
+def _bare(message: OutOfMemoryMessage) -> Answer | None:
+    is_told = message.backend == "CPU" or "more than 1EB" in message.message
+    if is_told or not message.is_bare:
+        return None
+    return _answer(
+        message,
+        "no-figures",
+        "memory ran out, and the text has no figures: it does not tell why",
+        "paste the whole line of the error ('Tried to allocate ...') and its traceback",
+    )
+
+
 def _spilled(message: OutOfMemoryMessage) -> Answer | None:
     allocated, capacity = message.allocated_bytes, message.capacity_bytes
     if allocated is None or capacity is None or allocated <= capacity * _ROUNDING:
@@ -96,17 +157,18 @@ def _limit_of_the_process(message: OutOfMemoryMessage) -> Answer | None:
 
 def _free_memory_suffices(message: OutOfMemoryMessage) -> Answer | None:
     requested, free = message.requested_bytes, message.free_bytes
-    if requested is None or free is None or free < requested * _ROUNDING:
+    if requested is None or free is None or message.allowed_bytes is not None:
         return None
-    if message.allowed_bytes is not None:
+    if free < requested + _FREE_SHARE * (message.capacity_bytes or free):
         return None
     return _answer(
         message,
         "free-memory-suffices",
         f"{bytes_text(free)} of device memory are free, and {bytes_text(requested)} "
         "failed: device memory is not what ran out",
-        "look at limits of the host (ulimit -v and -l, the cgroup's memory), at dmesg "
-        "for faults of the driver, and for another error before this one",
+        "look at limits of the host (ulimit -v and -l, the cgroup's memory; Windows: a "
+        "larger page file), at dmesg for faults of the driver, and for another error "
+        "before this one",
     )
 
 
@@ -139,7 +201,8 @@ def _other_processes(message: OutOfMemoryMessage) -> Answer | None:
 
 
 def _own_bytes(message: OutOfMemoryMessage) -> int | None:
-    if message.used_by_this_process_bytes is not None:
+    # Inside of some containers the driver counts 0 bytes for it.
+    if message.used_by_this_process_bytes:
         return message.used_by_this_process_bytes
     reserved = message.reserved_bytes
     return message.allocated_bytes if reserved is None else reserved
@@ -296,7 +359,11 @@ def _host_memory(message: OutOfMemoryMessage) -> Answer | None:
 
 _CONCLUSIONS: tuple[Conclusion, ...] = (
     _host_memory,
+    _outside_of_torch,
+    _overflow,
+    _bare,
     _request_above_capacity,
+    _large_request,
     _spilled,
     _limit_of_the_process,
     _free_memory_suffices,

@@ -18,7 +18,7 @@ from ebbtide.units import bytes_text, counted, seconds_text
 # many.
 _WARM_UP = 3
 _MIN_CHANGE = 0.2
-_MIN_CACHED = 0.1
+_MIN_CACHED, _MIN_PART, _FULL_HOST = 0.1, 0.1, 0.8
 _POOLS = (
     ("allocated", formats.ALLOCATED),
     ("active", formats.ACTIVE),
@@ -31,7 +31,7 @@ def explain_step_time(records: Records) -> Iterator[Result]:
     logs = [log for log in records.of(StepLog) if len(step_times(log))]
     if not logs:
         return
-    log = max(logs, key=lambda log: len(step_times(log)))
+    log = max(logs, key=_length_s)
     times_s = steady(step_times(log))
     median_s = float(np.median(times_s))
     lines = [f"{counted(len(times_s), 'value')}: {_spread(times_s)}"]
@@ -54,6 +54,12 @@ def explain_step_time(records: Records) -> Iterator[Result]:
     )
 
 
+def _length_s(log: StepLog) -> float:
+    """Return how long the steps of a log take in all: other bars are of less work."""
+    times_s = step_times(log)
+    return float(np.median(times_s)) * max(len(times_s), log.total_steps or 0)
+
+
 def step_times(log: StepLog) -> Floats:
     """Return the times of steps, else the mean of the run that a log ends with."""
     times_s = log.values(formats.STEP_S)
@@ -65,8 +71,7 @@ def compare_runs(records: Records) -> Iterator[Result]:
     """Compare the steps of two runs of one program, part by part."""
     logs = [log for log in records.of(StepLog) if len(step_times(log))]
     for first, second in combinations(logs, 2):
-        is_same_job = first.rank == second.rank and first.program == second.program
-        if not is_same_job:
+        if _job_of(first) != _job_of(second):
             continue
         before_s, after_s = (
             float(np.median(steady(step_times(log)))) for log in (first, second)
@@ -87,6 +92,10 @@ def compare_runs(records: Records) -> Iterator[Result]:
             places=(first.place, second.place),
         )
         return
+
+
+def _job_of(log: StepLog) -> tuple[int | None, str, int | None]:
+    return log.rank, log.program, log.total_steps
 
 
 def _changed_parts(first: StepLog, second: StepLog) -> Iterator[str]:
@@ -117,7 +126,9 @@ def explain_wrong_figures(records: Records) -> Iterator[Result]:
             )
         for pool, column in _POOLS:
             sizes = log.values(column)
-            if len(sizes) and sizes.max() == 0:
+            # Before training, a model that is loaded by the host has none.
+            is_training = formats.STEP_S in log.steps or formats.TOKENS in log.steps
+            if len(sizes) and sizes.max() == 0 and is_training:
                 yield Answer(
                     rule="no-memory-counted",
                     title=f"0 B {pool} is printed: the program asked a device that it "
@@ -170,6 +181,8 @@ def explain_parts(records: Records) -> Iterator[Result]:
             continue
         step_s = float(np.median(times_s))
         name = max(parts, key=lambda part: parts[part])
+        if parts[name] < _MIN_PART * step_s:
+            continue
         ordered = sorted(parts.items(), key=lambda item: -item[1])
         shares = [f"{part} {part_s / step_s:.0%}" for part, part_s in ordered[:5]]
         rest = step_s - sum(parts.values())
@@ -200,7 +213,7 @@ def explain_cached_memory(records: Records) -> Iterator[Result]:
         if not len(allocated) or not len(reserved):
             continue
         cached = float(reserved.max() - allocated.max())
-        if cached >= _MIN_CACHED * reserved.max():
+        if reserved.max() > 0 and cached >= _MIN_CACHED * reserved.max():
             yield Answer(
                 rule="cached-memory",
                 title=f"torch keeps {bytes_text(cached)} that tensors never used at "
@@ -219,6 +232,22 @@ def _memory_lines(log: StepLog) -> tuple[str, ...]:
         if len(log.values(column))
     ]
     return (f"peaks: {', '.join(peaks)}",) if peaks else ()
+
+
+@rule(6)
+def explain_full_host(records: Records) -> Iterator[Result]:
+    for log in records.of(StepLog):
+        shares = log.values(formats.HOST_SHARE)
+        if len(shares) and shares.max() >= _FULL_HOST:
+            used = log.values(formats.HOST).max()
+            yield Answer(
+                rule="host-nearly-full",
+                title=f"the host's memory was {shares.max():.0%} full: "
+                f"{bytes_text(used)} of {bytes_text(used / shares.max())}",
+                advice="a process that ends without a message then was killed by the "
+                "kernel (dmesg); offload less, or to storage, and load the model once",
+                places=(log.place,),
+            )
 
 
 @rule(29)

@@ -1,7 +1,5 @@
-"""Imports Chrome traces of torch.profiler (Kineto).
-
-They have phases, memory, copies and kernels of one rank per file.
-"""
+"""Imports Chrome traces of torch.profiler (Kineto): phases, memory, copies and kernels
+of one rank per file."""
 
 import re
 from collections import Counter, defaultdict
@@ -234,10 +232,8 @@ def _with_category(event: Event) -> Event:
 def _rank_entry(
     source: Source, builder: TraceBuilder, number: int, contents: _Contents
 ) -> RankBuilder:
-    """Return the builder of a file's rank.
-
-    It is the rank that the file states, else the rank in its name, else `number`.
-    """
+    """Return the builder of a file's rank: the one that the file states, else the one
+    in its name, else `number`."""
     info = contents.trace.meta.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
     in_name = _RANK.search(source.path.name)
@@ -310,12 +306,11 @@ def _add_memory(entry: RankBuilder, contents: _Contents, notes: list[str]) -> li
 def _add_devices(
     entry: RankBuilder, contents: _Contents, allocating: list[str]
 ) -> None:
-    """Add the devices of the rank.
+    """Add the devices of the rank: the ones that ran anything, then the ones that only
+    allocated; the CPU only where it alone did.
 
-    They are those that ran anything, then those that only allocated; the CPU only where
-    it alone did. Without any sign of a device nothing is known of where the job ran:
-    activities are recorded on request.
-    """
+    Without any sign of a device nothing is known of where the job ran: activities are
+    recorded on request."""
     kind = contents.device.device_kind
     used = [f"{kind}:{number}" for number in contents.device.busiest()]
     used += [

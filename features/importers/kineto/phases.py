@@ -131,10 +131,8 @@ class Marks:
                 self.words.add(*spans(marks), [int(kind)] * len(marks))
 
     def add_calls(self, events: list[Event]) -> None:
-        """Add the calls of modules among Python functions.
-
-        They are recorded with stacks.
-        """
+        """Add the calls of modules among Python functions, which are recorded with
+        stacks."""
         calls = [event for event in events if event.name.startswith(_MODULE)]
         if calls:
             self.calls.add(*spans(calls))
@@ -193,10 +191,8 @@ class _Launched(NamedTuple):
     intervals: IntArray  # The number of the interval.
 
     def latest(self, selected: npt.NDArray[np.bool_], count: int) -> IntArray:
-        """Return the last end of selected work of each of `count` intervals.
-
-        It is the least integer where there is none.
-        """
+        """Return the last end of selected work of each of `count` intervals; the least
+        integer where there is none."""
         latest = np.full(count, _LEAST)
         np.maximum.at(latest, self.intervals[selected], self.ends[selected])
         return latest
@@ -391,10 +387,10 @@ def _numbered_steps(steps: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
 
 
 def _marked_spans(marks: Marks) -> pd.DataFrame:
-    """Return start, end, phase (a MarkKind) and part_of of all spans of phases.
+    """Return start, end, phase (a MarkKind) and part_of of all spans of phases, in any
+    order.
 
-    They are in any order; adjacent ones of a phase with the same part_of are one phase.
-    """
+    Adjacent spans of a phase with the same part_of are one phase."""
     words = marks.words.table()
     annotated = {
         kind: _separate(words[words["phase"] == kind], kind)
@@ -452,10 +448,8 @@ def _differentiated_ops(marks: Marks, engine: pd.DataFrame) -> pd.DataFrame:
 
 
 def _in_training(forward: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:
-    """Return the forwards without evaluations.
-
-    They have ops that are differentiated later; return all if none has.
-    """
+    """Return the forwards with ops that are differentiated later, without evaluations;
+    all if none has such ops."""
     starts = np.sort(trained["start"])
     trains = np.searchsorted(starts, forward["end"]) > np.searchsorted(
         starts, forward["start"]
@@ -482,10 +476,8 @@ class _Optimizer:
 
 
 def _iterations_by_updates(phases: pd.DataFrame) -> pd.api.extensions.ExtensionArray:
-    """Number the iteration of each phase by the trace's rule.
-
-    This works as far as names distinguish optimizers.
-    """
+    """Number the iteration of each phase by the trace's rule, as far as names
+    distinguish optimizers."""
     rule, optimizers = (
         IterationRule(),
         {number: _Optimizer() for number in phases["optimizer"]},

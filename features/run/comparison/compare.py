@@ -211,10 +211,8 @@ def _rates(
     link: float | None,
     machine: str | None,
 ) -> dict[str, Any]:
-    """Return options with the rates to plan with.
-
-    They are those of the machine that was named, on a GPU, or of this one, measured.
-    """
+    """Return options with the rates to plan with: of the machine that was named, on a
+    GPU, or of this one, measured."""
     params = max(_LEAST_PARAMS, params_of_run(bare))
     budget = options.memory_budget or 8.0 * params
     named = find_machine(machine) if machine is not None and link is None else None

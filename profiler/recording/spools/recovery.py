@@ -190,10 +190,8 @@ def _entry(
     host: dict[str, Any],
     gpus: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the entry of a process in meta.json.
-
-    It is from the agent's description and the header of its spool.
-    """
+    """Return the entry of a process in meta.json, from the agent's description and the
+    header of its spool."""
     devices = job_info.get("devices") or [
         host.get("cpu") or {"device": "cpu", "kind": "cpu"}
     ]

@@ -137,10 +137,8 @@ def gpu_table(records: Records, device_names: dict[int, str]) -> pd.DataFrame:
 
 
 def iterations(records: Records, sequence: npt.NDArray[Any]) -> Any:
-    """Return the iteration of each phase or operation by sequence number.
-
-    It is missing where no iteration ended after it.
-    """
+    """Return the iteration of each phase or operation by sequence number; missing where
+    no iteration ended after it."""
     bounds = iteration_ends(records)
     numbers = pd.array([*bounds, None], dtype="Int64")
     lasts = np.maximum.accumulate(np.array([*bounds.values()], np.int64))
@@ -210,10 +208,8 @@ def select_rows(ops: pd.DataFrame, keep: pd.Series[bool]) -> pd.DataFrame:
 
 
 def _lane(resource: str, path: int) -> str:
-    """Return the name of a resource.
-
-    It has the number of the path of the storage if that is not the first.
-    """
+    """Return the name of a resource, with the number of the path of the storage if that
+    is not the first."""
     has_number = resource.startswith("storage") and path not in (0, kinds.HOST)
     return f"{resource} {path}" if has_number else resource
 

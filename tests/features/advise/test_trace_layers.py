@@ -27,7 +27,7 @@ from ebbtide.features.advise.machine_plan import plan_for_machine
 from ebbtide.features.advise.trace_advice import TraceAdviser
 from ebbtide.features.layers.layer_choice import LayerChoice
 from ebbtide.features.layers.model import place
-from ebbtide.interleave.model.workload import Workload
+from ebbtide.interleave.model.workload import Workload, workload_from
 from ebbtide.interleave.replay.replay_trace import replay_trace
 from ebbtide.interleave.replay.workload_from_trace import workload_of
 from ebbtide.machines.catalog import find_machine
@@ -316,3 +316,48 @@ def test_with_trace_layers__leaves_jobs_without_lists_of_modules() -> None:
     trace = trace_of_run(run).build("run.ebb")
     workload = workload_of(trace)
     assert with_trace_layers(workload, trace) is workload
+
+
+class Adapted(nn.Module):
+    """Frozen layers with a small trained one each, as adapters are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        for _ in range(LAYERS):
+            block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8))
+            block[0].requires_grad_(False)
+            self.blocks.append(block)
+
+    def forward(self, x: Any) -> Any:
+        return sum(block(x).sum() for block in self.blocks)
+
+
+def test_with_trace_layers__of_frozen_layers_has_their_bytes_and_trained_params() -> (
+    None
+):
+    machine = find_machine("h100-80gb")
+    with DryRun(
+        DryRunOptions(iterations=2, capacity_bytes=2**30, machine=machine)
+    ) as run:
+        model = Adapted().to("cuda")
+        trained = [one for one in model.parameters() if one.requires_grad]
+        optimizer = torch.optim.AdamW(trained)
+        while True:
+            model(torch.zeros(64, WIDTH, device="cuda")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    trace = trace_of_run(run).build("run.ebb")
+    workload = _workload(trace)
+    frozen_bytes = 4 * (WIDTH**2 + WIDTH)
+    assert {layer.params for layer in workload.layers} == {8 * WIDTH + 8}
+    assert {layer.frozen_bytes for layer in workload.layers} == {frozen_bytes}
+    assert workload_from(workload.as_json(), "test").layers == workload.layers
+    for policy in ("gpu-only,weights=streamed:2", "adaptive,weights=auto"):
+        (result,) = replay_trace(trace, machine, [policy]).results
+        assert result.fits
+    # Adapters stay on the device.
+    (result,) = replay_trace(trace, machine, ["gpu-only,weights=streamed"]).results
+    assert result.weights == {"resident": 0, "streamed": LAYERS}
+    assert result.h2d_bytes == 2 * (LAYERS - 2) * frozen_bytes
+    assert result.d2h_bytes == 0

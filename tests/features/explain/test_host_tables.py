@@ -100,7 +100,14 @@ def test_kernel_messages__have_sizes_of_kib_and_pages() -> None:
 
 RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "killed-by-the-kernel": (
-        (GROUP_KILL, MACHINE_KILL, OLD_KILL),
+        (
+            GROUP_KILL,
+            MACHINE_KILL,
+            OLD_KILL,
+            # A terminal that was copied breaks words with blanks.
+            MACHINE_KILL.replace("223537360kB", "2235" + " " * 90 + "37360kB"),
+            MACHINE_KILL.replace("anon-rss", "anon" + " " * 40 + "-rss"),
+        ),
         (TASKS, free(), "the process was killed by me"),
     ),
     "killed": (
@@ -109,6 +116,7 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "[ERROR] [launch.py:434:sigkill_handler] exits with return code = -9\n",
             "train.sh: line 3: 12345 Killed                  python train.py\n",
             "Killed",
+            "**Killed**",
             "已杀死",
             "    reason: OOMKilled\n    exitCode: 137\n",
             "slurmstepd: error: Detected 1 oom_kill event in StepId=7.batch.\n",
@@ -121,6 +129,18 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "exit code: 1370\n",
             "the update has exit code = -90",
             MACHINE_KILL + "  exitcode  : -9 (pid: 14750)\n",
+        ),
+    ),
+    "ended-by-the-launcher": (
+        (
+            "[INFO] [launch.py:318:sigkill_handler] Killing subprocess 143917\n",
+            "[launch.py:428:sigkill_handler] Killing subprocess 1\nsome words\n",
+            "Killing subprocess 8\nKilling subprocess 9\n",
+        ),
+        (
+            "Killing subprocess 8\n['python'] exits with return code = -9\n",
+            "Killing subprocess 8\n" + MACHINE_KILL,
+            "a subprocess was started\n",
         ),
     ),
     "bus-error": (
@@ -215,3 +235,9 @@ def test_kill__says_that_the_gpu_was_not_full() -> None:
     gpu = "[0] NVIDIA A100 | 65'C,  99 % | 41000 / 81920 MB |\n"
     answer = answers_to(gpu, "exits with return code = -9\n")["killed"]
     assert "its GPU had 50% of its memory in use" in answer.evidence
+
+
+def test_killed__says_what_the_host_had_when_it_was_last_printed() -> None:
+    usage = "CPU Virtual Memory:  used = 30.14 GB, percent = 8.3%\n"
+    answer = answers_to(usage + "  exitcode  : -9 (pid: 14750)\n")["killed"]
+    assert any("30.14 GiB, 8% of the machine" in line for line in answer.evidence)

@@ -82,6 +82,19 @@ def test_message__is_read_where_copying_has_broken_it() -> None:
     assert pasted.private_pool_bytes == 20 * GIB
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        TORCH_1_4.partition("memory. ")[2],
+        f"The error says CUDA out of memory.\n\n\n{TORCH_1_4.partition('memory. ')[2]}",
+    ],
+)
+def test_message__is_read_without_its_first_words(content: str) -> None:
+    message = message_of(content)
+    assert message.requested_bytes == 2 * GIB
+    assert message.capacity_bytes == 11 * GIB
+
+
 def wording(
     requested: float,
     capacity: float,
@@ -124,7 +137,42 @@ RULES = {
             wording(3, 80, 1, 70, 7),
             TORCH_1_4,
             wording(1, 80, 20, 5, 1, "10.00 GiB allowed; "),
+            # Segments are larger than requests, and what is free may be in pieces.
+            wording(0.09, 24, 0.26, 8, 1, PROCESS.format(15)),
+            wording(0.016, 32, 0.017, 31, 0.1),
         ),
+    ),
+    "large-request": (
+        (
+            wording(22.8, 31.5, 12.7, 9.1, 9.4),
+            wording(12, 16, 9.5, 5.8, 0.3).replace("CUDA", "HIP"),
+            TORCH_1_4.replace("2.00", "9.00"),
+        ),
+        (wording(100, 80, 70, 5, 1), TORCH_1_4, TORCH_2),
+    ),
+    "outside-of-torch": (
+        (
+            "RuntimeError: CUDA Error: out of memory at /w/cumem_allocator.cpp:62",
+            "n1:9:9 [3] include/alloc.h:178 NCCL WARN Cuda failure 2 'out of memory'",
+            "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling x",
+        ),
+        (TORCH_1_4, CPU, "I get CUDA out of memory as soon as it starts"),
+    ),
+    "no-real-size": (
+        (
+            "CUDA out of memory. Tried to allocate more than 1EB memory.",
+            "HIP out of memory. Tried to allocate more than 1EB memory.",
+            "RuntimeError: CUDA out of memory. Tried to allocate more than 1EB memory.",
+        ),
+        (TORCH_1_4, CPU, "CUDA out of memory"),
+    ),
+    "no-figures": (
+        (
+            "I get CUDA out of memory as soon as it starts",
+            "HIP out of memory",
+            "torch.cuda.OutOfMemoryError: CUDA out of memory.",
+        ),
+        (TORCH_2, f"I get CUDA out of memory:\n\n{TORCH_1_4}", CPU),
     ),
     "other-processes": (
         (
@@ -135,6 +183,7 @@ RULES = {
         (
             wording(1, 80, 0.1, 74, 4, PROCESS.format(79)),
             wording(1, 80, 0, 74, 4, OWN.format(79)),
+            wording(0.02, 80, 66, 9, 1, OWN.format(0)),
             TORCH_2,
         ),
     ),

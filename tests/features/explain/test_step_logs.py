@@ -95,6 +95,22 @@ LINES = {
         "(0.500s, 2048.00/s)  LR: 1.000e-06  Data: 0.010 (0.050)",
         {"step_s": 0.412, "part:data": 0.01},
     ),
+    "mmengine 0.10": (
+        "2026-03-02 10:00:00,255 - INFO - Epoch [1][3100/23454]  lr: 5.0e-04, eta: 1 "
+        "day, 18:47:47, time: 0.430, data_time: 0.006, memory: 6814, loss: 5.1984",
+        {"step_s": 0.43, "part:data": 0.006, "allocated_bytes": 6814 << 20},
+    ),
+    "Liger-Kernel 0.5": (
+        "{'loss': 7.5, 'epoch': 1.0, 'step_peak_memory_allocated_MB': 26279.24, "
+        "'step_peak_memory_reserved_MB': 47172.0, 'step_tokens_per_second': 18801.8}",
+        {"reserved_bytes": 47172 << 20, "tokens_per_s": 18801.8},
+    ),
+    "nanotron 0.4": (
+        "03/02/2026 10:00:27 [INFO|DP=0|PP=0|TP=0|node]: iteration: 991 / 1000 | "
+        "elapsed_time_per_iteration_ms: 45 | tokens_per_sec_per_gpu: 1.78K | "
+        "cuda_memory_allocated: 75.2M | cuda_max_memory_reserved: 547M",
+        {"step": 991, "step_s": 0.045, "tokens_per_s": 1780, "reserved_bytes": 547e6},
+    ),
     "DeepSpeed 0.19 (see_memory_usage)": (
         "MA 8.31 GB         Max_MA 10.37 GB         CA 15.57 GB         Max_CA 16 GB \n"
         "CPU Virtual Memory:  used = 98.0 GB, percent = 39.0%",
@@ -134,6 +150,104 @@ def test_line__has_the_figures_of_its_program(program: str) -> None:
     row = log.steps.iloc[0]
     for column, value in figures.items():
         assert row[column] == pytest.approx(value), column
+
+
+@pytest.mark.parametrize(
+    ("line", "figures"),
+    [
+        (
+            "Epoch: [11][ 8/48]  Time 0.664 (1.196)  Data 0.002 (0.004)  Loss 12.3 (9)",
+            {"step": 8, "step_s": 0.664, "part:data": 0.002},
+        ),
+        (
+            "Epoch [3] [1/9] Time 1.5 (1.5) Data 0.1 (0.1) Acc@1 3.1 (3.1)",
+            {"step": 1, "step_s": 1.5},
+        ),
+        ("ep 1 train, step 96, ce 4.2, mem: 8.9GB, 0.815 sec/step", {"step_s": 0.815}),
+        ("step 4: loss 1.0 (120.5 ms/step)", {"step_s": 0.1205}),
+        ("iter 144: id:7, time:1.722(sec), total-loss 0.5", {"step_s": 1.722}),
+        (
+            "[Rank 0] (after 20 iterations) memory (MB) | allocated: 3270.16 | max "
+            "allocated: 5670.39 | reserved: 6406.00 | max reserved: 6500.00",
+            {"allocated_bytes": 5670.39 * 2**20, "reserved_bytes": 6500 << 20},
+        ),
+        ("step 3: loss=2 allocated=6120 reserved=7000", {"reserved_bytes": 7000 << 20}),
+        ("step 3: loss=2 alloc=6.1 reserved_mb=7000", {"reserved_bytes": 7000 << 20}),
+        ("step 3: loss=2 reserved=7516192768", {"reserved_bytes": 7 * GIB}),
+        (
+            "[x] [RANK:0] GPU memory usage after adapters: 25.7GB (+0.07GB cache)",
+            {"allocated_bytes": 25.7 * GIB},
+        ),
+        (
+            "09-24 22:50:46 Epoch 0/7 itr 26/3489: lr: 0.0001\nitr 27/3489: lr: 0.0001",
+            {"step": 26},
+        ),
+        (
+            "epoch 1/50 - it 6/100 - loss: 2.4\nepoch 1/50 - it 7/100 - loss: 2.3",
+            {"step": 6},
+        ),
+    ],
+)
+def test_line__is_read_in_many_forms(line: str, figures: dict[str, float]) -> None:
+    log = logs_of(text_of(line))[0]
+    row = log.steps.iloc[0]
+    for column, value in figures.items():
+        assert row[column] == pytest.approx(value), column
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Loading checkpoint shards: 100%|####| 4/4 [00:10<00:00,  2.50s/it]",
+        "Evaluating:  50%|#####     | 25/50 [00:10<00:10,  2.50it/s]",
+        "Map (num_proc=8):  50%|####| 500/1000 [00:01<00:01, 500.0it/s]",
+        "  Gradient Accumulation steps = 4",
+    ],
+)
+def test_line__of_other_work_is_no_step(line: str) -> None:
+    assert not logs_of(text_of(line))
+
+
+def test_rate_of_one_digit__tells_less_than_the_clock_of_lines() -> None:
+    line = "I0912 {}.585236 1466 controller.py:466] train | step: {} | steps/sec: 0.1"
+    lines = [line.format("22:45:08", 160), line.format("22:51:21", 180)]
+    (log,) = logs_of(text_of("\n".join(lines)))
+    assert list(log.values("step_s")) == [pytest.approx(373 / 20)]
+    precise = "\n".join(lines).replace(" 0.1", " 0.125")
+    assert list(logs_of(text_of(precise))[0].values("step_s")) == [8, 8]
+
+
+def test_clock_of_whole_seconds__tells_the_mean_of_a_run() -> None:
+    lines = [
+        f"2026-03-02 23:59:{56 + n} step {n}: loss=2.5".replace(":60", ":59")
+        for n in range(4)
+    ]
+    lines += [f"2026-03-03 00:00:{n:02d} step {10 + n}: loss=2.5" for n in range(9)]
+    (log,) = logs_of(text_of("\n".join(lines)))
+    assert log.values("mean_step_s")[-1] == pytest.approx(12 / 18)
+    assert not len(log.values("step_s"))
+
+
+def test_iterations_of_litgpt__are_added_to_steps() -> None:
+    lines = [
+        f"iter {n} step {n // 2}: loss 3.5, iter time: {500 + 200 * (n % 2 == 0)}.0ms"
+        for n in range(1, 10)
+    ]
+    (log,) = logs_of(text_of("\n".join(lines)))
+    assert list(log.values("step_s")) == pytest.approx([1.2] * 4)
+    assert "a step takes 1.20 s" in answers_to("\n".join(lines))["step-time"].title
+
+
+def test_bars_of_two_runs__are_compared_and_those_of_other_work_are_not() -> None:
+    slow, fast = (
+        f"{{'loss': 2.0}}\n 10%|#   | 222/2220 [{elapsed}<56:07,  {rate}s/it]"
+        for elapsed, rate in (("06:18", 1.69), ("03:20", 0.9))
+    )
+    answers = answers_to(f"{slow}\n\nwith one GPU:\n{fast}")
+    assert "1.88 times faster" in answers["slower-run"].title
+    inner = " 10%|#   | 5/50 [00:01<00:07,  6.00it/s]"
+    assert "slower-run" not in answers_to(f"{slow}\n{inner}")
+    assert "1.69 s" in answers_to(f"{inner}\n{slow}")["step-time"].title
 
 
 # Number of steps, and a figure of the last one that the program printed.
@@ -201,6 +315,11 @@ def test_step_time__leaves_out_the_warm_up_and_says_what_is_left() -> None:
         ("wrong-mfu", "step 1: loss=2.0 step_time=1.0 mfu={}", ("1.4", "0.4")),
         ("cached-memory", "step 1: alloc=10.0 reserved={}", ("14.0", "10.5")),
         ("no-memory-counted", "step 1: step_time=1.0 alloc={}", ("0", "3.0")),
+        (
+            "host-nearly-full",
+            "CPU Virtual Memory:  used = 26.4 GB, percent = {}%",
+            ("84.6", "22.6"),
+        ),
         ("retries", "{} CUDA memory allocation retries.\nstep 1: alloc=3", ("2", "0")),
     ],
 )

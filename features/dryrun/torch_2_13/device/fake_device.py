@@ -36,6 +36,7 @@ from ebbtide.features.dryrun.torch_2_13.operations.shadow_values import (
     ShadowValues,
     tensors_in,
 )
+from ebbtide.features.dryrun.torch_2_13.operations.sparse_tensors import SparseTensors
 from ebbtide.features.dryrun.torch_2_13.operations.storages import FollowedStorages
 from ebbtide.features.dryrun.torch_2_13.operations.workspaces import KernelWorkspaces
 from ebbtide.machines.kernels.rates import KernelWork
@@ -57,6 +58,7 @@ _attention = _aten.scaled_dot_product_attention.default
 _is_pinned = _aten.is_pinned.default
 _device_of = torch.ops.prim.device.default
 _COPIES = frozenset({_aten._to_copy.default, _aten.copy_.default})
+_READS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default})
 # The sum of two gradients of a tensor, and gradients of operations that read at
 # indices.
 _WRITES = frozenset(
@@ -178,6 +180,7 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         self.enabled = True
         self._sink, self._clock = sink, sink.clock
         self._stacks, self._storages, self._workspaces = stacks, storages, workspaces
+        self._sparse = SparseTensors(self, storages)
         self.collectives = Collectives(sink.clock, self.values)
         # Fake tensors work in one thread at a time.
         self._lock = threading.RLock()
@@ -271,17 +274,16 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
     def _run_fake(
         self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if func is _aten._local_scalar_dense.default:
-            return self._read_value(args[0])
-        if func is _aten.equal.default:
-            self._clock.run_copy("d2h", args[0].element_size())
-            return self.values.are_equal(*args)
+        if func in _READS:
+            return self._read_value(*args)
         if func.namespace == "c10d":
             return self.collectives.run(func, args, kwargs)
         if kwargs.get("generator") is not None:
             kwargs = {**kwargs, "generator": None}
         args = self.shapes.without_boolean_index(func, args)
         inputs = [*tensors_in(args), *tensors_in(kwargs.values())]
+        if self._sparse.take(func, inputs):
+            return self._sparse.run(func, types, args, kwargs)
         key = self._calls.key(func, args, kwargs, inputs)
         call = self._calls.find(key)
         result = (
@@ -340,9 +342,12 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
                 "torch.library.register_fake"
             ) from error
 
-    def _read_value(self, tensor: Any) -> Any:
-        if tensor.device.type == "cuda":
+    def _read_value(self, tensor: Any, *other: Any) -> Any:
+        """Return the value of a tensor, or whether it is equal to another one."""
+        if tensor.device.type == "cuda" or other:
             self._clock.run_copy("d2h", tensor.element_size())
+        if other:
+            return self.values.are_equal(tensor, *other)
         return self.values.value_of(tensor)
 
     def _count_copy(
