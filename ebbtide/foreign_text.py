@@ -26,8 +26,6 @@ def printable_line(text: str) -> str:
 
 
 def masked(text: str) -> str:
-    """Return a text of the same length, with `?` for control characters.
-
-    These are characters that could control a terminal.
-    """
+    """Return a text of the same length, with `?` for characters that could control a
+    terminal."""
     return _UNSAFE.sub("?", text)

@@ -115,10 +115,8 @@ def memory_group(pid: int, root: Path = Path("/")) -> MemoryGroup | None:
 
 
 def local_ranks() -> int:
-    """Return the number of ranks on this host.
-
-    It is as the launcher of this process states it; 1 without a launcher.
-    """
+    """Return the number of ranks on this host as the launcher of this process states
+    it; 1 without a launcher."""
     return stated_local_ranks(os.environ) or 1
 
 
@@ -160,9 +158,8 @@ def own_cores() -> set[int]:
 def rank_cores(ranks: int | None = None, root: Path = Path("/")) -> int:
     """Return how many logical cores each rank on this host may use, at least 1.
 
-    It is a share of the cores of their launcher, the parent of this process, which may
-    have bound this rank to fewer of them.
-    """
+    This is a share of the cores of the launcher, the parent of this process, which may
+    have bound this rank to fewer of them."""
     own = launcher = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError):
         launcher = max(own, len(os.sched_getaffinity(os.getppid())))

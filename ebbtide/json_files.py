@@ -1,7 +1,5 @@
-"""Reads JSON files that people write.
-
-It converts them to constrained types with one-line errors.
-"""
+"""Reads JSON files that people write, and converts them to constrained types with
+one-line errors."""
 
 import difflib
 import json
@@ -58,10 +56,8 @@ def _refuse(constant: str) -> Any:
 
 
 def number_range(minimum: float, maximum: float) -> msgspec.Meta:
-    """Return the constraint of a number, both bounds included.
-
-    It has a description for messages.
-    """
+    """Return the constraint of a number, both bounds included, with a description for
+    messages."""
     return msgspec.Meta(
         ge=minimum, le=maximum, description=f"a number from {minimum:g} to {maximum:g}"
     )
@@ -137,9 +133,7 @@ def validation_problem(error: msgspec.ValidationError) -> ValidationProblem:
 
 
 def section(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return an object in an object of a file.
-
-    It is an empty one where the file has another value, or none.
-    """
+    """Return an object in an object of a file; an empty one where the file has another
+    value, or none."""
     value = values.get(key)
     return value if isinstance(value, dict) else {}

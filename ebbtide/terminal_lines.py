@@ -24,18 +24,14 @@ _BEFORE_UNIT = re.compile(
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Return whether people read a stream at a certain width.
-
-    They do on a terminal, or as COLUMNS says; None: it is closed.
-    """
+    """Return whether people read a stream at a certain width: on a terminal, or as
+    COLUMNS says; None: it is closed."""
     return bool(os.environ.get("COLUMNS")) or _terminal_width(stream) is not None
 
 
 def stream_width(stream: TextIO | None) -> int:
-    """Return the number of columns.
-
-    It is the number of COLUMNS, else of the stream's terminal; a file has more.
-    """
+    """Return the number of columns by COLUMNS, else of the stream's terminal; a file
+    has more."""
     return shutil.get_terminal_size(
         (_terminal_width(stream) or _FILE_WIDTH, 24)
     ).columns
@@ -86,11 +82,10 @@ def unbroken_words(line: str) -> list[str]:
 
 
 def print_note(line: str) -> None:
-    """Print on stderr what a command says beside its output.
+    """Print on stderr what a command says beside its output, continued on further lines
+    where it is wider than the terminal.
 
-    It is a line, continued on further ones where it is wider than the terminal. Paths
-    stay whole, so that they can be copied.
-    """
+    Paths stay whole, so that they can be copied."""
     if sys.stderr is None:
         return
     line = _PREFIX + printable_line(line)

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
 
 class TraceAnalysis(JobMetrics):
-    """The figures of one trace, and what they show.
-
-    They are as the commands of the same names print them.
+    """The figures of one trace, and what they show, as the commands of the same names
+    print them.
 
     Medians are over the steady iterations: the first two are left out where there are
     five or more. What was not recorded is None. Every result is a frozen dataclass with
@@ -62,12 +61,12 @@ class TraceAnalysis(JobMetrics):
         super().__init__(trace, adviser)
 
     def findings(self) -> Findings:
-        """Causes that hold the job back, the largest gain first.
-
-        They have evidence and potential gain.
+        """Causes that hold the job back, the largest gain first, with evidence and
+        potential gain.
 
         Settings that they advise are simulated, as `ebbtide replay --recommend`
-        does."""
+        does.
+        """
         from ebbtide.analysis.findings import find
 
         return find(self.trace, self.adviser or self._own_adviser())
@@ -86,9 +85,8 @@ class TraceAnalysis(JobMetrics):
         free_bytes: ByteCount | None = None,
         host_free_bytes: ByteCount | None = None,
     ) -> Replay:
-        """Iteration times under other offload policies.
-
-        They are as `ebbtide replay` predicts them.
+        """Iteration times under other offload policies, as `ebbtide replay` predicts
+        them.
 
         Args:
             policies: Policies, or one, as text such as `adaptive`; None: all that are

@@ -57,10 +57,8 @@ def byte_count(size: object, name: str = "a size") -> float:
 
 
 def bytes_unit(largest: float) -> tuple[float, str]:
-    """Return the unit in which `largest` bytes read best.
-
-    It is (bytes in one unit, its name).
-    """
+    """Return the unit in which `largest` bytes read best as (bytes in one unit, its
+    name)."""
     power = 0
     while power + 1 < len(_UNITS) and abs(largest) >= 1024 ** (power + 1):
         power += 1

@@ -1,7 +1,5 @@
-"""Runs tasks in processes of this machine, or on a Dask cluster.
-
-It yields each outcome as it is finished.
-"""
+"""Runs tasks in processes of this machine, or on a Dask cluster, and yields each
+outcome as it is finished."""
 
 import importlib
 import logging

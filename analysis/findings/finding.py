@@ -86,10 +86,8 @@ class Findings(TabularResult):
     nothing_found: tuple[str, ...] = ()
 
     def removed_numbers(self, finding: Finding) -> list[int]:
-        """Return the numbers of the findings that are gone if one is followed.
-
-        They count from 1; the advice of one finding is followed.
-        """
+        """Return the numbers, from 1, of the findings that are gone if the advice of
+        one is followed."""
         return [
             number
             for number, other in enumerate(self.findings, 1)

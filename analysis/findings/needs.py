@@ -2,6 +2,7 @@
 
 from ebbtide.analysis.findings.rule import Need
 from ebbtide.analysis.metrics.job import JobMetrics
+from ebbtide.machines.sheets import shares_host_memory
 from ebbtide.phases import BACKWARD, FORWARD
 
 
@@ -21,6 +22,20 @@ PASSES = Need(
     ),
 )
 GPU = Need("a job on a GPU", lambda metrics: metrics.has_gpu)
+UNIFIED = Need(
+    "a GPU that shares the memory of the CPU",
+    lambda metrics: any(
+        rank.device.kind == "mps" or bool(shares_host_memory(rank.device.name))
+        for rank in metrics.by_rank
+    ),
+)
+SEPARATE_MEMORY = Need(
+    "a GPU with memory of its own", lambda metrics: not UNIFIED.is_met(metrics)
+)
+MEASURED = Need(
+    "a job that ran",
+    lambda metrics: metrics.trace.meta.source not in ("predicted", "simulated"),
+)
 RANKS = Need("two ranks or more", lambda metrics: len(metrics.trace.ranks) > 1)
 OFFLOADED = Need(
     "optimizer state in host memory",
@@ -85,10 +100,8 @@ RECORD_COPIES = "record each copy: ebbtide profile --transfers"
 
 
 def scope_text(metrics: JobMetrics, phase: str | None = None) -> str:
-    """Return the time that figures are of.
-
-    It is the median iteration or one of its phases, or the whole trace.
-    """
+    """Return the time that figures are of: the median iteration, one of its phases, or
+    the whole trace."""
     return (
         "in the whole trace"
         if metrics.iteration_ms is None

@@ -95,10 +95,8 @@ def rule(name: str, *needs: Need) -> Callable[[Check], Rule]:
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
-    """Return the rules of the folder `rules` and of features.
-
-    They are by themes, and in the order of lines.
-    """
+    """Return the rules of the folder `rules` and of features, by theme and in the order
+    of lines."""
     paths = (Path(__file__).parent / "rules").glob("[a-z]*.py")
     themes = {
         path.stem: seams.Plug("ebbtide.analysis.findings.rules", path.stem)

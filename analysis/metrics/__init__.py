@@ -1,4 +1,2 @@
-"""Computes the figures of a trace.
-
-They are phases, memory, free-memory windows, link throughput and sub-steps.
-"""
+"""Computes the figures of a trace: phases, memory, free-memory windows, link throughput
+and sub-steps."""

@@ -72,9 +72,8 @@ def recent_per_trace(
 ) -> Callable[Concatenate[Trace, P], Result]:
     """Decorate a function like `once_per_trace`, but keep only the last results.
 
-    They are as long as a table: the results of all ranks of a large job would not fit
-    into memory.
-    """
+    Results that are as long as a table would not fit into memory for all ranks of a
+    large job."""
     results: WeakKeyDictionary[Trace, OrderedDict[Any, Result]] = WeakKeyDictionary()
     lock = Lock()
 

@@ -76,11 +76,11 @@ def _lasting(
 def gradient_starts(
     subgroups: Sequence[int], begin_s: float, backward_s: float, accumulates: bool
 ) -> list[float]:
-    """Return from when on each subgroup's gradient is on the device.
+    """Return the time from which each subgroup's gradient is on the device until its
+    update.
 
-    It stays there until its update. Gradients come in reverse order of the backward, or
-    with several micro-steps (`accumulates`) from the start.
-    """
+    Gradients come in reverse order in the backward, or with several micro-steps
+    (`accumulates`) are there from the start."""
     if accumulates:
         return [0.0] * len(subgroups)
     total, done, starts = sum(subgroups), 0, []

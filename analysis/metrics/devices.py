@@ -5,8 +5,12 @@ import numpy as np
 from ebbtide.analysis.metrics.cache import once_per_trace, recent_per_trace
 from ebbtide.analysis.metrics.iterations import steady_iterations
 from ebbtide.analysis.timeseries.step_functions import Ints
+from ebbtide.machines.sheets import preset_of
 from ebbtide.profiler.trace import Trace
 from ebbtide.profiler.trace.metadata import DeviceInfo
+
+# A smaller share of a memory that GPU and CPU share was stated for the job alone.
+_SAME_CAPACITY = 0.97
 
 
 @recent_per_trace
@@ -38,11 +42,15 @@ def main_device(trace: Trace, rank: int) -> str | None:
 
 
 def capacity_bytes(trace: Trace, rank: int) -> int | None:
-    """Return the memory of the rank's first device.
-
-    It is the card's, or the host's where the job runs on the CPU.
-    """
-    return first_device(trace, rank).capacity_bytes
+    """Return the memory of the rank's first device, or of the host where the job runs
+    on the CPU, without the system's share where a card is known to share it."""
+    device = first_device(trace, rank)
+    sheet, capacity = preset_of(device.name), device.capacity_bytes
+    if sheet is None or capacity is None or not sheet.system_gib:
+        return capacity
+    system_bytes = round(2**30 * sheet.system_gib)
+    is_all = capacity > _SAME_CAPACITY * 2**30 * sheet.memory_gib
+    return capacity - system_bytes if is_all else capacity
 
 
 def ran_on_cpu(trace: Trace) -> bool:
@@ -56,10 +64,7 @@ def ran_on_cpu(trace: Trace) -> bool:
 
 
 def capacity_name(trace: Trace) -> str:
-    """Return the name of the capacity.
-
-    It is `capacity` for a GPU, or `host memory` for a job without one.
-    """
+    """Return `capacity` for a GPU, or `host memory` for a job without one."""
     return "host memory" if ran_on_cpu(trace) else "capacity"
 
 
@@ -81,10 +86,8 @@ def link_peak(trace: Trace, rank: int) -> float | None:
 
 
 def first_device(trace: Trace, rank: int) -> DeviceInfo:
-    """Return the device that a rank's figures describe.
-
-    It is an empty entry where the trace has none.
-    """
+    """Return the device that a rank's figures describe; an empty entry where the trace
+    has none."""
     return trace.rank(rank).main_device
 
 
@@ -107,21 +110,19 @@ _PEAK_POOLS = ("device", "allocated", "requested", "tensors", "cuda", "heap")
 
 
 def free_pool(trace: Trace) -> str | None:
-    """Return the pool that free memory is computed from.
+    """Return the pool that free memory is computed from: the first recorded of
+    _FREE_POOLS; None without memory of a device.
 
-    It is the first recorded of _FREE_POOLS; None without memory of a device. Memory
-    that torch has reserved is not free for others, even if no tensor uses it.
-    """
+    Memory that torch has reserved is not free for others, even if no tensor uses it."""
     return _first_recorded(trace, _FREE_POOLS)
 
 
 def peak_pool(trace: Trace) -> str | None:
-    """Return the pool whose peaks are reported.
+    """Return the pool whose peaks are reported: the first recorded of _PEAK_POOLS; None
+    without memory of a device.
 
-    It is the first recorded of _PEAK_POOLS; None without memory of a device. `reserved`
-    is not one of them: it includes blocks that no tensor uses, so its peak says little
-    about the job.
-    """
+    `reserved` is not one of them: it includes blocks that no tensor uses, so its peak
+    says little about the job."""
     return _first_recorded(trace, _PEAK_POOLS)
 
 

@@ -1,7 +1,5 @@
-"""Compares a run with its own beginning.
-
-It finds iteration times, links, clocks, free memory and host memory that drift.
-"""
+"""Compares a run with its own beginning, to find iteration times, links, clocks, free
+memory and host memory that drift."""
 
 from __future__ import annotations
 
@@ -278,10 +276,8 @@ def _copy_rates(trace: Trace, rank: int) -> Iterator[tuple[Ints, Floats]]:
 
 
 def _link_speeds(trace: Trace, rank: int) -> tuple[Ints, Floats]:
-    """Return the times, ns, and bytes/s that a link can carry.
-
-    They are from samples with traffic.
-    """
+    """Return the times (ns) of samples with traffic, and the bytes/s that the link can
+    carry at each."""
     rows = trace.columns(rank, "link")
     states = np.stack([rows.floats("generation"), rows.floats("width")], axis=1)
     own = rows.equal("device", main_device(trace, rank)) & ~np.isnan(states).any(axis=1)

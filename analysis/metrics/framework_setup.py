@@ -44,10 +44,8 @@ class FrameworkSetup(Protocol):
 
     @property
     def policy(self) -> str | None:
-        """The policy under which ebbtide's engine ran the updates.
-
-        It is None where the framework ran them.
-        """
+        """The policy under which ebbtide's engine ran the updates; None where the
+        framework ran them."""
 
     @property
     def recorded_policy(self) -> str | None:
@@ -59,24 +57,18 @@ class FrameworkSetup(Protocol):
 
     @property
     def offloads(self) -> bool | None:
-        """Whether optimizer state is in host memory or on storage.
-
-        It is None where the configuration does not say.
-        """
+        """Whether optimizer state is in host memory or on storage; None where the
+        configuration does not say."""
 
     @property
     def ratio(self) -> float | None:
-        """The configured share of the parameters that the CPU updates.
-
-        It is None where nothing is offloaded.
-        """
+        """The configured share of the parameters that the CPU updates; None where
+        nothing is offloaded."""
 
     @property
     def cpu_share(self) -> float:
-        """The share of the parameters whose state is in host memory.
-
-        It is 1 where it is not known.
-        """
+        """The share of the parameters whose state is in host memory; 1 where it is not
+        known."""
 
     @property
     def subgroups(self) -> tuple[int, ...]:
@@ -88,17 +80,13 @@ class FrameworkSetup(Protocol):
 
     @property
     def framework(self) -> Framework | None:
-        """The framework, if it chose the resident subgroups.
-
-        It is None if ebbtide's engine did.
-        """
+        """The framework, if it chose the resident subgroups; None if ebbtide's engine
+        did."""
 
     @property
     def host_buffer_bytes(self) -> int | None:
-        """The bytes of host memory for buffers and gradients of state on storage.
-
-        It is None if its state is not there.
-        """
+        """The bytes of host memory for buffers and gradients of state on storage; None
+        if its state is not there."""
 
     def state_on_device(self, params: int, state_bytes: float) -> int | None:
         """Return the bytes of optimizer state on the device.

@@ -73,10 +73,8 @@ class GpuFigure:
 
 @dataclass(frozen=True, repr=False)
 class GpuState(TabularResult, table="figures"):
-    """Figures of every recorded quantity and phase, over all ranks.
-
-    It is empty where nothing was recorded.
-    """
+    """Figures of every recorded quantity and phase, over all ranks; empty where nothing
+    was recorded."""
 
     figures: list[GpuFigure]
 
@@ -133,10 +131,8 @@ def gpu_state(trace: Trace, ranks: Sequence[int] | None = None) -> GpuState:
 
 
 class GpuTotals(NamedTuple):
-    """Values of a quantity in one phase of a rank.
-
-    They are the smallest, the largest, their sum weighted by ns, and the ns.
-    """
+    """The smallest value of a quantity in one phase of a rank, the largest, the sum
+    weighted by ns, and the ns."""
 
     low: float
     high: float
@@ -146,11 +142,11 @@ class GpuTotals(NamedTuple):
 
 @once_per_trace
 def rank_gpu_totals(trace: Trace, rank: int) -> dict[tuple[str, str], GpuTotals]:
-    """Return the totals of a rank's GPU by quantity and phase, as far as recorded.
+    """Return the totals of a rank's GPU by quantity and phase over the steady
+    iterations, as far as recorded.
 
-    They are over the steady iterations; of a trace without iterations, they are of its
-    whole time, with an empty text for the phase.
-    """
+    Without iterations, the totals are of the whole time, with an empty text for the
+    phase."""
     rows, phases = trace.columns(rank, "gpu"), intervals(trace, rank).times_with_other
     on_device = rows.equal("device", main_device(trace, rank))
     phases = phases.only(np.isin(phases.iterations, steady_iterations(trace).numbers))

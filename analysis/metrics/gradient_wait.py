@@ -39,12 +39,11 @@ class GradientWait:
 
 
 def gradient_wait(metrics: JobMetrics) -> GradientWait | None:
-    """Measure the wait for gradient copies.
+    """Measure the wait for gradient copies; None without a wait, offloaded state or
+    phases.
 
-    It is measured by DeepSpeed's sub-step, else by pageable copies, else by a backward
-    that is far longer than its forward explains while the link is mostly idle. Return
-    None without a wait, offloaded state or phases.
-    """
+    It is DeepSpeed's sub-step, else pageable copies, else the part of a backward that
+    is far longer than its forward explains while the link is mostly idle."""
     forward, backward = metrics.phase_ms(FORWARD), metrics.phase_ms(BACKWARD)
     if not forward or not backward or metrics.offloaded is False:
         return None

@@ -76,10 +76,8 @@ class Iterations(TabularResult):
         return printed
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a row per rank and iteration.
-
-        It has milliseconds per phase, and whether medians leave it out (`warmup`).
-        """
+        """Return a row per rank and iteration with milliseconds per phase, and whether
+        medians leave it out (`warmup`)."""
         import pandas as pd
 
         columns = ["rank", "iteration", "warmup", *(f"{phase}_ms" for phase in _TIMES)]

@@ -1,7 +1,5 @@
-"""Splits a trace into iterations and phases, and measures their times.
-
-It also puts a trace on the clock of its GPUs.
-"""
+"""Splits a trace into iterations and phases, measures their times, and puts the trace
+on the clock of its GPUs."""
 
 from __future__ import annotations
 
@@ -66,18 +64,14 @@ class IterationTable:
         )
 
     def largest(self, names: Sequence[str]) -> Floats:
-        """Return the largest value of some columns in each iteration.
-
-        It is NaN where none is known.
-        """
+        """Return the largest value of some columns in each iteration; NaN where none is
+        known."""
         largest: Floats = np.fmax.reduce([self.columns[name] for name in names])
         return largest
 
     def total(self, names: Sequence[str]) -> Floats:
-        """Return the sum of the known values of some columns in each iteration.
-
-        It is 0 where none is.
-        """
+        """Return the sum of the known values of some columns in each iteration; 0 where
+        none is known."""
         total: Floats = np.sum(
             [np.nan_to_num(self.columns[name]) for name in names], axis=0
         )
@@ -133,10 +127,8 @@ class PhaseArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class Intervals:
-    """Times of a rank's iterations and phases.
-
-    They are the device's where every phase has them, else the host's.
-    """
+    """Times of a rank's iterations and phases, by the device's clock where every phase
+    has device times, else the host's."""
 
     numbers: Ints  # The iterations, ascending.
     starts: Ints  # Their starts, ns. An iteration begins where the one before ended.
@@ -256,11 +248,10 @@ def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
 def _iteration_ends(
     times: PhaseArrays, marks: Columns, column: str
 ) -> tuple[Ints, Ints]:
-    """Return the iterations and the end of each.
+    """Return the iterations and the end of each: that of its last phase, or of its mark
+    if later, before the next iteration.
 
-    It is the end of its last phase, or the later end of its mark, before the next
-    iteration. `column` is the column of `marks` on the clock of the phases.
-    """
+    `column` is the column of `marks` on the clock of the phases."""
     numbers, first, position = np.unique(
         times.iterations, return_index=True, return_inverse=True
     )
@@ -326,10 +317,8 @@ def _finished(trace: Trace, rank: int) -> list[int]:
 
 
 def durations_ms(times: Intervals) -> IterationTable:
-    """Return milliseconds per iteration and part (also `iteration`).
-
-    They are NaN for a phase that no iteration has.
-    """
+    """Return milliseconds per iteration and part (also `iteration`); NaN for a phase
+    that no iteration has."""
     position = np.searchsorted(times.numbers, times.times.iterations)
     lengths = (times.times.ends - times.times.starts) / 1e6
     columns, absent = {}, np.full(len(times.numbers), np.nan)
@@ -360,10 +349,8 @@ def rank_durations(trace: Trace, rank: int) -> IterationTable:
 
 @once_per_trace
 def slowest_times(trace: Trace) -> IterationTable:
-    """Return milliseconds of the slowest rank per steady iteration.
-
-    They have the columns of `durations_ms`.
-    """
+    """Return milliseconds of the slowest rank per steady iteration, with the columns of
+    `durations_ms`."""
     tables = [rank_durations(trace, rank) for rank in trace.ranks]
     ran = np.unique(
         np.concatenate([np.empty(0, np.int64), *(table.numbers for table in tables)])
@@ -396,6 +383,8 @@ _CLOCK_TIMES = {
     "iteration_marks": ("start_ns", "end_ns"),
     "memory": ("t_ns",),
     "allocations": ("start_ns", "end_ns"),
+    "annotations": ("start_ns", "end_ns"),
+    "marks": ("start_ns", "end_ns"),
 }
 
 
@@ -437,5 +426,21 @@ def _clock(trace: Trace, rank: int) -> Callable[[Ints], Ints] | None:
     before, after = (
         np.stack([times.starts, times.ends], axis=1).ravel() for times in (host, device)
     )
+    before, after = _with_marks(trace, rank, before, after)
     ahead = np.maximum.accumulate(after) - before
     return lambda at: at + np.rint(np.interp(at, before, ahead)).astype(np.int64)
+
+
+def _with_marks(
+    trace: Trace, rank: int, before: Ints, after: Ints
+) -> tuple[Ints, Ints]:
+    """Return times of the host and of the GPU, with those of the job's marks."""
+    rows = trace.columns(rank, "marks")
+    own = rows.recorded("gpu_start_ns") & rows.recorded("gpu_end_ns")
+    host, device = (
+        np.concatenate([rows.ints(name)[own] for name in names])
+        for names in (("start_ns", "end_ns"), ("gpu_start_ns", "gpu_end_ns"))
+    )
+    before, after = np.concatenate([before, host]), np.concatenate([after, device])
+    order = np.argsort(before, kind="stable")
+    return before[order], after[order]

@@ -154,9 +154,8 @@ class JobMetrics:
         at_ns: int | None = None,
         device: str | None = None,
     ) -> Holders | None:
-        """Holders of the memory of a device at a time.
-
-        They are by category, module and call site; None if it was not recorded.
+        """Holders of the memory of a device at a time, by category, module and call
+        site; None if it was not recorded.
 
         Args:
             rank: The rank; None: the first one.
@@ -198,10 +197,8 @@ class JobMetrics:
 
     @property
     def without_gradients_ms(self) -> float | None:
-        """Time of `other` in which forwards without gradients run.
-
-        It is None where none were recorded.
-        """
+        """Time of `other` in which forwards without gradients run; None where none were
+        recorded."""
         from ebbtide.analysis.metrics.substeps.operations import without_gradients_ms
 
         return without_gradients_ms(self.trace)
@@ -222,19 +219,15 @@ class JobMetrics:
 
     @cached_property
     def collective_skew(self) -> CollectiveSkew | None:
-        """Waiting of the ranks for each other.
-
-        It is None unless several recorded the same collectives.
-        """
+        """Waiting of the ranks for each other; None unless several recorded the same
+        collectives."""
         from ebbtide.analysis.metrics.activity.collectives import collective_skew
 
         return collective_skew(self.trace)
 
     def iteration_activity(self, phase: str | None = None) -> pd.DataFrame:
-        """Return GPU time of the median iteration, or of one of its phases.
-
-        It has a row per rank with recorded kernels.
-        """
+        """Return GPU time of the median iteration, or of one of its phases, with a row
+        per rank with recorded kernels."""
         from ebbtide.analysis.metrics.activity.phase_activity import iteration_activity
 
         return iteration_activity(self.trace, phase)
@@ -290,10 +283,8 @@ class JobMetrics:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the job.
-
-        It includes ranks that were not recorded where their number is known.
-        """
+        """Number of ranks of the job, also of ranks that were not recorded if their
+        number is known."""
         return max(len(self.trace.ranks), self.entry.world_size or 1)
 
     @cached_property
@@ -320,10 +311,8 @@ class JobMetrics:
 
     @cached_property
     def micro_steps(self) -> int | None:
-        """Micro-steps of an iteration on the first rank.
-
-        It is None where no iteration was recorded.
-        """
+        """Micro-steps of an iteration on the first rank; None where no iteration was
+        recorded."""
         phases = self.trace.phases(self.trace.ranks[0])
         numbers = phases.loc[phases["iteration"].notna(), "micro_step"]
         return int(numbers.max()) + 1 if len(numbers) else None
@@ -340,10 +329,8 @@ class JobMetrics:
     def sub_step(
         self, name: str, resources: tuple[str, ...] = ("host", "cpu")
     ) -> SubStep | None:
-        """Return a sub-step that DeepSpeed ran on the host.
-
-        It is of the rank on which it took longest.
-        """
+        """Return a sub-step that DeepSpeed ran on the host, on the rank where it took
+        longest."""
         # Comparing names is fast; computing the figures of all sub-steps is not.
         if not any(rank.has_operation(name) for rank in self.by_rank):
             return None
@@ -377,10 +364,8 @@ class JobMetrics:
 
     @cached_property
     def offloaded_params(self) -> float | None:
-        """Parameters whose state the first rank keeps in host memory.
-
-        It is None if state is not offloaded.
-        """
+        """Parameters whose state the first rank keeps in host memory; None if state is
+        not offloaded."""
         share = self.setup.cpu_share if self.setup is not None else 1.0
         return (
             self.params * share if self.params is not None and self.offloaded else None
@@ -401,6 +386,12 @@ class JobMetrics:
         ]
         recorded = [use for use in rows if use.bytes is not None]
         return max(recorded, key=lambda use: use.bytes or 0.0, default=None)
+
+    @staticmethod
+    def copy_ms(up: PhaseLink, down: PhaseLink) -> float:
+        """Return the time in which copies of any direction run in a phase."""
+        busy_ms = (up.busy_ms or 0.0) + (down.busy_ms or 0.0)
+        return busy_ms - (up.both_ms or 0.0)
 
     def both_directions(self, phase: str) -> list[tuple[PhaseLink, PhaseLink]]:
         """Return the link in a phase, h2d and d2h, of each rank."""
@@ -427,18 +418,14 @@ class JobMetrics:
     def copy_stats(
         self, direction: str, host_memory: str, phase: str | None = None
     ) -> CopyStats | None:
-        """Return the copies of one kind of the rank on which they took longest.
-
-        They are in a phase, or in all if it is None.
-        """
+        """Return the copies of one kind in a phase, or in all if it is None, on the
+        rank where they took longest."""
         return copy_stats(self.trace, self.steady_copies, direction, host_memory, phase)
 
     @cached_property
     def peak_bytes_per_s(self) -> float | None:
-        """Peak rate of the link in one direction.
-
-        It is of the first rank for which it is known.
-        """
+        """Peak rate of the link in one direction, on the first rank for which it is
+        known."""
         return next(
             (
                 entry.peak_bytes_per_s
@@ -449,10 +436,8 @@ class JobMetrics:
         )
 
     def min_gap_bytes(self, gap: str, phase: str | None = None) -> list[int]:
-        """Return the smallest value of a memory gap (`Gap.gap`) of each rank with it.
-
-        It is in a phase, or in all if it is None.
-        """
+        """Return the smallest value of a memory gap (`Gap.gap`) of each rank, in a
+        phase, or in all if it is None."""
         rows = [
             g for g in self.memory().gaps if g.gap == gap and phase in (None, g.phase)
         ]

@@ -1,7 +1,5 @@
-"""Measures how the link between host and device was used.
-
-It is per direction and phase, with the copies of each kind.
-"""
+"""Measures the use of the link between host and device by direction and phase, and the
+copies of each kind."""
 
 from __future__ import annotations
 
@@ -54,12 +52,12 @@ class PhaseLink:
 
 @dataclass(frozen=True)
 class CopyKind:
-    """All copies of a rank between the device and one kind of host memory.
-
-    They are in one direction, over the whole trace.
+    """All copies of a rank between the device and one kind of host memory, in one
+    direction, over the whole trace.
 
     The driver stages a pageable copy through a buffer: it is slower, and the host waits
-    for it."""
+    for it.
+    """
 
     rank: int
     direction: str  # `h2d` or `d2h`.
@@ -216,10 +214,8 @@ class CopyStats:
 
 
 class SteadyCopies(NamedTuple):
-    """Copies of each rank in its `copied_iterations`, in order of rank and time.
-
-    They have an entry each.
-    """
+    """Copies of each rank in its `copied_iterations` as columns with an entry each, in
+    order of rank and time."""
 
     ranks: Ints
     phases: npt.NDArray[np.object_]
@@ -282,10 +278,8 @@ def copy_stats(
     host_memory: str,
     phase: str | None = None,
 ) -> CopyStats | None:
-    """Return the copies of a kind of the rank on which they took longest.
-
-    They are in a phase, or in all if it is None.
-    """
+    """Return the copies of a kind in a phase, or in all if it is None, on the rank
+    where they took longest."""
     selected = (rows.copies.directions == direction) & (
         rows.copies.host_memory == host_memory
     )

@@ -1,7 +1,5 @@
-"""Computes the bytes that a rank's link moves over time.
-
-They are exact from recorded copies, else from sampled counters.
-"""
+"""Computes the bytes that a rank's link moves over time, exactly from recorded copies,
+else from sampled counters."""
 
 from __future__ import annotations
 
@@ -75,11 +73,8 @@ class Traffic:
         return enough
 
     def idle_share(self, starts: Ints, ends: Ints, peak: float | None) -> Floats:
-        """Return the share of each interval (ns) in which nothing moved.
-
-        It is 1 - the busy share of copies, else 1 - rate / peak (bytes/s); NaN where
-        neither can be computed.
-        """
+        """Return the share of each interval (ns) in which nothing moved: 1 - the busy
+        share of copies, else 1 - rate / peak (bytes/s); NaN where neither is known."""
         length = np.maximum(ends - starts, 1).astype(np.float64)
         if self.busy is not None:
             share = self.busy(starts, ends) / length
@@ -125,10 +120,8 @@ class Copies(NamedTuple):
 
 
 def copies(trace: Trace, rank: int, direction: str | None) -> Copies:
-    """Return copies of one direction, or of both if it is None.
-
-    They are of the rank's first device, or all where none is of this device.
-    """
+    """Return copies in one direction, or in both if it is None, of the rank's first
+    device, or all where no copy is of this device."""
     rows = _all_copies(trace, rank)
     return rows if direction is None else rows.only(rows.directions == direction)
 
@@ -199,10 +192,8 @@ def copied_iterations(trace: Trace, rank: int) -> list[int]:
 
 @recent_per_trace
 def both_busy(trace: Trace, rank: int) -> Between | None:
-    """Return a function to the ns of copies in both directions at once.
-
-    It takes starts and ends; None if not recorded.
-    """
+    """Return a function from starts and ends to the ns of copies in both directions at
+    once; None if not recorded."""
     if not trace.rank(rank).transfers_recorded:
         return None
     spans = trace.rank(rank).transfers_spans_ns
@@ -216,11 +207,8 @@ def both_busy(trace: Trace, rank: int) -> Between | None:
 
 
 def busy_between(rows: Copies, spans: Spans) -> Between:
-    """Return a function to the ns of intervals in which at least one copy ran.
-
-    It takes starts and ends of intervals; NaN for intervals that are not within the
-    spans.
-    """
+    """Return a function from starts and ends of intervals to the ns in which at least
+    one copy ran; NaN for intervals that are not within the spans."""
     total = covering(*union(rows.starts, rows.ends))
     recorded = covering(*np.array(spans, np.int64).T) if spans else None
 

@@ -50,10 +50,8 @@ class PoolUse:
 
 @dataclass(frozen=True)
 class Gap:
-    """Difference of two memory counts in one phase of a rank.
-
-    It is computed at each moment; low and peak are as in `PoolUse`.
-    """
+    """Difference of two memory counts in one phase of a rank, computed at each moment;
+    low and peak are as in `PoolUse`."""
 
     rank: int
     phase: str | None  # The phase, or `other`; None as in `PoolUse`.
@@ -158,11 +156,8 @@ def difference(upper: tuple[Ints, Ints], lower: tuple[Ints, Ints]) -> tuple[Ints
 def _per_phase(
     trace: Trace, rank: int, pool: str, phases: PhaseArrays, timeline: tuple[Ints, Ints]
 ) -> list[tuple[str | None, int, int]]:
-    """Return (phase, low, peak) of a timeline.
-
-    They are medians over the iterations in which `pool` was read; without iterations,
-    of the whole trace.
-    """
+    """Return (phase, low, peak) of a timeline: medians over the iterations in which
+    `pool` was read; without iterations, of the whole trace."""
     times, values = timeline
     if not steady_iterations(trace).numbers:
         return [(None, int(values.min()), int(values.max()))]

@@ -23,10 +23,8 @@ Spans = tuple[Ints, Ints]
 
 @once_per_trace
 def memory_spans(trace: Trace, rank: int, pool: str) -> Spans | None:
-    """Return the spans in which a pool is known, ns.
-
-    They are (starts, ends), ascending and disjoint; None: at all times.
-    """
+    """Return the spans in which a pool is known as (starts, ends) in ns, ascending and
+    disjoint; None: at all times."""
     if not trace.meta.options.on_demand or pool in _SAMPLED:
         return None
     if pool in ALLOCATION_POOLS:
@@ -95,10 +93,8 @@ def memory_with_gaps(
 
 
 def detailed_iterations(trace: Trace, rank: int) -> list[int]:
-    """Return the steady iterations in which a rank recorded details.
-
-    They are all but those between the slices on demand.
-    """
+    """Return the steady iterations in which a rank recorded details, which are all but
+    those between the slices on demand."""
     numbers = steady_iterations(trace).numbers
     if not trace.meta.options.on_demand:
         return numbers

@@ -84,7 +84,8 @@ def no_iterations(trace: Trace) -> str:
     phases = {
         phase for rank in trace.ranks for phase in trace.labels(rank, "phases", "phase")
     }
-    if not phases:
+    stopped = [entry.stopped for entry in trace.meta.ranks]
+    if not phases and {"cut off", "exec"}.isdisjoint(stopped):
         return (
             "no phases were recorded, so there are no iterations; `ebbtide profile` "
             "records them"
@@ -94,7 +95,7 @@ def no_iterations(trace: Trace) -> str:
             "no training iteration is in it: only forwards, as of inference; its steps "
             "are below"
         )
-    return explain_no_iterations(phases)
+    return explain_no_iterations(phases, stopped)
 
 
 def out_of_memory_remarks(trace: Trace) -> list[str]:
@@ -125,10 +126,7 @@ def no_link_use(trace: Trace, ranks: Sequence[int], has_samples: bool) -> str:
 
 
 def no_link(trace: Trace, ranks: Sequence[int] | None = None) -> str:
-    """Return the line on ranks without data on the link.
-
-    It is about all ranks if None, or some.
-    """
+    """Return the line on ranks (None: all) without data on the link."""
     if ran_on_cpu(trace):
         return "no GPU link was recorded (this job ran on the CPU)"
     reasons = "; ".join(link_reasons(trace, ranks))
@@ -157,10 +155,8 @@ def link_reasons(trace: Trace, ranks: Sequence[int] | None = None) -> list[str]:
 
 
 def partly_no_link(trace: Trace) -> list[str]:
-    """Return a line for each reason why links were not sampled, with the ranks.
-
-    It is about the link of some ranks.
-    """
+    """Return a line for each reason why the links of some ranks were not sampled, with
+    the ranks."""
     ranks_of: dict[str, list[str]] = {}
     for rank in trace.ranks:
         if (reason := first_device(trace, rank).link_missing) and not trace.rank(

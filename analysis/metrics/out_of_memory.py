@@ -1,7 +1,5 @@
-"""Explains an out-of-memory error of a recorded job.
-
-It has its figures, the holders, and what would have freed memory.
-"""
+"""Explains an out-of-memory error of a recorded job by its figures, the holders, and
+what would have freed memory."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -124,10 +122,8 @@ def out_of_memory(trace: Trace, rank: int) -> OutOfMemory | None:
 def _holders(
     trace: Trace, rank: int, device: str | None, record: OutOfMemoryRecord
 ) -> tuple[list[Holder], int | None, str]:
-    """Return the holders, the time at which they are known, and their pool.
-
-    They divide this pool.
-    """
+    """Return the holders, the time at which they are known, and the pool that they
+    divide."""
     if _has_allocations_at(trace, rank, device, record.t_ns):
         at_error = holders_at(trace, rank, record.t_ns, device)
         if at_error is not None:
@@ -162,10 +158,8 @@ def _has_allocations_at(trace: Trace, rank: int, device: str | None, t_ns: int) 
 
 
 def shortfall_bytes(record: OutOfMemoryRecord) -> int | None:
-    """Return the bytes that were missing; None: not known.
-
-    They are the requested bytes minus the bytes free on the device.
-    """
+    """Return the missing bytes, which are the requested bytes minus the bytes free on
+    the device; None: not known."""
     if record.requested_bytes is None or record.free_bytes is None:
         return None
     return max(record.requested_bytes - record.free_bytes, 0)

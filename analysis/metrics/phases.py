@@ -32,10 +32,8 @@ if TYPE_CHECKING:
 
 @once_per_trace
 def phase_peaks(trace: Trace, rank: int, pool: str) -> IterationTable:
-    """Return the peak of a pool per iteration and phase, bytes.
-
-    It is NaN where nothing was recorded.
-    """
+    """Return the peak of a pool per iteration and phase, bytes; NaN where nothing was
+    recorded."""
     times, sizes = memory_timeline(trace, rank, pool)
     phases = intervals(trace, rank, device_times=False).times_with_other
     read = in_read_iteration(trace, rank, pool, phases, times)
@@ -46,10 +44,8 @@ def phase_peaks(trace: Trace, rank: int, pool: str) -> IterationTable:
 
 
 def largest_by_part(phases: PhaseArrays, values: Floats) -> IterationTable:
-    """Return the largest value of phases, per iteration and phase.
-
-    It is NaN where there is none.
-    """
+    """Return the largest value of phases, per iteration and phase; NaN where there is
+    none."""
     numbers, position = np.unique(phases.iterations, return_inverse=True)
     columns = {part: np.full(len(numbers), np.nan) for part in ITERATION_PARTS}
     for part, largest in columns.items():
@@ -157,11 +153,10 @@ def _link_use(trace: Trace, rank: int, phases: PhaseArrays) -> LinkTable:
 
 @once_per_trace
 def phase_bytes(trace: Trace, rank: int, direction: str) -> IterationTable | None:
-    """Return the bytes moved per iteration and phase.
+    """Return the bytes moved per iteration and phase; None where neither copies nor
+    counters were recorded.
 
-    They are 0 for a phase that an iteration does not have, NaN where too little was
-    sampled; None where neither copies nor counters were recorded.
-    """
+    A phase that an iteration does not have has 0, one with too few samples NaN."""
     moved = traffic(trace, rank, direction)
     if moved is None:
         return None
@@ -177,10 +172,8 @@ def phase_bytes(trace: Trace, rank: int, direction: str) -> IterationTable | Non
 
 
 def iteration_bytes(trace: Trace, direction: str) -> float | None:
-    """Return the median of the bytes moved in a steady iteration.
-
-    It is over iterations and ranks; None if not recorded.
-    """
+    """Return the median over ranks and steady iterations of the bytes moved in an
+    iteration; None if not recorded."""
     numbers = steady_iterations(trace).numbers
     tables = [
         table

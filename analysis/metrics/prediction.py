@@ -69,13 +69,12 @@ def evidence_of(trace: Trace) -> EvidenceRange | None:
 
 @once_per_trace
 def predicted_range(trace: Trace, part: str) -> TimeRange | None:
-    """Return the range of the time of a phase, `other` or `iteration`.
+    """Return the range of the time of a phase, `other` or `iteration`; None for
+    measured traces, and without a steady iteration.
 
-    That of an iteration is by the evidence of jobs that are like it. The ends of a
-    phase are under fast and slow assumptions, each taken as the median of measured
-    times is: of the slowest rank. None for measured traces, and without a steady
-    iteration.
-    """
+    The range of an iteration follows from the evidence of jobs that are like it. The
+    ends of a phase are its times under fast and slow assumptions, each a median of the
+    slowest rank as for measured times."""
     if trace.meta.prediction is None:
         return None
     if part == _WHOLE:

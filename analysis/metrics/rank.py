@@ -41,10 +41,8 @@ class RankMetrics:
 
     @property
     def series(self) -> IterationTable:
-        """Times, rates and free memory by steady iteration.
-
-        They are the columns of `rank_series`.
-        """
+        """Times, rates and free memory by steady iteration, as the columns of
+        `rank_series`."""
         from ebbtide.analysis.metrics.ranks.rank_series import rank_series
 
         return rank_series(self.trace, self.rank)
@@ -58,30 +56,24 @@ class RankMetrics:
 
     @property
     def critical_path(self) -> CriticalPath | None:
-        """The critical path of the median iteration.
-
-        It is None without kernels or iterations.
-        """
+        """The critical path of the median iteration; None without kernels or
+        iterations."""
         from ebbtide.analysis.metrics.critical_path.critical_path import critical_path
 
         return critical_path(self.trace, self.rank)
 
     @property
     def busy_time(self) -> BusyTime | None:
-        """Times in which the rank's first GPU computes, communicates and copies.
-
-        They are None where not recorded.
-        """
+        """Times in which the rank's first GPU computes, communicates and copies; None
+        where not recorded."""
         from ebbtide.analysis.metrics.activity.busy_time import busy_time
 
         return busy_time(self.trace, self.rank)
 
     @property
     def memory_growth(self) -> list[Growth] | None:
-        """Call sites that leave blocks behind in every iteration.
-
-        They are None where allocations were not recorded.
-        """
+        """Call sites that leave blocks behind in every iteration; None where
+        allocations were not recorded."""
         from ebbtide.analysis.metrics.holders.categories import memory_growth
 
         return memory_growth(self.trace, self.rank)

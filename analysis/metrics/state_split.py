@@ -11,20 +11,16 @@ from ebbtide.state_bytes import MASTER_BYTES
 
 
 class Framework(NamedTuple):
-    """A framework that splits the optimizer state by itself.
-
-    It has the framework's key in meta.json; a version that is not known is empty.
-    """
+    """A framework that splits the optimizer state by itself, by its key in meta.json; a
+    version that is not known is empty."""
 
     key: str
     version: str
 
 
 class StateSplit:
-    """The split of the policy `twin-flow`, and the base of frameworks' splits.
-
-    It is between whole subgroups.
-    """
+    """The split between whole subgroups by the policy `twin-flow`, and the base of
+    frameworks' splits."""
 
     def resident(self, ratio: float, subgroups: int) -> range:
         """Return the numbers of the subgroups whose state stays on the device. `ratio`:
@@ -36,12 +32,12 @@ class StateSplit:
     def gradient_bytes(
         self, resident: Sequence[int], grad_bytes: float, offloads: bool
     ) -> float:
-        """Return the bytes of gradients that the device always has.
+        """Return the bytes of gradients that the device always has beside resident
+        state.
 
-        They are beside resident state. `resident`: parameters of each resident
-        subgroup, `grad_bytes`: of a parameter; `offloads`: whether other state is in
-        host memory. Then gradients are in fp32.
-        """
+        `resident`: parameters of each resident subgroup; `grad_bytes`: bytes of a
+        parameter's gradient; `offloads`: whether other state is in host memory, which
+        makes gradients fp32."""
         return (MASTER_BYTES if offloads else grad_bytes) * float(sum(resident))
 
 

@@ -1,7 +1,5 @@
-"""The static split of the optimizer state between device and host.
-
-It is the largest part that fits on the device.
-"""
+"""The static split of the optimizer state between host and device, with the largest
+part that fits on the device."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

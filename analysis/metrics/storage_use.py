@@ -39,10 +39,8 @@ class StorageUse:
 
 
 def storage_use(trace: Trace, ranks: Sequence[int] | None = None) -> list[StorageUse]:
-    """Return the storage use of some ranks, or of all if None.
-
-    It has both directions of each rank that used storage.
-    """
+    """Return the storage use of some ranks, or of all if None, with both directions of
+    each rank that used storage."""
     return [
         use
         for rank in (trace.ranks if ranks is None else ranks)

@@ -61,10 +61,8 @@ class PhaseSegment:
         yield from intervals_at_least(*self.least_free(timeline), 1.0, min_bytes)
 
     def least_free(self, timeline: FreeTimeline) -> Envelope:
-        """Return the least free bytes over all iterations.
-
-        They are (starts, 0 to 1 of the segment; values).
-        """
+        """Return the least free bytes over all iterations as (starts, 0 to 1 of the
+        segment; values)."""
         envelopes = [
             _relative(timeline, int(s), int(e))
             for s, e in zip(self.starts, self.ends, strict=True)
@@ -75,12 +73,12 @@ class PhaseSegment:
 def recurring_segments(
     phases: pd.DataFrame, steady: Collection[int] = ()
 ) -> list[PhaseSegment]:
-    """Return the segments that every iteration has, in a typical iteration.
+    """Return the segments that every iteration has, one after the other, in a typical
+    iteration.
 
-    They are from a table of `phase_table`, one after the other, each as long as its
-    median over the `steady` iterations, or over all where none of these is in the
-    table. With medians of starts, neighbours would overlap.
-    """
+    Each is as long as its median over the `steady` iterations of a table of
+    `phase_table`, or over all where none of these is in the table. With medians of
+    starts, neighbours would overlap."""
     phases = phases[phases["iteration"].notna()]
     every = set(phases["iteration"])
     groups = []
@@ -264,10 +262,8 @@ class Windows(TabularResult, table="windows"):
 
     @property
     def missing(self) -> list[str]:
-        """Lines on the ranks whose windows are not known.
-
-        They say what was not recorded, and how to record it.
-        """
+        """Lines on the ranks whose windows are not known: what was not recorded, and
+        how to record it."""
         if self.pool is None:
             return [NO_MEMORY]
         unrecorded = [
@@ -289,12 +285,11 @@ class Windows(TabularResult, table="windows"):
 def find_windows(
     trace: Trace, min_bytes: int, ranks: Sequence[int] | None = None
 ) -> Windows:
-    """Find the windows in which at least `min_bytes` are free.
+    """Find the windows in which at least `min_bytes` are free on some ranks, or on all
+    if None.
 
-    They are on some ranks, or on all if None, and cut where a phase begins or ends.
-    They begin with the first sample, of ranks whose memory and capacity are known (see
-    `Windows.missing`).
-    """
+    Windows are cut where a phase begins or ends, and begin with the first sample. Ranks
+    whose memory or capacity is not known have none (see `Windows.missing`)."""
     pool = free_pool(trace)
     devices: list[dict[str, Any]] = []
     windows: list[Window] = []
@@ -422,10 +417,8 @@ class _WindowFinder:
         return windows
 
     def _idle(self, direction: str, starts: Ints, ends: Ints) -> list[Any]:
-        """Return the share of each interval, ns, in which a link direction is idle.
-
-        It is None where not known.
-        """
+        """Return the share of each interval, ns, in which a link direction is idle;
+        None where not known."""
         moved = self._traffic[direction]
         if moved is None:
             return [None] * len(starts)

@@ -1,7 +1,5 @@
-"""Draws traces as pictures with Matplotlib.
-
-They show memory, link and windows of free memory over time.
-"""
+"""Draws memory, link and windows of free memory of a trace over time with
+Matplotlib."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -58,13 +58,12 @@ def draw(
     kind: str = "both",
     min_bytes: int = 2**30,
 ) -> Figure:
-    """Draw a stack of panels per trace over time, all on the same scales.
+    """Draw a stack of panels per trace over time, all on the same scales, for the
+    iterations [first, end) of `span`.
 
-    They begin with the first of the iterations [first, end) of `span`. `rank` None: the
-    first one of each trace; `kind`: one of `kinds`; `min_bytes`: least free memory of a
-    window. Raises TraceError where a trace has no such rank or iterations, or no data
-    of that kind, and UserError for another kind.
-    """
+    `rank` None: the first one of each trace; `kind`: one of `kinds`; `min_bytes`: least
+    free memory of a window. Raises TraceError where a trace has no such rank or
+    iterations, or no data of that kind, and UserError for another kind."""
     drawer = find_kind(kind)
     layout = Layout(*((3.6, 1.7) if len(traces) == 1 else (2.4, 1.4)), min_bytes)
     traces = [

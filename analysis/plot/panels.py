@@ -102,10 +102,8 @@ class View:
         return _select(intervals(self.trace, self.rank, on_gpu).spans, self.iterations)
 
     def phases(self, on_gpu: bool) -> pd.DataFrame:
-        """Return the boxes of phases in the view, also of an unfinished iteration.
-
-        They are on the clock of the GPU if all phases have its times.
-        """
+        """Return the boxes of phases in the view, also of an unfinished iteration, on
+        the clock of the GPU if all phases have its times."""
         return clip_boxes(
             phase_boxes(self.trace, self.rank, on_gpu and self.has_gpu_times), self.axis
         )

@@ -27,10 +27,8 @@ _STRIDES = [
 
 
 def plain_text(text: str) -> str:
-    """Return text of a trace as Matplotlib can draw it.
-
-    It is on one line, valid Unicode, and not hidden from legends.
-    """
+    """Return text of a trace as Matplotlib can draw it: on one line, valid Unicode, and
+    not hidden from legends."""
     text = " ".join(text.encode("utf-8", "replace").decode().split())
     # Legends skip labels that begin with an underscore.
     return f" {text}" if text.startswith("_") else text
@@ -46,10 +44,8 @@ def size_in_points(figure: Figure, text: str, font_size: float) -> tuple[float, 
 
 
 def shorten_text(figure: Figure, text: str, font_size: float, max_width: float) -> str:
-    """Replace the middle of a text by an ellipsis so that it fits into a width.
-
-    It replaces as much as does not fit; the width is in points.
-    """
+    """Replace as much of the middle of a text by an ellipsis as does not fit into a
+    width in points."""
     if size_in_points(figure, text, font_size)[0] <= max_width:
         return text
     cuts = [
@@ -72,10 +68,8 @@ def label_boxes(
     top: Floats,
     texts: Sequence[str],
 ) -> None:
-    """Write a text into each box that has room for it.
-
-    It is horizontal or else vertical; empty texts are left out.
-    """
+    """Write a text into each box that has room for it horizontally, or else vertically;
+    empty texts are left out."""
     low = _to_points(axes, np.stack([np.clip(left, *axes.get_xlim()), bottom], axis=1))
     high = _to_points(axes, np.stack([np.clip(right, *axes.get_xlim()), top], axis=1))
     figure = cast(Figure, axes.get_figure())
@@ -102,10 +96,8 @@ def label_boxes(
 
 
 def number_iterations(axes: Axes, middles: Floats, numbers: Sequence[int]) -> None:
-    """Write the numbers of iterations above the axes, without overlap.
-
-    It writes each, each second, each fifth and so on.
-    """
+    """Write the numbers of iterations above the axes, each, each second, each fifth and
+    so on, so that none overlap."""
     figure = cast(Figure, axes.get_figure())
     widths = np.array(
         [

@@ -1,7 +1,5 @@
-"""The description of a job for a report.
-
-It has the command, the hardware, the model, and the software.
-"""
+"""The description of a job for a report: the command, the hardware, the model, and the
+software."""
 
 import shlex
 from collections import Counter

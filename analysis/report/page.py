@@ -1,7 +1,5 @@
-"""Collects the content of the page, and renders it as one HTML file.
-
-It has everything in it: styles, scripts, data, and Bokeh.
-"""
+"""Collects the content of the page, and renders it as one HTML file with its styles,
+scripts, data, and Bokeh."""
 
 import base64
 import hashlib
@@ -61,6 +59,8 @@ def _times(summary: Summary) -> Iterator[KeyFigure]:
         context = f"median of {summary.iterations - summary.warmup_iterations}"
         if (whole := summary.iteration_range) is not None:
             context = f"predicted: {whole.text}; {whole.trust}"
+        if (times := summary.uneven) is not None:
+            context += f"; mean {ms_text(times.mean_ms)}: {times.reason}"
         yield KeyFigure("iteration", ms_text(summary.iteration_ms), context)
         longest = summary.longest_phase
         if longest is not None and longest.share is not None:
@@ -160,10 +160,8 @@ _SCRIPTS = ("tables.js", "readout.js", "controls.js", "timeline.js")
 
 
 class ContentsEntry(NamedTuple):
-    """A line of the table of contents.
-
-    It has anchor and title of a section, and whether each rank has its own.
-    """
+    """A line of the table of contents: anchor and title of a section, and whether each
+    rank has its own."""
 
     anchor: str  # Of a section of ranks without its end, `-RANK`.
     title: str

@@ -42,11 +42,10 @@ def page_lanes(
 def page_panels(
     trace: Trace, rank: int, axis: TimeAxis, max_points: int
 ) -> list[TimelinePanel]:
-    """Return the panels that data was recorded for.
+    """Return the panels of memory of the device and the host, and of the link, that
+    data was recorded for.
 
-    They are memory of the device and of the host, and the link. All lines have at most
-    `max_points` together.
-    """
+    All lines have at most `max_points` together."""
     kinds = min(
         trace.transfers(rank)["host_memory"].nunique(dropna=False),
         len(HOST_MEMORY_DASHES),

@@ -53,11 +53,8 @@ _OUTLINED = {style.fill: style for style in (WINDOW, RECURRING)}
 
 
 def color_styles() -> str:
-    """Return the style sheet.
-
-    It has a variable per colour, for light and dark pages, and fills of phases and
-    categories.
-    """
+    """Return the style sheet: a variable per colour, for light and dark pages, and
+    fills of phases and categories."""
     light = " ".join(f"--{name}: {color.light};" for name, color in COLORS.items())
     dark = " ".join(f"--{name}: {color.dark};" for name, color in COLORS.items())
     fills = "\n".join(

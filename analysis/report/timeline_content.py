@@ -1,7 +1,5 @@
-"""Collects the content of a rank's timeline.
-
-It has strips of boxes, panels of lines, windows, and notes.
-"""
+"""Collects the content of a rank's timeline: strips of boxes, panels of lines, windows,
+and notes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -179,10 +177,8 @@ WINDOW_TOOLTIP = _tooltip(
 
 
 class IterationLabel(NamedTuple):
-    """The number of an iteration, with its start and end on the time axis.
-
-    They are in the unit of the axis.
-    """
+    """The number of an iteration, with its start and end in the unit of the time
+    axis."""
 
     number: int
     start: float
@@ -219,10 +215,8 @@ class TimelineContent:
 
 
 class DetailLimits(NamedTuple):
-    """Limits on what the page shows of a rank.
-
-    They are points of all lines, boxes of each kind, and rows of each table.
-    """
+    """Limits on what the page shows of a rank: points of all lines, boxes of each kind,
+    and rows of each table."""
 
     points: int
     boxes: int

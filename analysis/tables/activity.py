@@ -47,9 +47,8 @@ _STREAMS = (
 def activity_tables(activity: GpuActivity) -> list[Table]:
     """Return the tables of activity; none where kernels were not recorded.
 
-    They are of phases, of the whole trace, of the causes of time without compute, of
-    streams, kernels and operators, and of waiting in collectives.
-    """
+    They show phases, the whole trace, the causes of time without compute, streams,
+    kernels, operators, and waiting in collectives."""
     total = activity.total
     if total.span_ms is None:
         return []
@@ -132,11 +131,10 @@ def activity_tables(activity: GpuActivity) -> list[Table]:
 
 
 def activity_view(trace: Trace, activity: GpuActivity, verbose: bool = False) -> View:
-    """Return the activity per phase and in total.
+    """Return the activity per phase and in total, with the causes of time without
+    compute, kernels and collectives.
 
-    It has the causes of time without compute, kernels and collectives; `verbose`: also
-    streams and operators, and more kernels.
-    """
+    `verbose`: also streams and operators, and more kernels."""
     for line in activity.missing:
         yield f"{trace.path}: {line}"
     tables = activity_tables(activity)

@@ -19,10 +19,8 @@ _SOURCE = "ebbtide summary --by link --json"
 
 
 def link_table(link: LinkUse, rank: int | None = None) -> Table:
-    """Return the table of the link by phase and direction.
-
-    It is of one rank, or of all if None.
-    """
+    """Return the table of the link by phase and direction, of one rank, or of all if
+    None."""
     rows = [
         use
         for use in link.phases
@@ -47,10 +45,8 @@ def link_table(link: LinkUse, rank: int | None = None) -> Table:
 
 
 def copies_table(link: LinkUse, rank: int | None = None) -> Table:
-    """Return the table of all copies by direction and kind of host memory.
-
-    It is of one rank, or of all if None.
-    """
+    """Return the table of all copies by direction and kind of host memory, of one rank,
+    or of all if None."""
     columns = (
         text("direction", "direction"),
         text("host memory", "host_memory"),

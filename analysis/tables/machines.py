@@ -32,10 +32,8 @@ _BASES = {
 
 
 def catalog_view(machines: Sequence[Machine], with_sources: bool) -> View:
-    """Return machines with their rates.
-
-    It says how far to trust these, and where the rates come from.
-    """
+    """Return machines with their rates, the sources of these, and how far to trust
+    them."""
     columns: list[Column] = [
         text("machine", "name"),
         size("memory", "gpu_memory_bytes"),
@@ -79,6 +77,8 @@ def catalog_view(machines: Sequence[Machine], with_sources: bool) -> View:
                 "  not determined by these runs, as assumed before: "
                 f"{', '.join(undetermined)}"
             )
+        if price := machine.extra.get("price"):
+            yield f"  price: ${price['usd']:,} {price['source']} ({price['date']})"
         yield (f"  iterations of `plan`: {card_text(machine.gpu_name)}")
         if machine.unified_memory:
             yield (
@@ -107,10 +107,8 @@ def _sources(figures: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
 
 
 def _differences_of_twins(machines: Sequence[Machine]) -> Iterator[str]:
-    """Yield a line for every two machines of one card.
-
-    It says by which factors their rates differ, and why.
-    """
+    """Yield a line for every two machines of one card on the factors by which their
+    rates differ, and why."""
     for one, other in combinations(machines, 2):
         if one.gpu is None or other.gpu is None or one.gpu.name != other.gpu.name:
             continue

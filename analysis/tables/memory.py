@@ -1,7 +1,5 @@
-"""The tables of memory.
-
-They are pools per phase, what holds it at a time, and an out-of-memory error.
-"""
+"""The tables of memory: pools per phase, holders at a time, and an out-of-memory
+error."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -106,10 +104,8 @@ def _peak_line(trace: Trace, memory: MemoryUse) -> Iterator[str]:
 
 
 def _highest_table(trace: Trace, memory: MemoryUse) -> Table:
-    """Return a row per pool and difference, with a column per phase.
-
-    It is the highest use; of free memory the lowest.
-    """
+    """Return a row per pool and difference with the highest use (of free memory the
+    lowest) in a column per phase."""
     rows: dict[tuple[int, str], dict[str | None, int]] = {}
     for use in memory.pools:
         rows.setdefault((use.rank, use.pool), {})[use.phase] = use.peak_bytes
@@ -286,11 +282,11 @@ def _holder_table(
 def out_of_memory_view(
     trace: Trace, error: OutOfMemory | None, verbose: bool = True
 ) -> View:
-    """Return when memory ran out, the figures at that time, and the holders.
+    """Return when memory ran out, the figures at that time, the holders, and what would
+    have freed memory.
 
-    It also has what would have freed memory. Without `verbose`, holders are the largest
-    ones; `error` is None where none was recorded.
-    """
+    Without `verbose`, holders are the largest ones; `error` is None where none was
+    recorded."""
     if error is None:
         yield f"{trace.path}: no out-of-memory error was recorded"
         return

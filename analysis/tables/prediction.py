@@ -5,10 +5,12 @@ Does the job fit, what holds the memory, and how long does an iteration take?
 
 from collections.abc import Iterator
 
-from ebbtide.analysis.metrics.devices import pool_peaks
+from ebbtide.analysis.metrics.devices import memory_timeline, pool_peaks
+from ebbtide.analysis.metrics.iteration_mean import mean_text
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import prediction_line
 from ebbtide.analysis.tables.table import Misfit, View
+from ebbtide.machines.machine import SHARED_MEMORY
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import NOT_KNOWN, bytes_text, bytes_unit, ms_text
 
@@ -29,6 +31,9 @@ def prediction_view(trace: Trace) -> View:
     yield f"{trace.path}: {prediction_line(trace)}"
     memory = _memory_line(metrics)
     yield Misfit(memory) if BARELY in memory or MISFIT in memory else memory
+    if shared := (trace.meta.machine or {}).get("shared_memory"):
+        yield f"        GPU and CPU {SHARED_MEMORY}: {shared}"
+    yield from _device_lines(metrics)
     if (range_line := _reserved_range_line(metrics)) is not None:
         yield range_line
     if (bound_line := _bound_line(metrics)) is not None:
@@ -51,6 +56,16 @@ def prediction_view(trace: Trace) -> View:
         yield f"        {times.trust}"
 
 
+def _device_lines(metrics: JobMetrics) -> Iterator[str]:
+    """Yield the peak of each further device of a rank; the first is the fullest."""
+    trace = metrics.trace
+    for rank in trace.ranks:
+        for device in trace.rank(rank).devices[1:]:
+            _, sizes = memory_timeline(trace, rank, "reserved", device.device)
+            peak = bytes_text(int(sizes.max())) if len(sizes) else NOT_KNOWN
+            yield f"        {device.device} {peak} reserved at the peak"
+
+
 def largest_rank(metrics: JobMetrics) -> int:
     """Return the rank whose tensors take the most memory."""
     trace = metrics.trace
@@ -61,10 +76,8 @@ def largest_rank(metrics: JobMetrics) -> int:
 
 
 def _memory_line(metrics: JobMetrics) -> str:
-    """Return the peak of reserved memory.
-
-    It says whether the peak fits where the capacity is known.
-    """
+    """Return the peak of reserved memory, and whether it fits where the capacity is
+    known."""
     reserved, capacity = metrics.pool_peak("reserved") or 0, metrics.capacity_bytes
     status = metrics.trace.meta.exit.code
     scale, unit = bytes_unit(capacity or reserved)
@@ -92,10 +105,8 @@ def _memory_line(metrics: JobMetrics) -> str:
 
 
 def verdict(metrics: JobMetrics) -> str | None:
-    """Return whether the job fits the memory of its device; None: not known.
-
-    This is after torch has given back what it can.
-    """
+    """Return whether the job fits the memory of its device after torch has given back
+    what it can; None: not known."""
     spare, capacity = _spare_bytes(metrics), metrics.capacity_bytes
     if spare is None or capacity is None:
         return None
@@ -156,10 +167,8 @@ def _bound_line(metrics: JobMetrics) -> str | None:
 
 
 def _host_lines(metrics: JobMetrics) -> Iterator[str]:
-    """Yield a line for each limit of host memory that a rank passes.
-
-    It may pass it while it loads, shards or trains.
-    """
+    """Yield a line for each limit of host memory that a rank passes while it loads,
+    shards or trains."""
     prediction = metrics.trace.meta.prediction
     for kind, (used, limit) in (
         prediction.host_bytes.items() if prediction is not None else ()
@@ -179,4 +188,7 @@ def _time_text(metrics: JobMetrics) -> str:
     phases = ", ".join(
         f"{phase.phase} {ms_text(phase.median_ms)}" for phase in summary.phases[:3]
     )
-    return f"{ms_text(summary.iteration_ms)} an iteration ({times.text}): {phases}"
+    mean = mean_text(summary.uneven)
+    return (
+        f"{ms_text(summary.iteration_ms)} an iteration{mean} ({times.text}): {phases}"
+    )

@@ -144,10 +144,8 @@ def free_note(trace: Trace) -> str:
 
 
 def always_free(trace: Trace) -> str:
-    """Return a sentence on the memory that is always free.
-
-    It is free at every moment of every steady iteration, on every rank.
-    """
+    """Return a sentence on the memory that is free at every moment of every steady
+    iteration, on every rank."""
     from ebbtide.analysis.metrics.job import JobMetrics
 
     free = JobMetrics(trace).always_free_bytes

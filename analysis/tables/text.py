@@ -14,10 +14,10 @@ _GAP = "  "
 
 
 def table_lines(table: Table, width: int) -> Iterator[str]:
-    """Yield the heading and rows of a table, and a line on columns without space.
+    """Yield the heading and rows of a table, and a line on the last columns if there is
+    no space for them.
 
-    These are the last ones. Numbers and names stay whole, other texts are wrapped.
-    """
+    Numbers and names stay whole, other texts are wrapped."""
     columns = table.columns
     if not columns:
         return

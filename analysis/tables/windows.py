@@ -52,10 +52,8 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def recurring_table(windows: Windows, ranks: Sequence[int] | None = None) -> Table:
-    """Return the table of the windows that every iteration has, the longest first.
-
-    They are of some ranks, or of all if None.
-    """
+    """Return the table of the windows that every iteration of some ranks (None: of all)
+    has, the longest first."""
     rows = [
         window for window in windows.guaranteed if ranks is None or window.rank in ranks
     ]

@@ -34,13 +34,12 @@ PAUSE = "not recorded"
 def activity_lanes(
     trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution
 ) -> dict[str, TimelineStack]:
-    """Return the lanes of a rank's first device by name, from the bottom.
+    """Return the lanes of a rank's first device by name, from the bottom: idle (by its
+    cause, and the pauses of a recording), copy, communication, compute; none where
+    kernels were not recorded.
 
-    They are idle (by its cause, and the pauses of a recording), copy, communication,
-    compute; none where kernels were not recorded. Values are shares of the time: 0 or
-    1, or the share of a slot of the axis where there are more changes than the
-    resolution allows.
-    """
+    Values are shares of the time: 0 or 1, or the share of a slot of the axis where
+    there are more changes than the resolution allows."""
     busy = busy_time(trace, rank)
     if busy is None:
         return {}

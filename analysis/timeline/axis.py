@@ -1,7 +1,5 @@
-"""The time axis of a timeline, and the limits on its detail.
-
-They limit steps of lines and numbers of boxes.
-"""
+"""The time axis of a timeline, and the limits on steps of its lines and numbers of its
+boxes."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -48,11 +46,8 @@ class TimeAxis:
 
 
 def recorded_interval(trace: Trace, rank: int) -> tuple[int, int] | None:
-    """Return (start ns, end ns) of all that was recorded.
-
-    This is phases, memory and link samples, copies and kernels; None where there are
-    none.
-    """
+    """Return (start ns, end ns) of all recorded phases, memory and link samples, copies
+    and kernels; None where there are none."""
     phases, memory = trace.phases(rank), trace.memory(rank)["t_ns"]
     link, copies, kernels = trace.link(rank), trace.transfers(rank), trace.kernels(rank)
     bounds = [
@@ -97,11 +92,10 @@ SCREEN_STEPS = 16_000
 
 
 class BoxSampler:
-    """Selects the boxes to draw where there are too many.
+    """Selects the boxes of one iteration in `stride` where there are too many, so that
+    what is drawn looks like the whole.
 
-    They are the boxes of one iteration in `stride`, so that what is drawn looks like
-    the whole. Beyond the limit the longest ones are drawn; `dropped` counts the others.
-    """
+    Beyond the limit the longest ones are drawn; `dropped` counts the others."""
 
     def __init__(self, iteration_starts: Ints, box_count: int, max_boxes: int) -> None:
         """Choose the stride for `box_count` boxes of the most frequent kind.

@@ -1,7 +1,5 @@
-"""The link panel of a timeline.
-
-It has rates of copies, or of sampled counters, as step functions.
-"""
+"""The link panel of a timeline: rates of copies, or of sampled counters, as step
+functions."""
 
 import numpy as np
 
@@ -163,10 +161,8 @@ class _LineBuilder:
     def _sample_steps(
         self, times: Ints, covered_ns: Ints, rates: Floats
     ) -> tuple[Ints, Floats]:
-        """Return (edges ns, rates) of samples, with NaN between them.
-
-        They cover `covered_ns` before their times.
-        """
+        """Return (edges ns, rates) of samples that cover `covered_ns` before their
+        times, with NaN between them."""
         start, end = self._axis.start_ns, self._axis.end_ns
         edges = np.stack([times - covered_ns, times], axis=1).ravel().clip(start, end)
         values = np.stack([rates, np.full(len(rates), np.nan)], axis=1).ravel()[:-1]
@@ -177,10 +173,8 @@ class _LineBuilder:
 
 
 def _mean_rates(moved: Traffic, edges: Ints) -> Floats:
-    """Return mean bytes/s between edges over the time with a known rate.
-
-    It is NaN where there is none.
-    """
+    """Return mean bytes/s between edges over the time with a known rate; NaN where
+    there is none."""
     sizes = np.diff(moved.total(edges))
     lengths = (
         np.diff(edges).astype(np.float64)

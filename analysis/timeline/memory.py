@@ -64,10 +64,8 @@ def device_memory_panel(
 def free_memory_panel(
     trace: Trace, rank: int, axis: TimeAxis, resolution: Resolution
 ) -> TimelinePanel:
-    """Return the panel of a rank's device with one line.
-
-    It is the line that free memory is computed from.
-    """
+    """Return the panel of a rank's device with the one line that free memory is
+    computed from."""
     panel = device_memory_panel(trace, rank, axis, resolution)
     lines = tuple(line for line in panel.lines if line.name == panel.free_pool)
     return TimelinePanel(

@@ -1,7 +1,5 @@
-"""Panels of a timeline.
-
-They have lines and stacks of areas of one quantity, and the scale of their values.
-"""
+"""Panels of a timeline: lines and stacks of areas of one quantity, and the scale of
+their values."""
 
 from __future__ import annotations
 
@@ -167,10 +165,7 @@ class TimelineLine:
 
 @dataclass(frozen=True)
 class TimelinePanel:
-    """Lines of one quantity over time, or what else a picture shows over time.
-
-    It is shown under a name.
-    """
+    """Lines of one quantity over time, or boxes and areas, under a name."""
 
     name: str  # `memory`, `host memory` or `link`; panels of one name share a scale.
     # In drawing order; the lines of a link are of both directions.

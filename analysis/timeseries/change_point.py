@@ -226,11 +226,8 @@ def _line(series: Floats) -> Floats:
 
 
 def _correlation(noise: Floats, parameters: int) -> float:
-    """Return how much each value resembles the one before.
-
-    It is the correlation of their ranks, up to 0.95; 0 where it is smaller than
-    independent values often have.
-    """
+    """Return how much each value resembles the one before: the correlation of their
+    ranks, up to 0.95; 0 where it is smaller than independent values often have."""
     ranks = pd.Series(noise).rank().to_numpy()
     ranks = ranks - ranks.mean()
     squares = float(np.sum(ranks**2))

@@ -66,10 +66,8 @@ DEVIATIONS = 5.0
 
 
 def median_errors(rows: Floats) -> Floats:
-    """Return the standard error of the median of each row without its NaNs.
-
-    It is NaN with fewer than two values.
-    """
+    """Return the standard error of the median of each row without its NaNs; NaN with
+    fewer than two values."""
     counts = (~np.isnan(rows)).sum(axis=1)
     errors = np.full(len(rows), np.nan)
     ordered = np.sort(rows, axis=1)

@@ -35,11 +35,10 @@ def peak_between(times: Ints, values: Ints, starts: Ints, ends: Ints) -> Floats:
 
 
 def cumulative(starts: Ints, ends: Ints, amounts: Floats) -> Callable[[Ints], Floats]:
-    """Return a function from times (ns) to the total passed by each time.
+    """Return a function from times (ns) to the total of amounts that have passed by
+    each time; its differences are exact.
 
-    It is the total of amounts; its differences are exact. Each amount passes evenly
-    between its start and end; amounts may overlap.
-    """
+    Each amount passes evenly between its start and end; amounts may overlap."""
     if not len(starts):
         return lambda times: np.zeros(len(times))
     # An amount that takes no time passes in the nanosecond before its end.
@@ -200,11 +199,11 @@ class FreeTimeline:
 def intervals_at_least(
     times: Ints | Floats, values: Ints, end: float, threshold: int
 ) -> Iterator[tuple[float, float, int]]:
-    """Yield each maximal interval in which a step function reaches the threshold.
+    """Yield each maximal interval in which a step function reaches the threshold as
+    (start, end, smallest value).
 
-    It is (start, end, smallest value). Each value begins at one of the increasing
-    `times`; the last one holds until `end`.
-    """
+    Each value begins at one of the increasing `times`; the last one holds until
+    `end`."""
     edges = np.diff(np.concatenate([[0], (values >= threshold).astype(np.int8), [0]]))
     bounds = np.append(times, end)
     for first, after in zip(

@@ -66,10 +66,8 @@ def _block_medians(values: Floats) -> Floats:
 
 @lru_cache(maxsize=64)
 def _left_out(first: int, second: int, confidence: float) -> tuple[int, float]:
-    """Return how many differences are left out at each end, and the confidence.
-
-    It is the confidence of the interval.
-    """
+    """Return how many differences are left out at each end, and the confidence of the
+    interval."""
     # The number of arrangements of both samples with each rank statistic, by the
     # recurrence of Mann and Whitney.
     counts = np.zeros((second + 1, first * second + 1))

@@ -179,6 +179,13 @@ _OWN_MODELS = {
         files={"preprocessor_config.json": _SOUNDS},
     ),
 }
+_MT0 = MODELS["bigscience/mt0-large"]
+_OWN_MODELS["bigscience/mt0-small"] = replace(
+    _MT0,
+    config=_MT0.config
+    | {"d_model": 512, "d_ff": 1_024, "num_heads": 6}
+    | {"num_layers": 8, "num_decoder_layers": 8},
+)
 _OWN_MODELS["Qwen/Qwen2-1.5B-Instruct"] = _OWN_MODELS["Qwen/Qwen2.5-1.5B-Instruct"]
 _OWN_MODELS["microsoft/mpnet-base"] = MODELS["microsoft/mpnet-base"]
 _OWN_MODELS["Qwen/Qwen2-0.5B"] = MODELS["Qwen/Qwen2-0.5B-Instruct"]
@@ -228,7 +235,7 @@ _OWN_DATA = {
     "yahma/alpaca-cleaned": Data(_ALPACA, 2_500, ("train",)),
     "imdb": Data({"text": 200, "label": (2,)}, 2_000),
     "gtfintechlab/financial_phrasebank_sentences_allagree": Data(
-        {"sentence": 25, "label": (3,)}, 300, ("train",)
+        {"sentence": 25, "label": (3,)}, 2_500, ("train",)
     ),
     "nyu-mll/glue": Data(
         {"sentence1": 22, "sentence2": 22, "label": (2,), "idx": (9_999,)},
@@ -247,6 +254,7 @@ _OWN_DATA = {
         100_000,
         ("train", "dev", "test"),
     ),
+    "sentence-transformers/quora-duplicates": Data({"text": 12}, 2, ("train",)),
     "sentence-transformers/quora-duplicates@pair-class": Data(
         {"sentence1": 12, "sentence2": 12, "label": (2,)}, 12_000, ("train",)
     ),
@@ -257,6 +265,10 @@ _OWN_DATA = {
         ("test", "dev"),
     ),
     "sentence-transformers/askubuntu-questions": Data({"text": 12}, 3_000, ("train",)),
+}
+# Data sets whose columns have named classes.
+_CLASSES: dict[str, dict[str, Any]] = {
+    "nyu-mll/glue": {"label": {"class_label": {"names": {"0": "no", "1": "yes"}}}}
 }
 # A measure of the evaluate library.
 _MEASURE = """
@@ -277,8 +289,7 @@ class Measure(evaluate.Metric):
 
 
 def make(name: str, target: Path) -> None:
-    """Make a model, a data set (`NAME` or `NAME@CONFIGURATION`), or a measure
-    (`measure/NAME`)."""
+    """Make a model, a data set, or a measure (`measure/NAME`)."""
     target.mkdir(parents=True)
     if name.startswith("measure/"):
         (target / f"{target.name}.py").write_text(_MEASURE)
@@ -288,12 +299,32 @@ def make(name: str, target: Path) -> None:
         model = _OWN_MODELS[name]
         config = {"dtype": "float32", **model.config}
         hub._write_model(target, replace(model, config=config))
+        _let_all_versions_read(target)
     elif name in _OWN_DATA:
         _write_data(name, target, _OWN_DATA[name])
     elif name in MODELS:
         hub._write_model(target, MODELS[name])
+        _let_all_versions_read(target)
     else:
         hub._write_data(target, DATA[name])
+
+
+def _let_all_versions_read(target: Path) -> None:
+    """Name the class of a tokenizer as transformers 4 does, and write the vocabulary
+    for its tokenizers in Python."""
+    path = target / "tokenizer_config.json"
+    if not path.exists():
+        return
+    settings = json.loads(path.read_text())
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    kind = json.loads((target / "config.json").read_text())["model_type"]
+    if kind not in ("bert", "xlnet"):
+        settings["model_input_names"] = ["input_ids", "attention_mask"]
+    settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    path.write_text(json.dumps(settings))
+    tokenizer = json.loads((target / "tokenizer.json").read_text())
+    (target / "vocab.json").write_text(json.dumps(tokenizer["model"]["vocab"]))
+    (target / "merges.txt").write_text("#version: 0.2\n")
 
 
 def _write_stable_diffusion(target: Path) -> None:
@@ -307,7 +338,11 @@ def _write_stable_diffusion(target: Path) -> None:
     )
     scheduler.save_pretrained(target / "scheduler")
     with torch.device("meta"):
-        text = transformers.CLIPTextModel(transformers.CLIPTextConfig())
+        text = transformers.CLIPTextModel(
+            transformers.CLIPTextConfig(
+                hidden_size=768, intermediate_size=3_072, num_attention_heads=12
+            )
+        )
         unet = diffusers.UNet2DConditionModel(
             cross_attention_dim=768, attention_head_dim=8, sample_size=64
         )
@@ -357,13 +392,38 @@ def _write_stable_diffusion(target: Path) -> None:
 
 
 def _write_data(name: str, target: Path, data: Data) -> None:
-    """Write a data set whose configurations, where they are named, are all the same."""
+    """Write a data set: its configurations of other columns (`NAME@CONFIGURATION`), and
+    common names of configurations, which are all the same."""
     hub._write_data(target, data)
-    files = [{"split": split, "path": f"{split}.jsonl"} for split in data.splits]
-    names = ("triplet", "mrpc", "cola", "sst2", "5768", "pair")
-    configurations = [{"config_name": each, "data_files": files} for each in names]
-    if "@" in name:
-        configurations[0]["config_name"] = name.partition("@")[2]
-    configurations.insert(0, {"config_name": "default", "data_files": files})
-    head = json.dumps({"configs": configurations})
-    (target / "README.md").write_text(f"---\n{head}\n---\n")
+    files = _split_files(data.splits)
+    configurations = [
+        {"config_name": each, "data_files": files}
+        for each in ("default", "triplet", "mrpc", "cola", "sst2", "5768", "pair")
+    ]
+    for key, other in _OWN_DATA.items():
+        owner, _, configuration = key.partition("@")
+        if owner == name and configuration:
+            (target / configuration).mkdir()
+            hub._write_data(target / configuration, other)
+            files = _split_files(other.splits, f"{configuration}/")
+            row = {"config_name": configuration, "data_files": files}
+            configurations.append(row)
+    head = {"configs": configurations}
+    if name in _CLASSES:
+        features = [
+            {"name": key, "dtype": _CLASSES[name].get(key, _type_of(kind))}
+            for key, kind in data.columns.items()
+        ]
+        head["dataset_info"] = [
+            {"config_name": each["config_name"], "features": features}
+            for each in configurations
+        ]
+    (target / "README.md").write_text(f"---\n{json.dumps(head)}\n---\n")
+
+
+def _type_of(kind: Any) -> str:
+    return "int64" if isinstance(kind, tuple) else "string"
+
+
+def _split_files(splits: tuple[str, ...], folder: str = "") -> list[dict[str, str]]:
+    return [{"split": each, "path": f"{folder}{each}.jsonl"} for each in splits]

@@ -255,6 +255,23 @@ def vision_weights(target: Path) -> None:
     torch.save(module.state_dict(), target)
 
 
+def timm_weights(target: Path) -> None:
+    """Write the weights of a model of timm, as the hub's cache has them: the folder is
+    named `models--timm--MODEL.TAG`."""
+    import timm
+
+    from tests.recipes import hub
+
+    snapshot = target / "snapshots" / "0"
+    snapshot.mkdir(parents=True)
+    (target / "refs").mkdir()
+    (target / "refs" / "main").write_text("0")
+    name = target.name.rpartition("--")[2]
+    module = timm.create_model(name.partition(".")[0], pretrained=False)
+    tensors = {key: tuple(value.shape) for key, value in module.state_dict().items()}
+    hub.write_sparse_safetensors(snapshot / "model.safetensors", tensors)
+
+
 def captioned(target: Path) -> None:
     """Write images with texts, as the image folders of data sets have them."""
     images(target, (".",), 40, 512)
@@ -307,14 +324,26 @@ def _row(kind: str, number: int) -> dict[str, Any]:
 
 
 def table_rows(target: Path, kind: str) -> None:
-    """Write rows of a task as JSON lines."""
-    rows = [json.dumps(_row(kind, number)) for number in range(400)]
-    target.write_text("\n".join(rows) + "\n")
+    """Write rows of a task as JSON lines; questions as SQuAD's scripts read them."""
+    rows = [_row(kind, number) for number in range(400)]
+    lines = [{"data": rows}] if kind == "question" else rows
+    target.write_text("\n".join(map(json.dumps, lines)) + "\n")
+
+
+def sentence_rules(target: Path) -> None:
+    """Write NLTK's rules for the ends of English sentences, without exceptions."""
+    (target / "punkt").mkdir(parents=True)
+    folder = target / "punkt_tab" / "english"
+    folder.mkdir(parents=True)
+    for name in ("abbrev_types", "collocations", "ortho_context", "sent_starters"):
+        ending = "txt" if name in ("abbrev_types", "sent_starters") else "tab"
+        (folder / f"{name}.{ending}").write_text("")
 
 
 KINDS_OF_ROWS = ("pair", "tagged", "question", "choice", "summary", "translation")
 MAKERS: dict[str, Maker] = {
     "captioned": captioned,
+    "sentence-rules": sentence_rules,
     "pets": pets,
     **{f"{kind}-rows": partial(table_rows, kind=kind) for kind in KINDS_OF_ROWS},
     "digits": digits,
@@ -342,6 +371,7 @@ MAKERS: dict[str, Maker] = {
     "proteins": proteins,
     "waves": waves,
     "vision-weights": vision_weights,
+    "timm-weights": timm_weights,
 }
 
 
@@ -366,6 +396,7 @@ def make(name: str, target: Path, store: Path) -> None:
     that is in a store."""
     if target.exists():
         return
+    target.unlink(missing_ok=True)  # a link to a store that was emptied
     target.parent.mkdir(parents=True, exist_ok=True)
     if name in MAKERS:
         _make_whole(MAKERS[name], target)

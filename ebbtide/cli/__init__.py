@@ -25,10 +25,8 @@ _PANEL_WIDTH = 100
 
 
 def make_app(command: str | None = None) -> typer.Typer:
-    """Make the app with one command, or with all of them.
-
-    It has all where `command` is None or names none.
-    """
+    """Make the app with one command, or with all of them where `command` is None or
+    names none."""
     # Panels with frames need space.
     markup: Literal["rich"] | None = (
         "rich" if prints_to_terminal() and output_width() >= _PANEL_WIDTH else None

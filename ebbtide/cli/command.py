@@ -1,7 +1,5 @@
-"""Registers commands.
-
-They are files in the folder `commands`, and commands that features plug in.
-"""
+"""Registers commands: files in the folder `commands`, and commands that features plug
+in."""
 
 from __future__ import annotations
 

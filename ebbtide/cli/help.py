@@ -1,7 +1,5 @@
-"""The help of the command line.
-
-It is of all commands, and of one, whose rarer options `--help-all` shows.
-"""
+"""The help of the command line, of all commands and of one, whose rarer options
+`--help-all` shows."""
 
 import re
 from collections.abc import Callable
@@ -53,10 +51,8 @@ def first_sentence(entry: Command) -> str:
 
 
 class OneCommand(typer.core.TyperCommand):
-    """A command whose help leaves out options with a heading of their own.
-
-    It has them only where all options are asked for.
-    """
+    """A command whose help leaves out options with a heading of their own unless all
+    options are asked for."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -102,10 +98,8 @@ def _heading(parameter: Any) -> str:
 
 
 def _help_all(rare: int, print_all: Callable[..., None]) -> Any:
-    """Return the option that shows all options.
-
-    It is as typer makes it of a function's parameter.
-    """
+    """Return the option that shows all options, as typer makes it of a function's
+    parameter."""
     option = typer.Option(
         "--help-all",
         help=f"Show {rare} more options, too.",

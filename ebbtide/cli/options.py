@@ -120,10 +120,8 @@ def refuse_options(
 
 
 def valued(metavar: str, text: str, default: str | bool = True, **settings: Any) -> Any:
-    """Return an option with a value.
-
-    It has its name in the help, the help, and the default where it is said in words.
-    """
+    """Return an option with the name of its value, its help, and its default where it
+    is said in words."""
     return typer.Option(metavar=metavar, help=text, show_default=default, **settings)
 
 

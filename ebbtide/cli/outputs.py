@@ -1,7 +1,5 @@
-"""Output files that commands write in addition to what they print.
-
-They are a picture, and a folder of traces.
-"""
+"""Output files that commands write beside what they print: a picture, and a folder of
+traces."""
 
 from __future__ import annotations
 
@@ -46,10 +44,8 @@ def check_outputs(pictures: Sequence[Path | None], other: Path | None = None) ->
 def new_outputs(
     plot: Path | None, save: Path | None, force: bool
 ) -> Iterator[tuple[Path | None, Path | None]]:
-    """Yield temporary paths for the picture and the folder of traces.
-
-    These appear complete or not at all.
-    """
+    """Yield temporary paths for the picture and the folder of traces, which appear
+    complete or not at all."""
     from ebbtide.output_files import new_output
 
     with ExitStack() as outputs:

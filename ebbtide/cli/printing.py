@@ -1,7 +1,5 @@
-"""The standard output of commands.
-
-It has what `echo`, `print_view` and the like print, and nothing of any library.
-"""
+"""The standard output of commands: what `echo`, `print_view` and the like print, and
+nothing of any library."""
 
 from __future__ import annotations
 
@@ -41,11 +39,8 @@ def echo(text: str = "", **style: Any) -> None:
 
 
 def echo_line(line: str, **style: Any) -> None:
-    """Print a line.
-
-    It is continued on further ones where it is wider than the terminal; `style`: as of
-    `echo`.
-    """
+    """Print a line, continued on further ones where it is wider than the terminal;
+    `style`: as of `echo`."""
     line = printable_line(line)
     if prints_to_terminal():
         line = "\n".join(wrapped(line, output_width()))

@@ -1,7 +1,5 @@
-"""Runs the commands that read a trace.
-
-It opens the trace, computes a result, and prints it as text or as JSON.
-"""
+"""Runs the commands that read a trace: opens it, computes a result, and prints it as
+text or as JSON."""
 
 from __future__ import annotations
 
@@ -88,10 +86,8 @@ def print_prediction(trace: Trace) -> None:
 
 
 def print_json(trace: Trace, printed: dict[str, Any]) -> None:
-    """Print a JSON object about a trace.
-
-    It has `predicted`: true if a dry run made the trace.
-    """
+    """Print a JSON object about a trace, with `predicted`: true if a dry run made the
+    trace."""
     from ebbtide.analysis.metrics.prediction import is_predicted
 
     echo(
@@ -100,10 +96,8 @@ def print_json(trace: Trace, printed: dict[str, Any]) -> None:
 
 
 def choose_ranks(trace: Trace, rank: int | None, as_json: bool) -> list[int]:
-    """Return the ranks to print.
-
-    They are `rank` (TraceError without such a one), else the first one, or all as JSON.
-    """
+    """Return the ranks to print: `rank` (TraceError without such a one), else the first
+    one, or all as JSON."""
     if rank is not None:
         trace.rank(rank)
         return [rank]

@@ -1,7 +1,5 @@
-"""The known accuracy of predictions that use a machine.
-
-It says what the rates come from, and how well they explained runs.
-"""
+"""The known accuracy of predictions that use a machine: the source of its rates, and
+how well they explained runs."""
 
 import json
 import math
@@ -113,10 +111,8 @@ _NOT_VALIDATED: dict[Basis, str] = {
 
 
 def accuracy_of(machine: Machine) -> Accuracy:
-    """Return the accuracy that the further keys of a machine file state.
-
-    These keys are `fit`, `measured` and `source`.
-    """
+    """Return the accuracy that the keys `fit`, `measured` and `source` of a machine
+    file state."""
     ranks = machine.box.ranks if machine.box is not None else None
     fit, source = section(machine.extra, "fit"), section(machine.extra, "source")
     errors = [
@@ -234,10 +230,8 @@ def card_text(gpu_name: str | None) -> str:
 
 
 def updates_text() -> str:
-    """Return in few words how well updates of published runs were predicted.
-
-    They were predicted by fits to the other runs.
-    """
+    """Return in few words how well updates of published runs were predicted by fits to
+    the other runs."""
     record = track_record()["updates"]
     return (
         f"held-out runs: {100 * record['mean_error']:.1f} % mean, "

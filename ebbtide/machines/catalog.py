@@ -10,7 +10,7 @@ from typing import Any
 from ebbtide.errors import MachineError
 from ebbtide.machines.data_sheets import data_sheet_machine, with_host
 from ebbtide.machines.machine import Machine, load_machine, machine_from
-from ebbtide.machines.sheets import GPU_SHEETS
+from ebbtide.machines.sheets import GPU_SHEETS, PRESET_NAMES, plain_name
 
 # A machine as callers give it: a name of a preset, a file, or the machine itself.
 MachineArgument = Machine | str | Path
@@ -21,10 +21,8 @@ _ANY_PRESET = "the name of one that `ebbtide machines` lists"
 
 
 def presets() -> list[str]:
-    """Return the names of the machines that come with ebbtide.
-
-    They are fitted ones, and data sheets of GPUs in a host.
-    """
+    """Return the names of the machines that come with ebbtide: fitted ones, and data
+    sheets of GPUs in a host."""
     files = resources.files("ebbtide.machines").joinpath("presets").iterdir()
     return sorted(
         [
@@ -39,17 +37,17 @@ def presets() -> list[str]:
 
 
 def preset(name: str) -> Machine:
-    """Load a machine that comes with ebbtide.
-
-    It is given by its name in `presets()` or by letters with which only that name
-    begins.
+    """Load a machine that comes with ebbtide, by its name in `presets()`, or letters
+    with which only that begins, or by the name of its GPU as people and drivers write
+    it ("4090", "NVIDIA GeForce RTX 4090").
 
     Raises MachineError, which names those that are meant perhaps, where there is no
-    such machine."""
+    such machine.
+    """
     matches = _beginning_with(name)
-    if name not in matches and len(matches) != 1:
+    full_name = _full_name(name, matches)
+    if full_name is None:
         raise MachineError(f"there is no machine {name!r:.80}: {_meant(name, matches)}")
-    full_name = name if name in matches else matches[0]
     if full_name in GPU_SHEETS:
         return data_sheet_machine(full_name)
     with resources.as_file(
@@ -59,14 +57,16 @@ def preset(name: str) -> Machine:
 
 
 def named(names: Iterable[str]) -> list[str]:
-    """Return the presets that begin with one of some names.
+    """Return the presets that begin with one of some names, or are of a GPU that people
+    call so.
 
     Return all where there are no names.
 
     Raises MachineError where none begins with a name."""
     chosen: dict[str, None] = {}
     for name in names:
-        matches = _beginning_with(name)
+        full_name = _full_name(name, ())
+        matches = _beginning_with(name) or ([full_name] if full_name else [])
         if not matches:
             raise MachineError(
                 f"there is no machine {name!r:.80}: {_meant(name, matches)}"
@@ -81,23 +81,30 @@ def _beginning_with(name: str) -> list[str]:
     )
 
 
+def _full_name(name: str, matches: Sequence[str]) -> str | None:
+    """Return the preset that a name means; None: no one preset.
+
+    `matches`: the presets that begin with it."""
+    if name in matches:
+        return name
+    full_name = PRESET_NAMES.get(plain_name(name))
+    if full_name is not None or len(matches) != 1:
+        return full_name
+    # An L40 is no L40S.
+    is_other_model = name[-1].isdigit() and matches[0][len(name)].isalpha()
+    return None if is_other_model else matches[0]
+
+
 def _meant(name: str, matches: Sequence[str]) -> str:
     """Return what to write instead of a name that does not mean one preset."""
-    likeness = {
-        other: difflib.SequenceMatcher(None, name.lower(), other[: len(name)]).ratio()
-        for other in presets()
-    }
-    alike = sorted(
-        (other for other in likeness if likeness[other] >= _NEAR),
-        key=lambda other: -likeness[other],
-    )
-    near = (
-        matches
-        or [other for other in presets() if name and name.lower() in other]
-        or alike
-    )[:_MAX_NEAR]
+    plain = plain_name(name)
+    inside = [other for other in presets() if plain and plain in plain_name(other)]
+    names = {plain_name(other): other for other in presets()} | PRESET_NAMES
+    alike = difflib.get_close_matches(plain, names, n=2 * _MAX_NEAR, cutoff=_NEAR)
+    alike = list(dict.fromkeys(names[key] for key in alike))
+    near = (matches or inside or alike)[:_MAX_NEAR]
     if not near:
-        return f"name a file, or one of {', '.join(presets())}"
+        return f"write {_ANY_PRESET}, or a file"
     meant = " or ".join(filter(None, (", ".join(near[:-1]), near[-1])))
     return f"did you mean {meant}? `ebbtide machines` lists all"
 
@@ -107,9 +114,8 @@ def find_machine(
     recorded: dict[str, Any] | None = None,
     recorded_in: str = "the trace",
 ) -> Machine:
-    """Return a machine by file or by the name of a preset.
-
-    It may be the one recorded in a trace, and is returned if it is a machine itself.
+    """Return a machine by file, by the name of a preset, or from a trace that recorded
+    it; a machine itself is returned.
 
     Args:
         machine: A machine, its file, or a name as for `preset`; None for the recorded
@@ -142,5 +148,5 @@ def find_machine(
         return machine_from(recorded, f"the machine of {recorded_in}")
     raise MachineError(
         "there is no machine: name one with --machine, a file (`ebbtide calibrate` "
-        "writes it) or one of " + ", ".join(presets())
+        f"writes it) or {_ANY_PRESET}"
     )

@@ -1,10 +1,9 @@
-"""Machines from data sheets.
-
-They have a GPU, a host, and the shares of their peaks that jobs reach.
-"""
+"""Machines from data sheets: a GPU, a host, and the shares of their peaks that jobs
+reach."""
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from ebbtide.errors import MachineError
 from ebbtide.json_files import section
@@ -24,8 +23,11 @@ from ebbtide.machines.sheets import (
     GPU_SHEETS,
     SHARES,
     FigureSource,
+    GpuSheet,
     HostSheet,
     Share,
+    preset_of,
+    system_memory_text,
 )
 from ebbtide.state_bytes import GRAD_BYTES, MASTER_BYTES, PARAM_BYTES, STATE_BYTES
 
@@ -62,13 +64,15 @@ def data_sheet_machine(name: str) -> Machine:
     figures = gpu.sources | {key: _of_peak(gpu_pass, memory) for key in passes}
     machine = Machine(
         name=name,
-        gpu_memory_bytes=float(round(gpu.memory_gib * 2**30)),
+        gpu_memory_bytes=float(round((gpu.memory_gib - gpu.system_gib) * 2**30)),
         gpu_update_params_per_s=pass_bytes_per_s / _GPU_UPDATE_BYTES,
         gpu_cast_params_per_s=pass_bytes_per_s / _CAST_BYTES,
         **{key: share.value for key, share in times.items()},  # type: ignore[arg-type]
         gpu=gpu.compute,
         extra={
             "gpu_link": gpu.link,
+            "price": _price(gpu),
+            "shared_memory": system_memory_text(gpu) if gpu.system_gib else None,
             "source": {
                 "figures": _as_json(
                     figures | {key: share.source for key, share in times.items()}
@@ -85,6 +89,25 @@ def data_sheet_machine(name: str) -> Machine:
         DEFAULT_HOSTS[name],
         gpu.sources["gpu.flops_per_s.bfloat16"].title,
     )
+
+
+def _price(gpu: GpuSheet) -> dict[str, Any] | None:
+    if gpu.price_usd is None or gpu.price_source is None:
+        return None
+    return {
+        "usd": gpu.price_usd,
+        "source": gpu.price_source.title,
+        "date": gpu.price_source.date,
+    }
+
+
+def whole_memory_bytes(machine: Machine) -> float | None:
+    """Return the memory of a machine's GPU with what the system takes of it, where GPU
+    and CPU share it; None: not known."""
+    sheet, size = preset_of(machine.gpu_name), machine.gpu_memory_bytes
+    if size is None or sheet is None or not machine.extra.get("shared_memory"):
+        return size
+    return size + 2**30 * sheet.system_gib
 
 
 def with_host(machine: Machine, spec: str) -> Machine:
@@ -263,12 +286,12 @@ def _in_host(machine: Machine, name: str, sheet: HostSheet, gpu_source: str) -> 
 def _link_rates(
     machine: Machine, link: str, memory_peak: float, host: FigureSource
 ) -> tuple[Share, Share]:
-    """Return the rates of pinned copies to the device and to the host.
-
-    They are measured ones of the GPU, or a share of a peak.
+    """Return the rates of pinned copies to the device and to the host: measured ones of
+    the GPU, or a share of a peak.
 
     `memory_peak` is the peak of a rank, bytes/s: where GPU and CPU share the memory, a
-    copy reads and writes it."""
+    copy reads and writes it.
+    """
     name = machine.gpu.name if machine.gpu is not None else None
     measured = next(
         (sheet.c2c for sheet in GPU_SHEETS.values() if sheet.compute.name == name), None
@@ -300,10 +323,8 @@ def _as_json(sources: dict[str, FigureSource]) -> dict[str, dict[str, str]]:
 
 
 def _cpu_update(memory_bytes_per_s: float, cores: float) -> float:
-    """Return the parameters that some cores update per second.
-
-    It is what memory or what the cores allow.
-    """
+    """Return the parameters that some cores update per second, limited by memory or by
+    the cores."""
     by_memory = SHARES["cpu_pass"].value * memory_bytes_per_s / _CPU_UPDATE_BYTES
     return min(by_memory, _of_cores("core_update", cores))
 

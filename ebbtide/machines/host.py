@@ -111,11 +111,11 @@ def network_bytes_per_s(network: str) -> float:
 
 
 def slower_link(gpu: str, host: str) -> str:
-    """Return the link that a GPU and a host agree on.
+    """Return the link that a GPU and a host agree on: the smaller generation and the
+    smaller width.
 
-    It is the smaller of each, generation and width.
-
-    Raises MachineError where only one of them has NVLink-C2C or unified memory."""
+    Raises MachineError where only one of them has NVLink-C2C or unified memory.
+    """
     if UNIFIED in (gpu, host):
         if gpu != host:
             raise MachineError(
@@ -140,10 +140,8 @@ def _count_text(number: int, unit: str) -> str:
 
 
 def _size_text(size: int) -> str:
-    """Return the size in the largest unit in which it is a whole number.
-
-    It then reads back as it is.
-    """
+    """Return the size in the largest unit in which it is a whole number, so that it
+    reads back as it is."""
     units = ((2**30, "GiB"), (10**9, "GB"), (2**20, "MiB"), (10**6, "MB"))
     return next(
         (f"{size // scale}{unit}" for scale, unit in units if not size % scale),

@@ -21,6 +21,8 @@ MAX_RANKS = 1024
 # The rates that ranks on a host share.
 SHARED_RATES = ("cpu_update_params_per_s", "host_memory_bytes_per_s")
 MAX_PATHS = 64
+# Words of the note on GPUs that have the memory of their CPU.
+SHARED_MEMORY = "share one memory"
 
 # Ranges of today's machines; a value outside of them is in the wrong unit. A rate of 0
 # would be a resource that the machine does not have, which is null.
@@ -117,10 +119,8 @@ class StoragePath:
         )
 
     def for_ranks(self, measured_ranks: int, ranks: int) -> StoragePath:
-        """Return the path of one of `ranks` ranks that share it.
-
-        It follows from the path with `measured_ranks`.
-        """
+        """Return the path of one of `ranks` ranks that share it, from the path with
+        `measured_ranks`."""
         figures = {
             name: value
             for name, value in vars(self).items()
@@ -370,18 +370,14 @@ def _largest(first: float | None, second: float | None) -> float | None:
 
 
 def _rate_of_rank(rate: float | None, total: float | None, ranks: int) -> float | None:
-    """Return the rate of one of several ranks.
-
-    It is its own, or its part of the total where that is known and smaller.
-    """
+    """Return the rate of one of several ranks: its own, or its part of the total where
+    that is known and smaller."""
     return rate if rate is None or total is None else min(rate, total / ranks)
 
 
 def _divided(part: float | None, ranks_before: int, ranks: int) -> float | None:
-    """Return a rank's part of what `ranks` divide.
-
-    It follows from the part with another number of ranks.
-    """
+    """Return a rank's part of what `ranks` divide, from the part with another number of
+    ranks."""
     return None if part is None else part * ranks_before / ranks
 
 
@@ -437,7 +433,9 @@ def unified_memory_text(machine: Machine) -> str | None:
     """
     if not machine.unified_memory:
         return None
+    taken = machine.extra.get("shared_memory")
     return (
-        f"GPU and CPU of {machine.name} share one memory: offload frees none of it, "
-        "and its copies take time"
+        f"GPU and CPU of {machine.name} {SHARED_MEMORY}: "
+        f"{f'{taken}; ' if taken else ''}offload frees none of it, and its copies take "
+        "time"
     )

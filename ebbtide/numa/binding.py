@@ -54,12 +54,12 @@ def bind_thread(node: int | None) -> None:
 
 
 def place_memory(address: int, nbytes: int, node: int | None) -> bool:
-    """Place memory that was mapped and not yet touched on a node.
-
-    It is placed as far as there is room; return whether it is.
+    """Place memory that was mapped and not yet touched on a node as far as there is
+    room; return whether it is.
 
     Containers often forbid `mbind`. Then a thread on the node touches the memory first,
-    which has the same effect."""
+    which has the same effect.
+    """
     if node is None:
         return False
     error = _prefer_node(address, nbytes, node)

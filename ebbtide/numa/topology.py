@@ -72,10 +72,8 @@ def binding_node(pci_bus_id: str | None, root: Path = Path("/")) -> int | None:
 
 
 def pci_address(domain: int, bus: int, device: int) -> str:
-    """Return the address of a PCI device as Linux writes it.
-
-    It is made from the numbers that CUDA gives.
-    """
+    """Return the address of a PCI device as Linux writes it, from the numbers that CUDA
+    gives."""
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
@@ -165,9 +163,7 @@ def read_memory_by_node(pid: int, root: Path = Path("/")) -> dict[int, int] | No
 
 
 def _is_memory(mapping: str) -> bool:
-    """Return whether a line of `numa_maps` is memory of the process.
-
-    It is anonymous, shared, or a written copy of a file.
-    """
+    """Return whether a line of `numa_maps` is memory of the process: anonymous, shared,
+    or a written copy of a file."""
     file = _FILE.search(mapping)
     return file is None or file[1].startswith(_MEMORY_FILES) or " anon=" in mapping

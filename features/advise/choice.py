@@ -366,9 +366,9 @@ def _static_splits(workload: Workload, machine: Machine) -> list[Steps]:
 
 
 def _each_static_split(workload: Workload, machine: Machine) -> Iterator[Steps]:
-    """Yield static splits without storage, those with most state on the host first.
+    """Yield static splits without storage, the ones with most state on the host first.
 
-    Those whose resident state exceeds what the device always has free are left out."""
+    A split whose resident state exceeds what the device always has free is left out."""
     machine = replace(machine, storage=())
     shares = [
         share / 20 for share in range(19, -1, -1) if _may_keep(workload, 1 - share / 20)

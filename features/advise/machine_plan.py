@@ -11,6 +11,7 @@ import numpy as np
 
 from ebbtide.analysis.metrics.advice import Advice
 from ebbtide.features.advise.advice import policy_advice
+from ebbtide.features.advise.block_swap import BlockSwap
 from ebbtide.features.advise.changes import (
     changed,
     least_settings,
@@ -293,9 +294,14 @@ class MachinePlan:
         return own.job, own.machine, own.request.ranks_per_host
 
     @property
+    def exceeds_host(self) -> bool:
+        """Whether a rank takes more host memory than it has, whatever its settings."""
+        return self.placed.job.exceeds_host(self.host_capacity_bytes)
+
+    @property
     def _needs_changes(self) -> bool:
         own = self.placed
-        if self.fits or own.job.memory is None:
+        if self.fits or own.job.memory is None or self.exceeds_host:
             return False
         return own.machine.gpu_memory_bytes is not None
 
@@ -425,7 +431,7 @@ def plan_placed(own: PlacedJob, *, has_times: bool = True) -> MachinePlan:
         accuracy=accuracy_of(own.machine).text(),
     )
     if not own.has_memory:
-        return replace(plan, notes=(_missing_text(own.placed.workload.missing_bytes),))
+        return replace(plan, notes=(_missing_text(own, plan.host_capacity_bytes),))
     plan = replace(
         plan,
         settings=own.settings,
@@ -455,8 +461,17 @@ def plan_placed(own: PlacedJob, *, has_times: bool = True) -> MachinePlan:
     )
 
 
-def _missing_text(missing_bytes: float) -> str:
+def _missing_text(own: PlacedJob, host_bytes: float | None) -> str:
     """Return why nothing makes a job fit."""
+    if own.job.exceeds_host(host_bytes):
+        sizes = [size or 0.0 for size in (own.job.host_peak_bytes, host_bytes)]
+        needed, limit = (f"{size / 2**30:.1f}" for size in sizes)
+        return (
+            f"a rank takes {needed} of {limit} GiB of host memory while it loads or "
+            "trains: load in parts, onto the device (safetensors, device_map), or with "
+            "more host memory"
+        )
+    missing_bytes = own.placed.workload.missing_bytes
     what = "the host has too little memory"
     if missing_bytes:
         what = f"{missing_bytes / 1e9:.1f} GB of device memory are missing"
@@ -507,6 +522,8 @@ class JobPlans:
     # The plan of layers and state on the first machine; None: layers are not known.
     whole: WholeJobPlan | None = None
     limits: Sequence[str] = ()  # Limits of rates of the first machine, in words.
+    # The frozen layers to swap there; None: it fits, or no layers are frozen.
+    block_swap: BlockSwap | None = None
 
     @cached_property
     def smallest(self) -> Machine | None:
@@ -516,7 +533,8 @@ class JobPlans:
     @property
     def remarks(self) -> list[str]:
         """Remarks on the first machine."""
-        texts = [] if self.whole is None else [self.whole.text]
+        parts = (self.block_swap, self.whole)
+        texts = [part.text for part in parts if part is not None]
         return [*texts, *(f"note: {limit}" for limit in self.limits)]
 
     def as_json(self) -> dict[str, Any]:
@@ -525,6 +543,7 @@ class JobPlans:
             "job": self.job.as_json(),
             "plans": [plan.as_json() for plan in self.plans],
             "smallest_machine": self.smallest and self.smallest.name,
+            "block_swap": self.block_swap and self.block_swap.as_json(),
             "whole_job": [] if self.whole is None else [self.whole.as_json()],
         }
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ebbtide.analysis.metrics.advice import IterationGain
+    from ebbtide.features.advise.block_swap import BlockSwap
     from ebbtide.features.advise.lines.setups import PolicySetup
     from ebbtide.features.advise.lines.systems import SystemSetup
     from ebbtide.features.advise.machine_plan import JobPlans, MachinePlan
@@ -213,10 +214,16 @@ def save_plans(answer: JobPlans, picture: Path | None, plot: Path | None) -> Non
         save_picture(draw_plans(answer.job, answer.plans), picture, plot)
 
 
-def print_code(plan: MachinePlan) -> None:
-    """Print the lines to paste for a plan. Raises UserError if there is none."""
+def print_code(plan: MachinePlan, swap: BlockSwap | None = None) -> None:
+    """Print the lines to paste for a plan, and for frozen blocks to swap. Raises
+    UserError if there is none."""
     from ebbtide.features.advise.levers.keys import TITLES
 
+    if swap is not None and swap.fits:
+        echo(f"Of frozen weights, {swap.text}:\n")
+        for tool, line in swap.lines:
+            echo(f"{tool}:\n  {line}")
+        echo()
     settings, lines = plan.settings, plan.lines
     if settings is None or lines is None:
         raise UserError(f"no policy fits on {plan.machine}: {'; '.join(plan.notes)}")

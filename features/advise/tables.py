@@ -12,11 +12,13 @@ from ebbtide.features.advise.ranges import Range
 from ebbtide.interleave.replay.inputs import NETWORK_NOTE
 from ebbtide.interleave.replay.tables import FITS_TEXTS
 from ebbtide.machines.accuracy import DATA_SHEETS
-from ebbtide.machines.machine import Machine
+from ebbtide.machines.machine import SHARED_MEMORY, Machine
 from ebbtide.units import NO_VALUE, count_text, counted
 
 # From this share on host memory decides what fits.
 _BINDING_SHARE = 0.75
+# Ranges of iterations are in ms where the highest of the fastest is below this.
+_MS_BELOW = 100.0
 _PLACES = (
     "resident: on the device; parked: there while it is free; streamed: in and out"
 )
@@ -30,6 +32,8 @@ def plan_view(answer: JobPlans, max_plans: int | None = None) -> View:
     remarks = [*answer.remarks]
     if any(NETWORK_NOTE in plan.notes for plan in plans[:max_plans]):
         remarks.append(NETWORK_NOTE)
+    if len(plans) == 1:
+        remarks += [note for note in plans[0].notes if SHARED_MEMORY in note]
     remarks += [*_smallest_machine(plans, answer.smallest), _job_text(job)]
     remarks += [f"note: {note}" for note in job.notes]
     yield from (f"  {remark}" for remark in remarks)
@@ -91,11 +95,15 @@ def _plans_table(plans: Sequence[MachinePlan], max_plans: int | None) -> Table:
     device = text(
         "device GiB", lambda plan: _of(plan.device_bytes, plan.device_capacity_bytes)
     )
+    fastest_ms = min(
+        (plan.iteration.high for plan in plans if plan.iteration), default=inf
+    )
+    unit, unit_ms = ("ms", 1.0) if fastest_ms < _MS_BELOW else ("s", 1e3)
     columns = [
         text("machine", "machine"),
         text("needs", fits_text),
         device,
-        text("s/iteration", lambda plan: _range(plan, plan.iteration, 1e3)),
+        text(f"{unit}/iteration", lambda plan: _range(plan, plan.iteration, unit_ms)),
         text("tokens/s", lambda plan: _range(plan, plan.tokens_per_s)),
         text("cost/1e9 tokens", lambda plan: _range(plan, plan.cost)),
         text("policy", "policy"),
@@ -135,6 +143,16 @@ def _answer(
 ) -> Iterator[str]:
     """Yield whether the job fits here, and the settings of the cheapest changes that
     make it fit."""
+    if here is not None and here.exceeds_host:
+        needed, capacity = (
+            gib_text(size, 1)
+            for size in (job.host_peak_bytes, here.host_capacity_bytes)
+        )
+        yield (
+            f"{job.workload.name}: does not fit the host of {here.machine} ({needed} "
+            f"of {capacity} GiB of a rank, while it loads or trains)"
+        )
+        return
     if here is None or here.fits or here.needed_bytes is None:
         yield f"{job.workload.name}: {_where_it_fits(plans)}"
         return
@@ -165,7 +183,7 @@ def _changes_table(plan: MachinePlan) -> Table:
     columns = (
         text("change", "text"),
         text("device GiB", lambda change: gib_text(change.device_bytes, 1)),
-        text("fits", lambda change: FITS_TEXTS[change.fits]),
+        text("fits", lambda change: change.reason or FITS_TEXTS[True]),
         text("costs", lambda change: "; ".join(change.costs)),
     )
     return Table(

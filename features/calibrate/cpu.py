@@ -1,8 +1,5 @@
-"""Measures rates of the CPU.
-
-They are the bandwidth of host memory, updates, casts and norms on the CPU, and the
-traffic of updates beside copies.
-"""
+"""Measures rates of the CPU: the bandwidth of host memory, updates, casts and norms,
+and the traffic of updates beside copies."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import numpy as np
 import torch
 
 from ebbtide.features.calibrate.record import (
-    Record,
+    MeasurementRecord,
     Setup,
     Timing,
     measure_time,
@@ -67,10 +64,8 @@ class TorchAdamW:
 
     @property
     def state(self) -> list[torch.Tensor]:
-        """The fp32 master and moments.
-
-        They are valid after the first call, which creates the moments.
-        """
+        """The fp32 master and moments, valid after the first call, which creates the
+        moments."""
         moments = self._optimizer.state[self.master]
         return [self.master.detach(), moments["exp_avg"], moments["exp_avg_sq"]]
 
@@ -97,10 +92,8 @@ class OnePassAdamW:
         self._kernel.update(self.gradient, tuple(self.state), self.half, scalars)
 
     def update_beside(self) -> None:
-        """Write the state after the next step to other memory.
-
-        It is allocated at first. The step stays the same.
-        """
+        """Write the state after the next step to other memory, which the first call
+        allocates. The step stays the same."""
         if self.new_state is None:
             self.new_state = torch.empty((3, row_stride(len(self.half))))[
                 :, : len(self.half)
@@ -111,10 +104,8 @@ class OnePassAdamW:
         )
 
     def update_remainders(self) -> None:
-        """Make a step whose masters are remainders.
-
-        They are in memory that the first call allocates: another step each time.
-        """
+        """Make a step whose masters are remainders, in memory that the first call
+        allocates: another step each time."""
         self._steps += 1
         if self._remainders is None:
             self._remainders = torch.zeros(len(self.half), dtype=torch.int16)
@@ -146,23 +137,21 @@ _DEFAULT_WORKING_SET = 1 << 30
 
 
 def working_set(memory: int | None, cache: int | None) -> int:
-    """Return the number of bytes to measure over.
-
-    It is four times the last-level caches, so that they hold little of the memory, and
-    at most an eighth of the `memory` of a rank; None: not known.
-    """
+    """Return the number of bytes to measure over: four times the last-level caches, so
+    that they hold little of the memory, and at most an eighth of the `memory` of a
+    rank; None: not known."""
     size = (
         max(_MIN_WORKING_SET, 4 * cache) if cache is not None else _DEFAULT_WORKING_SET
     )
     return min(size, memory // 8) if memory else size
 
 
-def measure_bandwidth(setup: Setup, record: Record) -> None:
-    """Measure `host_memory_bytes_per_s` with all threads of the rank.
+def measure_bandwidth(setup: Setup, record: MeasurementRecord) -> None:
+    """Measure `host_memory_bytes_per_s` with all threads of the rank: bytes read plus
+    bytes written per second by the better one of two loops.
 
-    It is bytes read plus bytes written per second, by the better one of two loops,
-    without write-allocate traffic (a line read only because it is about to be written).
-    """
+    Write-allocate traffic (a line read only because it is about to be written) does not
+    count."""
     torch.set_num_threads(setup.threads)
     count = setup.working_set // 8
     target, source = torch.ones(count), torch.ones(count)
@@ -177,7 +166,7 @@ def measure_bandwidth(setup: Setup, record: Record) -> None:
     record.host_traffic(3 * size / add.seconds, f"in-place a += b / 2 ({threads})", add)
 
 
-def measure_update(setup: Setup, record: Record) -> None:
+def measure_update(setup: Setup, record: MeasurementRecord) -> None:
     """Measure `cpu_update_params_per_s`: the fastest kernel.
 
     Its state is in memory and not in caches.
@@ -206,11 +195,9 @@ def measure_update(setup: Setup, record: Record) -> None:
             )
 
 
-def measure_out_of_place(setup: Setup, record: Record) -> None:
-    """Measure `cpu_out_of_place_share`.
-
-    It is for the engine's own kernel beside the old state and in place, in turns.
-    """
+def measure_out_of_place(setup: Setup, record: MeasurementRecord) -> None:
+    """Measure `cpu_out_of_place_share` for the engine's own kernel beside the old state
+    and in place, in turns."""
     names = ("in_place", "out_of_place")
     ratio, size, timing = _measure_variant(
         setup, record, "cpu_out_of_place", names, OnePassAdamW.update_beside
@@ -219,11 +206,9 @@ def measure_out_of_place(setup: Setup, record: Record) -> None:
     record.rate("cpu_out_of_place_share", min(1.0, ratio), details, timing)
 
 
-def measure_remainder(setup: Setup, record: Record) -> None:
-    """Measure `cpu_remainder_ratio`.
-
-    It is for the engine's own kernel with masters as remainders and in fp32, in turns.
-    """
+def measure_remainder(setup: Setup, record: MeasurementRecord) -> None:
+    """Measure `cpu_remainder_ratio` for the engine's own kernel with masters as
+    remainders and in fp32, in turns."""
     names = ("fp32", "remainder")
     ratio, size, timing = _measure_variant(
         setup, record, "cpu_remainder", names, OnePassAdamW.update_remainders
@@ -238,7 +223,7 @@ def measure_remainder(setup: Setup, record: Record) -> None:
 
 def _measure_variant(
     setup: Setup,
-    record: Record,
+    record: MeasurementRecord,
     key: str,
     names: tuple[str, str],
     variant: Callable[[OnePassAdamW], None],
@@ -268,7 +253,7 @@ def _measure_variant(
     )
 
 
-def measure_cast(setup: Setup, record: Record) -> None:
+def measure_cast(setup: Setup, record: MeasurementRecord) -> None:
     """Measure `cpu_cast_params_per_s`: fp32 to bf16."""
     torch.set_num_threads(setup.threads)
     master = torch.ones(setup.working_set // CAST_BYTES)
@@ -278,11 +263,9 @@ def measure_cast(setup: Setup, record: Record) -> None:
     record.rate("cpu_cast_params_per_s", len(master) / timing.seconds, how, timing)
 
 
-def measure_norm(setup: Setup, record: Record) -> None:
-    """Measure `cpu_norm_params_per_s` for bf16 gradients.
-
-    It is the engine's own sum of squares.
-    """
+def measure_norm(setup: Setup, record: MeasurementRecord) -> None:
+    """Measure `cpu_norm_params_per_s`, the engine's own sum of squares, for bf16
+    gradients."""
     gradient = torch.full(
         (setup.working_set // GRAD_BYTES,), 1e-3, dtype=torch.bfloat16
     )
@@ -296,7 +279,7 @@ def measure_norm(setup: Setup, record: Record) -> None:
     record.rate("cpu_norm_params_per_s", len(gradient) / timing.seconds, how, timing)
 
 
-def measure_traffic(setup: Setup, record: Record) -> None:
+def measure_traffic(setup: Setup, record: MeasurementRecord) -> None:
     """Measure the traffic of host memory while the CPU updates and a thread copies.
 
     The thread copies within host memory, on a core of its own.
@@ -315,7 +298,11 @@ def measure_traffic(setup: Setup, record: Record) -> None:
 
 
 def record_traffic(
-    setup: Setup, record: Record, copy: Callable[[], int], copies: str, threads: int
+    setup: Setup,
+    record: MeasurementRecord,
+    copy: Callable[[], int],
+    copies: str,
+    threads: int,
 ) -> None:
     """Record the traffic of host memory by updates beside `copy`.
 
@@ -336,11 +323,11 @@ def record_traffic(
 
 
 def copy_rate_during(copy: Callable[[], int], action: Callable[[], object]) -> float:
-    """Return the bytes that a thread copies per second during an action.
+    """Return the bytes that a thread copies per second during an action, by calls that
+    return the bytes copied.
 
-    It copies by calls that return the bytes copied.
-
-    The first copy is not measured; at least one is. Raises the error of a copy."""
+    The first copy is not measured; at least one is. Raises the error of a copy.
+    """
     copy()
     stop = threading.Event()
 

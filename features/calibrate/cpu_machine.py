@@ -6,7 +6,7 @@ from ebbtide import host_limits
 from ebbtide.features.calibrate import cpu
 from ebbtide.features.calibrate.cpu import KERNEL_BYTES, OnePassAdamW
 from ebbtide.features.calibrate.ranks import Ranks
-from ebbtide.features.calibrate.record import Record, Setup, measure_time
+from ebbtide.features.calibrate.record import MeasurementRecord, Setup, measure_time
 from ebbtide.interleave.engine.numerics.kernels import ONE_PASS_BYTES
 from ebbtide.machines.machine import Machine, machine_from
 
@@ -19,7 +19,7 @@ def measure_cpu(params: int, threads: int) -> Machine:
     Caches then hold as much as in the job.
     """
     cores = host_limits.cores()
-    record = Record()
+    record = MeasurementRecord()
     setup = Setup(Ranks(), cores, cores, KERNEL_BYTES * params, _WINDOW_S, None)
     before = torch.get_num_threads()
     try:

@@ -10,7 +10,7 @@ import torch
 from ebbtide.features.calibrate.cpu import CAST_BYTES, KERNEL_BYTES, TorchAdamW
 from ebbtide.features.calibrate.record import (
     MIN_RUNS,
-    Record,
+    MeasurementRecord,
     Setup,
     Timing,
     measure_time,
@@ -30,17 +30,15 @@ _LAUNCHED = 8
 _GROWTH = 8
 
 
-def record_memory(setup: Setup, record: Record) -> None:
+def record_memory(setup: Setup, record: MeasurementRecord) -> None:
     """Record `gpu_memory_bytes`: all memory of the card, whoever uses it."""
     properties = torch.cuda.get_device_properties(setup.device)
     record.rate("gpu_memory_bytes", float(properties.total_memory), properties.name)
 
 
-def measure_update(setup: Setup, record: Record) -> None:
-    """Measure `gpu_update_params_per_s`.
-
-    It is torch's fused AdamW with its casts, several steps in a row.
-    """
+def measure_update(setup: Setup, record: MeasurementRecord) -> None:
+    """Measure `gpu_update_params_per_s` with torch's fused AdamW and its casts, several
+    steps in a row."""
     free, _ = torch.cuda.mem_get_info(setup.device)
     sizes = _sizes(min(_PARAMS, free // (2 * KERNEL_BYTES)))
     device = torch.device("cuda", setup.device)
@@ -53,7 +51,7 @@ def measure_update(setup: Setup, record: Record) -> None:
     )
 
 
-def measure_cast(setup: Setup, record: Record) -> None:
+def measure_cast(setup: Setup, record: MeasurementRecord) -> None:
     """Measure `gpu_cast_params_per_s`: fp32 to bf16, several casts in a row."""
     free, _ = torch.cuda.mem_get_info(setup.device)
     sizes = _sizes(min(_PARAMS, free // (2 * CAST_BYTES)))
@@ -71,7 +69,7 @@ def measure_cast(setup: Setup, record: Record) -> None:
     )
 
 
-def measure_overhead(setup: Setup, record: Record) -> None:
+def measure_overhead(setup: Setup, record: MeasurementRecord) -> None:
     """Measure `step_overhead_s`.
 
     Gradient and state of a tiny subgroup are copied up, updated, and copied back.
@@ -117,12 +115,9 @@ _MATRIX_SIZE = 8192
 _COPY_BYTES = 1 << 30
 
 
-def measure_compute(setup: Setup, record: Record) -> None:
-    """Measure `gpu`.
-
-    It has name, compute capability, products of matrices by type, and traffic with
-    device memory.
-    """
+def measure_compute(setup: Setup, record: MeasurementRecord) -> None:
+    """Measure `gpu`: name, compute capability, products of matrices by type, and
+    traffic with device memory."""
     device = torch.device("cuda", setup.device)
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
@@ -224,9 +219,8 @@ def _time_launches(
     device: torch.device,
     setup: Setup,
 ) -> tuple[int, Timing]:
-    """Measure calls that launch kernels, several in a row.
-
-    They have the largest size whose runs fit the window.
+    """Measure calls that launch kernels, several in a row, of the largest size whose
+    runs fit the window.
 
     Args:
         prepare: Returns the call of a size.

@@ -9,7 +9,12 @@ import numpy as np
 import torch
 
 from ebbtide.features.calibrate.cpu import record_traffic
-from ebbtide.features.calibrate.record import Record, Setup, Timing, measure_time
+from ebbtide.features.calibrate.record import (
+    MeasurementRecord,
+    Setup,
+    Timing,
+    measure_time,
+)
 
 DIRECTIONS = ("h2d", "d2h")
 # A power of two: torch rounds pinned memory up to one, so this is pinned exactly.
@@ -103,7 +108,7 @@ def combined_bytes_per_s(times: Sequence[CopyTimes], nbytes: int) -> float:
     return moved / (end - begin) * 1e3
 
 
-def measure_pinned_copies(setup: Setup, record: Record) -> None:
+def measure_pinned_copies(setup: Setup, record: MeasurementRecord) -> None:
     """Measure copies of pinned memory, by CUDA events.
 
     The rates are `h2d_bytes_per_s`, `d2h_bytes_per_s` and `duplex_bytes_per_s`.
@@ -129,7 +134,7 @@ def _copies(
     return link.copy(directions, count)
 
 
-def measure_pageable_copies(setup: Setup, record: Record) -> None:
+def measure_pageable_copies(setup: Setup, record: MeasurementRecord) -> None:
     """Measure copies of pageable memory by the host clock: they block the host.
 
     The rates are `h2d_pageable_bytes_per_s` and `d2h_pageable_bytes_per_s`.
@@ -156,7 +161,7 @@ def measure_pageable_copies(setup: Setup, record: Record) -> None:
         )
 
 
-def measure_traffic(setup: Setup, record: Record) -> None:
+def measure_traffic(setup: Setup, record: MeasurementRecord) -> None:
     """Measure the traffic of host memory during updates and copies.
 
     The CPU updates while pinned memory is copied in both directions.

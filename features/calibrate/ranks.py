@@ -1,7 +1,5 @@
-"""Connects the ranks that measure at the same time.
-
-They are a launcher's ranks, or processes that are started here.
-"""
+"""Connects the ranks that measure at the same time, which a launcher or this process
+starts."""
 
 from __future__ import annotations
 
@@ -145,10 +143,8 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 
 @contextlib.contextmanager
 def join_ranks(count: int | None, work: Callable[[Ranks], object]) -> Iterator[Ranks]:
-    """Join the ranks of a launcher, or start further processes here.
-
-    These are `count - 1` processes that call `work` (picklable).
-    """
+    """Join the ranks of a launcher, or start `count - 1` further processes here that
+    call `work` (picklable)."""
     launched = (
         all(name in os.environ for name in _LAUNCHER_VARIABLES)
         and os.environ["WORLD_SIZE"] != "1"

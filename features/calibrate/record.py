@@ -73,7 +73,7 @@ class Setup:
 
 
 @dataclass
-class Record:
+class MeasurementRecord:
     """Results of a calibration."""
 
     rates: dict[str, float] = field(default_factory=dict)

@@ -15,7 +15,12 @@ from ebbtide.errors import MachineError, UserError
 from ebbtide.features.calibrate import cpu, gpu, link
 from ebbtide.features.calibrate import storage as storage_rates
 from ebbtide.features.calibrate.ranks import Ranks
-from ebbtide.features.calibrate.record import Record, Setup, Timing, measure_time
+from ebbtide.features.calibrate.record import (
+    MeasurementRecord,
+    Setup,
+    Timing,
+    measure_time,
+)
 from ebbtide.interleave.engine.interleaved_adamw import InterleavedAdamW
 from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.simulation.simulator import simulate
@@ -39,7 +44,7 @@ _ONE_SECOND_EACH = Machine(
 )
 
 
-def measure_operation(setup: Setup, record: Record) -> None:
+def measure_operation(setup: Setup, record: MeasurementRecord) -> None:
     """Measure `operation_s`.
 
     The simulator uses it to predict InterleavedAdamW's time for a plan of tiny
@@ -93,10 +98,8 @@ def measure_operation(setup: Setup, record: Record) -> None:
 
 
 def operation_s(schedule: Schedule) -> float:
-    """Return the seconds per operation of a measured schedule of tiny operations.
-
-    They follow from the simulator's time for the schedule.
-    """
+    """Return the seconds per operation of a measured schedule of tiny operations, by
+    the simulator's time for it."""
     unit = simulate(schedule.plan, schedule.workload, _ONE_SECOND_EACH)
     return _span_s(schedule) / _span_s(unit)
 
@@ -119,7 +122,7 @@ class Part:
     """One part of a calibration."""
 
     label: str
-    run: Callable[[Setup, Record], None]
+    run: Callable[[Setup, MeasurementRecord], None]
     windows: int
 
 
@@ -195,7 +198,7 @@ def measure_quickly(seconds: float) -> dict[str, float]:
 
     Return rates as machines name them.
     """
-    record = Record()
+    record = MeasurementRecord()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     parts = _ALONE_PARTS if device is None else (*_ALONE_PARTS, *_COPIES)
     setup = _setup(
@@ -223,14 +226,14 @@ def _box(
     return Box(ranks.local_count, **totals, **one_rank)
 
 
-def _measure_alone(setup: Setup, record: Record) -> None:
+def _measure_alone(setup: Setup, record: MeasurementRecord) -> None:
     """Measure the first rank of a host while the others wait.
 
     Host memory and updates on the CPU are measured.
     """
     setup.ranks.wait()
     if setup.ranks.local_rank == 0:
-        alone = Record()
+        alone = MeasurementRecord()
         for part in _ALONE_PARTS:
             part.run(replace(setup, ranks=Ranks()), alone)
         record.alone.update(alone.rates)
@@ -239,8 +242,8 @@ def _measure_alone(setup: Setup, record: Record) -> None:
 
 def _measure(
     ranks: Ranks, seconds: float, progress: PartProgress, storage: Sequence[Path]
-) -> Record:
-    record = Record()
+) -> MeasurementRecord:
+    record = MeasurementRecord()
     device = (
         ranks.local_rank % torch.cuda.device_count()
         if torch.cuda.is_available()
@@ -323,7 +326,9 @@ def _slowest(key: str, values: list[float]) -> float:
     return max(values) if key in _TIMES else min(values)
 
 
-def _setup(ranks: Ranks, window_s: float, device: int | None, record: Record) -> Setup:
+def _setup(
+    ranks: Ranks, window_s: float, device: int | None, record: MeasurementRecord
+) -> Setup:
     cores = host_limits.rank_cores(ranks.local_count)
     omp_threads = os.environ.get("OMP_NUM_THREADS", "")
     threads = (

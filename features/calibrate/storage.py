@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ebbtide.errors import MachineError
-from ebbtide.features.calibrate.record import Record, Setup, Timing
+from ebbtide.features.calibrate.record import MeasurementRecord, Setup, Timing
 from ebbtide.features.storage.engine.direct_file import (
     BLOCK_BYTES,
     THREADS,
@@ -25,11 +25,9 @@ _FILL_WINDOWS = 2
 WINDOWS = 3 + _FILL_WINDOWS
 
 
-def measure_storage(folder: Path, setup: Setup, record: Record) -> None:
-    """Measure sequential reads and writes of a folder.
-
-    They run alone and both at once; the path is added to the record.
-    """
+def measure_storage(folder: Path, setup: Setup, record: MeasurementRecord) -> None:
+    """Measure sequential reads and writes of a folder alone and both at once; the path
+    is added to the record."""
     try:
         with closing(
             StorageFiles(folder, _FILE_BYTES, setup.ranks.local_count)

@@ -1,8 +1,5 @@
-"""Supports DeepSpeed.
-
-It records its jobs, imports its logs, and drives its ZeRO stage 3 with offload by a
-policy.
-"""
+"""Supports DeepSpeed: records its jobs, imports its logs, and drives its ZeRO stage 3
+with offload by a policy."""
 
 from ebbtide.seams import Feature
 

@@ -79,18 +79,14 @@ class DeepSpeedSetup:
 
     @property
     def zero_config(self) -> dict[str, Any]:
-        """The section `zero_optimization` of the user's configuration.
-
-        It is empty where there is none.
-        """
+        """The section `zero_optimization` of the user's configuration; empty where
+        there is none."""
         return section(self.info.config, "zero_optimization")
 
     @property
     def offload_config(self) -> dict[str, Any]:
-        """The section `zero_optimization.offload_optimizer` of the configuration.
-
-        It is empty where there is none.
-        """
+        """The section `zero_optimization.offload_optimizer` of the configuration; empty
+        where there is none."""
         return section(self.zero_config, "offload_optimizer")
 
     @property
@@ -103,10 +99,8 @@ class DeepSpeedSetup:
 
     @property
     def offloads(self) -> bool | None:
-        """Whether optimizer state is in host memory or on storage.
-
-        It is None without a section `offload_optimizer`.
-        """
+        """Whether optimizer state is in host memory or on storage; None without a
+        section `offload_optimizer`."""
         if not isinstance(self.zero_config.get("offload_optimizer"), dict):
             return None
         return (
@@ -115,10 +109,8 @@ class DeepSpeedSetup:
 
     @property
     def ratio(self) -> float | None:
-        """The configured share of the parameters that the CPU updates (Twin-Flow).
-
-        It is None where nothing is offloaded.
-        """
+        """The configured share of the parameters that the CPU updates (Twin-Flow); None
+        where nothing is offloaded."""
         if self.offload_config.get("device") not in ("cpu", "nvme"):
             return None
         # ZeRO-1 and ZeRO-2 do not have a ratio: they offload everything.
@@ -133,10 +125,8 @@ class DeepSpeedSetup:
 
     @property
     def subgroups(self) -> tuple[int, ...]:
-        """Parameters of each subgroup, padding included.
-
-        It is empty where they were not recorded.
-        """
+        """Parameters of each subgroup, padding included; empty where they were not
+        recorded."""
         return self.info.subgroup_params
 
     @property
@@ -147,10 +137,8 @@ class DeepSpeedSetup:
 
     @property
     def on_cpu(self) -> tuple[bool, ...]:
-        """Whether the state of each subgroup is in host memory.
-
-        It is empty where that was not recorded.
-        """
+        """Whether the state of each subgroup is in host memory; empty where that was
+        not recorded."""
         devices = self.info.subgroup_devices
         return (
             tuple(device.partition(":")[0] == "cpu" for device in devices)
@@ -160,10 +148,8 @@ class DeepSpeedSetup:
 
     @property
     def real_ratio(self) -> float | None:
-        """The share of the parameters whose state is in host memory, as recorded.
-
-        It is a sum of whole subgroups.
-        """
+        """The share of the parameters whose state is in host memory, as recorded: a sum
+        of whole subgroups."""
         if not self.on_cpu:
             return None
         return sum(
@@ -174,11 +160,11 @@ class DeepSpeedSetup:
 
     @property
     def rounded_ratio(self) -> float | None:
-        """The share that the configured ratio gives in whole subgroups.
+        """The share that the configured ratio gives in whole subgroups, rounded by the
+        rule of the version.
 
-        It is rounded by the rule of the version. None where ratio or subgroups were not
-        recorded, and for stages that do not split between subgroups.
-        """
+        None where ratio or subgroups were not recorded, and for stages that do not
+        split between subgroups."""
         if self.ratio is None or not self.subgroups or self.stage != 3:
             return None
         on_gpu = DeepSpeedSplit(self.info.version or "").resident(
@@ -189,10 +175,8 @@ class DeepSpeedSetup:
 
     @property
     def cpu_share(self) -> float:
-        """The share whose state is in host memory.
-
-        It is as recorded, else as configured (in whole subgroups), else 1.
-        """
+        """The share whose state is in host memory, as recorded, else as configured (in
+        whole subgroups), else 1."""
         for share in (self.real_ratio, self.rounded_ratio, self.ratio):
             if share is not None:
                 return share
@@ -200,10 +184,8 @@ class DeepSpeedSetup:
 
     @property
     def framework(self) -> Framework | None:
-        """DeepSpeed in its version, if it chose the resident subgroups.
-
-        It is None if ebbtide's engine did.
-        """
+        """DeepSpeed in its version, if it chose the resident subgroups; None if
+        ebbtide's engine did."""
         return (
             Framework(self.key, self.info.version or "")
             if self.info.policy is None
@@ -212,11 +194,11 @@ class DeepSpeedSetup:
 
     @property
     def recorded_policy(self) -> str | None:
-        """The policy of the recorded job; None: not known.
+        """The policy of the recorded job by ebbtide's engine or by its configuration;
+        None: not known.
 
-        It follows from ebbtide's engine or from its configuration, with the keys of the
-        published interleaving (`prefetch_optimizer`, `part_grads_async`).
-        """
+        The keys of the published interleaving (`prefetch_optimizer`,
+        `part_grads_async`) count."""
         if self.info.policy is not None:
             return self.info.policy
         offload = self.offload_config
@@ -242,13 +224,11 @@ class DeepSpeedSetup:
 
     @property
     def host_buffer_bytes(self) -> int | None:
-        """The bytes of host memory for state on storage.
+        """The bytes of host memory for state on storage; None if no state is there.
 
         They are `buffer_count` buffers of the largest subgroup in fp32, gradients and
         parameters in half precision, and fp32 gradients unless these are stored
-        (runtime/swap_tensor/optimizer_utils.py, runtime/zero/stage3.py). None if no
-        state is there.
-        """
+        (runtime/swap_tensor/optimizer_utils.py, runtime/zero/stage3.py)."""
         if self.offload_config.get("device") != "nvme" or not self.subgroups:
             return None
         count = self.offload_config.get("buffer_count", DEFAULT_SWAP_BUFFERS)

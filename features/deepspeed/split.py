@@ -1,7 +1,5 @@
-"""The split of DeepSpeed's partial offload (Twin-Flow).
-
-It differs between versions.
-"""
+"""The split of DeepSpeed's partial offload (Twin-Flow), which differs between
+versions."""
 
 import re
 from collections.abc import Sequence
@@ -22,10 +20,8 @@ class DeepSpeedSplit(StateSplit):
     version: str = ""
 
     def resident(self, ratio: float, subgroups: int) -> range:
-        """Return the subgroups whose state and update Twin-Flow keeps on the GPU.
-
-        They are given by their numbers.
-        """
+        """Return the numbers of the subgroups whose state and update Twin-Flow keeps on
+        the GPU."""
         if residents_are_last(self.version):
             return range(int(ratio * subgroups), subgroups)
         return super().resident(ratio, subgroups)
@@ -33,9 +29,8 @@ class DeepSpeedSplit(StateSplit):
     def gradient_bytes(
         self, resident: Sequence[int], grad_bytes: float, offloads: bool
     ) -> float:
-        """Return the bytes of gradients that ZeRO-3 always keeps on the device.
-
-        They belong to resident subgroups.
+        """Return the bytes of gradients of resident subgroups that ZeRO-3 always keeps
+        on the device.
 
         With `offload_optimizer` each subgroup has a gradient in fp32. Without, all have
         a buffer of `grad_bytes` a parameter, and at the step the gradient of one
@@ -51,10 +46,8 @@ class DeepSpeedSplit(StateSplit):
 
 
 def version_numbers(version: str | None) -> tuple[int, ...]:
-    """Return the numbers of a version to compare.
-
-    It is (0, 13, 3) for `0.13.3+c7da512a`; empty where it is not known.
-    """
+    """Return the numbers of a version to compare: (0, 13, 3) for `0.13.3+c7da512a`;
+    empty where it is not known."""
     numbers = re.match(r"\d+(\.\d+)*", version or "")
     return tuple(int(number) for number in numbers[0].split(".")) if numbers else ()
 

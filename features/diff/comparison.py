@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 _OF_LIMITS = 0.90
 
 
+# A figure below this share of the other one is nothing beside it.
+_LEAST_SHARE = 1e-3
+
+
 @dataclass(frozen=True)
 class Change:
     """A figure of both runs, None where it is not known."""
@@ -38,10 +42,10 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """b / a; None where one is not known or a is 0."""
-        return (
-            None if self.a is None or self.b is None or self.a == 0 else self.b / self.a
-        )
+        """b / a; None where one is not known, or a is nothing beside b."""
+        if self.a is None or self.b is None or self.a == 0:
+            return None
+        return None if abs(self.a) < _LEAST_SHARE * abs(self.b) else self.b / self.a
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry of `ebbtide diff --json`."""
@@ -81,10 +85,8 @@ class TimeChange(Change):
 
     @property
     def is_uncertain(self) -> bool:
-        """Whether there is a difference whose size is uncertain.
-
-        It is within the spread of the medians then.
-        """
+        """Whether there is a difference within the spread of the medians, whose size is
+        uncertain."""
         return bool(self.is_distinguishable) and not self.beyond_spread
 
     def as_json(self) -> dict[str, Any]:
@@ -160,12 +162,10 @@ class Diff:
 
 
 def compare(a: Trace | ComparedRun, b: Trace | ComparedRun) -> Diff:
-    """Compare two runs by the figures of their summaries.
+    """Compare two runs by their summaries: medians over the steady iterations, times of
+    the slowest rank, peaks of the rank with the largest.
 
-    They are medians over the steady iterations, times of the slowest rank, and peaks of
-    the rank with the largest. Settings that only one of the runs states are not
-    compared.
-    """
+    Settings that only one of the runs states are not compared."""
     first, second = (
         run_of_trace(run) if isinstance(run, Trace) else run for run in (a, b)
     )

@@ -1,7 +1,5 @@
-"""The figures and settings of a run that are compared.
-
-They are from its trace or from a stored summary.
-"""
+"""The figures and settings of a run that are compared, from its trace or from a stored
+summary."""
 
 from __future__ import annotations
 
@@ -133,10 +131,8 @@ def open_run(path: Path) -> ComparedRun:
 
 
 def job_settings(trace: Trace) -> dict[str, Any]:
-    """Return the settings of the job, the host and the first rank.
-
-    They are by their path in the metadata.
-    """
+    """Return the settings of the job, the host and the first rank, by their path in the
+    metadata."""
     meta = trace.meta
     entry = meta.ranks[0] if meta.ranks else RankInfo(rank=0)
     settings: dict[str, Any] = {

@@ -1,7 +1,5 @@
-"""Checks, and their results as text.
-
-They are functions of a host that say whether something would slow a job down.
-"""
+"""Checks of a host, functions that say whether something would slow a job down, and
+their results as text."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,10 +35,8 @@ _CHECKS: dict[str, Finder] = {}
 
 
 def check(name: str) -> Callable[[Finder], Finder]:
-    """Decorate a function of `JobHost` so that `ebbtide doctor` calls it.
-
-    It is in a file of the folder `checks`.
-    """
+    """Decorate a function of `JobHost`, in a file of the folder `checks`, so that
+    `ebbtide doctor` calls it."""
 
     def register(finder: Finder) -> Finder:
         assert name not in _CHECKS, f"two checks are named {name}"
@@ -51,10 +47,8 @@ def check(name: str) -> Callable[[Finder], Finder]:
 
 @cache
 def all_checks() -> dict[str, Finder]:
-    """Return the checks of all modules in the folder `checks`, by name.
-
-    They are in the order of modules and lines.
-    """
+    """Return the checks of all modules in the folder `checks` by name, in the order of
+    modules and lines."""
     for path in sorted((Path(__file__).parent / "checks").glob("[a-z]*.py")):
         import_module(f"ebbtide.features.doctor.checks.{path.stem}")
     return dict(_CHECKS)

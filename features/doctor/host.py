@@ -76,10 +76,7 @@ class JobHost:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the job on this host.
-
-        They are its launcher's ranks, else one for each card.
-        """
+        """Ranks of the job on this host: the launcher's, else one for each card."""
         return self.job.ranks or max(1, len(self.cards))
 
     @cached_property

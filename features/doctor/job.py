@@ -32,10 +32,8 @@ class Launcher:
     last_argument: str = ""
 
     def ranks(self, words: Sequence[str]) -> int | None:
-        """Return the ranks on this host that a command states.
-
-        It states a number; None where it does not.
-        """
+        """Return the number of ranks on this host that a command states; None where it
+        states none."""
         for word, following in zip(words, [*words[1:], ""], strict=True):
             name, equals, value = word.partition("=")
             if _plain(name) == self.rank_option:
@@ -44,11 +42,11 @@ class Launcher:
         return None
 
     def split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return the launcher with its options, and the program with its arguments.
+        """Return the words of the launcher with its options, and of the program with
+        its arguments.
 
-        They are words that start each.
-
-        Raises UserError where the command has no program."""
+        Raises UserError where the command has no program.
+        """
         # python -m torch.distributed.run
         is_module = launcher_of(words) != Path(words[0]).name
         number = 3 if is_module else self.own_words
@@ -150,10 +148,8 @@ class JobCommand:
 
     @property
     def threads(self) -> int | None:
-        """Threads of OpenMP in each rank; None: as many as there are cores.
-
-        They are OMP_NUM_THREADS, or the 1 of a launcher.
-        """
+        """Threads of OpenMP in each rank, by OMP_NUM_THREADS, or the 1 of a launcher;
+        None: as many as there are cores."""
         text = self.environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
         if text.isdigit() and int(text):
             return int(text)
@@ -165,11 +161,11 @@ class JobCommand:
 
 
 def read_job(command: Sequence[str], environment: Mapping[str, str]) -> JobCommand:
-    """Read the command of a job.
+    """Read the command of a job, which may begin with assignments of variables, as in a
+    shell.
 
-    It may begin with assignments of variables, as in a shell.
-
-    Raises UserError where nothing follows the assignments."""
+    Raises UserError where nothing follows the assignments.
+    """
     words = list(command)
     variables: dict[str, str] = {}
     if words[:1] == ["env"]:
@@ -200,10 +196,8 @@ def read_job(command: Sequence[str], environment: Mapping[str, str]) -> JobComma
 
 
 def _python(words: Sequence[str]) -> str | None:
-    """Return the interpreter of a command.
-
-    It is the program, or the interpreter in the first line of a script.
-    """
+    """Return the interpreter of a command: the program, or the one in the first line of
+    a script."""
     path = shutil.which(words[0]) if words else None
     if path is None or Path(path).name.startswith("python"):
         return path

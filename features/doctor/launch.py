@@ -1,6 +1,5 @@
-"""The line that starts a job with each rank on its own cores.
-
-They are cores of its GPU's NUMA node, and the rank has as many threads as cores.
+"""The line that starts a job with each rank on its own cores of its GPU's NUMA node,
+with a thread for each.
 
 Launchers bind ranks in ways of their own, or not at all, and not without a GPU. So the
 launcher starts, in place of Python, a shell that looks up the rank's cores and binds
@@ -22,11 +21,8 @@ from ebbtide.numa.topology import cpus_text, node_cpus, parse_cpus, read_text
 
 @dataclass(frozen=True)
 class RankBinding:
-    """The place of a rank.
-
-    It has logical cores, threads of OpenMP, and the NUMA node of its memory (None:
-    any).
-    """
+    """The place of a rank: logical cores, threads of OpenMP, and the NUMA node of its
+    memory (None: any)."""
 
     cpus: frozenset[int]
     threads: int
@@ -34,11 +30,8 @@ class RankBinding:
 
 
 def rank_bindings(host: JobHost) -> list[RankBinding]:
-    """Return the binding of each rank.
-
-    It is an even share of whole cores of its GPU's node, or of all nodes if the GPU's
-    is not known.
-    """
+    """Return the binding of each rank to an even share of the cores of its GPU's node,
+    or of all nodes if that is not known."""
     ranks = host.ranks
     nodes = [node.number for node in host.nodes if node.cpus & host.cpus]
     homes: list[int | None] = []

@@ -96,6 +96,8 @@ _OWN = tuple(
     f"{Path(__file__).resolve().parents[2] / name}{os.sep}"
     for name in ("profiler", "features")
 )
+# Calls of Python's file functions pass through here, with arguments of the job.
+_FILES = f"{Path(__file__).resolve().parent / 'files'}{os.sep}"
 _TORCH = f"{os.sep}torch{os.sep}"
 _DUMPED_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 # Interrupts what the main thread waits for; jobs have other signals. From a process
@@ -251,6 +253,8 @@ def _of_fakes(error: BaseException) -> str | None:
     if not frames:
         return None
     file = frames[-1].f_code.co_filename
+    if str(Path(file).resolve()).startswith(_FILES):
+        return None
     in_cuda = f"{_TORCH}cuda{os.sep}" in file
     if not (in_cuda or _is_own(file) or f"{_TORCH}_subclasses{os.sep}" in file):
         return None

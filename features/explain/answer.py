@@ -41,11 +41,10 @@ _RULES: list[tuple[int, Rule]] = []
 
 
 def rule(position: int) -> Callable[[Rule], Rule]:
-    """Decorate a function that concludes something from the records.
+    """Decorate a function, in a file of the folder `rules`, that concludes something
+    from the records.
 
-    It is in a file of the folder `rules`. `position`: rules with a smaller one answer
-    first.
-    """
+    `position`: rules with a smaller one answer first."""
 
     def register(function: Rule) -> Rule:
         _RULES.append((position, function))

@@ -91,6 +91,8 @@ PROGRAMS = (
         "lightning/pytorch/callbacks/progress_printer.py",
         ("train_step_timing in s", STEP_S, 1),
         ("TFLOPS_per_GPU", TFLOPS, 1),
+        ("peak_memory_usage", RESERVED, 1),
+        ("memory_allocated", ALLOCATED, 1),
     ),
     _program(
         "verl 0.5",

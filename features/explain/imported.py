@@ -12,6 +12,7 @@ from ebbtide.features.explain.formats import STEP_S
 from ebbtide.features.explain.pasted import STDIN, PastedText
 from ebbtide.features.explain.readers.step_logs import StepLog
 from ebbtide.features.explain.record import Place, Record
+from ebbtide.features.explain.series import FORMAT
 from ebbtide.features.importers.load import import_trace, recognize
 from ebbtide.features.importers.source import Source
 from ebbtide.profiler.trace import Trace
@@ -56,10 +57,8 @@ class ImportedTrace(Record):
 def imported_traces(
     path: Path, text: PastedText, output: Path | None
 ) -> Iterator[ImportedTrace]:
-    """Yield the trace that a text is, if an importer recognizes it.
-
-    It is kept where `output` names a place.
-    """
+    """Yield the trace of a text if an importer recognizes it; it is kept where `output`
+    names a place."""
     with tempfile.TemporaryDirectory(prefix="ebbtide-explain-") as name:
         folder = Path(name)
         cleaned = folder / "text.log"
@@ -69,6 +68,8 @@ def imported_traces(
         for file in files:
             try:
                 format = recognize(Source(file))
+                if format == FORMAT:
+                    return
                 trace = import_trace([file], output or folder / "trace.ebb")
             except UserError:
                 continue

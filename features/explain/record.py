@@ -55,10 +55,8 @@ _Kind = TypeVar("_Kind", bound=Record)
 
 
 def reader(function: Reader) -> Reader:
-    """Decorate a function that reads records in a text.
-
-    It is in a file of the folder `readers`.
-    """
+    """Decorate a function, in a file of the folder `readers`, that reads records in a
+    text."""
     _READERS.append(function)
     return function
 

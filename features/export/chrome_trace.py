@@ -70,10 +70,8 @@ def device_events(
 
 
 def annotation_events(process: Process, trace: Trace, rank: int) -> Iterator[str]:
-    """Yield named ranges on a track per thread of the job.
-
-    They are nested where they are within each other.
-    """
+    """Yield named ranges on a track per thread of the job, nested where one is within
+    another."""
     rows = checked(trace, trace.annotations(rank), "an annotation")
     for thread, group in rows.groupby("thread", dropna=False, sort=True):
         track = "annotations" if pd.isna(thread) else f"annotations thread {thread}"

@@ -85,13 +85,12 @@ def _iterations(trace: Trace, rank: int, pool: str | None) -> pd.DataFrame:
 def write_tables(
     trace: Trace, folder: Path, format: str, min_bytes: int, force: bool = False
 ) -> list[str]:
-    """Write the tables of a trace as files into a new folder.
+    """Write the tables of a trace as files into a new folder, all or none, with a
+    column `rank`; `iterations` and `windows` are added.
 
-    They have a column `rank`; `iterations` and `windows` are added. All are written or
-    none. `tables.json` lists them, and names the pool that free memory is computed
-    from. Returns a line on the table of windows for each thing that it lacks. Raises
-    UserError.
-    """
+    `tables.json` lists them, and names the pool that free memory is computed from.
+    Returns a line on the table of windows for each thing that it lacks. Raises
+    UserError."""
     notes = []
     with new_output(
         folder, force, _is_table_folder, "a folder of tables, or contains other files"

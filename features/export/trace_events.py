@@ -1,7 +1,5 @@
-"""Writes events of the Trace Event Format.
-
-It is for ui.perfetto.dev and chrome://tracing (Duca and Sinclair, Google, 2016).
-"""
+"""Writes events of the Trace Event Format for ui.perfetto.dev and chrome://tracing
+(Duca and Sinclair, Google, 2016)."""
 
 from __future__ import annotations
 
@@ -124,10 +122,8 @@ def _json_values(column: pd.Series[Any]) -> Iterator[str]:
 
 
 def _contents(tables: Mapping[str, pd.DataFrame], indices: Ints) -> list[str]:
-    """Return category, name and arguments of some rows of all tables.
-
-    They are members of a JSON object.
-    """
+    """Return category, name and arguments of some rows of all tables as members of a
+    JSON object."""
     contents = [""] * len(indices)
     begin = 0
     for category, rows in tables.items():

@@ -174,12 +174,11 @@ def heat_maps(trace: Trace) -> dict[str, Floats]:
 
 
 def heat_levels(values: list[Floats]) -> Floats:
-    """Return the levels of heat maps that share them.
+    """Return the levels, in ms, of heat maps that share them: one fewer than
+    LEVEL_COLORS.
 
-    They are one fewer than LEVEL_COLORS, in ms: each is twice the one before, the first
-    is 1, 2 or 5 times a power of ten, and the largest values (NaN: not recorded) exceed
-    the last.
-    """
+    Each is twice the one before, the first is 1, 2 or 5 times a power of ten, and the
+    largest values (NaN: not recorded) exceed the last."""
     recorded = np.concatenate([rows[~np.isnan(rows)] for rows in values])
     top = float(np.percentile(recorded, _TOP_PERCENTILE)) if len(recorded) else 0.0
     count = len(LEVEL_COLORS) - 1

@@ -25,10 +25,8 @@ class Recognition(IntEnum):
 
 
 class Stage(IntEnum):
-    """Position of an importer among the importers of one trace.
-
-    It follows from what the importer needs from the others.
-    """
+    """Position of an importer among the importers of one trace, by what it needs from
+    the others."""
 
     JOB = 0  # Creates all ranks of the job, with their phases
     # Adds what one rank recorded: phases (unless the rank has some), devices, memory

@@ -378,10 +378,8 @@ def _note_missing_hardware(builder: TraceBuilder) -> None:
 
 @cache
 def find_importers() -> dict[str, Importer]:
-    """Return all importers by the name of their format.
-
-    They are in the order in which they are asked to recognize a file.
-    """
+    """Return all importers by the name of their format, in the order in which they are
+    asked to recognize a file."""
     listed = chain.from_iterable(seams.load_all("importers"))
     return {
         importer.format: importer
@@ -469,10 +467,8 @@ class FileTimes:
         refuse_gaps(spans, SourceError)
 
     def align(self, reference: str) -> None:
-        """Move all files so that they begin with a reference.
-
-        It is START, or the path of a file.
-        """
+        """Move all files so that they begin with a reference: START, or the path of a
+        file."""
         begins: dict[Path, int] = {}
         for addition in self._additions:
             span = addition.span_ns()
@@ -487,10 +483,7 @@ class FileTimes:
 
 
 def _source_of(entry: RankBuilder, format: str, sources: Sequence[Source]) -> Path:
-    """Return the file of a format that a rank was imported from.
-
-    It is the first one where several were.
-    """
+    """Return the first file of a format that a rank was imported from."""
     names = {
         entry.meta.get("imported_from"),
         entry.meta.get("imported", {}).get(format),

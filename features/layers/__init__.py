@@ -5,6 +5,7 @@ from ebbtide.seams import Feature
 FEATURE = Feature(
     "layers",
     {
+        "findings": {"layers": "findings"},
         "kinds": {"layers": "kinds:KINDS"},
         "names": {
             "interleave.move_layers": "engine.moving:move_layers",
@@ -14,6 +15,7 @@ FEATURE = Feature(
         "plan-passes": {"layers": "plan_pass:LAYER_PASS"},
         "plan-checks": {"layers": "layer_checks:check_layers"},
         "policies": {
+            "block_swap": "systems.block_swap",
             "ml_dataflow": "systems.ml_dataflow",
             "streamed_weights": "systems.streamed_weights",
         },

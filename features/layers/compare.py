@@ -333,11 +333,11 @@ def compare_layers(
     progress: ProgressCallback = lambda *_: None,
     choices: Sequence[tuple[str, str]] = CHOICES,
 ) -> LayerComparison:
-    """Train under each choice, one after the other; the first keeps all.
+    """Train under each choice, one after the other, on a GPU or an emulated device; the
+    first keeps all.
 
-    It is on a GPU, or an emulated device without a GPU or with the rate of a link.
-    Raises UserError where a setting is invalid, or no plan fits the budget.
-    """
+    The device is emulated without a GPU, or with the rate of a link. Raises UserError
+    where a setting is invalid, or no plan fits the budget."""
     iterations, link_bytes_per_s = config.iterations, config.link_bytes_per_s
     memory_budget = (
         byte_count(config.memory_budget, "memory_budget")

@@ -14,11 +14,11 @@ from ebbtide.interleave.model.workload import Workload
 
 
 def check_layers(plan: Plan, workload: Workload) -> None:
-    """Check that compute uses only weights and activations on the device.
+    """Check that compute uses only weights and activations on the device, in no more
+    slots than there are.
 
-    It must not use more slots than there are, either.
-
-    The workload is a placed one. Raises PlanError."""
+    The workload is a placed one. Raises PlanError.
+    """
     policy, ops, layers = plan.policy, plan.ops, plan.layers
     on_layers = [op for op in ops if op.kind in LAYER_KINDS]
     if layers is None:
@@ -98,10 +98,8 @@ def _walk(
 def _check_activations(
     policy: str, ops: Sequence[Op], plan: LayerPlan, stretches: Sequence[Stretch]
 ) -> None:
-    """Check each copied activation.
-
-    It goes down when it is computed and is back when its backward begins.
-    """
+    """Check that each copied activation goes down when it is computed and is back when
+    its backward begins."""
     copied = frozenset(plan.copied)
     # By kind and activation: what is left of its rounds, the last one first.
     uses: dict[tuple[str, int], list[Stretch]] = {}

@@ -1,8 +1,6 @@
-"""The options `weights` and `activations`.
-
-They say which layers are streamed, and which activations are kept, recomputed or
-offloaded, together with the policy of the optimizer's state.
-"""
+"""The options `weights` and `activations`: which layers are streamed, and which
+activations are kept, recomputed or offloaded, together with the policy of the
+optimizer's state."""
 
 from __future__ import annotations
 
@@ -62,11 +60,8 @@ def spread(count: int, layers: int) -> tuple[bool, ...]:
 
 
 class LayerChoice(NamedTuple):
-    """The choice for each layer.
-
-    It says whether its weights are streamed, and the form in which its activations are
-    kept, or `~form` where they are offloaded.
-    """
+    """The choice for each layer: whether its weights are streamed, and the form in
+    which its activations are kept, or `~form` where they are offloaded."""
 
     streamed: tuple[bool, ...]
     forms: tuple[int, ...]
@@ -209,10 +204,8 @@ def plan_with_layers(
 
 
 class LayerSearch:
-    """The search for the best choice by simulation.
-
-    It starts from one for all layers, and changes blocks while that helps.
-    """
+    """The search for the best choice by simulation, from one for all layers, by changes
+    of blocks while that helps."""
 
     def __init__(
         self, workload: Workload, machine: Machine, options: Mapping[str, str]
@@ -315,11 +308,10 @@ class LayerSearch:
         return (placed.missing_bytes, excess, self._least_s(placed, layers)) < best[:3]
 
     def _least_s(self, placed: Workload, layers: LayerPlan) -> float:
-        """Return a lower bound of the iteration with a plan for layers, s.
+        """Return a lower bound of the iteration with a plan for layers, s: the bound of
+        the state beside the layers' copies.
 
-        It is the bound of the state beside the layers' copies, with parameters of
-        streamed layers that need not return to the device.
-        """
+        Parameters of streamed layers need not return to the device."""
         busy = with_layer_copies(
             placed, layers, link_rates(placed, self._machine).values()
         )
@@ -340,11 +332,10 @@ class LayerSearch:
                 )
 
     def _starts(self) -> Iterator[LayerChoice]:
-        """Yield choices that are alike for all layers, and some others.
+        """Yield choices that are alike for all layers, and some with every second,
+        third or fourth layer resident.
 
-        These have every second, third or fourth layer resident, so that its compute
-        hides the copy for the next one.
-        """
+        The compute of a resident layer hides the copy for the next one."""
         count = len(self._workload.layers)
         for single in self.singles:
             for slots in (

@@ -1,7 +1,5 @@
-"""The operations of a plan on layers, beside the operations of the optimizer's state.
-
-They are on the layers' weights and activations.
-"""
+"""The operations of a plan on the weights and activations of layers, beside the
+optimizer's."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -21,11 +19,11 @@ from ebbtide.interleave.model.workload import Workload
 
 
 class LayerOperations:
-    """Collects the operations of a plan on layers of a placed workload.
+    """Collects the operations of a plan on layers of a placed workload, in the order in
+    which each resource runs them.
 
-    They are in the order in which each resource runs them. `stretches`: the compute of
-    all rounds; `is_last`: whether each is the last of its layer before another one.
-    """
+    `stretches`: the compute of all rounds; `is_last`: whether each is the last of its
+    layer before another one."""
 
     def __init__(
         self, workload: Workload, plan: LayerPlan, in_order: bool = False
@@ -37,9 +35,7 @@ class LayerOperations:
         """
         self._workload = workload
         self._plan = plan
-        self._weight_bytes = [
-            workload.param_bytes * layer.params for layer in workload.layers
-        ]
+        self._weight_bytes = workload.streamed_bytes
         self._last: dict[Resource, int] | None = {} if in_order else None
         self.stretches: list[Stretch] = stretches_of(workload, plan)
         following = [*self.stretches[1:], None]
@@ -245,7 +241,13 @@ def with_layer_operations(
     first = len(ops)
     layer_of = placed.layers_of_subgroups
     streamed = sorted(layers.streamed)
-    evicted = frozenset(streamed[layers.weight_slots :])
+    # Layers whose trained weights are on the host, too.
+    written_back = frozenset(
+        layer
+        for layer in streamed
+        if not placed.layers[layer].keeps_trained(placed.param_bytes)
+    )
+    evicted = written_back.intersection(streamed[layers.weight_slots :])
     backward_starts = {
         one.layer: one.start
         for one in reversed(stretches_of(placed, layers))
@@ -275,7 +277,7 @@ def with_layer_operations(
         if (
             op.kind == "update"
             and op.resource == "gpu"
-            and layer in layers.streamed
+            and layer in written_back
             and not from_host
         ):
             written[len(ops)] = op

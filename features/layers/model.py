@@ -1,7 +1,5 @@
-"""Layers of a job whose weights and activations a plan may move.
-
-It has what a plan does with them, when, and their memory.
-"""
+"""Layers of a job whose weights and activations a plan may move, what a plan does with
+them, and their memory."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -57,6 +55,8 @@ class LayerPlan(NamedTuple):
     # Layers whose gradients it holds until they are copied to the host.
     gradient_slots: int = SLOTS
     rounds: int = 1  # Forwards with their backward in an iteration.
+    # Layers that are on the host at a time, where all of them take turns in the slots.
+    swapped: int | None = None
 
     @property
     def offloaded(self) -> list[int]:
@@ -83,9 +83,9 @@ class LayerPlan(NamedTuple):
 
     def host_bytes(self, workload: Workload) -> float:
         """Return the host memory of streamed weights and of copied activations."""
-        weights = workload.param_bytes * sum(
-            workload.layers[layer].params for layer in self.streamed
-        )
+        weights = sum(workload.streamed_bytes[layer] for layer in self.streamed)
+        if self.swapped is not None:
+            weights *= self.swapped / max(len(self.streamed), 1)
         return weights + sum(self.activations[index].nbytes for index in self.copied)
 
     def counts(self, chunks: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -99,17 +99,13 @@ class LayerPlan(NamedTuple):
             saved = self.activations[layer * chunks : (layer + 1) * chunks]
             kinds = [one.kind for one in saved]
             activations[max(kinds, key=kinds.count)] += 1
-        return {
-            "resident": layers - len(self.streamed),
-            "streamed": len(self.streamed),
-        }, activations
+        streamed = len(self.streamed) if self.swapped is None else self.swapped
+        return {"resident": layers - streamed, "streamed": streamed}, activations
 
 
 class Stretch(NamedTuple):
-    """The compute of one chunk in one layer.
-
-    It has the points of the iteration where it starts and ends.
-    """
+    """The compute of one chunk in one layer, with the points of the iteration where it
+    starts and ends."""
 
     is_backward: bool
     round: int
@@ -266,16 +262,12 @@ def _placed(workload: Workload, plan: LayerPlan) -> Workload:
 def with_layer_copies(
     placed: Workload, plan: LayerPlan, rates: Collection[float]
 ) -> Workload:
-    """Return a placed workload as long as the copies of its layers.
+    """Return a placed workload of one round that is as long as the copies of its
+    layers.
 
-    It has one round. Its forward and backward are as long as the copies that must end
-    in them, by the rates of the link to and from the device; these copies count as
-    collectives.
-    """
-    sizes = [
-        placed.param_bytes * placed.layers[layer].params
-        for layer in sorted(plan.streamed)
-    ]
+    Its forward and backward are as long as the copies that must end in them, by the
+    rates of the link to and from the device; these copies count as collectives."""
+    sizes = [placed.streamed_bytes[layer] for layer in sorted(plan.streamed)]
     moved = sum(plan.activations[index].nbytes for index in plan.copied)
     link = {
         "forward": (sum(sizes[plan.weight_slots :]), moved),
@@ -338,16 +330,17 @@ def seconds_at(workload: Workload, point: float) -> float:
 
 
 def _memory(workload: Workload, plan: LayerPlan) -> Iterator[LayerMemory]:
-    """Yield the device memory of the layers as a step function.
-
-    It is from the start of the iteration.
+    """Yield the device memory of the layers as a step function, from the start of the
+    iteration.
 
     Activations of all chunks count from the start of a layer's forward to the end of
-    its backward."""
+    its backward.
+    """
     layers, shares, saved = workload.layers, workload.chunk_shares, plan.activations
-    sizes = [workload.param_bytes * one.params for one in layers]
+    sizes = workload.streamed_bytes
     largest = max((sizes[layer] for layer in plan.streamed), default=0.0)
     stays = sum(size for layer, size in enumerate(sizes) if layer not in plan.streamed)
+    stays += workload.adapter_bytes
     weights = stays + min(plan.weight_slots, len(plan.streamed)) * largest
     gradients = [workload.grad_bytes * one.params for one in layers]
     until_step = workload.gradients_held_until_step

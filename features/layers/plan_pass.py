@@ -15,7 +15,7 @@ from ebbtide.machines.machine import Machine
 _WITHOUT_LATE = {"forward": "none", "both": "backward", "auto": "backward"}
 
 
-class LayerPass:
+class LayersPass:
     """Plans the layers of a workload with some, and the state with what they leave."""
 
     name: ClassVar[str] = "layers"
@@ -57,15 +57,13 @@ class LayerPass:
         return plan
 
 
-LAYER_PASS = LayerPass()
+LAYER_PASS = LayersPass()
 
 
 def _quick(policy: Policy, placed: Workload, machine: Machine) -> Policy:
-    """Return a policy whose plans are made quickly.
-
-    It is this one, but for `adaptive` one that keeps as much state on the device as
-    there is memory for, and interleaves the rest.
-    """
+    """Return a policy whose plans are made quickly: this one, but for `adaptive` one
+    that keeps as much state on the device as there is memory for, and interleaves the
+    rest."""
     if not policy.is_adaptive:
         return _without_late(policy)
     if machine.gpu_update_params_per_s is None:

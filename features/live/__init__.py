@@ -1,7 +1,5 @@
-"""Figures of a recording while it runs.
-
-They are in the terminal, for Prometheus, and for the job itself.
-"""
+"""Figures of a recording while it runs: in the terminal, for Prometheus, and for the
+job itself."""
 
 from ebbtide.seams import Feature
 

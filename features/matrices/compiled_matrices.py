@@ -1,7 +1,5 @@
-"""The product of matrices in the order of matrices.py, compiled.
-
-It is compiled like the loops in compiled.py.
-"""
+"""The product of matrices in the order of matrices.py, compiled like the loops in
+compiled.py."""
 
 # numba types these functions, for each combination of argument types.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"

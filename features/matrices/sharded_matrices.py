@@ -16,12 +16,12 @@ from ebbtide.interleave.engine.params.local_shards import local_shard
 
 
 class ShardedMatrices(Exchange):
-    """Matrices whose parts the ranks of a process group have.
-
-    They have their shapes and the divided dimension, by index.
+    """Matrices whose parts the ranks of a process group have, by index: their shapes
+    and the divided dimension.
 
     Parts are as torch.chunk makes them. The owners: the largest matrices first, each
-    goes to the rank with the fewest elements so far. Messages are on a device."""
+    goes to the rank with the fewest elements so far. Messages are on a device.
+    """
 
     def __init__(
         self,

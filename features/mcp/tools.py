@@ -1,7 +1,5 @@
-"""The commands that an assistant may call, as tools with bounded answers.
-
-They are called through the Model Context Protocol.
-"""
+"""The commands that an assistant may call through the Model Context Protocol, as tools
+with bounded answers."""
 
 import os
 import shlex

@@ -1,7 +1,4 @@
-"""The limit of memory for a block of code.
-
-It is a context manager, which is a decorator, too.
-"""
+"""The limit of memory for a block of code, as a context manager or a decorator."""
 
 from __future__ import annotations
 
@@ -35,10 +32,8 @@ class MemoryEvent:
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest memory in use, and its `holders`.
-
-    They are (call site, bytes), the largest first; empty if not asked for.
-    """
+    """The largest memory in use, and its `holders` as (call site, bytes), the largest
+    first; empty if not asked for."""
 
     bytes: int
     holders: tuple[tuple[str, int], ...] = ()
@@ -295,9 +290,8 @@ class MemoryLimitExceeded(AssertionError):
 
 @contextmanager
 def memory_limit(limit: ByteCount, device: str | None = None) -> Iterator[None]:
-    """Fail if a block of code uses more memory than a limit.
-
-    This is a context manager, and a decorator, too.
+    """Fail if a block of code uses more memory than a limit, as a context manager or a
+    decorator.
 
     On CUDA the peak is measured by torch's allocator (`max_memory_allocated`, which is
     reset), and includes what was allocated before the block. On the CPU it is the bytes

@@ -1,7 +1,5 @@
-"""Updates beside the next forward and the backward.
-
-They are late updates, and updates before clipping is known.
-"""
+"""Updates beside the next forward and the backward: late updates, and updates before
+clipping is known."""
 
 from ebbtide.seams import Feature
 

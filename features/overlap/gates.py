@@ -1,7 +1,5 @@
-"""Hooks before everything in a model that uses parameters.
-
-It then waits for updates which have not ended yet.
-"""
+"""Hooks before everything in a model that uses parameters, which wait for updates that
+have not ended yet."""
 
 import logging
 import sys
@@ -75,10 +73,8 @@ class MethodGate:
 
 
 class HooklessCopies:
-    """Leaves hooks of these ids out of a module's copies and pickles.
-
-    It replaces the `__getstate__` that `copy` and `pickle` (`torch.save`) read.
-    """
+    """Leaves hooks of these ids out of a module's copies and pickles: replaces the
+    `__getstate__` that `copy` and `pickle` (`torch.save`) read."""
 
     def __init__(self, module: torch.nn.Module, hook_ids: Collection[int]) -> None:
         self._module = weakref.ref(module)
@@ -126,10 +122,8 @@ class HooklessCopies:
 def _without_hooks(
     modules: Iterable[torch.nn.Module], hook_ids: Collection[int]
 ) -> Iterator[None]:
-    """Return a context in which modules lack hooks of these ids.
-
-    These are hooks before their forward.
-    """
+    """Return a context in which modules lack hooks of these ids before their
+    forward."""
     all_hooks = [
         (module._forward_pre_hooks, dict(module._forward_pre_hooks))
         for module in modules
@@ -220,10 +214,8 @@ class ForwardGates:
         return param in self._gated or param in self.sharded
 
     def learn_calls(self) -> None:
-        """Let called modules wait for the parameters of modules that are not called.
-
-        This is after the first iteration.
-        """
+        """Let called modules wait for the parameters of modules that are not called,
+        after the first iteration."""
         model = self._model()
         if (
             self._gated

@@ -1,7 +1,5 @@
-"""Finds parameters that something holds besides their Python object.
-
-It may read their memory unseen.
-"""
+"""Finds parameters that something holds besides their Python object, which may read
+their memory unseen."""
 
 import gc
 import weakref
@@ -77,11 +75,8 @@ class _GradientEdges(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _shares_memory(param: torch.Tensor, views: int) -> bool:
-    """Return whether something else has the memory of a parameter, too.
-
-    It may be a view of the parameter, the array or the file that the memory belongs to,
-    or another process.
-    """
+    """Return whether something else has the memory of a parameter, too: a view of it,
+    the array or the file that the memory belongs to, or another process."""
     storage = param.untyped_storage()
     is_own = storage.resizable() and (
         storage.device.type != "cpu" or not storage.is_shared()

@@ -1,7 +1,5 @@
-"""Checks of updates beside other phases, besides their data flow.
-
-They check when late operations end, and which may speculate.
-"""
+"""Checks of updates beside other phases: when late operations end, and which may
+speculate."""
 
 from ebbtide.interleave.model.kinds import Kind, find_kind
 from ebbtide.interleave.model.operations import (

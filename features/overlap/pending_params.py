@@ -1,7 +1,5 @@
-"""Parameters that a step may still write after it has returned.
-
-It waits for them, and finds gradients of old values.
-"""
+"""Parameters that a step may still write after it has returned: waits for them, and
+detects gradients of old values."""
 
 import itertools
 import types
@@ -204,18 +202,14 @@ class PendingParams(StepHooks):
 def pending_params(
     calls: StepCalls, model: torch.nn.Module | None
 ) -> PendingParams | None:
-    """Return the hooks of steps with late updates.
-
-    They need the model whose forward waits for them.
-    """
+    """Return the hooks of steps with late updates, which need the model whose forward
+    waits for them."""
     return None if model is None else PendingParams(calls, model)
 
 
 def _functions(names: Iterable[str], assigned: Iterable[str]) -> frozenset[Any]:
-    """Return the functions that torch passes to `__torch_function__`.
-
-    They are passed for attributes and methods of tensors.
-    """
+    """Return the functions that torch passes to `__torch_function__` for attributes and
+    methods of tensors."""
     attributes = [
         getattr(torch.Tensor, name)
         for name in names
@@ -248,10 +242,8 @@ class LateParams:
         self._own_classes: dict[type, type] = {}
 
     def supports(self, param: torch.Tensor) -> bool:
-        """Return whether uses of a parameter can be noticed.
-
-        They cannot if its class handles functions of torch itself.
-        """
+        """Return whether uses of a parameter can be noticed: not if its class handles
+        functions of torch itself."""
         own_class = type(param)
         return own_class is torch.Tensor or (
             own_class.__torch_function__ is torch._C._disabled_torch_function_impl
@@ -301,10 +293,8 @@ class LateParams:
             return function(*args, **keywords)
 
         def local_method(name: str) -> Callable[..., Any]:
-            """Return a method of a DTensor that uses its local part.
-
-            It is no function of torch.
-            """
+            """Return a method of a DTensor, which is no function of torch, that uses
+            its local part."""
 
             def use_local(param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
                 self._wait([param])

@@ -1,7 +1,5 @@
-"""The pass over plans that lets updates run beside other phases.
-
-It has the same for a search.
-"""
+"""The pass over plans, and over plans of a search, that lets updates run beside other
+phases."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -49,10 +47,8 @@ OVERLAP_PASS = OverlapPass()
 def beside_step(
     plan: Plan, workload: Workload, assignment: Assignment, overlap: Overlap
 ) -> Plan:
-    """Return the plan of an assignment, with its updates beside the step.
-
-    It is not validated.
-    """
+    """Return the plan of an assignment, with its updates beside the step, not
+    validated."""
     if overlap.backward:
         uploads_first = assignment.uploads_first and not overlap.forward
         plan = speculate(plan, workload, assignment.speculated, uploads_first)

@@ -1,7 +1,5 @@
-"""The option `overlap`: phases that updates may run in, beside the step.
-
-It also has the best count of subgroups for that.
-"""
+"""The option `overlap`: phases that updates may run in beside the step, and the best
+count of subgroups for that."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,9 +21,8 @@ _START, _HOLDS = Op._fields.index("start"), Op._fields.index("holds")
 
 
 def best_count(most: int, cost: Callable[[int], Cost]) -> int:
-    """Return the best count from 0 to a number.
-
-    It tries some evenly spread ones, and then counts near the best.
+    """Return the best count from 0 to a number: of some evenly spread ones, and then of
+    counts near the best.
 
     `cost` returns the cost of a count (see `Steps.cost`); it is called once for each.
     """
@@ -69,10 +66,8 @@ def with_overlap(plan: Plan, workload: Workload, machine: Machine, option: str) 
 def _speculating(
     plan: Plan, workload: Workload, overlap: Overlap, cost: Callable[[Plan], Cost]
 ) -> Plan:
-    """Return the best plan found by the number of subgroups that it speculates.
-
-    It tries some numbers, and then numbers near the best.
-    """
+    """Return the best plan by the number of subgroups that it speculates: of some
+    numbers, and then of numbers near the best."""
 
     def with_count(count: int) -> Plan:
         speculating = speculate(
@@ -85,13 +80,12 @@ def _speculating(
 
 
 def late(plan: Plan, workload: Workload, on_time: frozenset[int] = frozenset()) -> Plan:
-    """Return a plan whose updates may end in the next iteration, except `on_time`.
+    """Return a plan, not validated, whose updates may end in the next iteration, except
+    `on_time`.
 
-    It is not validated. Parameters are due when the next forward first uses them,
-    flushed state before the next backward, which fetches again. Updates of resident
-    state are short and stay with the step, as do parked state and what uses the job's
-    own gradients.
-    """
+    Parameters are due when the next forward first uses them, flushed state before the
+    next backward, which fetches again. Updates of resident state are short and stay
+    with the step, as do parked state and what uses the job's own gradients."""
     needed = forward_points(workload)
     used_in_place = (
         plan.kept_gradients if workload.gradients_held_until_step else frozenset()

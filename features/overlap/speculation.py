@@ -1,7 +1,5 @@
-"""Speculative updates.
-
-They are computed beside the old state before it is known whether clipping changes them.
-"""
+"""Speculative updates, computed beside the old state before it is known whether
+clipping changes them."""
 
 from dataclasses import replace
 

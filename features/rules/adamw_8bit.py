@@ -1,7 +1,5 @@
-"""AdamW with moments in 8 bits and a scale for each block.
-
-They are in the format of bitsandbytes (AdamW8bit).
-"""
+"""AdamW with moments in 8 bits and a scale for each block, in the format of
+bitsandbytes (AdamW8bit)."""
 
 from dataclasses import replace
 

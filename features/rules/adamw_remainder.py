@@ -1,7 +1,5 @@
-"""AdamW whose masters are a bfloat16 parameter and its rounding's remainder.
-
-It has 10 B of state (see remainder.py).
-"""
+"""AdamW whose masters are a bfloat16 parameter and its rounding's remainder: 10 B of
+state (see remainder.py)."""
 
 from dataclasses import replace
 

@@ -1,6 +1,5 @@
-"""The definition of moments in 8 bits.
-
-They are codes of elements, and a scale for each block of `rule.BLOCK` elements.
+"""The definition of moments in 8 bits: codes of elements, and a scale for each block of
+`rule.BLOCK` elements.
 
     moment = number of the code in dynamic_type.py * scale
     scale  = the largest magnitude of the new moments of a block
@@ -20,10 +19,8 @@ from ebbtide.interleave.engine.rules.rule import BLOCK
 
 
 def widen_moment(codes: Any, scales: Any, number: int) -> Any:
-    """Return the first moment (`number` 0) or the second one (1), in fp32.
-
-    It is computed from its codes and scales.
-    """
+    """Return the first moment (`number` 0) or the second one (1) in fp32, from its
+    codes and scales."""
     return VALUES[number][codes] * np.repeat(scales, BLOCK)[: len(codes)]
 
 

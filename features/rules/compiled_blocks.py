@@ -1,6 +1,5 @@
-"""The update with moments in 8 bits (blocks.py), compiled.
-
-It is compiled like the loops in compiled.py.
+"""The update with moments in 8 bits (blocks.py), compiled like the loops in
+compiled.py.
 
 The results of a block wait on the stack, in fp32, until its scales are known. A code is
 the table's entry for the upper 16 bits of the quotient, or the next one: at most one

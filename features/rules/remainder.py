@@ -33,10 +33,8 @@ _NAN = np.uint16(0x7FC0)
 
 
 def split(masters: Floats) -> tuple[Halves, Halves]:
-    """Return the parameters and the remainders of masters.
-
-    They are the bits of bfloat16 and uint16.
-    """
+    """Return the parameters and the remainders of masters as the bits of bfloat16 and
+    uint16."""
     bits = masters.view(np.uint32)
     is_nan = np.isnan(masters)
     # Without NaN the addition carries up to infinity at most.
@@ -48,10 +46,8 @@ def split(masters: Floats) -> tuple[Halves, Halves]:
 
 
 def join(parameters: Halves, remainders: Halves) -> Floats:
-    """Return the masters of parameters (the bits of bfloat16) and remainders.
-
-    These are as `split` has returned them.
-    """
+    """Return the masters of the parameters (bits of bfloat16) and remainders that
+    `split` has returned."""
     upper = (parameters - (remainders >> np.uint16(15))).astype(np.uint32)
     masters: Floats = (upper << np.uint32(16) | remainders).view(np.float32)
     return masters
@@ -67,10 +63,8 @@ def split_tensor(masters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join_tensors(parameters: torch.Tensor, remainders: torch.Tensor) -> torch.Tensor:
-    """Return the masters (fp32) of parameters (bfloat16) and remainders (int16).
-
-    They are on the CPU; see `join`.
-    """
+    """Return the masters (fp32) of parameters (bfloat16) and remainders (int16) on the
+    CPU; see `join`."""
     halves = (
         tensor.detach().view(torch.uint16).numpy()
         for tensor in (parameters, remainders)

@@ -1,7 +1,5 @@
-"""Details of some iterations of a job.
-
-They are allocations, copies and kernels, from its start on or while it runs.
-"""
+"""Details of some iterations of a job, from its start on or while it runs: allocations,
+copies and kernels."""
 
 from ebbtide.seams import Feature
 

@@ -1,7 +1,5 @@
-"""Writes the request for a detailed slice.
-
-It first checks that the recording can serve the request.
-"""
+"""Checks that a recording can serve a request for a detailed slice, and writes the
+request."""
 
 import contextlib
 import fcntl
@@ -139,10 +137,8 @@ class AttachedSlice:
         return not running
 
     def recorded(self, process: ProcessProgress) -> tuple[int, int] | None:
-        """Return the iterations of a process with details so far.
-
-        They are the first, and the end, which is excluded.
-        """
+        """Return the first iteration of a process with details so far, and the end,
+        which is excluded."""
         begin = process.mark(self.request.number, "begin")
         end = process.mark(self.request.number, "end")
         if end is None and process.iteration is not None:
@@ -158,11 +154,10 @@ def attach(
     allocator_iterations: int = 0,
     transfers: bool = False,
 ) -> AttachedSlice:
-    """Ask a job that is recorded for details of `count` iterations.
+    """Ask a job that is recorded for details of `count` iterations from `first` on;
+    None: soon, the same on all ranks.
 
-    They begin with `first`; None: soon, the same on all ranks. `poll_ms`: interval of
-    memory readings between phase boundaries, in ms; 0: none.
-    """
+    `poll_ms`: interval of memory readings between phase boundaries, in ms; 0: none."""
     require_linux()
     if not 1 <= count <= MAX_ITERATIONS:
         raise TraceError(
@@ -241,10 +236,8 @@ def _refuse_second(link: Path, processes: list[ProcessProgress]) -> None:
 
 
 def _is_over(process: ProcessProgress, request: SliceRequest) -> bool:
-    """Return whether a process is done with a slice.
-
-    It has recorded it, has missed it, or never had to look for it.
-    """
+    """Return whether a process has recorded a slice, has missed it, or never had to
+    look for it."""
     if (
         process.opened_ns >= request.number
         or process.mark(request.number, "missed") is not None
@@ -271,10 +264,8 @@ def _possible_first(first: int | None, earliest: int) -> int:
 
 
 def _first_iteration(process: ProcessProgress, now_ns: int) -> int:
-    """Return the first iteration that begins `_LEAD_NS` from now or later.
-
-    It is assumed that iterations stay as long as they are.
-    """
+    """Return the first iteration that begins `_LEAD_NS` from now or later if iterations
+    stay as long as they are."""
     length_ns = process.iteration_ns
     # An evaluation or a checkpoint may have stopped the iterations for a while.
     elapsed_ns = min(max(now_ns - process.ended_ns, 0), length_ns)

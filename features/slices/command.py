@@ -1,7 +1,5 @@
-"""Asks a running job for details of some of its iterations.
-
-It waits for them: `ebbtide profile --attach`.
-"""
+"""Asks a running job for details of some of its iterations, and waits for them:
+`ebbtide profile --attach`."""
 
 from __future__ import annotations
 
@@ -30,10 +28,8 @@ def attach_to(
     transfers: bool,
     wait: bool,
 ) -> None:
-    """Ask a running job for a detailed slice of some iterations.
-
-    They are a number, or `FROM:TO`. Wait for its end.
-    """
+    """Ask a running job for a detailed slice of some iterations, a number or `FROM:TO`,
+    and wait for its end."""
     first, number = _slice_range(iterations)
     attached = attach(path, number, first, poll_ms, allocator_iterations, transfers)
     if wait:

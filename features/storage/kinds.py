@@ -43,10 +43,8 @@ def _check_paths(ops: Iterable[Op], machine: Machine, policy: str) -> None:
 
 
 def _read_flow(op: Op, plan: Plan) -> Flow:
-    """Return what a read does.
-
-    It takes a buffer, which its subgroup has until the write.
-    """
+    """Return the effect of a read: it takes a buffer, which its subgroup has until the
+    write."""
     gradient = () if plan.follows(STATE_ONLY) else (f"grad@file {path_of(op)}",)
     moves = (f"state@file {path_of(op)}", f"buffer {op.tag}")
     return Flow(gradient, ("state@host", f"own@buffer {op.tag}"), moves)

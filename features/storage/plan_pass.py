@@ -11,10 +11,8 @@ from ebbtide.machines.machine import Machine
 
 
 class StoragePass:
-    """Keeps state in storage as far as the machine has storage.
-
-    It does so where host memory does not hold all state.
-    """
+    """Keeps state in storage, as far as the machine has any, where host memory does not
+    hold all state."""
 
     name: ClassVar[str] = "storage"
     position: ClassVar[int] = 20

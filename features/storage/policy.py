@@ -1,7 +1,5 @@
-"""Storage for what host memory does not hold.
-
-It says when it is used, which state is there, and its reads and writes.
-"""
+"""Storage for what host memory does not hold: when it is used, which state is there,
+and its reads and writes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,12 +43,12 @@ class StorageLayout:
 def stored_in(
     plan: Plan, workload: Workload, machine: Machine, layout: StorageLayout
 ) -> Plan:
-    """Return a plan whose state is in storage where host memory does not hold it.
-
-    It is not validated.
+    """Return a plan, not validated, whose state is in storage where host memory does
+    not hold it.
 
     Reads may begin with the backward; the last write of each buffer is due when the
-    next backward begins."""
+    next backward begins.
+    """
     chains = _Chains(plan, workload, machine, layout)
     return (
         replace(plan, ops=tuple(chains.ops()), storage_buffers=chains.buffer_bytes)
@@ -173,10 +171,8 @@ class _Chains:
         return list(map(from_backward, self._new))
 
     def _emit(self, index: int) -> None:
-        """Append an operation, with its read or write.
-
-        It has one if it is the first or last to use state that is in storage.
-        """
+        """Append an operation, with a read if it is the first to use state in storage,
+        a write if it is the last."""
         op = self._plan.ops[index]
         use = self._uses.get(op.subgroup) if op.subgroup in self.path_of else None
         after = tuple(self._index[before] for before in op.after)
@@ -267,10 +263,8 @@ class _Use:
 
 
 def _uses_in_order(plan: Plan) -> dict[int, _Use]:
-    """Return the subgroups whose state may be in storage.
-
-    They are in the order of their first use.
-    """
+    """Return the subgroups whose state may be in storage, in the order of their first
+    use."""
     elsewhere = plan.resident | plan.parked
     uses: dict[int, _Use] = {}
     for index, op in enumerate(plan.ops):

@@ -62,10 +62,8 @@ class _Transfers:
         return float(self.nbytes[chosen].sum() / seconds) if seconds > 0 else None
 
     def bytes_in_both(self, rate: float) -> float:
-        """Return what is moved while the path works in both directions.
-
-        It is by the rate of the rest.
-        """
+        """Return the bytes that a path moves while it works in both directions, by the
+        rate of the rest."""
         return float(self.nbytes.sum() - rate * (self.seconds - self.shared_s).sum())
 
 

@@ -1,7 +1,5 @@
-"""Checks of operations that move state between storage and host memory.
-
-They check sizes and places, besides their data flow.
-"""
+"""Checks of operations that move state between storage and host memory: sizes and
+places, besides their data flow."""
 
 from ebbtide.errors import PlanError
 from ebbtide.features.storage.kinds import STATE_ONLY

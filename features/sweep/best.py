@@ -90,10 +90,8 @@ _GROUP = ("workload", "machine", "scale_params", "free_bytes", "host_free_bytes"
 
 @dataclass(frozen=True)
 class BestPolicy:
-    """The fastest combination of a workload, a machine and a scenario.
-
-    It is sought over policies and subgroup sizes.
-    """
+    """The fastest combination of policy and subgroup size for a workload, a machine and
+    a scenario."""
 
     group: Row  # The values of _GROUP.
     row: Row | None  # Row of the combination; None if no combination fits.
@@ -307,10 +305,8 @@ def _policy_text(row: Row) -> str:
 
 
 def _scenario_columns(rows: Sequence[Row]) -> list[Column]:
-    """Return the columns that tell rows apart.
-
-    They are of the replayed workload, else of the scenario alone.
-    """
+    """Return the columns that tell rows apart: of the replayed workload, else of the
+    scenario alone."""
     columns = {
         **{name: text(name, itemgetter(name)) for name in ("workload", "machine")},
         "scale_params": text(

@@ -1,7 +1,5 @@
-"""`ebbtide sweep`: replay many jobs on many machines.
-
-It does so under many policies, at many sizes.
-"""
+"""`ebbtide sweep`: replay many jobs on many machines, under many policies, at many
+sizes."""
 
 from __future__ import annotations
 
@@ -322,10 +320,8 @@ def _print(rows: list[Row], notes: list[str], outputs: SweepOutputs) -> None:
 
 
 def _values(option: str, texts: list[str], read: Callable[[str], Value]) -> list[Value]:
-    """Return the values of an option that may have several.
-
-    It is repeated or has values separated by commas.
-    """
+    """Return the values of an option that is repeated or has values separated by
+    commas."""
     try:
         return _distinct(read(part) for text in texts for part in text.split(","))
     except typer.BadParameter as error:

@@ -1,7 +1,5 @@
-"""Draws a sweep.
-
-It has one panel per machine and workload, and per scenario beyond the axis.
-"""
+"""Draws a sweep, with one panel per machine and workload, and per scenario beyond the
+axis."""
 
 from __future__ import annotations
 
@@ -50,10 +48,8 @@ _PANEL_HEIGHT, _LEGEND_LINE = 2.6, 0.18
 
 @dataclass(frozen=True)
 class Axis:
-    """A column that may be swept.
-
-    It has its label as an axis, the text of a value, and what follows that in names.
-    """
+    """A column that may be swept: its label as an axis, the text of a value, and what
+    follows that in names."""
 
     column: str
     label: str
@@ -91,10 +87,8 @@ _AXES = (
 
 @dataclass(frozen=True)
 class Grid:
-    """The panels of a picture.
-
-    It has one row of panels per workload and scenario, one column per machine.
-    """
+    """The panels of a picture: a row per workload and scenario, a column per
+    machine."""
 
     # Swept column that panels are drawn along; None if no scenario was swept.
     axis: Axis | None
@@ -164,10 +158,8 @@ def _with_figures(rows: Sequence[Row]) -> list[Row]:
 
 
 def _draw_lines(grid: Grid, axis: Axis) -> Figure:
-    """Draw a column of panels per machine.
-
-    They have the iterations of each workload and scenario, of one scale.
-    """
+    """Draw a column of panels per machine with the iterations of each workload and
+    scenario, in one scale."""
     size = (
         max(7.0, 0.9 + 3.6 * len(grid.machines)),
         0.9 + _PANEL_HEIGHT * len(grid.panel_rows),

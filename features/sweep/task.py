@@ -120,10 +120,8 @@ def _scaled(workload: Workload, factor: float, shrink_free: bool) -> Workload:
 
 
 def _scaled_time(time_s: float, workload: Workload, factor: float) -> float:
-    """Return a time of the iteration in s, with scaled forward and backward.
-
-    They have become `factor` times as long.
-    """
+    """Return a time of the iteration in s, with forward and backward `factor` times as
+    long."""
     in_compute_s = min(
         max(time_s - workload.other_s, 0.0), workload.forward_s + workload.backward_s
     )
@@ -284,11 +282,10 @@ def combinations(
     scenarios: Sequence[Scenario],
     policies: Sequence[Policy | str],
 ) -> list[Task]:
-    """Return a task for each combination, in order.
+    """Return a task for each pair of workload and machine, in each scenario, under each
+    policy, in order.
 
-    It is a pair of workload and machine, in each scenario, under each policy. No
-    policies: those that are replayed by default, with late updates.
-    """
+    No policies: those that are replayed by default, with late updates."""
     return [
         Task(workload, machine, scenario, policy, job)
         for (workload, machine, job), scenario in itertools.product(pairs, scenarios)

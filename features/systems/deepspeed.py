@@ -1,7 +1,5 @@
-"""Features of DeepSpeed.
-
-They are SuperOffload, ZenFlow, and DeepCompile's offload of optimizer state.
-"""
+"""Features of DeepSpeed: SuperOffload, ZenFlow, and DeepCompile's offload of optimizer
+state."""
 
 from dataclasses import replace
 

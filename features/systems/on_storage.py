@@ -1,8 +1,5 @@
-"""Systems with state in storage.
-
-They are DeepSpeed's ZeRO-Infinity on one drive, and MLP-Offload on several paths at
-once.
-"""
+"""Systems with state in storage: DeepSpeed's ZeRO-Infinity on one drive, and
+MLP-Offload on several paths at once."""
 
 from dataclasses import replace
 
@@ -169,10 +166,8 @@ def _written_gradients(builder: PlanBuilder, count: int, path: int) -> dict[int,
 
 
 def _before(indices: list[int], subgroup: int, distance: int) -> tuple[int, ...]:
-    """Return the operation of the subgroup at a distance before this one.
-
-    It is empty if there is none.
-    """
+    """Return the operation of the subgroup at a distance before this one; empty if
+    there is none."""
     return (indices[subgroup - distance],) if subgroup >= distance else ()
 
 

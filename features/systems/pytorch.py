@@ -1,8 +1,5 @@
-"""Systems on plain PyTorch.
-
-They are FSDP2's CPUOffloadPolicy, and prime-rl and torchao's optimizer, which do not
-clip gradients.
-"""
+"""Systems on plain PyTorch: FSDP2's CPUOffloadPolicy, and prime-rl and torchao's
+optimizer, which do not clip gradients."""
 
 from dataclasses import replace
 
@@ -93,10 +90,8 @@ def torchao(workload: Workload, machine: Machine, policy: Policy) -> Plan:
 
 
 def _builder(workload: Workload, policy: Policy) -> PlanBuilder:
-    """Return a builder of plans that update as soon as gradients are ready.
-
-    It does so whether or not the workload clips.
-    """
+    """Return a builder of plans that update as soon as gradients are ready, whether or
+    not the workload clips."""
     policy.reject_value()
     return PlanBuilder(policy.text, replace(workload, clipping=False), early=True)
 

@@ -1,4 +1,2 @@
-"""Trains one small job under each policy.
-
-It compares the measured schedules with the predicted ones.
-"""
+"""Trains one small job under each policy, and compares the measured schedules with the
+predicted ones."""

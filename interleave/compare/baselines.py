@@ -1,7 +1,5 @@
-"""Other optimizers that a comparison measures.
-
-They are torch's own, and optimizers of features (seam `baselines`).
-"""
+"""Other optimizers that a comparison measures: torch's own, and optimizers of features
+(seam `baselines`)."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,11 +15,8 @@ SETTINGS = {"lr": LR, "weight_decay": 0.01}
 
 
 class Baseline(NamedTuple):
-    """Another optimizer to compare with.
-
-    It has a description for the user, and a step for the parameters of a job, without
-    clipping.
-    """
+    """Another optimizer to compare with: a description for the user, and a step for the
+    parameters of a job, without clipping."""
 
     description: str
     make: Callable[[list[Any]], Update]
@@ -30,10 +25,8 @@ class Baseline(NamedTuple):
 def update_of_masters(
     params: list[Any], device: torch.device, make: Callable[..., Any], **settings: bool
 ) -> Update:
-    """Return the step of an optimizer of fp32 masters.
-
-    It includes the copies and casts of half-precision parameters.
-    """
+    """Return the step of an optimizer of fp32 masters, with the copies and casts of
+    half-precision parameters."""
     masters = [param.detach().to(device, torch.float32, copy=True) for param in params]
     for master in masters:
         master.grad = torch.zeros_like(master)

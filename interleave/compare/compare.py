@@ -156,20 +156,16 @@ def compare(
 
 
 def _part_of_state(shape: training_runs.Shape, subgroup_params: int) -> float:
-    """Return the bytes of half of the state and some subgroups.
-
-    They are for a memory that holds a part of the state.
-    """
+    """Return the bytes of half of the state and some subgroups, for a memory that holds
+    a part of the state."""
     return STATE_BYTES * (shape.params / 2 + _EXTRA_SUBGROUPS * subgroup_params)
 
 
 def _storage_options(
     config: CompareConfig, shape: training_runs.Shape, subgroup_params: int
 ) -> Backing | None:
-    """Return the folders and the host memory of a comparison with storage.
-
-    They are None without storage.
-    """
+    """Return the folders and the host memory of a comparison with storage; None without
+    storage."""
     if not config.storage:
         if config.host_bytes is not None:
             raise UserError(

@@ -27,10 +27,8 @@ TITLE: dict[str, Any] = {"x": 0.01, "ha": "left", "fontsize": 10.5, "parse_math"
 
 
 def draw_comparison(comparison: Comparison) -> Figure:
-    """Draw each policy's medians, measured and predicted, above its lanes.
-
-    They are medians by phase, memory and storage.
-    """
+    """Draw each policy's medians by phase, memory and storage, measured and predicted,
+    above its lanes."""
     results = comparison.results
     schedules = [
         schedule

@@ -47,10 +47,8 @@ class Shape:
 
 
 def find_shape(params: int) -> Shape:
-    """Return the shape with about `params` parameters.
-
-    It is about 128 times as wide as it is deep.
-    """
+    """Return the shape with about `params` parameters that is about 128 times as wide
+    as it is deep."""
     if not _MIN_PARAMS <= params <= _MAX_PARAMS:
         raise UserError(
             f"--params {params:g}: must be from {_MIN_PARAMS:g} to {_MAX_PARAMS:g}"
@@ -65,10 +63,8 @@ def find_shape(params: int) -> Shape:
 
 
 class PhaseWaits(NamedTuple):
-    """Seconds that forward and backward wait, in addition to their arithmetic.
-
-    It is as if a GPU computed meanwhile.
-    """
+    """Seconds that forward and backward wait in addition to their arithmetic, as if a
+    GPU computed meanwhile."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0

@@ -91,10 +91,8 @@ def _title(comparison: Comparison) -> str:
 
 
 def pair_columns(label: str, pair_of: Callable[[Any], Pair]) -> tuple[Column, ...]:
-    """Return the columns of a measured time with a label.
-
-    They are the measured time, its prediction and their ratio.
-    """
+    """Return the columns of a measured time with a label: the time, its prediction and
+    their ratio."""
     return (
         ms(label, lambda row: pair_of(row).measured),
         ms("predicted", lambda row: pair_of(row).predicted),
@@ -124,10 +122,8 @@ def _times_table(comparison: Comparison) -> Table:
 
 
 def _detailed_tables(comparison: Comparison) -> View:
-    """Return the detailed tables, and notes on the policies.
-
-    They are the times of each phase, memory and storage, and busy shares.
-    """
+    """Return the detailed tables (times of each phase, memory and storage, busy
+    shares), and notes on the policies."""
     results = comparison.results
     times: list[tuple[str, str, Pair]] = [
         ("" if number else result.policy, phase, pair)

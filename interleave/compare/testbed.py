@@ -1,7 +1,5 @@
-"""The device and machine that policies run on.
-
-This is this machine's GPU, or an emulated device and this machine's CPU.
-"""
+"""The device and machine that policies run on: this machine's GPU, or an emulated
+device and this machine's CPU."""
 
 import statistics
 import time
@@ -123,10 +121,8 @@ def find_testbed(
 
 
 def _measure_overhead(testbed: Testbed, subgroups: int) -> float:
-    """Return the median time of a step whose subgroups are very small.
-
-    They are so small that their rates do not count.
-    """
+    """Return the median time of a step whose subgroups are so small that their rates do
+    not count."""
     param = torch.nn.Parameter(torch.zeros(subgroups * _SMALL_PARAMS))
     optimizer = InterleavedAdamW(
         [param],

@@ -122,10 +122,8 @@ def fork_generation() -> int:
 
 
 def fork_lock() -> Any:
-    """Return a re-entrant lock that is free in a forked child.
-
-    It is not free if the thread that forks has acquired it.
-    """
+    """Return a re-entrant lock that is free in a forked child unless the thread that
+    forks has acquired it."""
     lock = threading.RLock()
     _forks.locks.add(lock)
     return lock

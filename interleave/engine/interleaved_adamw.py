@@ -9,10 +9,8 @@ from ebbtide.interleave.engine.options import OptimizerArguments, shows_options
 
 
 class AdamWArguments(OptimizerArguments, total=False):
-    """The keywords of InterleavedAdamW.
-
-    They are options of optimizers, and options of torch.optim.AdamW.
-    """
+    """The keywords of InterleavedAdamW: options of optimizers, and options of
+    torch.optim.AdamW."""
 
     foreach: bool | None
     fused: bool | None
@@ -23,9 +21,8 @@ class AdamWArguments(OptimizerArguments, total=False):
 
 
 class InterleavedAdamW(InterleavedOptimizer):
-    """torch.optim.AdamW with an fp32 master.
-
-    This is `InterleavedOptimizer` with the rule `adamw`.
+    """torch.optim.AdamW with an fp32 master: `InterleavedOptimizer` with the rule
+    `adamw`.
 
     `lr`, `betas`, `eps` and `weight_decay` are as for torch.optim.AdamW, and
     OptimizerOptions lists the options. Of torch's other options, `foreach`, `fused` and

@@ -1,7 +1,5 @@
-"""Optimizers with an fp32 master and state where a policy puts it.
-
-They have the same bits under every policy.
-"""
+"""Optimizers with an fp32 master and state where a policy puts it, with the same bits
+under every policy."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
@@ -29,9 +27,8 @@ from ebbtide.interleave.engine.runtime.executor import deferred_interrupts
 
 
 class InterleavedOptimizer(ParamUpdater, torch.optim.Optimizer):  # type: ignore[misc]
-    """An optimizer with an fp32 master, for state that does not fit on the device.
-
-    This is the optimizer state of its parameters.
+    """An optimizer with an fp32 master, for state that does not fit on the device, and
+    the optimizer state of its parameters.
 
     Parameters have the same bits under every policy (`reference` defines them).
 
@@ -230,10 +227,8 @@ class InterleavedOptimizer(ParamUpdater, torch.optim.Optimizer):  # type: ignore
         )
 
     def _base_state_dict(self, add: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Return the state dict of the base class with what a function adds.
-
-        It is added before any other hook sees the state dict.
-        """
+        """Return the state dict of the base class with what a function adds before any
+        other hook sees it."""
 
         def complete(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
             # A signal handler within the call may make another state dict, to which

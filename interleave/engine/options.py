@@ -1,7 +1,5 @@
-"""The options of optimizers, their types, defaults, checks and documentation.
-
-They are written once.
-"""
+"""The options of optimizers: types, defaults, checks and documentation, written
+once."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -34,10 +32,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class SharedArguments(TypedDict, total=False):
-    """The options that optimizers and DeepSpeed's `enable` have alike.
-
-    They are as callers write them. `OptimizerOptions` documents them.
-    """
+    """The options that optimizers and DeepSpeed's `enable` have alike, as callers write
+    them; see `OptimizerOptions`."""
 
     machine: MachineArgument | None
     subgroup_params: int
@@ -192,10 +188,8 @@ class OptimizerOptions:
         return self.gradients == "streamed"
 
     def open_backing(self) -> Backing:
-        """Return the memory behind host memory for one engine.
-
-        It opens files of its own.
-        """
+        """Return the memory behind host memory for one engine, which opens files of its
+        own."""
         if self.storage is not None:
             backing: Backing = seams.service("storage")(
                 self.storage, self.host_memory_budget

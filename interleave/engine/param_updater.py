@@ -187,10 +187,10 @@ class ParamUpdater:
 
     @locked
     def load_entries(self, entries: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Set the state of all parameters, from their entries in state dicts.
+        """Set the state of all parameters from their entries in state dicts; parameters
+        without an entry begin anew.
 
-        Those without an entry begin anew. Raises EngineError for an entry of another
-        rule or shape; nothing is changed."""
+        Raises EngineError for an entry of another rule or shape; nothing is changed."""
         params, rule_of = self._params_with_state(entries), self._rule_of_params()
         loaded = {
             param: parse_entry(rule_of[param], param, entries[param], "a state", False)
@@ -279,9 +279,8 @@ class ParamUpdater:
     ) -> list[torch.Tensor]:
         """Return the parameters that need state, each once.
 
-        They are not frozen, or were not frozen before: those have state, also in
-        `others`, or a gradient.
-        """
+        They are not frozen now, or were not before: then they have state, also in
+        `others`, or a gradient."""
         params = self._group_params()
         if are_same(params, self._offloaded.params):
             return params
@@ -331,10 +330,8 @@ class ParamUpdater:
         return 1.0 / self._loss_scale.value
 
     def _expected_scalars(self) -> list[Scalars | None]:
-        """Return the factors of the next step by parameter.
-
-        They are returned if it updates all and is neither clipped nor skipped.
-        """
+        """Return the factors of the next step by parameter if it updates all and is
+        neither clipped nor skipped."""
         count = len(self._offloaded.params)
         try:
             self.follow_groups()

@@ -1,4 +1,2 @@
-"""The data types that policies, simulator and engine share.
-
-They are workload, plan and schedule.
-"""
+"""The data types that policies, simulator and engine share: workload, plan and
+schedule."""

@@ -165,11 +165,8 @@ class _PlanCheck:
         return content
 
     def _begin(self, place: str, subgroup: int) -> None:
-        """Record what is there when the iteration begins.
-
-        It is state, and all places but the factor, by the first operation that uses
-        each.
-        """
+        """Record what is there when the iteration begins: state, and all places but the
+        factor, by the first operation that uses each."""
         if place.startswith("state") and subgroup not in self._homes:
             if subgroup in self._plan.resident or subgroup in self._plan.parked:
                 place = "state@gpu"
@@ -207,10 +204,8 @@ class _PlanCheck:
                     )
 
     def _require(self, index: int, before: int) -> None:
-        """Check that an operation waits for an earlier one.
-
-        It waits by itself or by others in between.
-        """
+        """Check that an operation waits for an earlier one, by itself or by others in
+        between."""
         after = self._ops[index].after
         if before in after or before in (-1, index):
             return

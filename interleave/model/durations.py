@@ -49,10 +49,8 @@ def norm_s(workload: Workload, machine: Machine) -> float:
 
 
 def link_rates(workload: Workload, machine: Machine) -> dict[str, float]:
-    """Return the link's bytes/s of each direction that the job's own copies leave.
-
-    It is 0 where it is not known.
-    """
+    """Return the link's bytes/s of each direction that the job's own copies leave; 0
+    where it is not known."""
     return {
         "h2d": (machine.h2d_bytes_per_s or 0.0) * (1 - workload.h2d_busy_share),
         "d2h": (machine.d2h_bytes_per_s or 0.0) * (1 - workload.d2h_busy_share),
@@ -71,12 +69,12 @@ def alone_cpu_rate(workload: Workload, machine: Machine) -> float:
 
 
 def link_shares(workload: Workload, machine: Machine) -> dict[str, tuple[float, float]]:
-    """Return the shares of the link that the job's collectives leave.
-
-    They are to the device and to the host, by phase.
+    """Return the shares of the link to the device and to the host that the job's
+    collectives leave, by phase.
 
     They take the time that their bytes need at the rate that `h2d_busy_share` and
-    `d2h_busy_share` leave."""
+    `d2h_busy_share` leave.
+    """
     lengths = dict(
         zip(
             _PHASES,

@@ -1,8 +1,7 @@
-"""Kinds of operations of plans.
+"""Kinds of operations of plans: where each runs, its cost, what it reads and writes,
+and when it may run.
 
-They say where each runs, what it costs, what it reads and writes, and when it may run.
-Features add theirs.
-"""
+Features add theirs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -304,10 +303,8 @@ def find_kind(name: str) -> Kind:
 
 
 def from_backward(op: Op) -> Op:
-    """Return an operation of an iteration with late operations before it.
-
-    It begins when these have ended.
-    """
+    """Return an operation of an iteration with late operations before it, which begins
+    when these have ended."""
     if op.start >= BACKWARD or not find_kind(op.kind).on_subgroups:
         return op
     return op._replace(start=BACKWARD)

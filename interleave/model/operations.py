@@ -118,9 +118,8 @@ def plan_error(policy: str, op: Op, problem: str) -> PlanError:
 
 @lru_cache(maxsize=_REMEMBERED)
 def gradient_ready_points(workload: Workload) -> list[float]:
-    """Return the point at which the backward has computed each subgroup's gradient.
-
-    It is a point of the iteration.
+    """Return the point of the iteration at which the backward has computed each
+    subgroup's gradient.
 
     The backward computes gradients in reverse: the gradients of subgroup 0 come last.
     """
@@ -142,21 +141,19 @@ def gradient_ready_points(workload: Workload) -> list[float]:
 
 
 def backward_points(workload: Workload) -> list[float]:
-    """Return the point at which the backward first uses each subgroup's parameters.
-
-    It is a point of the iteration.
-    """
+    """Return the point of the iteration at which the backward first uses each
+    subgroup's parameters."""
     return [*gradient_ready_points(workload)[1:], BACKWARD]
 
 
 @lru_cache(maxsize=_REMEMBERED)
 def forward_points(workload: Workload) -> list[float]:
-    """Return the point at which the forward first uses each subgroup's parameters.
-
-    It is a point of the iteration.
+    """Return the point of the iteration at which the forward first uses each subgroup's
+    parameters.
 
     The forward uses subgroups in their order, each for a time in proportion to its
-    parameters."""
+    parameters.
+    """
     if workload.layers:
         starts = [
             *accumulate(
@@ -176,10 +173,8 @@ def forward_points(workload: Workload) -> list[float]:
 
 
 def point_at(workload: Workload, seconds: float) -> float:
-    """Return the point that is reached after these seconds without any waiting.
-
-    It is a point of an iteration.
-    """
+    """Return the point of an iteration that is reached after these seconds without any
+    waiting."""
     begin = 0.0
     for phase, length in enumerate(
         (workload.other_s, workload.forward_s, workload.backward_s)
@@ -242,10 +237,8 @@ OVERLAP = (*OVERLAPS, "auto")
 
 
 def overlaps_of(option: str) -> tuple[Overlap, ...]:
-    """Return the overlaps of which a policy takes the best, besides none.
-
-    They follow from the value of its option `overlap`.
-    """
+    """Return the overlaps, besides none, of which a policy takes the best, by the value
+    of its option `overlap`."""
     names = {
         "auto": ("forward", "backward", "both"),
         "both": ("forward", "backward", "both"),

@@ -33,10 +33,8 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class MeasuredBytes:
-    """Bytes of one iteration, counted where they are allocated and moved.
-
-    They are not taken from the plan.
-    """
+    """Bytes of one iteration, counted where they are allocated and moved, not taken
+    from the plan."""
 
     # Device memory that state and its buffers hold at the end of the iteration.
     device: int
@@ -81,10 +79,8 @@ class Schedule:
 
     @classmethod
     def of_cycle(cls, cycle: Sequence[Schedule], settles: bool = True) -> Schedule:
-        """Return the schedule of iterations that repeat together.
-
-        It may also be of some that do not repeat.
-        """
+        """Return the schedule of iterations that repeat together, or of some that do
+        not repeat."""
         first = cycle[0]
         if len(cycle) == 1:
             return first
@@ -139,10 +135,8 @@ class Schedule:
 
     @property
     def rating_s(self) -> float:
-        """Seconds by which plans are compared.
-
-        They are the iteration, or far more if iterations do not settle.
-        """
+        """Seconds by which plans are compared: the iteration, or far more if iterations
+        do not settle."""
         return (
             self.iteration_s if self.settles else _UNSETTLED_FACTOR * self.iteration_s
         )
@@ -234,9 +228,8 @@ class Schedule:
         return total / len(self.iterations)
 
     def device_memory_line(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the device memory that the plan uses, as a step function.
-
-        It is over the iterations that repeat.
+        """Return the device memory that the plan uses, as a step function over the
+        iterations that repeat.
 
         It counts resident state, buffers, parked state and kept gradients.
 
@@ -291,10 +284,8 @@ class Schedule:
         return [(0.0, in_use), *((time % length, size) for time, size in changes)]
 
     def _kept_gradient_changes(self) -> list[tuple[float, float]]:
-        """Return (time, bytes) of kept gradients.
-
-        They last from `gradient_starts` until the update has ended.
-        """
+        """Return (time, bytes) of kept gradients, from `gradient_starts` until the
+        update has ended."""
         plan = self.plan
         if (
             not plan.kept_gradients
@@ -319,9 +310,8 @@ class Schedule:
         return float(self.device_memory_line()[1].max())
 
     def fits_device(self, gpu_memory_bytes: float | None) -> bool | None:
-        """Return whether the plan's device memory always fits the free memory.
-
-        It must at every instant.
+        """Return whether the plan's device memory fits the free memory at every
+        instant.
 
         Args:
             gpu_memory_bytes: Memory of the whole device. It matters only if the
@@ -357,9 +347,8 @@ class Schedule:
         return tightest(self._device_memory_changes(), free_steps, self.span_s)
 
     def free_memory_line(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the device memory that the job itself leaves free.
-
-        It is a step function over the iterations that repeat.
+        """Return the device memory that the job itself leaves free, as a step function
+        over the iterations that repeat.
 
         Waiting in a phase stretches the workload's own steps in that phase.
 
@@ -410,10 +399,8 @@ class Schedule:
         return result
 
     def layer_memory_line(self) -> tuple[list[float], list[LayerMemory]]:
-        """Return the device memory of layers, as a step function.
-
-        They are layers whose weights and activations the plan moves.
-        """
+        """Return the device memory, as a step function, of layers whose weights and
+        activations the plan moves."""
         memory = self.workload.layer_memory
         if not memory:
             return [], []
@@ -423,11 +410,8 @@ class Schedule:
         return list(times), list(sizes)
 
     def peak_job_bytes(self) -> float | None:
-        """Return the largest device memory of the layers and the plan.
-
-        It is the memory of the layers and of what the plan puts there; None without
-        layers.
-        """
+        """Return the largest device memory of the layers and of what the plan puts
+        there; None without layers."""
         times, memory = self.layer_memory_line()
         if not memory:
             return None
@@ -446,8 +430,7 @@ class Schedule:
         """Return the part of the host memory that must be pinned.
 
         It is the state of subgroups that are fetched or flushed, the buffers of state
-        in storage, and the buffers of copies that are not pageable.
-        """
+        in storage, and the buffers of copies that are not pageable."""
         stored = self.plan.stored
         moved = {
             op.subgroup: op.nbytes
@@ -467,10 +450,8 @@ class Schedule:
 
 
 def available_host_bytes(workload: Workload, machine: Machine) -> float | None:
-    """Return the host memory that a plan may use.
-
-    It is the rank's part, or what the job leaves; None: not known.
-    """
+    """Return the host memory that a plan may use: the rank's part, or what the job
+    leaves; None: not known."""
     limits = (machine.host_memory_bytes, workload.host_free_bytes)
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -478,10 +459,9 @@ def available_host_bytes(workload: Workload, machine: Machine) -> float | None:
 def needed_host_bytes(plan: Plan, workload: Workload) -> float:
     """Return the host memory that a plan needs.
 
-    It is for state that is neither resident nor in storage, a second place for what is
+    It is for state that is neither resident nor in storage, a second copy of what is
     updated speculatively (storage writes new versions beside the old), buffers of
-    storage and of copies, streamed weights and activations.
-    """
+    storage and of copies, streamed weights and activations."""
     sizes, stored = workload.subgroups, plan.stored
     elsewhere = plan.resident | stored
     offloaded = sum(

@@ -1,7 +1,5 @@
-"""The workload of a job.
-
-It has the parameters to update, and the times and memory of the rest of an iteration.
-"""
+"""The workload of a job: the parameters to update, and the times and memory of the rest
+of an iteration."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -77,10 +75,8 @@ _FRAMEWORK = "deepspeed"
 
 
 class ActivationForm(NamedTuple):
-    """A form in which a layer's activations can be kept for the backward.
-
-    It has bytes, and the seconds to compute the rest again.
-    """
+    """A form in which a layer's activations can be kept for the backward: its bytes,
+    and the seconds to compute the rest again."""
 
     name: str
     nbytes: float
@@ -88,21 +84,27 @@ class ActivationForm(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A layer: its parameters, and its times and activations in an iteration. The first
-    form has all activations."""
+    """A layer: its trained parameters, and its times and activations in an iteration.
+    The first form has all activations; `frozen_bytes` are those of weights that no
+    update changes."""
 
     name: str
     params: int
     forward_s: float
     backward_s: float
     forms: tuple[ActivationForm, ...]
+    frozen_bytes: float = 0.0
+
+    def keeps_trained(self, param_bytes: float) -> bool:
+        """Whether trained weights stay on the device where the layer is streamed.
+
+        They are adapters: the smaller part of its weights."""
+        return self.params * param_bytes < self.frozen_bytes
 
 
 class LayerMemory(NamedTuple):
-    """Device memory of placed layers from a time on.
-
-    It is in bytes of weights, gradients and activations.
-    """
+    """Device memory of placed layers from a time on, in bytes of weights, gradients and
+    activations."""
 
     at_s: float
     weights: float
@@ -234,7 +236,8 @@ class Workload:
             return self.sizes
         if self.layers:
             rest = self.params - sum(layer.params for layer in self.layers)
-            runs = [layer.params for layer in self.layers] + [rest] * (rest > 0)
+            runs = [layer.params for layer in self.layers if layer.params]
+            runs += [rest] * (rest > 0)
             return tuple(
                 size
                 for run in runs
@@ -243,11 +246,28 @@ class Workload:
         return equal_sizes(self.params, self.subgroup_params)
 
     @cached_property
-    def layers_of_subgroups(self) -> list[int]:
-        """The layer of the first parameter of each subgroup.
+    def streamed_bytes(self) -> tuple[float, ...]:
+        """Bytes of the weights of each layer that move where it is streamed."""
+        return tuple(
+            layer.frozen_bytes
+            if layer.keeps_trained(self.param_bytes)
+            else layer.frozen_bytes + self.param_bytes * layer.params
+            for layer in self.layers
+        )
 
-        It is the number of layers if the parameter is after all of them.
-        """
+    @cached_property
+    def adapter_bytes(self) -> float:
+        """Bytes of trained weights of layers that never move."""
+        return sum(
+            self.param_bytes * layer.params
+            for layer in self.layers
+            if layer.keeps_trained(self.param_bytes)
+        )
+
+    @cached_property
+    def layers_of_subgroups(self) -> list[int]:
+        """The layer of the first parameter of each subgroup; the number of layers if
+        the parameter is after all of them."""
         ends = list(accumulate(layer.params for layer in self.layers))
         return [
             bisect_right(ends, offset)
@@ -275,11 +295,11 @@ class Workload:
 
     @property
     def returned_gradient_bytes(self) -> float:
-        """Device memory bytes per parameter for a gradient that made a round trip.
+        """Device memory bytes per parameter for a gradient that was copied to the host
+        and back.
 
-        It was copied to the host and back.
-
-        It is in the memory of its parameter, unless the update reads that."""
+        It is in the memory of its parameter, unless the update reads that.
+        """
         return 0.0 if self.master == "fp32" else self.grad_bytes
 
     @property
@@ -407,13 +427,14 @@ class _FileForm(msgspec.Struct):
 
 
 class _FileLayer(msgspec.Struct):
-    params: Params
+    params: Annotated[float, number_range(0, 1e15)]
     forward_s: Seconds
     backward_s: Seconds
     name: str = ""
     activation_bytes: FreeBytes | None = None
     recompute_s: Seconds | None = None
     forms: Annotated[list[_FileForm], Meta(min_length=1, max_length=8)] | None = None
+    frozen_bytes: FreeBytes = 0.0
 
     def layer(self, number: int, where: str) -> Layer:
         name = self.name or f"layer {number}"
@@ -422,6 +443,8 @@ class _FileLayer(msgspec.Struct):
                 f"{where}: {name} must have activation_bytes (and recompute_s), or "
                 "forms"
             )
+        if not (round(self.params) or self.frozen_bytes):
+            raise WorkloadError(f"{where}: {name} must have params, or frozen_bytes")
         forms = [
             ActivationForm(form.name, form.bytes, form.recompute_s)
             for form in self.forms or ()
@@ -436,7 +459,12 @@ class _FileLayer(msgspec.Struct):
                 "recompute_s 0"
             )
         return Layer(
-            name, round(self.params), self.forward_s, self.backward_s, tuple(forms)
+            name,
+            round(self.params),
+            self.forward_s,
+            self.backward_s,
+            tuple(forms),
+            self.frozen_bytes,
         )
 
 
@@ -548,6 +576,9 @@ def with_layers(
         key: sum(getattr(layer, key) for layer in layers)
         for key in ("params", "forward_s", "backward_s")
     }
+    is_frozen = not sums["params"] and all(layer.frozen_bytes for layer in layers)
+    if is_frozen:
+        del sums["params"]
     for key, total in sums.items():
         if not 0 < total <= getattr(workload, key) * (1 + 1e-6):
             raise WorkloadError(

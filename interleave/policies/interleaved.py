@@ -62,11 +62,11 @@ def interleaved(workload: Workload, machine: Machine, policy: Policy) -> Plan:
 def _interleave(
     builder: PlanBuilder, on_cpu: Sequence[int], on_gpu: Sequence[int], params: str
 ) -> tuple[int, ...]:
-    """Stream `on_gpu` through the buffers while the CPU updates `on_cpu`.
+    """Stream `on_gpu` through the buffers, with fetches ahead, while the CPU updates
+    `on_cpu`, evenly mixed.
 
-    They are evenly mixed, with fetches ahead.
-
-    Return the index of the last upload, if there is one."""
+    Return the index of the last upload, if there is one.
+    """
     flushes: list[int] = []
     previous_upload: tuple[int, ...] = ()
 
@@ -86,11 +86,10 @@ def _interleave(
 def keepable_gradients(
     workload: Workload, resident: Iterable[int], on_gpu: Iterable[int]
 ) -> frozenset[int]:
-    """Return the streamed subgroups whose gradients fit on the device.
+    """Return the streamed subgroups whose gradients fit on the device until the update.
 
-    They fit until the update, beside resident state, its gradients and the buffers; all
-    fit if the free memory is not known. Others are copied down and back up.
-    """
+    They fit beside resident state, its gradients and the buffers; all fit if the free
+    memory is not known. Others are copied down and back up."""
     sizes = workload.subgroups
     streamed = list(on_gpu)
     if workload.gpu_free is None or workload.gradients_held_until_step or not streamed:

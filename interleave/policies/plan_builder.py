@@ -174,10 +174,8 @@ class PlanBuilder:
             )
 
     def gradients_at_step(self, keep: frozenset[int], bytes_per_param: float) -> None:
-        """Clip gradients on the device, and copy them to the host then.
-
-        They are in the memory of the job; gradients to keep are not copied.
-        """
+        """Clip gradients on the device, in the memory of the job, and copy them to the
+        host then, except for gradients to keep."""
         self._kept |= keep
         if self.workload.clipping:
             self._clip = (self.add("clip", "cpu", -1),)
@@ -357,10 +355,8 @@ class PlanBuilder:
         return self.flush(subgroup, self.update_fetched(subgroup))
 
     def _gradient(self, subgroup: int, after: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Return the inputs of an update on the GPU.
-
-        They are the gradient, copied back if it was copied down, and clipping.
-        """
+        """Return the inputs of an update on the GPU: the gradient, copied back if it
+        was copied down, and clipping."""
         if subgroup in self._kept:
             return self._clip
         inputs, point = (
@@ -383,10 +379,8 @@ class PlanBuilder:
         )
 
     def returned_gradient_bytes(self, subgroup: int) -> float:
-        """Return the device memory that an update on the GPU needs for its gradient.
-
-        It needs some if the gradient was copied to the host.
-        """
+        """Return the device memory that an update on the GPU needs for its gradient, if
+        that was copied to the host."""
         return (
             0.0
             if subgroup in self._kept

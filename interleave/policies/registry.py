@@ -51,10 +51,8 @@ class PlanPass(Protocol):
         `Policy.plan` raises."""
 
     def complete(self, plan: Plan, workload: Workload, machine: Machine) -> Plan:
-        """Return a plan of a search with what it lacks on a machine.
-
-        It is added by one simple choice, and not validated.
-        """
+        """Return a plan of a search, not validated, with what it lacks on a machine,
+        added by one simple choice."""
 
 
 @cache
@@ -197,17 +195,13 @@ class Policy:
 
     @property
     def depends_on_rates(self) -> bool:
-        """Whether its plans depend on rates of a machine and phases of the job.
-
-        These say how fast a machine is and how long phases are.
-        """
+        """Whether its plans depend on rates of a machine and lengths of the job's
+        phases."""
         return self.is_adaptive or self.speculates
 
     def uses(self, pass_name: str) -> bool:
-        """Return whether its plans have what a pass adds.
-
-        They have it by an option, or by its own function without the pass.
-        """
+        """Return whether its plans have what a pass adds, by an option or by its own
+        function without the pass."""
         options = {
             key: values
             for one in plan_passes()
@@ -412,6 +406,8 @@ class RegisteredPolicy:
     without: frozenset[str] = frozenset()
     # Names of options that passes offer (`PlanPass.offers`), of those that it has.
     takes: frozenset[str] = frozenset()
+    # Whether all state stays on the device: the job's own optimizer updates it.
+    keeps_state: bool = False
 
     @property
     def typical(self) -> Policy:
@@ -432,13 +428,14 @@ def policy(
     simulation_only: bool = False,
     without: Iterable[str] = (),
     takes: Iterable[str] = (),
+    keeps_state: bool = False,
     **options: tuple[str, ...],
 ) -> Callable[[PolicyFunction], PolicyFunction]:
-    """Register a function as a policy, with attributes of `RegisteredPolicy`.
+    """Register the decorated function as a policy, with attributes of
+    `RegisteredPolicy`.
 
-    It is the decorated function.
-
-    Of the options that it `takes`, it has those whose feature is there."""
+    Of the options that it `takes`, it has those whose feature is there.
+    """
 
     def register(function: PolicyFunction) -> PolicyFunction:
         taken = {
@@ -457,6 +454,7 @@ def policy(
             simulation_only,
             frozenset(without),
             frozenset(taken),
+            keeps_state,
         )
         return function
 
@@ -469,10 +467,8 @@ system = partial(policy, simulation_only=True, without=("storage",))
 
 
 def with_values(policies: Iterable[RegisteredPolicy]) -> str:
-    """Return the names of policies in a list for people.
-
-    They have a typical value where they take one.
-    """
+    """Return the names of policies, with a typical value where they take one, in a list
+    for people."""
     return ", ".join(
         sorted(
             policy.run.text.partition(",")[0] if policy.run else policy.name

@@ -66,7 +66,7 @@ def pipelined(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     return split_plan(workload, policy, range(0))
 
 
-@policy("gpu-only", DefaultRun("gpu-only", position=60))
+@policy("gpu-only", DefaultRun("gpu-only", position=60), keeps_state=True)
 def gpu_only(workload: Workload, machine: Machine, policy: Policy) -> Plan:
     """Keep all state resident on the GPU: the limit if memory does not matter."""
     policy.reject_value()
@@ -79,10 +79,10 @@ def gpu_only(workload: Workload, machine: Machine, policy: Policy) -> Plan:
 
 
 def with_gradient_buffers(plan: Plan, workload: Workload, offloads: bool) -> Plan:
-    """Return a plan with the memory for gradients that the split keeps.
+    """Return a plan with the memory, beside resident state, for gradients that the
+    split keeps.
 
-    They are beside resident state. `offloads`: whether other state is in host memory.
-    """
+    `offloads`: whether other state is in host memory."""
     resident = [workload.subgroups[subgroup] for subgroup in plan.resident]
     buffers = workload.split.gradient_bytes(resident, workload.grad_bytes, offloads)
     return replace(

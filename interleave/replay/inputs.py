@@ -1,8 +1,5 @@
-"""Resolves the inputs of a replay or a plan.
-
-They are the workload, the machines and their prices, the recorded GPU, and policies of
-the user.
-"""
+"""Resolves the inputs of a replay or a plan: the workload, the machines and their
+prices, the recorded GPU, and policies of the user."""
 
 import importlib.util
 import os
@@ -15,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ebbtide import seams
+from ebbtide.analysis.metrics.prediction import is_predicted
 from ebbtide.errors import MachineError, PlanError, PolicyError, WorkloadError
 from ebbtide.interleave.model.workload import (
     FreeMemorySteps,
@@ -24,7 +22,8 @@ from ebbtide.interleave.model.workload import (
 )
 from ebbtide.interleave.policies import Policy, as_policies
 from ebbtide.machines.catalog import MachineArgument, find_machine, preset, presets
-from ebbtide.machines.data_sheets import with_host
+from ebbtide.machines.data_sheets import whole_memory_bytes, with_host
+from ebbtide.machines.kernels.rates import DEFAULT_GPU, GpuRates
 from ebbtide.machines.machine import GpuCompute, Machine, machine_from
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import ByteCount, byte_count, bytes_text, counted
@@ -38,10 +37,8 @@ NETWORK_NOTE = (
 
 @dataclass(frozen=True)
 class JobSize:
-    """A job whose size alone is known.
-
-    It is the parameters of the whole model; ranks share their state.
-    """
+    """A job of which only the parameters of the whole model are known; ranks share
+    their state."""
 
     params: int
     ranks: int = 1
@@ -201,11 +198,11 @@ def note_other_machine(
     trace: Trace | None,
     free_is_stated: bool = False,
 ) -> Workload:
-    """Return the workload of a trace on a machine.
+    """Return the workload of a trace on a machine, with a note if that is not the
+    machine of the trace.
 
-    It has a note if the machine is not the one of the trace. Times stay as recorded; on
-    a GPU with less memory, that much less is free, unless the free memory is stated.
-    """
+    Times stay as recorded; on a GPU with less memory, that much less is free, unless
+    the free memory is stated."""
     if trace is None:
         return workload
     other, lacking = _other_machine(machine, trace)
@@ -335,12 +332,11 @@ class PlanTarget:
 def find_targets(
     names: Sequence[str], host: str | None, prices: Sequence[float], trace: Trace | None
 ) -> list[PlanTarget]:
-    """Return the machines to plan for.
+    """Return the machines to plan for: presets or files, else the machine of the trace,
+    else all presets.
 
-    They are presets or files, else the machine of the trace, else all presets; `host`:
-    another one for their GPUs; `prices` of a host per hour: none, one for all machines,
-    or one for each.
-    """
+    `host`: another one for their GPUs; `prices` of a host per hour: none, one for all
+    machines, or one for each."""
     recorded = trace.meta.machine if trace is not None and not names else None
     sources: list[str | None] = (
         [None] if recorded is not None else [*(names or presets())]
@@ -378,13 +374,13 @@ class RecordedGpu(NamedTuple):
 
 
 def recorded_gpu(trace: Trace) -> RecordedGpu:
-    """Return the GPU of a trace.
-
-    It is the GPU of its machine, else of the preset with the same model and memory.
-    """
+    """Return the GPU of a trace: that of its machine, else of the preset with the same
+    model and memory; of a dry run without a machine the one that its times are of."""
     machine = _recorded_machine(trace)
     if machine is not None and machine.gpu is not None:
         return RecordedGpu(machine.name, machine.gpu)
+    if machine is None and is_predicted(trace):
+        return RecordedGpu(DEFAULT_GPU, GpuRates().gpu)
     name = trace.rank(trace.ranks[0]).main_device.name or "an unknown GPU"
     return RecordedGpu(
         name, next((machine.gpu for machine in _presets_of_gpu(trace)), None)
@@ -416,7 +412,7 @@ def _presets_of_gpu(trace: Trace) -> Iterator[Machine]:
     device = trace.rank(trace.ranks[0]).main_device
     words = _words(device.name or "")
     for machine in map(preset, presets()):
-        capacity = machine.gpu_memory_bytes
+        capacity = whole_memory_bytes(machine)
         if (
             machine.gpu is None
             or not capacity

@@ -57,10 +57,8 @@ class RecordedJob:
 
     @property
     def optimizer_options(self) -> dict[str, Any]:
-        """Learning rate, betas, eps and weight decay of DeepSpeed's optimizer.
-
-        It is empty if they are not configured.
-        """
+        """Learning rate, betas, eps and weight decay of DeepSpeed's optimizer; empty if
+        they are not configured."""
         options = self.section("optimizer").get("params")
         if not isinstance(options, dict):
             return {}

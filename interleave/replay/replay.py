@@ -1,7 +1,5 @@
-"""The results of a replay.
-
-They are the plan of each policy, simulated, the bound, and the gain of each mechanism.
-"""
+"""The results of a replay: the simulated plan of each policy, the bound, and the gain
+of each mechanism."""
 
 from __future__ import annotations
 
@@ -140,10 +138,8 @@ class Replay(TabularResult, table="results"):
             )
 
     def layer_lines(self) -> Iterator[str]:
-        """Yield how many layers are streamed, and what happens to activations.
-
-        This is under each policy that moves any.
-        """
+        """Yield how many layers are streamed, and the forms of activations, under each
+        policy that moves any."""
         for result, schedule in zip(self.results, self.schedules, strict=True):
             layers = schedule.plan.layers
             if layers is not None and (
@@ -220,7 +216,8 @@ def replay(
     skipped, named = {}, {*map(str, policies or ())}
     for policy in as_policies(policies or default_policies(workload)):
         try:
-            own = own_job(workload, job) if policy.text == "gpu-only" else workload
+            keeps_state = policy.registered.keeps_state
+            own = own_job(workload, job) if keeps_state else workload
             steps = simulate_steps(policy.plan(own, machine), own, machine)
         except (MachineError, PolicyError) as error:
             if policy.text in named:
@@ -320,10 +317,8 @@ def _result(text: str, steps: Steps, machine: Machine) -> PolicyResult:
 
 
 def limiting_resource(schedule: Schedule, machine: Machine) -> str:
-    """Return what limits the update.
-
-    It is host memory bandwidth, else the busiest resource, else dependencies.
-    """
+    """Return what limits the update: host memory bandwidth, else the busiest resource,
+    else dependencies."""
     if schedule.update_s <= 0:
         return "nothing"
     shares = schedule.busy_shares()
@@ -350,12 +345,11 @@ class AblationStep:
 
 
 def explain(workload: Workload, machine: Machine) -> list[AblationStep]:
-    """Add one mechanism at a time, and return the gain of each.
+    """Add one mechanism at a time, and return the gain of each, from ZeRO-Offload with
+    blocking gradients to the adaptive policy with overlap.
 
-    They go from ZeRO-Offload with blocking gradients to the adaptive policy with
-    overlap; at last, where state is in storage, enough host memory. Mechanisms that
-    need what is not known are left out.
-    """
+    At last, where state is in storage, comes enough host memory. Mechanisms that need
+    what is not known are left out."""
     steps: list[AblationStep] = []
     plan: Plan | None = None
 

@@ -80,10 +80,8 @@ def trace_of(schedule: Schedule, machine: Machine, iterations: int = 3) -> Trace
 def _add_operations(
     rank: RankBuilder, schedule: Schedule, iteration: int, base: int, trace_end_ns: int
 ) -> None:
-    """Add the operations of an iteration that begins at `base` ns.
-
-    They are added as far as they run between the start and the end of the trace.
-    """
+    """Add the operations of an iteration that begins at `base` ns, as far as they run
+    between the start and the end of the trace."""
     for op, start, end in schedule.items():
         full_begin, full_stop = base + _ns(start), base + _ns(end)
         begin, stop = max(full_begin, 0), min(full_stop, trace_end_ns)
@@ -130,10 +128,8 @@ def _ns(seconds: float) -> int:
 def device_memory(
     schedule: Schedule, machine: Machine
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (times s, bytes) of the device's memory over an iteration.
-
-    It is the memory of the job (if that is known) and the plan.
-    """
+    """Return (times s, bytes) of the memory of the job, if that is known, and the plan
+    on the device over an iteration."""
     times, used = schedule.device_memory_line()
     free_line = schedule.free_memory_line()
     if free_line is None or not machine.gpu_memory_bytes:

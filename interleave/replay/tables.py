@@ -183,10 +183,8 @@ def _storage(replayed: Replay) -> Iterator[str]:
 
 
 def accuracy_lines(machine: Machine) -> Iterator[str]:
-    """Yield how many ranks a machine's rates are for, and their known accuracy.
-
-    It is the accuracy of predictions from the machine.
-    """
+    """Yield how many ranks a machine's rates are for, and the known accuracy of
+    predictions from the machine."""
     if machine.box is not None:
         ranks = machine.box.ranks
         yield (

@@ -20,6 +20,7 @@ from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text
 
+NO_FREE_MEMORY = "the free memory of the device is not known"
 _MAX_BUSY_SHARE = 0.9
 
 
@@ -69,7 +70,7 @@ def workload_of(trace: Trace) -> Workload:
     }
     free = recorded_free_memory(metrics, phase_s)
     if free is None:
-        notes.append("the free memory of the device is not known")
+        notes.append(NO_FREE_MEMORY)
     else:
         notes.append(f"free device memory: capacity minus {metrics.free_pool}")
     host_bytes = metrics.setup.host_buffer_bytes if metrics.setup is not None else None
@@ -111,10 +112,8 @@ def workload_of(trace: Trace) -> Workload:
 
 
 def _busy_share(metrics: JobMetrics, direction: str) -> float:
-    """Return the share of the link that the job itself uses.
-
-    It is its use in the forward, where no optimizer state moves.
-    """
+    """Return the share of the link that the job itself uses in the forward, where no
+    optimizer state moves."""
     use = metrics.phase_link(FORWARD, direction)
     share = use.share_of_peak if use is not None else None
     return min(max(share or 0.0, 0.0), _MAX_BUSY_SHARE)

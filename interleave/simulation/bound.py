@@ -113,10 +113,8 @@ def optimal_shares(
     whole_subgroups: bool,
     overlap: Overlap = NO_OVERLAP,
 ) -> OptimalShares:
-    """Return how the bound is reached in steps that are not clipped.
-
-    It is with or without whole subgroups.
-    """
+    """Return how the bound is reached, with or without whole subgroups, in steps that
+    are not clipped."""
     machine.need(_NEEDED, "the bound")
     program, values = _solve(workload, machine, True, whole_subgroups, overlap)
     last = len(program.intervals) - 1
@@ -290,7 +288,7 @@ def min_layer_iteration_s(
     stays on the device or crosses the link.
     """
     program, compute_s = LinearProgram(), workload.compute_s
-    weights = sum(workload.param_bytes * layer.params for layer in workload.layers)
+    weights = sum(workload.streamed_bytes)
     unit = (
         weights
         + sum(layer.forms[0].nbytes for layer in workload.layers)
@@ -336,6 +334,7 @@ def min_layer_iteration_s(
     program.add_row({down: 1.0, moved: -state, on_cpu: -gradients, **crossing}, 0.0)
     free = workload.gpu_free
     if free is not None:
+        free = tuple((at_s, size - workload.adapter_bytes) for at_s, size in free)
         turn_s = workload.other_s + workload.forward_s
         at_the_turn = max(value_at(free, turn_s), value_at(free, turn_s * (1 - 1e-9)))
         program.add_row(

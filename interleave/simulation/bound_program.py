@@ -257,10 +257,8 @@ class BoundProgram(LinearProgram):
             self._limit_to_ready(index, interval.gradients_ready)
 
     def _limit_to_ready(self, index: int, share: float) -> None:
-        """Require that only ready gradients are copied and used until an interval ends.
-
-        They are a share of all.
-        """
+        """Require that only ready gradients (a share of all) are copied and used until
+        an interval ends."""
         self.limit(self.variable("total gradients down", index), share)
         updates = {
             self.variable("total cpu updates", index): 1.0,
@@ -285,11 +283,11 @@ class BoundProgram(LinearProgram):
             yield self.state_before(first), range(first, end)
 
     def _update_once(self) -> None:
-        """Require that state updated in a run of intervals was available there.
+        """Require that state updated in a run of intervals was on the device or fetched
+        in the run: nothing is updated twice.
 
-        It was on the device or was fetched in the run: nothing is updated twice. If all
-        updates are in the last interval, that interval's own row says the same.
-        """
+        If all updates are in the last interval, that interval's own row says the
+        same."""
         in_one_interval = (
             self._workload.needs_all_gradients and not self._overlap.forward
         )
@@ -321,10 +319,8 @@ class BoundProgram(LinearProgram):
                 )
 
     def _needed_share(self, forward_done: float) -> float:
-        """Return the share of the parameters that the forward needs to be new.
-
-        It depends on how much of the forward is done.
-        """
+        """Return the share of the parameters that the forward needs to be new, by how
+        much of it is done."""
         return forward_done * (1 - _SHARE_TOLERANCE)
 
     def _limit_speculation(self) -> None:
@@ -371,8 +367,7 @@ class BoundProgram(LinearProgram):
         """Require that what is on the device at one end of an interval fits.
 
         This is the state there (a variable) and the kept gradients, perhaps the last
-        ones that the backward computes, each freed with its update.
-        """
+        ones that the backward computes, each freed with its update."""
         workload, free = self._workload, interval.free_bytes / self._workload.params
         self.add_row({state: workload.state_bytes}, upper=free)
         if gradients_ready and not workload.gradients_held_until_step:
@@ -415,10 +410,8 @@ class BoundProgram(LinearProgram):
         )
 
     def _link_rate(self, direction: str) -> float:
-        """Return the rate that the job leaves of a direction of the link.
-
-        It is in the program's units.
-        """
+        """Return the rate, in the program's units, that the job leaves of a direction
+        of the link."""
         return self._scaled_rate(link_rates(self._workload, self._machine)[direction])
 
     def _scaled_rate(self, rate: float | None) -> float:

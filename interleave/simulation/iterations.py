@@ -1,7 +1,5 @@
-"""The schedule of an iteration under a plan.
-
-It is alone, before the start of the next one, or one of many.
-"""
+"""The schedule of an iteration under a plan: alone, before the start of the next one,
+or one of many."""
 
 import numpy as np
 
@@ -27,11 +25,10 @@ def run_once(work: IterationWork, limit_s: float) -> Schedule | None:
 
 
 def run_iterations(work: IterationWork) -> Schedule:
-    """Return the schedule of the iterations that repeat in the steady state.
+    """Return the schedule of the iteration that repeats in the steady state, or of some
+    that differ.
 
-    They are one, or some that differ. Iterations of a plan that does not settle have
-    the note that it does not.
-    """
+    Iterations of a plan that does not settle have the note that it does not."""
     tasks = len(work)
     settles, cycle = False, range(0)
     for count in _COUNTS:
@@ -77,11 +74,11 @@ def is_exact(plan: Plan) -> bool:
 
 
 def run_cycle(work: IterationWork, limit_s: float) -> Schedule | None:
-    """Return the schedule of an iteration from two in a row.
+    """Return the schedule of an iteration from two in a row; None if it takes longer
+    than the limit.
 
     It is the second until its backward, and from there the first, which has no late
-    operations before it. None if it takes longer than the limit.
-    """
+    operations before it."""
     # Operations that the next iteration may start before its backward, numbered in
     # their order.
     early: dict[int, int] = {}
@@ -151,11 +148,8 @@ def _schedule(
 
 
 def _update_begin(work: IterationWork, op_ends: list[float], arrived_s: float) -> float:
-    """Return when the update begins.
-
-    It begins with the last gradient, or when the backward has waited for its blocking
-    copy.
-    """
+    """Return when the update begins: with the last gradient, or when the backward has
+    waited for its blocking copy."""
     blocking_ends = (
         end for op, end in zip(work.plan.ops, op_ends, strict=False) if op.is_blocking
     )

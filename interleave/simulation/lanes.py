@@ -40,9 +40,8 @@ class Lane(NamedTuple):
 
 
 class Lanes:
-    """The lanes of a machine.
-
-    They are the core's lanes, and lanes that features add by the seam `lanes`.
+    """The lanes of a machine: the core's, and lanes that features add by the seam
+    `lanes`.
 
     Attributes:
         index: The number of each lane by its name.

@@ -1,6 +1,5 @@
-"""Linear programs with a few integer variables.
-
-They are solved by branch and bound over HiGHS' linear solver.
+"""Linear programs with a few integer variables, solved by branch and bound over HiGHS'
+linear solver.
 
 HiGHS' own integer solver is not used: on one of some hundred programs of the bound's
 kind it crashed the interpreter (HiGHS 1.12 in scipy 1.17.1), and on others it printed
@@ -65,11 +64,8 @@ class _Relaxation(NamedTuple):
 
 @cache
 def _solver_class() -> Any:
-    """Return HiGHS that prints nothing.
-
-    It does not even print the line with its version, which its constructor prints since
-    1.16.
-    """
+    """Return HiGHS that prints nothing, not even the line with its version that its
+    constructor prints since 1.16."""
     highs: Any = require("highspy").Highs
 
     def enable_callbacks(self: Any) -> None:
@@ -217,10 +213,8 @@ class IterationInterval:
 
 
 def gradient_ready_s(workload: Workload) -> list[float]:
-    """Return when the backward has computed each subgroup's gradient.
-
-    It is in seconds from the start of the iteration.
-    """
+    """Return the seconds from the start of the iteration at which the backward has
+    computed each subgroup's gradient."""
     begin_s = workload.compute_s - workload.backward_s
     return [
         begin_s + workload.backward_s * (point - BACKWARD_POINT)
@@ -229,10 +223,8 @@ def gradient_ready_s(workload: Workload) -> list[float]:
 
 
 def _gradient_cuts(workload: Workload, speculates: bool) -> set[float]:
-    """Return times at which gradients become ready, if updates follow them.
-
-    They are some of all, and the last ones.
-    """
+    """Return some of the times at which gradients become ready, and the last ones, if
+    updates follow them."""
     waits = workload.copies_at_step or (workload.needs_all_gradients and not speculates)
     if waits or not workload.backward_s:
         return set()

@@ -112,11 +112,8 @@ class Simulator:
         )
 
     def _work_of(self, plan: Plan, points: list[float]) -> Work:
-        """Return the work of an iteration.
-
-        It is the work of the start, of compute until each point, of the overhead, and
-        of the operations.
-        """
+        """Return the work of an iteration: of its start, of compute until each point,
+        of the overhead, and of the operations."""
         entries = [*self._entries(plan)]
         lanes, alone_s, demand = ([*column] for column in zip(*entries, strict=True))
         before = len(points) + 2
@@ -159,10 +156,8 @@ class Simulator:
 
 
 def _compute_lengths(workload: Workload, points: list[float]) -> list[float]:
-    """Return the seconds of compute until each point, from the point before it.
-
-    They are points of the iteration.
-    """
+    """Return the seconds of compute until each point of the iteration, from the point
+    before it."""
     lengths = []
     previous = 0.0
     for point in points:
@@ -215,18 +210,14 @@ class Steps:
         )
 
     def cost(self, machine: Machine) -> tuple[bool, bool, float]:
-        """Return whether the plan exceeds memory, and its rating, s.
-
-        It is memory of the device, and of the host.
-        """
+        """Return whether the plan exceeds memory of the device, and of the host, and
+        its rating, s."""
         exceeds = exceeds_host(self.plan, self.valid.workload, machine)
         return self.valid.fits_device(None) is False, exceeds, self.rating_s
 
     def mean(self, key: str) -> float:
-        """Return the mean of an attribute of the schedules.
-
-        It is weighted by `Workload.clip_active_share`.
-        """
+        """Return the mean of an attribute of the schedules, weighted by
+        `Workload.clip_active_share`."""
         value: float = getattr(self.valid, key)
         if self.redone is None:
             return value
@@ -235,10 +226,8 @@ class Steps:
 
 
 def simulate_steps(plan: Plan, workload: Workload, machine: Machine) -> Steps:
-    """Run a plan in a step that clipping changes and in one that it does not.
-
-    It runs on a machine (see `simulate`).
-    """
+    """Run a plan on a machine in a step that clipping changes and in one that it does
+    not (see `simulate`)."""
     valid = simulate(plan, workload, machine)
     return Steps(
         valid,

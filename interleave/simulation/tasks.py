@@ -1,7 +1,5 @@
-"""The tasks of iterations in a row under a plan.
-
-They are compute, the overhead of the step, and the operations.
-"""
+"""The tasks of iterations in a row under a plan: compute, the overhead of the step, and
+the operations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -37,11 +35,8 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class IterationWork:
-    """The tasks of one iteration.
-
-    They are its start, the compute until each point, the overhead of the step, and the
-    operations.
-    """
+    """The tasks of one iteration: its start, the compute until each point, the overhead
+    of the step, and the operations."""
 
     plan: Plan
     workload: Workload
@@ -85,10 +80,8 @@ class IterationWork:
         )
 
     def reached(self, point: float, ends: list[float], start: int = 0) -> float:
-        """Return when compute arrives at a point.
-
-        It is from the end of the start, which is the task `start`.
-        """
+        """Return when compute arrives at a point, from the end of the start, which is
+        the task `start`."""
         return ends[start + 1 + self.points.index(point)] - ends[start]
 
 
@@ -175,10 +168,8 @@ def tasks_of(iterations: Sequence[IterationWork]) -> Tasks:
 def _edges(
     work: IterationWork, following: IterationWork | None
 ) -> tuple[list[int], list[int]]:
-    """Return pairs of tasks, one of which waits for the other.
-
-    They are of an iteration whose start is task 0.
-    """
+    """Return pairs of tasks, the second of which waits for the first, of an iteration
+    whose start is task 0."""
     ops, first, end = work.plan.ops, work.first_op, len(work)
     tasks = range(first, end)
     # Of a point that occurs twice, the second one: operations of the next iteration

@@ -29,12 +29,11 @@ class ModeRates(NamedTuple):
 
 
 def link_factors(up_rate: float, down_rate: float, limit: float) -> tuple[float, float]:
-    """Return the slowdown of two directions that together exceed a limit.
-
-    It is a factor for both directions of the link.
+    """Return the slowdown of both directions of the link that together exceed a limit.
 
     Each gets half of the limit, and what the other direction leaves of its half
-    (max-min fairness)."""
+    (max-min fairness).
+    """
     half = limit / 2
     up = min(up_rate, max(half, limit - down_rate))
     down = min(down_rate, limit - up)
@@ -92,10 +91,8 @@ class WholeSubgroupProgram(BoundProgram):
             self._end_after_last_gradients()
 
     def _needed_share(self, forward_done: float) -> float:
-        """Return the share of the subgroups that the forward has begun to use.
-
-        It includes what the forward begins to use next.
-        """
+        """Return the share of the subgroups that the forward has begun to use, or
+        begins to use next."""
         sizes = self._workload.subgroups
         ends = [total / self._workload.params for total in accumulate(sizes)]
         # The subgroup that begins here is needed too; the tolerance is for sums of
@@ -291,11 +288,9 @@ class WholeSubgroupProgram(BoundProgram):
             )
 
     def _order_streams(self, smallest: float) -> None:
-        """Require that updates follow fetches and flushes follow updates.
+        """Require that at least as much is fetched as updated, and updated as flushed.
 
-        They do so at least once. `smallest` is the smallest subgroup, as a share of all
-        parameters.
-        """
+        `smallest` is the smallest subgroup, as a share of all parameters."""
         workload = self._workload
         update = len(self.intervals) - 1
         fetched, state = (
@@ -333,11 +328,11 @@ class WholeSubgroupProgram(BoundProgram):
 
 
 def modes(workload: Workload, machine: Machine) -> list[ModeRates]:
-    """Return the rates of each set of resources that can run at the same time.
+    """Return the rates of each set of resources that can run at the same time, shared
+    as in the simulator.
 
-    They are shared as in the simulator. The CPU may have fewer threads, down to those
-    for which copies leave enough memory: any other number is between the two.
-    """
+    The CPU may have fewer threads, down to those for which copies leave enough memory:
+    any other number is between the two."""
     cpu_bytes = workload.cpu_update_bytes
     cpu = machine.cpu_update_rate(workload.master) or 0.0
     up = (machine.h2d_bytes_per_s or 0.0) * (1 - workload.h2d_busy_share)

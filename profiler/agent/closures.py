@@ -150,10 +150,8 @@ class UpdateParts:
         )
 
     def leave(self, optimizer: Any) -> None:
-        """Close the update of `optimizer`.
-
-        It counts if another thread has opened a phase meanwhile.
-        """
+        """Close the update of `optimizer`; it counts if another thread has opened a
+        phase meanwhile."""
         recorder = self._recorder
         if not self._lost:
             recorder.leave()

@@ -54,10 +54,8 @@ class ExceptionHooks:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and all that led to it, each once.
-
-    It was raised from these, or while they were handled.
-    """
+    """Yield an exception and all that it was raised from, or while they were handled,
+    each once."""
     pending, done = [error], set[int]()
     while pending and len(done) < _MAX_CHAIN:
         link = pending.pop()

@@ -10,13 +10,13 @@ from typing import Any
 
 
 def load_feature_agents() -> list[str]:
-    """Load the folders `agent` of features, and return the names of their packages.
-
-    They are loaded by their path, as this one.
+    """Load the folders `agent` of features by their path, as this one, and return the
+    names of their packages.
 
     Each has a module `hooks` with a function `install(recorder)`, which calls no
     function of the job, and returns a function that undoes it. It may have a `READER`,
-    a `FrameworkReader`."""
+    a `FrameworkReader`.
+    """
     root = os.path.join(
         os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "features"
     )

@@ -1,7 +1,5 @@
-"""Keeps the frames of hooks out of warnings, logs and tracebacks of the job.
-
-These show what they show unrecorded.
-"""
+"""Keeps the frames of hooks out of warnings, logs and tracebacks of the job, which show
+what they show unrecorded."""
 
 from __future__ import annotations
 

@@ -26,16 +26,12 @@ class FrameworkReader:
         """Return this rank's parameters in each subgroup, with padding."""
 
     def state_device(self, optimizer: Any) -> Any:
-        """Return where the state is if this process has no tensors of it.
-
-        It is `nvme`, or `cpu` for another process.
-        """
+        """Return where the state is if this process has no tensors of it: `nvme`, or
+        `cpu` for another process."""
 
     def gradients(self, optimizer: Any) -> Any:
-        """Return tensors, or containers of tensors, with further gradients.
-
-        These are gradients beside the gradients of parameters.
-        """
+        """Return tensors, or containers of tensors, with gradients beside the gradients
+        of parameters."""
 
     def content(self, module: Any) -> Any:
         """Return the module that a wrapper contains."""
@@ -65,11 +61,8 @@ def _first(method: Any, *values: Any) -> Any:
 
 
 def torch_optimizers(optimizer: Any) -> Any:
-    """Return the torch optimizers with the state.
-
-    They are inside of an optimizer of a framework; without a framework, it is the
-    optimizer itself.
-    """
+    """Return the torch optimizers with the state: those inside of an optimizer of a
+    framework, or the optimizer itself."""
     inner = _first(FrameworkReader.inner_optimizers, optimizer)
     return [optimizer] if inner is None else inner
 
@@ -99,10 +92,8 @@ def state_device(optimizer: Any) -> Any:
 
 
 def further_gradients(optimizer: Any) -> Any:
-    """Return tensors, or containers of tensors, with further gradients.
-
-    These are gradients beside the gradients of parameters; None if there are none.
-    """
+    """Return tensors, or containers of tensors, with gradients beside the gradients of
+    parameters; None if there are none."""
     return _first(FrameworkReader.gradients, optimizer)
 
 
@@ -112,10 +103,8 @@ def content(module: Any) -> Any:
 
 
 def local_tensor(parameter: Any) -> Any:
-    """Return this rank's part of a model's parameter.
-
-    It is a partition, or the local tensor of a DTensor.
-    """
+    """Return this rank's part of a model's parameter: a partition, or the local tensor
+    of a DTensor."""
     part = _first(FrameworkReader.local_tensor, parameter)
     return getattr(parameter, "_local_tensor", parameter) if part is None else part
 

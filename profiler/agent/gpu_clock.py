@@ -14,10 +14,8 @@ _ANCHOR_EVERY_NS = 10_000_000_000
 
 
 class EventMark(NamedTuple):
-    """A phase boundary on a CUDA device.
-
-    It has the event on the job's stream, and the host's time just before it.
-    """
+    """A phase boundary on a CUDA device: the event on the job's stream, and the host's
+    time just before it."""
 
     device: int
     event: Any
@@ -115,12 +113,11 @@ class GpuClock:
             self._free_events[mark.device].append(mark.event)
 
     def finished_spans(self) -> Iterator[DeviceSpan]:
-        """Yield the spans that the device has passed since the last call.
+        """Yield the spans that the device has passed since the last call, in the order
+        in which they were added.
 
-        They come in the order in which they were added. Nothing on a thread without
-        marks: CUDA would make it a context on device 0, and a capture elsewhere would
-        fail.
-        """
+        Nothing on a thread without marks: CUDA would make it a context on device 0, and
+        a capture elsewhere would fail."""
         if _thread.get_ident() not in self._threads or not self._usable():
             return
         for device, anchor in list(self._new_anchors.items()):
@@ -141,10 +138,8 @@ class GpuClock:
             self._free_events[device] += (start.event, end.event)
 
     def drain(self, seconds: float) -> Iterator[DeviceSpan]:
-        """Poll `finished_spans` for at most `seconds`.
-
-        It yields the last phases of a job that ends.
-        """
+        """Poll `finished_spans` for at most `seconds`, and yield the last phases of a
+        job that ends."""
         if _thread.get_ident() not in self._threads:
             return
         deadline = time.monotonic() + seconds

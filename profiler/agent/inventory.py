@@ -64,12 +64,11 @@ def list_blocks(
     optimizers: Iterable[Any],
     address_of: Callable[[Any], int] = _data_address,
 ) -> list[tuple[int, int, str, str | None]]:
-    """Return (address, bytes, category, module) of a job's storages.
+    """Return (address, bytes, category, module) of the storages of a model and its
+    optimizers.
 
-    These are the storages of a model and its optimizers; a shared one has the category
-    of its first tensor, and the module None. `address_of` returns the address of a
-    storage, 0 for one without memory.
-    """
+    A shared one has the category of its first tensor, and the module None. `address_of`
+    returns the address of a storage, 0 for one without memory."""
     return _collect_storages(modules, optimizers, address_of).blocks()
 
 

@@ -145,11 +145,8 @@ class UnsteppedIterations:
         return phase == FORWARD and self._has_backward
 
     def add(self, phase: int, sequence: int) -> tuple[int, int, int] | None:
-        """Account for a phase, and return what is new about an iteration.
-
-        This is ENDED or OPEN, its number, and the sequence number of its last phase so
-        far.
-        """
+        """Account for a phase, and return an iteration that is new: ENDED or OPEN, its
+        number, and the sequence number of its last phase so far."""
         news = None
         if self.begins(phase):
             news = ENDED, self.number, self._last_sequence

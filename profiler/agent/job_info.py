@@ -1,8 +1,5 @@
-"""Facts about the job as a whole.
-
-They are the host, rank, devices and framework, and the model and optimizers at its
-first update.
-"""
+"""Facts about the job as a whole: the host, rank, devices and framework, and the model
+and optimizers at its first update."""
 
 from __future__ import annotations
 
@@ -32,10 +29,8 @@ from .spool import within_limit
 
 
 class JobInfo:
-    """The file `facts-NAME.json` beside the spool of this name.
-
-    It is replaced as a whole at each change. Never raises.
-    """
+    """The file `facts-NAME.json` beside the spool of this name, replaced as a whole at
+    each change. Never raises."""
 
     def __init__(self, torch: Any, directory: str) -> None:
         self._torch = torch
@@ -48,10 +43,8 @@ class JobInfo:
         self._described: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
     def read_ranks(self) -> tuple[int, int, int]:
-        """Return (rank, world size, local rank).
-
-        They are from torch.distributed if it runs, else from the environment.
-        """
+        """Return (rank, world size, local rank) from torch.distributed if it runs, else
+        from the environment."""
         rank, world_size = (
             _environment_number("RANK", 0),
             _environment_number("WORLD_SIZE", 1),
@@ -105,11 +98,11 @@ class JobInfo:
         recomputes: bool,
         batch: dict[str, Any],
     ) -> None:
-        """Describe the model and the optimizers of an update that has ended.
+        """Describe the model and the optimizers of an update that has ended, if an
+        optimizer is new.
 
-        They are described if an optimizer is new. Optimizer state exists only after the
-        first step, so an optimizer that has skipped its step waits for the next.
-        """
+        Optimizer state exists only after the first step, so an optimizer that has
+        skipped its step waits for the next."""
         new = [
             o
             for o in optimizers
@@ -187,10 +180,8 @@ class JobInfo:
 
 
 def _launch() -> str:
-    """Return text that is the same in all processes of one distributed job.
-
-    It differs between jobs.
-    """
+    """Return text that is the same in all processes of one distributed job, and differs
+    between jobs."""
     names = (
         "MASTER_ADDR",
         "MASTER_PORT",
@@ -210,12 +201,11 @@ def _environment_number(variable: str, default: int) -> int:
 def describe_model(
     modules: list[Any], optimizers: list[Any], recomputes: bool
 ) -> dict[str, Any]:
-    """Return the trace's `model` entry.
+    """Return the trace's `model` entry, on the outermost modules, which together are
+    the model.
 
-    It is about the outermost modules, which together are the model. Its `params` counts
-    the parameters whose optimizer state is on this rank. `recomputes`: whether modules
-    were called in the backward.
-    """
+    Its `params` counts the parameters whose optimizer state is on this rank.
+    `recomputes`: whether modules were called in the backward."""
     modules = [
         module if (inner := content(module)) is None else inner for module in modules
     ]
@@ -296,7 +286,9 @@ def _describe_class(optimizers: list[Any]) -> dict[str, Any]:
     for name, tensor in state:
         dtypes[_dtype(tensor)] += tensor.numel()
         names[str(name)] += tensor.numel()
-    devices = {tensor.device.type for _, tensor in state}
+    # Torch keeps step counts, scalars, on the CPU beside state on the GPU.
+    scalars = {tensor.device.type for _, tensor in state}
+    devices = {tensor.device.type for _, tensor in state if tensor.dim()} or scalars
     return {
         **description,
         "state_bytes": sum(
@@ -368,11 +360,8 @@ _TRAINING_ARGUMENTS = "transformers.training_args"
 
 
 def describe_framework(modules: Iterable[Any], batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry `framework` of the metadata.
-
-    It has name, version, and the samples and tokens of a micro-step, as `batch_of`
-    returns them.
-    """
+    """Return the entry `framework` of the metadata: name, version, and the samples and
+    tokens of a micro-step, as `batch_of` returns them."""
     for name, module, package in _FRAMEWORKS:
         if module in sys.modules:
             version = getattr(sys.modules.get(package), "__version__", None)

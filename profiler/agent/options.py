@@ -50,10 +50,8 @@ class Options:
         return bool(self.transfers or self.allocator_iterations or self.on_demand)
 
     def environment(self, spool_directory: str) -> dict[str, str]:
-        """Return the environment variables that make a process record itself.
-
-        It records into `spool_directory`.
-        """
+        """Return the environment variables that make a process record itself into
+        `spool_directory`."""
         return {SPOOL_DIRECTORY: spool_directory, OPTIONS: json.dumps(asdict(self))}
 
     @classmethod

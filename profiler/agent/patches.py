@@ -53,10 +53,8 @@ def when_imported(
 
 
 class ImportFinder:
-    """A finder on `sys.meta_path` that passes one module through.
-
-    It calls back after the import of the module, and removes itself.
-    """
+    """A finder on `sys.meta_path` that passes one module through, calls back after its
+    import, and removes itself."""
 
     def __init__(
         self, name: str, callback: Callable[[Any], Any], begins: Callable[[], Any]

@@ -1,6 +1,5 @@
-"""Detects PyTorch's phases.
-
-They are calls of the outermost module, autograd's backward engine, and optimizer steps.
+"""Detects PyTorch's phases: calls of the outermost module, autograd's backward engine,
+and optimizer steps.
 
 Nothing is registered on a module: a global module hook breaks or slows compiled code,
 and a module's own hooks travel into its pickles and copies. `TorchHooks.remove` undoes
@@ -318,11 +317,8 @@ class TorchHooks:
     def _wrap_megatron_step(
         self, original: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Wrap a step of Megatron's optimizers.
-
-        It copies and clips gradients, steps torch's optimizers, and copies and gathers
-        parameters.
-        """
+        """Wrap a step of Megatron's optimizers, which copies and clips gradients, steps
+        torch's optimizers, and copies and gathers parameters."""
         outermost = self._recorder.enter(UPDATE)
         try:
             return original(optimizer, *args, **kwargs)
@@ -337,19 +333,15 @@ class TorchHooks:
     def _wrap_patch_step_function(
         self, original: Callable[..., Any], optimizer: Any, /
     ) -> None:
-        """Wrap torch's own hooking of `step`.
-
-        It runs when an optimizer is created.
-        """
+        """Wrap torch's own hooking of `step`, which runs when an optimizer is
+        created."""
         original(optimizer)
         self._recorder.optimizers[optimizer] = True
         self._hook_step(type(optimizer))
 
     def _hook_step(self, kind: Any) -> None:
-        """Wrap `step` of an optimizer class once, where torch itself hooks it.
-
-        This is the class that defines `step`.
-        """
+        """Wrap `step` once in the optimizer class that defines it, where torch itself
+        hooks it."""
         if not self._recorder.live or getattr(kind.step, "_ebbtide_update", False):
             return
         owner = next(base for base in kind.__mro__ if "step" in base.__dict__)
@@ -364,10 +356,8 @@ def _subclasses(kind: Any) -> set[Any]:
 
 
 class _Stage:
-    """The micro-batches of one pipeline stage.
-
-    It counts how many began, and has the number of each one in flight.
-    """
+    """The micro-batches of one pipeline stage: how many began, and the number of each
+    one in flight."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -375,10 +365,8 @@ class _Stage:
 
 
 class MicroBatches:
-    """Reports the current micro-batch to `recorder`.
-
-    It learns of them by the methods of pipeline stages that it wraps.
-    """
+    """Reports the current micro-batch to `recorder`, by the methods of pipeline stages
+    that it wraps."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

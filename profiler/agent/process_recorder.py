@@ -1,7 +1,5 @@
-"""Writes the records of one process.
-
-They are operations, memory, device times, the end, and a trace for errors alone.
-"""
+"""Writes the records of one process: operations, memory, device times, the end, and a
+trace for errors alone."""
 
 from __future__ import annotations
 
@@ -68,10 +66,8 @@ def _run(recorder: Any, spool: Spool, memory: MemoryReader) -> None:
 
 
 class ProcessRecorder:
-    """Records a process into a spool.
-
-    It records from `_open_files` on; `recorder.Recorder` adds its phases.
-    """
+    """Records a process into a spool from `_open_files` on; `recorder.Recorder` adds
+    its phases."""
 
     def __init__(self, torch: Any, directory: str, options: Options) -> None:
         self.live = True
@@ -117,11 +113,14 @@ class ProcessRecorder:
 
     @property
     def recording(self) -> bool:
-        """Whether operations reach the trace now.
-
-        They do while the spool is open, and these iterations are to be recorded.
-        """
+        """Whether operations reach the trace now: the spool is open, and these
+        iterations are to be recorded."""
         return self.live and self._recording and self._spool is not None
+
+    @property
+    def spool(self) -> Spool | None:
+        """The file that is written; None before the first phase."""
+        return self._spool
 
     def next_sequence(self) -> int:
         """Return the next number in the one sequence of phases and operations.
@@ -177,10 +176,8 @@ class ProcessRecorder:
         return None
 
     def read_memory(self, device: int | None = None) -> list[Reading]:
-        """Return readings of memory now.
-
-        They are of a device of CUDA, or else of the last phase's device.
-        """
+        """Return readings of memory now, of a device of CUDA, or else of the last
+        phase's device."""
         return self._memory.read(device)
 
     def report_error(self, error: BaseException) -> None:

@@ -129,11 +129,11 @@ class Recorder(ProcessRecorder):
     def read_tensors(
         self, read: Callable[[list[Any], list[Any]], Tensors]
     ) -> Tensors | None:
-        """Call a function that reads the job's tensors, and return its result.
+        """Call a function that reads the outermost modules and the optimizers, and
+        return its result.
 
-        It reads the outermost modules and the optimizers. Return None while a backward
-        runs, or another thread may replace them, which becomes a note.
-        """
+        Return None while a backward runs, or another thread may replace them, which
+        becomes a note."""
         with self.threads.quiet() as quiet:
             if quiet:
                 return read(*self.model_and_optimizers())
@@ -230,10 +230,8 @@ class Recorder(ProcessRecorder):
     def add_forward(
         self, source: int, start_ns: int, start_mark: EventMark | None
     ) -> None:
-        """Add a forward that ends now, by a thread without phases.
-
-        It is dropped if phases of others overlap it.
-        """
+        """Add a forward that ends now, by a thread without phases, unless phases of
+        others overlap it."""
         self.threads.add_current()
         if self.last_end_ns > start_ns or not self.enter(FORWARD):
             self.gpu.release_mark(start_mark)

@@ -144,6 +144,12 @@ GPU_STATE = 10
 # [code: of DETAIL_MARKS, small: 1 if copies, a: iteration, b: allocator iterations, w:
 # request, x: time]
 DETAILS = 11
+# [code: chunk of the name, from 0, a: number of the name, w, x, y, z: its UTF-8 bytes]
+MARK_NAME = 12
+# [a: sequence, b: number of the name, w: thread, x: start ns, y: end ns]
+MARK = 13
+# The bytes of a chunk.
+NAME_CHUNK_BYTES = 32
 
 # Equal to `ebbtide.phases.PHASES`, which the agent cannot import. The order gives the
 # codes.
@@ -277,10 +283,8 @@ class Spool:
         self.full = False
 
     def put_header(self, rank: int, world_size: int, local_rank: int) -> None:
-        """Append the first record.
-
-        It has the recorded process, and both clocks read at the same moment.
-        """
+        """Append the first record: the recorded process, and both clocks read at the
+        same moment."""
         magic = int.from_bytes(MAGIC, "little")
         wall_ns, monotonic_ns = time.time_ns(), time.monotonic_ns()
         self.put(
@@ -379,12 +383,10 @@ class Spool:
         )
 
     def flush(self, timeout_s: float = -1) -> None:
-        """Write the pending records.
+        """Write the pending records, unless another flush takes longer than `timeout_s`
+        (negative: wait for its end).
 
-        They are not written if another flush takes longer than `timeout_s` (negative:
-        wait for its end). Never raises: if a write fails, the spool is closed and the
-        job goes on.
-        """
+        Never raises: if a write fails, the spool is closed and the job goes on."""
         if not self._lock.acquire(True, timeout_s):
             return
         try:

@@ -85,10 +85,8 @@ class TrainingThreads:
 
     @contextmanager
     def quiet(self) -> Iterator[bool]:
-        """Give whether tensors of the job can be read in the block.
-
-        They can while no other thread trains, and no backward runs.
-        """
+        """Give whether no other thread trains and no backward runs, so that tensors of
+        the job can be read in the block."""
         with self._reading:
             own = getattr(self._local, "writer", None)
             yield self._backward_number() < 0 and all(

@@ -19,12 +19,11 @@ _MAX_GAP_NS = 100_000
 
 
 class ForwardsWithoutGradients:
-    """Records the outermost forwards without gradients, in the table `ops`.
+    """Records the outermost forwards without gradients, in the table `ops`: by threads
+    that train, while grad mode is off and no phase is open.
 
-    They are forwards of the threads that train, while grad mode is off and no phase is
-    open. None are recorded before the first phase, so a process that only infers stays
-    without a trace.
-    """
+    None are recorded before the first phase, so a process that only infers stays
+    without a trace."""
 
     def __init__(self, recorder: Any) -> None:
         # Whether one runs, to which belong the modules that it calls.

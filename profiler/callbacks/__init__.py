@@ -1,6 +1,5 @@
-"""Callbacks for the logs of training frameworks.
-
-They put the figures of `ebbtide.metrics` into the logs, and record out of memory.
+"""Callbacks that put the figures of `ebbtide.metrics` into the logs of training
+frameworks, and record out of memory.
 
 Each is imported with its own framework.
 """

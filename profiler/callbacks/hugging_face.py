@@ -10,9 +10,8 @@ from ebbtide.profiler.callbacks import record_out_of_memory
 
 
 class HuggingFaceCallback(TrainerCallback):
-    """Adds the figures of `ebbtide.metrics` to the logs of training steps.
-
-    It adds nothing where nothing is recorded.
+    """Adds the figures of `ebbtide.metrics` to the logs of training steps; nothing
+    where nothing is recorded.
 
     `HuggingFaceCallback.add_to(trainer)` puts it before the callbacks of the loggers
     (`report_to`), which see what was in the logs when their turn comes. In

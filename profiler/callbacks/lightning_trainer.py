@@ -14,9 +14,8 @@ else:
 
 
 class LightningCallback(Callback):
-    """Logs the figures of `ebbtide.metrics` at the steps at which Lightning logs.
-
-    It logs nothing where nothing is recorded.
+    """Logs the figures of `ebbtide.metrics` at the steps at which Lightning logs;
+    nothing where nothing is recorded.
 
     Import Lightning, as `lightning` or `pytorch_lightning`, before this class: it is a
     callback of that package. Under several ranks the figures describe the rank that

@@ -152,11 +152,9 @@ def _value_end(data: bytes, begin: int) -> int | None:
 
 
 def repair_json(text: bytes) -> bytes:
-    """Turn nearly valid JSON into valid JSON.
-
-    It repairs bytes that are not UTF-8, NaN and infinities, single backslashes and bare
-    control characters, which strings may lose.
-    """
+    """Turn nearly valid JSON into valid JSON: bytes that are not UTF-8, NaN and
+    infinities, single backslashes and bare control characters, which strings may
+    lose."""
     repaired = _CONTROL.sub(" ", text.decode("utf-8", "replace"))
     repaired = _ESCAPE.sub(lambda escape: escape[0] if escape[1] else r"\\", repaired)
     return _NO_NUMBER.sub("null", repaired).encode()
@@ -202,7 +200,9 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     stream: _Whole = MISSING
     queue: _Whole = msgspec.field(name="sycl queue", default=MISSING)
     stream_id: _Whole = msgspec.field(name="Stream Id", default=MISSING)
+    task_stream: _Whole = msgspec.field(name="Physic Stream Id", default=MISSING)
     task: Any = msgspec.field(name="Task Type", default=None)
+    connection: _Whole = msgspec.field(name="connection_id", default=MISSING)
     correlation: _Whole = MISSING
     sequence: _Whole = msgspec.field(name="Sequence number", default=MISSING)
     forward_thread: _Whole = msgspec.field(name="Fwd thread id", default=MISSING)

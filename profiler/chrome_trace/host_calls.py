@@ -1,7 +1,5 @@
-"""Collects the calls by which the host launches work and waits for the device.
-
-They become columns of the table `calls`.
-"""
+"""Collects the calls by which the host launches work and waits for the device as
+columns of the table `calls`."""
 
 import re
 from typing import Any

@@ -1,7 +1,5 @@
-"""Collects the operators and named ranges of the host.
-
-It finds the range that launched work.
-"""
+"""Collects the operators and named ranges of the host, and finds the range that
+launched work."""
 
 import re
 
@@ -51,10 +49,8 @@ class HostRanges:
         )
 
     def rows(self, category: str | None = None) -> pd.DataFrame:
-        """Return start, end (ns), name and thread of ranges.
-
-        They are of a category, or of all if it is None.
-        """
+        """Return start, end (ns), name and thread of ranges of a category, or of all if
+        it is None."""
         rows = self._rows.table()
         if category is None or rows.empty:
             return rows
@@ -64,12 +60,11 @@ class HostRanges:
 def operators(
     work: pd.DataFrame, ranges: pd.DataFrame, names: list[str]
 ) -> pd.Categorical:
-    """Return the operator of each kernel, missing where there is none.
+    """Return the operator of each kernel, the innermost range in which its thread
+    launched it; missing where there is none.
 
-    It is the innermost range in which the kernel's thread launched it. `work`: as of
-    `with_launches`, without copies. `ranges`: start, end, thread, name (a position in
-    `names`).
-    """
+    `work`: as of `with_launches`, without copies. `ranges`: start, end, thread, name (a
+    position in `names`)."""
     kernels = work[work["kind"] != TRANSFER]
     launched = kernels["launched"].fillna(MISSING).to_numpy(np.int64)
     rows = innermost(ranges, launched, kernels["thread"].to_numpy(np.int64))
@@ -84,12 +79,32 @@ def _operator(name: str) -> str | None:
     return None if _NUMBERED_ITERATION.fullmatch(name) else _NVTX_DETAILS.sub("", name)
 
 
-def innermost(ranges: pd.DataFrame, times: IntArray, threads: IntArray) -> IntArray:
-    """Return the row of the innermost range of a thread that contains each time.
+def self_times(ranges: pd.DataFrame) -> IntArray:
+    """Return the time of each range, ns, without the ranges of its thread inside it.
 
-    It is MISSING where no range does, or the thread is. `ranges`: start, end and
-    thread; the ranges of a thread are nested or disjoint.
-    """
+    `ranges`: start, end and thread; the ranges of a thread are nested or disjoint."""
+    starts, ends, threads = (
+        ranges[column].to_numpy(np.int64) for column in ("start", "end", "thread")
+    )
+    own = ends - starts
+    open_rows: list[int] = []
+    for row in np.lexsort((-ends, starts, threads)).tolist():
+        while open_rows and (
+            threads[open_rows[-1]] != threads[row] or ends[open_rows[-1]] <= starts[row]
+        ):
+            open_rows.pop()
+        if open_rows:
+            own[open_rows[-1]] -= ends[row] - starts[row]
+        open_rows.append(row)
+    shortest: IntArray = np.maximum(own, 0)
+    return shortest
+
+
+def innermost(ranges: pd.DataFrame, times: IntArray, threads: IntArray) -> IntArray:
+    """Return the row of the innermost range of a thread that contains each time;
+    MISSING where no range does, or the thread is.
+
+    `ranges`: start, end and thread; the ranges of a thread are nested or disjoint."""
     rows = np.full(len(times), MISSING)
     own_threads = ranges["thread"].to_numpy(np.int64)
     starts, ends = (ranges[side].to_numpy(np.int64) for side in ("start", "end"))

@@ -1,7 +1,5 @@
-"""Reads Chrome traces in constant memory, up to where the file breaks off.
-
-They are JSON, as torch's profiler writes them.
-"""
+"""Reads Chrome traces, as torch's profiler writes them in JSON, in constant memory up
+to where the file breaks off."""
 
 import re
 from collections.abc import Iterator
@@ -48,10 +46,8 @@ class ChromeTrace:
 
     @property
     def base_ns(self) -> int:
-        """Unix time in ns at which the trace's times begin.
-
-        It is valid after the last batch, and 0 if the times are Unix times.
-        """
+        """Unix time in ns at which the trace's times begin, 0 if they are Unix times;
+        valid after the last batch."""
         base = self.meta.get("baseTimeNanoseconds")
         return base if isinstance(base, int) and abs(base) <= MAX_BASE_NS else 0
 

@@ -1,6 +1,5 @@
-"""Loads the agent into every Python that starts.
-
-It then runs the job's own `sitecustomize`, which this one hides.
+"""Loads the agent into every Python that starts, then runs the job's own
+`sitecustomize`, which this one hides.
 
 `ebbtide profile` puts this folder first on PYTHONPATH.
 """

@@ -1,7 +1,5 @@
-"""Makes rows of `allocations` and `memory` from the events of a snapshot.
-
-It takes a block of events at a time.
-"""
+"""Makes rows of `allocations` and `memory` from the events of a snapshot, a block of
+events at a time."""
 
 from typing import Any, NamedTuple
 
@@ -79,10 +77,8 @@ def pool_timeline(snapshot: Snapshot, device: int, pool: str) -> PoolTimeline:
 
 
 def start_ns(snapshot: Snapshot, device: int) -> int:
-    """Return the Unix time of a device's first event, in ns.
-
-    It is the first event of all devices if this one has none.
-    """
+    """Return the Unix time of a device's first event, in ns; of all devices if this one
+    has none."""
     own = snapshot.events_of(device)
     return own.start_us * 1000 if len(own) else snapshot.span_ns[0]
 
@@ -98,10 +94,8 @@ def pool_rows(snapshot: Snapshot, device: int) -> pd.DataFrame:
 
 
 def allocator_state(snapshot: Snapshot, device: int) -> dict[str, int]:
-    """Return a device's entry of `allocators` in meta.json.
-
-    It describes the end of a snapshot (docs/trace-format.md).
-    """
+    """Return a device's entry of `allocators` in meta.json, on the end of a snapshot
+    (docs/trace-format.md)."""
     segments = snapshot.segments[snapshot.segments["device"] == device]
     blocks = snapshot.blocks[snapshot.blocks["device"] == device]
     free = blocks[blocks["state"] == STATES["inactive"]]

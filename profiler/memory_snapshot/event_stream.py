@@ -1,6 +1,5 @@
-"""Takes the events out of a snapshot while its pickle is read.
-
-They then need no memory as objects.
+"""Takes the events out of a snapshot while its pickle is read, so that they need no
+memory as objects.
 
 An event is a dict of some names, numbers and a list of frames, written with the same
 opcodes each time. So an event is read opcode by opcode, and a regular expression is

@@ -69,10 +69,8 @@ class PlainPickle:
             self.data, self.at = self._without_frames(self.data[self.at :] + chunk), 0
 
     def _without_frames(self, data: bytes) -> bytes:
-        """Remove the opcodes of frames that follow each other.
-
-        They may be anywhere between two others.
-        """
+        """Remove the opcodes of frames that follow each other, which may be anywhere
+        between two others."""
         parts, begin, end = [], 0, self._frame_end
         while 0 <= end <= len(data) - 9 and data[end] == _FRAME:
             parts.append(data[begin:end])

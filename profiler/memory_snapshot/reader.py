@@ -55,15 +55,17 @@ class SnapshotError(ValueError):
 
 
 class Events:
-    """The events of a device in order, without events of unknown actions.
+    """The events of a device in order, without events of unknown actions, as arrays
+    with the fields EVENT_COLUMNS and `position`.
 
-    They are arrays with the fields EVENT_COLUMNS and `position`, read block by block
-    from the unpickler's answer, as all of them take too much memory.
+    They are read block by block from the unpickler's answer, as all of them take too
+    much memory.
 
     Events without times (of torch before 2.2) have their positions as times. `release`:
     the action that ends a block: the request of its release, as in torch's
     `allocated_bytes`; where none was recorded the completed release, as in its
-    `active_bytes` (CUDACachingAllocator.cpp)."""
+    `active_bytes` (CUDACachingAllocator.cpp).
+    """
 
     def __init__(self, answer: int, rows: range) -> None:
         self._answer, self._rows = answer, rows

@@ -1,7 +1,5 @@
-"""Reads the allocations that a recorded job captured.
-
-It adds what the job knew of its blocks.
-"""
+"""Reads the allocations that a recorded job captured, and adds what the job knew of its
+blocks."""
 
 import json
 import re
@@ -71,11 +69,8 @@ def read_recorded(description_file: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
 def _profiled_rows(
     path: Path, shift_ns: int, owners: list[tuple[int, pd.DataFrame]]
 ) -> pd.DataFrame:
-    """Return the blocks of the CPU.
-
-    They are those allocated in the profile, and older ones that the job owned when it
-    began.
-    """
+    """Return the blocks of the CPU: allocated in the profile, or older and owned by the
+    job when it began."""
     events = profiled_events(path)
     events["t_ns"] += shift_ns
     end_ns = events.groupby("address")["t_ns"].shift(-1, fill_value=_NEVER)
@@ -100,12 +95,12 @@ def _profiled_rows(
 def _last_owned(
     address: int, made: pd.DataFrame, owners: list[tuple[int, pd.DataFrame]]
 ) -> int:
-    """Return when a block that is older than the profile was seen last.
-
-    It is `_NEVER` if the block was there at the end.
+    """Return when a block that is older than the profile was seen last; `_NEVER` if it
+    was there at the end.
 
     Its release is not in the profile. It was released before another block was
-    allocated at its address."""
+    allocated at its address.
+    """
     again = made.loc[made["address"] == address, "start_ns"]
     limit = int(again.min()) if len(again) else _NEVER
     seen = owners[0][0]
@@ -119,10 +114,8 @@ def _last_owned(
 def _with_owners(
     rows: pd.DataFrame, owners: list[tuple[int, pd.DataFrame]]
 ) -> pd.DataFrame:
-    """Add category and module of the blocks that the job owned.
-
-    They are found by address, at a time when the block was there.
-    """
+    """Add category and module of the blocks that the job owned, matched by address at a
+    time when the block was there."""
     category = np.full(len(rows), None, dtype=object)
     module = np.full(len(rows), None, dtype=object)
     ends = rows["end_ns"].fillna(_NEVER).to_numpy(np.int64)

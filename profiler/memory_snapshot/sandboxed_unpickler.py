@@ -1,6 +1,5 @@
-"""Program that reads memory snapshots.
-
-It reads a pickle from stdin, and writes columns of numbers to stdout.
+"""Program that reads a pickle of a memory snapshot from stdin, and writes columns of
+numbers to stdout.
 
 No class of a pickle is called, so none can run code. That does not prevent endless
 work, or tens of GB of memory. So the snapshot is read in a process of its own with
@@ -114,10 +113,8 @@ class StackTable:
 
 
 def _stack_text(frames: list[dict[str, Any]]) -> str:
-    """Return the frames of a stack, one per line as `function (file:line)`.
-
-    These are all Python frames, and of C++ frames only the backward.
-    """
+    """Return the frames of a stack, one per line as `function (file:line)`: all Python
+    frames, and of C++ frames only the backward."""
     # Innermost frame first, as in the snapshot.
     lines: list[str] = []
     engine, node, workspace = False, None, False

@@ -1,5 +1,2 @@
-"""Records a job.
-
-It starts and ends the recording, follows it, and turns what agent and sampler wrote
-into a trace.
-"""
+"""Records a job: starts and ends the recording, follows it, and turns what agent and
+sampler wrote into a trace."""

@@ -1,6 +1,5 @@
-"""The collector: a detached process that samples, and finishes the trace.
-
-It samples while a recorded job runs.
+"""The collector: a detached process that samples while a recorded job runs, and
+finishes the trace.
 
 `ebbtide profile` starts it and then executes the job in its own place: so the job has
 the process id that its user knows, receives each signal exactly once, and ends with its
@@ -323,19 +322,15 @@ def wait_status(pid: int, pidfd: int) -> int | None:
 
 
 def _status_of_zombie(pid: int) -> int | None:
-    """Return the last field of /proc/PID/stat, the wait status.
-
-    It is there until the parent has waited for the process.
-    """
+    """Return the last field of /proc/PID/stat, the wait status, which is there until
+    the parent has waited for the process."""
     fields = stat_fields(pid)
     return int(fields[-1]) if fields and fields[0] == "Z" else None
 
 
 def exit_meta(status: int | None) -> dict[str, int] | None:
-    """Return `exit` of a trace's metadata for a wait status.
-
-    It is {"code": n} or {"signal": n}; None if not known.
-    """
+    """Return `exit` of a trace's metadata for a wait status: {"code": n} or {"signal":
+    n}; None if not known."""
     if status is None:
         return None
     return (

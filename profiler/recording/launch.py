@@ -1,8 +1,5 @@
-"""Records a command.
-
-It starts the collector of its trace, then executes the job, in its own place or beside
-itself.
-"""
+"""Records a command: starts the collector of its trace, then executes the job, in its
+own place or beside itself."""
 
 import contextlib
 import errno
@@ -158,10 +155,8 @@ def _why_not(program: str) -> str:
 
 
 def job_environment(options: Options, spools: Path) -> dict[str, str]:
-    """Return this process's environment, with the agent first on Python's path.
-
-    This is the path of every Python that starts in the job.
-    """
+    """Return this process's environment, with the agent first on the path of every
+    Python that starts in the job."""
     inject = str(Path(__file__).resolve().parents[1] / "inject")
     path = os.environ.get("PYTHONPATH")
     return {

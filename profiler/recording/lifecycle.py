@@ -182,16 +182,15 @@ def finish_recording(
 def _no_iterations(trace: Trace) -> str | None:
     if any(trace.phases(rank)["iteration"].notna().any() for rank in trace.ranks):
         return None
-    return explain_no_iterations(
+    phases = {
         phase for rank in trace.ranks for phase in trace.phases(rank)["phase"].unique()
-    )
+    }
+    return explain_no_iterations(phases, [entry.stopped for entry in trace.meta.ranks])
 
 
 def _out_of_memory(trace: Trace) -> str | None:
-    """Return the line on ranks that ran out of memory.
-
-    It has the command that explains this.
-    """
+    """Return the line on ranks that ran out of memory, with the command that explains
+    this."""
     ranks = [rank for rank in trace.ranks if trace.rank(rank).out_of_memory]
     if not ranks:
         return None
@@ -218,10 +217,8 @@ def explain_empty_recording(
     first_iteration: int = 0,
     job_failed: bool = False,
 ) -> str:
-    """Return why no process recorded itself.
-
-    It is read from the marker files that the agent writes as it starts.
-    """
+    """Return why no process recorded itself, from the marker files that the agent
+    writes as it starts."""
     if any(spools.glob("nested-*")):
         return "the job is recorded by another `ebbtide profile` inside this command"
     failed = sorted(spools.glob("failed-*"))

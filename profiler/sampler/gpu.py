@@ -82,11 +82,8 @@ class Gpu:
         return as_text(self._try("nvmlDeviceGetUUID", self._handle))
 
     def read_card_uuid(self) -> str | None:
-        """Return the UUID of the card.
-
-        This works also where this is a MIG device of the card. Return None if NVML does
-        not give it.
-        """
+        """Return the UUID of the card, also where this is a MIG device of it; None if
+        NVML does not give it."""
         return as_text(self._try("nvmlDeviceGetUUID"))
 
     def mig_devices(self) -> list[Gpu]:
@@ -197,10 +194,8 @@ class Gpu:
         return answer is not None and bool(answer.isSupportedDevice)
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """Call an NVML function for this card.
-
-        This works also where this is a MIG device of the card.
-        """
+        """Call an NVML function for this card, also where this is a MIG device of
+        it."""
         return self._nvml.call(function, self._card, *arguments)
 
     def constant(self, name: str) -> Any:
@@ -256,10 +251,8 @@ class Gpu:
 
 
 class OpenedGpus(NamedTuple):
-    """Result of `open_gpus`.
-
-    It has the cards and MIG devices, and a line for each card that cannot be opened.
-    """
+    """Result of `open_gpus`: the cards and MIG devices, and a line for each card that
+    cannot be opened."""
 
     gpus: list[Gpu]
     unavailable: list[str]

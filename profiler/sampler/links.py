@@ -82,10 +82,8 @@ class CounterSource(LinkSource):
 
 
 class GpmSource(LinkSource):
-    """The performance monitor of Hopper and newer.
-
-    It gives means between two samples, at least 100 ms apart.
-    """
+    """The performance monitor of Hopper and newer, which gives means between two
+    samples, at least 100 ms apart."""
 
     name = LINK_SOURCES[1]
     period_s = 0.12

@@ -118,8 +118,6 @@ class NumaReader:
 
 
 def placement_file(directory: Path, pid: int) -> Path:
-    """Return a process's placement file in the folder of the spools.
-
-    It has `cpu_nodes` and `memory_bytes` as in the metadata.
-    """
+    """Return a process's placement file in the folder of the spools, with `cpu_nodes`
+    and `memory_bytes` as in the metadata."""
     return directory / f"numa-{pid}.json"

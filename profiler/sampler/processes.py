@@ -25,10 +25,8 @@ def start_ticks(pid: int) -> int | None:
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on.
-
-    It is empty for a process that does not exist.
-    """
+    """Return the fields of /proc/PID/stat from the state on; empty for a process that
+    does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

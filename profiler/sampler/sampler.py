@@ -169,10 +169,8 @@ class Sampler:
         period_s: float,
         gpu: Gpu | None = None,
     ) -> None:
-        """Call `read` once per period on a new thread.
-
-        It goes on until `stop` or a fault that does not pass.
-        """
+        """Call `read` once per period on a new thread, until `stop` or a fault that
+        does not pass."""
         subject = subject if gpu is None else f"{subject} of {gpu.title}"
 
         def loop() -> None:
@@ -345,12 +343,11 @@ def _search(path: str, pattern: str) -> str | None:
 
 
 class HostLimitWatch:
-    """Watches how much of its limit of host memory a job uses.
+    """Watches how much of its limit of host memory a job uses, and warns once per
+    control group before the kernel ends the job.
 
-    It warns once per control group before the kernel ends the job. `root` holds `sys`
-    and `proc`; `description`: the limit for the trace's metadata, None before a process
-    with one.
-    """
+    `root` holds `sys` and `proc`; `description`: the limit for the trace's metadata,
+    None before a process with one."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self.description: dict[str, Any] | None = None

@@ -84,10 +84,8 @@ class Columns:
         return _recorded(self._array(name))
 
     def matches(self, name: str, selects: Callable[[str], bool]) -> Bools:
-        """Return which texts of a column a function of a text selects.
-
-        It never selects those that are missing.
-        """
+        """Return which texts of a column a function of a text selects, never missing
+        ones."""
         codes, labels = self.codes(name)
         return np.array([*map(selects, labels), False])[codes]
 

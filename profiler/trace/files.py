@@ -173,10 +173,8 @@ def is_trace(path: Path) -> bool:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """Read the object of a trace's meta.json, and check its schema.
-
-    This version of ebbtide must be able to read the schema.
-    """
+    """Read the object of a trace's meta.json, and check that this version of ebbtide
+    can read its schema."""
     files = files_of(path)
     if not isinstance(path, Url) and not os.path.exists(path):
         raise TraceError(

@@ -67,10 +67,8 @@ def _dtype(column: TraceColumn) -> str:
 
 
 def arrow_frame(table: str, rows: pa.Table) -> pd.DataFrame:
-    """Return the frame that `frame` returns for the same rows.
-
-    It does so without copying numbers; `rows`: see `typed_rows`.
-    """
+    """Return the frame that `frame` returns for the same rows, without copying numbers;
+    `rows`: see `typed_rows`."""
     typed = typed_rows(table, rows)
     columns = {
         name: _array(typed.column(name), dtype)

@@ -67,10 +67,8 @@ def micro_steps(phases: pd.DataFrame) -> pd.Series[int]:
 
 
 def _is_pipeline(rows: pd.DataFrame) -> bool:
-    """Return whether forwards of one module run ahead of as many backwards.
-
-    This is for traces without known micro-batches.
-    """
+    """Return whether forwards of one module run ahead of as many backwards, in traces
+    without known micro-batches."""
     forward = rows["phase"].eq(FORWARD)
     if (
         forward.sum() * 2 != len(rows)
@@ -82,12 +80,15 @@ def _is_pipeline(rows: pd.DataFrame) -> bool:
     return bool(rows["source"].max() > 0 and ahead.max() > 1 and ahead.min() >= 0)
 
 
-def explain_no_iterations(phases: Iterable[str]) -> str:
-    """Return the warning about a trace without a finished iteration.
-
-    It depends on the phases that the trace has.
-    """
+def explain_no_iterations(phases: Iterable[str], stopped: Iterable[str | None]) -> str:
+    """Return the warning about a trace without a finished iteration, by the phases that
+    the trace has and by why the recordings of its ranks stopped."""
     seen = set(phases)
+    if not seen and not {"cut off", "exec"}.isdisjoint(stopped):
+        return (
+            "no iteration was saved: the job's process was killed, left by os._exit or "
+            "ran another program (exec), and its last second was lost"
+        )
     if BACKWARD in seen:
         return "no training iteration ended while it was recorded"
     where = (

@@ -27,9 +27,8 @@ _TIMES = (
 def merge(
     traces: Sequence[Trace], output: Path, force: bool = False, align: str | None = None
 ) -> Trace:
-    """Write one trace with the ranks of all.
-
-    It is on the monotonic clock of the first trace's host.
+    """Write one trace with the ranks of all, on the monotonic clock of the first
+    trace's host.
 
     Clocks are aligned by their offsets from Unix time, so ranks of different hosts are
     aligned as well as the wall clocks of the hosts are (NTP: about a millisecond).

@@ -1,6 +1,4 @@
-"""The typed metadata of a trace: the keys of its meta.json.
-
-They are specified in docs/trace-format.md.
+"""The typed metadata of a trace: the keys of its meta.json (docs/trace-format.md).
 
 What was not recorded is None or empty. Keys that the format does not specify are not
 here; they stay in `Trace.raw_meta`, from which traces are written again.
@@ -80,10 +78,8 @@ class NumaPlacement(_Section, frozen=True, kw_only=True):
 
 
 class MemoryLimitInfo(_Section, frozen=True, kw_only=True):
-    """The limit of host memory for the job.
-
-    It is the limit of the nearest control group that has one.
-    """
+    """The limit of host memory for the job, of the nearest control group that has
+    one."""
 
     control_group: str | None = None
     bytes: Count | None = None
@@ -158,10 +154,8 @@ class ModelInfo(_Section, frozen=True, kw_only=True):
 
 
 class FrameworkInfo(_Section, frozen=True, kw_only=True):
-    """The framework that trains.
-
-    It has the samples and tokens of the framework's micro-step on a rank.
-    """
+    """The framework that trains, with the samples and tokens of its micro-step on a
+    rank."""
 
     name: str | None = None
     version: str | None = None
@@ -245,6 +239,14 @@ class OutOfMemoryRecord(_Section, frozen=True, kw_only=True):
     message: str | None = None
 
 
+class OperatorTime(_Section, frozen=True, kw_only=True):
+    """The calls of an operator of the CPU, and their time without operators inside."""
+
+    name: str
+    calls: Count
+    self_ns: Count
+
+
 class DetailedSlice(_Section, frozen=True, kw_only=True):
     """Iterations of a rank in which details were recorded, of a recording on demand."""
 
@@ -282,13 +284,12 @@ class RankInfo(_Section, frozen=True, kw_only=True):
     inventories: tuple[Inventory, ...] = ()
     allocators: tuple[AllocatorState, ...] = ()
     out_of_memory: tuple[OutOfMemoryRecord, ...] = ()
+    operators: tuple[OperatorTime, ...] = ()
 
     @property
     def main_device(self) -> DeviceInfo:
-        """The device that the figures of this rank describe.
-
-        It is the first one; an empty entry where there is none.
-        """
+        """The first device, which the figures of this rank describe; an empty entry
+        where there is none."""
         return self.devices[0] if self.devices else DeviceInfo()
 
 

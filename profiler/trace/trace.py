@@ -144,10 +144,8 @@ class Trace:
         )
 
     def span_ns(self, rank: int | None = None) -> tuple[int, int] | None:
-        """Return the first and the last time of anything recorded, in ns.
-
-        It is of one rank, or of all if it is None; return None if nothing was recorded.
-        """
+        """Return the first and the last time of anything recorded, in ns, of one rank,
+        or of all if it is None; None if nothing was recorded."""
         times = []
         for number in self.ranks if rank is None else [rank]:
             for name, (start, end) in _SPANS.items():
@@ -161,10 +159,8 @@ class Trace:
         return (min(times), max(times)) if times else None
 
     def table(self, rank: int, name: str) -> pd.DataFrame:
-        """Return a table of one rank, sorted by time.
-
-        It has the columns of docs/trace-format.md. Do not change it.
-        """
+        """Return a table of one rank, sorted by time, with the columns of
+        docs/trace-format.md. Do not change it."""
         return self.columns(rank, name).frame
 
     def columns(self, rank: int, name: str) -> Columns:
@@ -232,10 +228,8 @@ class Trace:
         return self.table(rank, "gpu")
 
     def kernels(self, rank: int) -> pd.DataFrame:
-        """Return the table `kernels` of one rank.
-
-        It is empty where kernels were not recorded.
-        """
+        """Return the table `kernels` of one rank; empty where kernels were not
+        recorded."""
         return self.table(rank, "kernels")
 
     def calls(self, rank: int) -> pd.DataFrame:
@@ -243,29 +237,27 @@ class Trace:
         return self.table(rank, "calls")
 
     def iteration_marks(self, rank: int) -> pd.DataFrame:
-        """Return the table `iteration_marks` of one rank.
-
-        It is empty where the source does not mark iterations.
-        """
+        """Return the table `iteration_marks` of one rank; empty where the source does
+        not mark iterations."""
         return self.table(rank, "iteration_marks")
 
     def annotations(self, rank: int) -> pd.DataFrame:
         """Return the table `annotations` of a rank; empty where none were recorded."""
         return self.table(rank, "annotations")
 
-    def allocations(self, rank: int) -> pd.DataFrame:
-        """Return the table `allocations` of one rank.
+    def marks(self, rank: int) -> pd.DataFrame:
+        """Return the table `marks` of a rank; empty where `ebbtide.step` named none."""
+        return self.table(rank, "marks")
 
-        It is empty where allocations were not recorded one by one.
-        """
+    def allocations(self, rank: int) -> pd.DataFrame:
+        """Return the table `allocations` of one rank; empty where allocations were not
+        recorded one by one."""
         return self.table(rank, "allocations")
 
 
 def closing_lines(trace: Trace) -> list[str]:
-    """Return the last lines of a command that writes a trace.
-
-    They give the trace's path, what it has, and the command to run next.
-    """
+    """Return the last lines of a command that writes a trace: the trace's path, its
+    contents, and the command to run next."""
     return [
         f"trace: {shlex.quote(str(trace.path))}, "
         f"{counted(_iterations(trace), 'iteration')} on "
@@ -277,11 +269,10 @@ def closing_lines(trace: Trace) -> list[str]:
 
 
 def next_line(trace: Trace, follow_up: str) -> str:
-    """Return the line with the next command to run.
+    """Return the line with the next command to run, `follow_up` with {} for the trace.
 
-    This is `follow_up` with {} for the trace; where the trace has nothing of training
-    or of a GPU, which no command can explain, it is the command that records some.
-    """
+    Where the trace has nothing of training or of a GPU, which no command can explain,
+    it is the command that records some."""
     if (
         _iterations(trace)
         or {*_recorded_tables(trace)} - {"phases", "memory"}

@@ -1,8 +1,7 @@
-"""Opens the files of a trace, here or at a URL, within bounds.
+"""Opens the files of a trace, here or at a URL, within bounds, as they may come from
+anybody.
 
-They may come from anybody: the bounds are on which files there are, how large, and
-which values they hold.
-"""
+The bounds are on which files there are, how large, and which values they hold."""
 
 from __future__ import annotations
 

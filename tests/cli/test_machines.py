@@ -68,5 +68,13 @@ def test_machines__names_what_is_meant() -> None:
     result = ebbtide_in_process("machines", "k80")
     assert result.returncode == 2
     assert result.stderr.startswith(
-        "ebbtide: there is no machine 'k80': name a file, or one of a10,"
+        "ebbtide: there is no machine 'k80': write the name of one that `ebbtide "
     )
+
+
+def test_machines__takes_names_as_people_write_them_and_tells_prices() -> None:
+    result = ebbtide_in_process("machines", "RTX 4090")
+    assert "price: $1,599 at the launch" in " ".join(result.stdout.split())
+    assert "rtx4090-laptop" not in result.stdout
+    laptop = ebbtide_in_process("machines", "rtx4090-laptop").stdout
+    assert "price:" not in laptop

@@ -315,12 +315,12 @@ BAD = [
     (
         "--workload w.json",
         "there is no machine: name one with --machine, a file (`ebbtide calibrate` "
-        "writes it) or one of",
+        "writes it) or the name of one",
     ),
     ("run.ebb", "there is no machine"),
     (
         "--workload w.json --machine nosuch",
-        "there is no machine 'nosuch': name a file, or one of a10, a100",
+        "there is no machine 'nosuch': write the name of one that `ebbtide",
     ),
     ("--workload w.json --host ddr5-2ch", "name the machine, too"),
     (
@@ -419,8 +419,11 @@ BAD = [
         "--workload w.json --machine m.json --plot new.gif",
         "must end in .png, .svg, .pdf",
     ),
-    ("--workload w.json --machine m.json --plot no/new.png", "cannot write no/new.png"),
-    ("--workload w.json --machine m.json --save no/new", "cannot write no/new"),
+    (
+        "--workload w.json --machine m.json --plot w.json/new.png",
+        "cannot write w.json/new.png",
+    ),
+    ("--workload w.json --machine m.json --save w.json/new", "cannot write w.json/new"),
     (
         "--workload w.json --machine negative.json --plot new.png --save new",
         "h2d_bytes_per_s is -1",

@@ -16,9 +16,10 @@ from ebbtide.interleave.policies import make_plan
 from ebbtide.interleave.simulation.simulator import simulate
 from ebbtide.machines.accuracy import accuracy_of, uncertainty_of
 from ebbtide.machines.catalog import find_machine, preset, presets
-from ebbtide.machines.data_sheets import with_host
+from ebbtide.machines.data_sheets import whole_memory_bytes, with_host
+from ebbtide.machines.host import link_bytes_per_s, slower_link
 from ebbtide.machines.machine import Box, Machine, machine_from
-from ebbtide.machines.sheets import GPU_SHEETS, SHARES
+from ebbtide.machines.sheets import DEFAULT_HOSTS, GPU_SHEETS, SHARES
 from tests.interleave.published import runs
 from tests.machines.quantiles import at_quantile
 
@@ -32,6 +33,8 @@ RATES = [
 ]
 # GPUs that have the memory of their CPU.
 UNIFIED = ("gb10", "mi300a")
+# GPUs whose matrix units have no tf32.
+NO_TF32 = ("v100-16gb", "v100-32gb", "t4", "mi250x", "mi355x")
 HOST = "ddr5-2ch,16-cores,pcie4x16,256GB"
 
 
@@ -40,7 +43,9 @@ def test_presets__are_those_that_are_promised() -> None:
         "rtx3060 rtx4060 rtx3090 rtx4090 rtx5090 a10 l40s a100-40gb-pcie a100-80gb-sxm "
         "h100-80gb-pcie h100-80gb h200 "
         "gh200 b200 mi300x rtx-pro-6000 a100-40gb-sxm gh200-144gb gb200 gb300 gb10 "
-        "mi300a"
+        "mi300a v100-16gb v100-32gb t4 l4 a40 a6000 rtx6000-ada rtx3080 rtx4060ti-16gb "
+        "rtx4070 rtx4080 rtx4090-laptop rtx5070ti rtx5080 h20 h100-nvl b300 mi250x "
+        "mi325x mi355x"
     )
     assert set(presets()) == {*promised.split(), *FITTED}
 
@@ -98,11 +103,16 @@ def test_preset__states_consistent_peaks_of_its_gpu() -> None:
         gpu = preset(name).gpu
         assert gpu is not None
         flops = gpu.flops_per_s
-        assert flops["float32"] <= flops["tf32"] < flops["float16"] == flops["bfloat16"]
-        # Without sparsity the next smaller type is at most twice as fast.
-        assert flops["float16"] <= 2.05 * flops["tf32"]
+        assert flops["float32"] <= flops["tf32"] < flops["float16"]
+        # Volta and Turing have no bf16 in their tensor cores.
+        own_bf16 = name not in ("v100-16gb", "v100-32gb", "t4")
+        assert flops["bfloat16"] == flops["float16" if own_bf16 else "float32"]
+        # Without sparsity the next smaller type is at most twice as fast, where the
+        # matrix units have it.
+        if name not in NO_TF32:
+            assert flops["float16"] <= 2.05 * flops["tf32"]
         assert flops.get("float8", 0.0) <= 2.05 * flops["float16"]
-        assert (gpu.compute_capability is None) == name.startswith("mi300")
+        assert (gpu.compute_capability is None) == name.startswith("mi")
         # Traffic with the GPU's own memory is faster than with other GPUs, and that is
         # faster than with the host.
         assert (gpu.peer_bytes_per_s is None) == (name in UNIFIED)
@@ -112,6 +122,51 @@ def test_preset__states_consistent_peaks_of_its_gpu() -> None:
                 > gpu.peer_bytes_per_s
                 > (preset(name).h2d_bytes_per_s or 0)
             )
+
+
+@pytest.mark.parametrize("name", SHEETS)
+def test_preset__is_consistent_and_every_name_of_its_gpu_means_it(name: str) -> None:
+    sheet, machine = GPU_SHEETS[name], preset(name)
+    host = DEFAULT_HOSTS[name].host
+    used_gib = sheet.memory_gib - sheet.system_gib
+    assert 2**30 * used_gib == pytest.approx(machine.gpu_memory_bytes)
+    assert whole_memory_bytes(machine) == pytest.approx(2**30 * sheet.memory_gib)
+    assert (sheet.system_gib > 0) == (name in UNIFIED)
+    # As much as cards of their time have for each byte that they move a second.
+    memory_rate = sheet.compute.memory_bytes_per_s or 0.0
+    seconds_to_read_all = 2**30 * sheet.memory_gib / memory_rate
+    assert 0.01 < seconds_to_read_all < (0.5 if name in UNIFIED else 0.1)
+    # A multiprocessor does 128 products in fp32 at 0.6 to 3 GHz, or half as many.
+    if sheet.multiprocessors is not None:
+        clock = sheet.compute.flops_per_s["float32"] / (256 * sheet.multiprocessors)
+        assert 0.4e9 < clock < 3.5e9
+    # Copies are below the peak of the narrower of both links.
+    assert host.link is not None
+    if sheet.link not in ("unified", "nvlink-c2c"):
+        peak = link_bytes_per_s(slower_link(sheet.link, host.link))
+        assert machine.h2d_bytes_per_s == pytest.approx(SHARES["pcie"].value * peak)
+    assert (machine.extra["price"] or {}).get("usd") == sheet.price_usd
+    brandless = (sheet.compute.name or "").removeprefix("NVIDIA ")
+    for written in (sheet.compute.name, brandless, *sheet.other_names, name.upper()):
+        assert preset(str(written)).name == name
+
+
+def test_preset__names_that_people_write() -> None:
+    names = {
+        "4090": "rtx4090",
+        "RTX 4090": "rtx4090",
+        "NVIDIA GeForce RTX 4090": "rtx4090",
+        "A100": "a100-80gb-sxm",
+        "h100": "h100-80gb",
+        "V100": "v100-32gb",
+        "4060 Ti": "rtx4060ti-16gb",
+        "RTX 6000 Ada": "rtx6000-ada",
+        "NVIDIA A100-SXM4-40GB": "a100-40gb-sxm",
+    }
+    assert {name: preset(name).name for name in names} == names
+    for wrong, near in (("3090 Ti", "rtx3090"), ("4095", "rtx4090"), ("H2000", "h200")):
+        with pytest.raises(MachineError, match=f"did you mean .*{near}"):
+            preset(wrong)
 
 
 def test_preset__names_the_source_and_the_date_of_every_figure() -> None:
@@ -356,27 +411,12 @@ def test_docs__have_the_rates_of_every_preset() -> None:
         machine = preset(name)
         assert machine.gpu is not None
         flops = machine.gpu.flops_per_s
-        peaks = [f"{flops[key] / 1e12:.0f}" for key in ("bfloat16", "tf32", "float32")]
+        peaks = [f"{flops[key] / 1e12:.0f}" for key in ("float16", "tf32", "float32")]
         memory_gib, memory_rate = (
-            (machine.gpu_memory_bytes or 0) / 2**30,
+            GPU_SHEETS[name].memory_gib,
             (machine.gpu.memory_bytes_per_s or 0) / 1e12,
         )
         assert (
             f"| `{name}` | {memory_gib:.1f} | {' | '.join(peaks)} | {memory_rate:.2f} |"
             in page
         )
-        keys = (
-            "host_memory_bytes_per_s",
-            "cpu_update_params_per_s",
-            "gpu_update_params_per_s",
-            "host_memory_bytes",
-        )
-        memory, cpu, gpu, size = (getattr(machine, key) / 1e9 for key in keys)
-        host = (
-            f"| `{name}` | {machine.extra['host']['cpu']}: "
-            f"`{machine.extra['host']['spec']}` |"
-        )
-        line = next((line for line in page.splitlines() if line.startswith(host)), "")
-        assert line.endswith(
-            f"| {memory:.0f} | {cpu:.2f} | {gpu:.0f} | {size:.0f} |"
-        ), name

@@ -189,7 +189,9 @@ def test_find_machine__accepts_a_file_a_preset_or_the_recorded_machine(
 
 
 def test_find_machine__takes_the_first_letters_of_one_name() -> None:
-    assert find_machine("RTX409").name == "rtx4090"
+    assert find_machine("RTX3090").name == "rtx3090"
+    with pytest.raises(MachineError, match="did you mean l40s"):
+        find_machine("L40")
     assert find_machine("h100-80gb").name == "h100-80gb"
     assert find_machine("h100-80gb-s").name == "h100-80gb-sxm-published"
 
@@ -197,18 +199,17 @@ def test_find_machine__takes_the_first_letters_of_one_name() -> None:
 MISSING_MACHINES = [
     (
         None,
-        "name one with --machine, a file (`ebbtide calibrate` writes it) or one of "
-        "a10, a100",
+        "name one with --machine, a file (`ebbtide calibrate` writes it) or the name "
+        "of one that `ebbtide machines` lists",
     ),
     ("", "cannot be read"),
-    ("nosuch", "there is no machine 'nosuch': name a file, or one of a10, a100"),
+    ("nosuch", "there is no machine 'nosuch': write the name of one that `ebbtide"),
     (
-        "a100",
-        "did you mean a100-40gb-pcie, a100-40gb-published, a100-40gb-sxm or "
-        "a100-80gb-sxm? `ebbtide machines`",
+        "rtx40",
+        "did you mean rtx4060, rtx4060ti-16gb, rtx4070 or rtx4080? `ebbtide machines`",
     ),
     ("h1000-80gb", "there is no machine 'h1000-80gb': did you mean h100-80gb,"),
-    ("4090", "did you mean rtx4090"),
+    ("4095", "did you mean rtx4090"),
     ("h100.json", "machine file h100.json cannot be read: No such file"),
     ("no/where", "machine file no/where cannot be read"),
     ("x" * 300, "there is no machine 'xxx"),

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 
 class LostTime(NamedTuple):
-    """Time that the GPU of a rank loses by some causes.
-
-    It is in the median iteration, or in a trace without iterations.
-    """
+    """Time that the GPU of a rank loses by some causes in the median iteration, or in a
+    trace without iterations."""
 
     rank: int  # The rank on which it has the largest share.
     ms: float
@@ -281,10 +279,8 @@ def throttled_clocks(metrics: JobMetrics) -> Finding | None:
 
 
 def _loss(metrics: JobMetrics, rank: int) -> tuple[float, float]:
-    """Return how much time a rank loses by lowered clocks.
-
-    It is (ms that an iteration loses, ms in which clocks are lowered).
-    """
+    """Return the ms that an iteration loses by lowered clocks, and the ms in which they
+    are lowered."""
     by_quantity: dict[str, dict[str, GpuFigure]] = {}
     for figure in metrics.gpu([rank]).figures:
         by_quantity.setdefault(figure.quantity, {})[figure.phase or ""] = figure
@@ -300,10 +296,8 @@ def _loss(metrics: JobMetrics, rank: int) -> tuple[float, float]:
 
 
 def _reasons(metrics: JobMetrics, rank: int) -> Mapping[str, float]:
-    """Return the share of samples in which each limit was reached.
-
-    They are the steady iterations' samples, for limits that were reached.
-    """
+    """Return the share of the steady iterations' samples in which each limit was
+    reached."""
     from ebbtide.analysis.metrics.gpu_state import LIMITS
     from ebbtide.analysis.metrics.iterations import intervals
 

@@ -8,6 +8,7 @@ from ebbtide.analysis.findings.finding import Finding, Unknown, clamp_gain
 from ebbtide.analysis.findings.needs import ENOUGH_VALUES, ITERATIONS, PASSES, RANKS
 from ebbtide.analysis.findings.rule import rule
 from ebbtide.analysis.metrics.drift import Drift
+from ebbtide.analysis.metrics.iteration_mean import repeated
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.ranks.comparison import RankDifference
 from ebbtide.analysis.timeseries.statistics import median_or_none
@@ -53,7 +54,8 @@ _AROUND_FORWARDS = (
 def between_phases(metrics: JobMetrics) -> Finding | None:
     """Compare the time outside phases with the iteration, without the time of forwards
     without gradients. Where kernels were recorded, also without the time in which the
-    GPU computes or communicates: it does not wait for the host then.
+    GPU computes or communicates: it does not wait for the host then. Time of copies is
+    left to `copies-around-step`.
     """
     other, iteration = metrics.phase_ms(OTHER) or 0.0, metrics.iteration_ms
     if not iteration:
@@ -63,6 +65,9 @@ def between_phases(metrics: JobMetrics) -> Finding | None:
     activity = metrics.iteration_activity(OTHER)
     if len(activity):
         unnamed = min(unnamed, float(activity[_WAITING].sum(axis=1).max()))
+    copies = [metrics.copy_ms(*both) for both in metrics.both_directions(OTHER)]
+    if max(copies, default=0.0) >= least:
+        unnamed = max(0.0, unnamed - max(copies))
     part = (
         f"{ms_text(named)} of {ms_text(iteration)} ({100 * named / iteration:.0f} %) "
         "are forwards without gradients"
@@ -107,10 +112,10 @@ _MIN_LOST_SHARE = 0.05
 
 
 def _stalls(metrics: JobMetrics) -> Finding | None:
-    """Report iterations with much more time outside phases than others.
-
-    They are on the rank that loses most by them.
-    """
+    """Report iterations with much more time outside phases than others, on the rank
+    that loses most by them. What the job repeats is no stall."""
+    if repeated(metrics.trace) is not None:
+        return None
     lost: list[tuple[float, int, float, int]] = []
     for rank in metrics.by_rank:
         times, other = (
@@ -199,10 +204,8 @@ def slow_rank(metrics: JobMetrics) -> Finding | None:
 
 
 def _slowest_rank(metrics: JobMetrics) -> Finding | None:
-    """Compare the phase times of the slowest rank and of a typical one.
-
-    They are the rank that is slowest most often, and the median of the others.
-    """
+    """Compare the phase times of the rank that is slowest most often with the median of
+    the others."""
     stats = metrics.iterations([])
     if not stats.slowest_rank or stats.counted < _MIN_ITERATIONS:
         return None

@@ -185,10 +185,8 @@ def shared_link(metrics: JobMetrics) -> Finding | Unknown | None:
 
 
 def _large_copies(metrics: JobMetrics) -> tuple[SteadyCopies, Floats]:
-    """Return large copies, and the share of each beside copies of other ranks.
-
-    It is the share in which another rank of the host copied in the same direction.
-    """
+    """Return large copies, and for each the share of it during which another rank of
+    the host copied in the same direction."""
     rows = metrics.steady_copies
     rows = rows.only(
         (rows.copies.bytes >= _LARGE_BYTES) & (rows.copies.ends > rows.copies.starts)

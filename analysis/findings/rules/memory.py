@@ -10,17 +10,20 @@ from ebbtide.analysis.findings.needs import (
     ITERATIONS,
     LAYERS,
     NO_CHECKPOINTING,
+    UNIFIED,
     record_memory,
     scope_text,
 )
 from ebbtide.analysis.findings.rule import rule
 from ebbtide.analysis.metrics.devices import memory_timeline
 from ebbtide.analysis.metrics.job import JobMetrics
+from ebbtide.analysis.metrics.link_throughput import DIRECTIONS
 from ebbtide.analysis.metrics.memory import difference
 from ebbtide.analysis.metrics.memory_spans import memory_spans
 from ebbtide.analysis.metrics.recorded_free_memory import param_bytes, state_bytes
 from ebbtide.analysis.metrics.static_split import largest_split
 from ebbtide.analysis.timeseries.step_functions import Ints, peak_between
+from ebbtide.machines.sheets import preset_of, system_memory_text
 from ebbtide.phases import UPDATE
 from ebbtide.profiler.trace import Trace
 from ebbtide.state_bytes import MASTER_BYTES
@@ -44,6 +47,39 @@ def does_not_fit(metrics: JobMetrics) -> Finding | None:
         f"`ebbtide plan {metrics.trace.path} --machine M` finds the least change with "
         "which it fits: offload, "
         "activation checkpointing, a smaller micro-batch, more ranks, another machine",
+    )
+
+
+# From here on copies within a memory are worth a line.
+_MIN_COPIED_BYTES = 10_000_000
+
+
+@rule("unified-memory", UNIFIED)
+def unified_memory(metrics: JobMetrics) -> Finding:
+    """Say what else takes of the memory that GPU and CPU share, and which copies move
+    bytes within it."""
+    device = metrics.by_rank[0].device
+    sheet = preset_of(device.name)
+    evidence = []
+    if sheet is not None and sheet.system_gib:
+        evidence.append(f"{device.name}: {system_memory_text(sheet)}")
+    if metrics.always_free_bytes is None:
+        evidence.append("the driver does not count what the job takes of it")
+    for direction in DIRECTIONS:
+        rows = [use for use in metrics.link().phases if use.direction == direction]
+        copied = sum(use.bytes or 0.0 for use in rows if use.rank == rows[0].rank)
+        if copied >= _MIN_COPIED_BYTES:
+            evidence.append(
+                f"copies {direction} move {bytes_text(copied)} within it "
+                f"{scope_text(metrics)}"
+            )
+    return unified_memory.finding(
+        "GPU and CPU share one memory, of which the system takes a part",
+        None,
+        evidence,
+        "keep optimizer state and weights on the GPU: offload frees nothing, its "
+        "copies buy nothing; `free -h` (available) tells what is left, and `echo 3 > "
+        "/proc/sys/vm/drop_caches` frees the page cache, which CUDA counts as used",
     )
 
 

@@ -1,7 +1,5 @@
-"""Activity of the GPU of one rank.
-
-It is per phase, over the whole trace, by cause, kernel and collective.
-"""
+"""Activity of the GPU of one rank, per phase and over the whole trace, by cause, kernel
+and collective."""
 
 from __future__ import annotations
 
@@ -47,10 +45,8 @@ _TIMED_KINDS = ("compute", "communication")
 
 @dataclass(frozen=True)
 class KernelTime:
-    """All kernels of one name, or of one operator, over the whole trace.
-
-    They are on the first device of a rank.
-    """
+    """All kernels of one name, or of one operator, on a rank's first device over the
+    whole trace."""
 
     # Name of the kernel or of the operator; None: its operator is not known.
     name: str | None
@@ -65,10 +61,8 @@ class KernelTime:
 
 
 def kernel_times(trace: Trace, rank: int, label: str, count: int) -> list[KernelTime]:
-    """Return the `count` kernels with most time, the largest first.
-
-    They are by `name` or `operator`; empty if unknown.
-    """
+    """Return the `count` kernels with most time by `name` or `operator`, the largest
+    first; empty if unknown."""
     rows = trace.columns(rank, "kernels")
     if busy_time(trace, rank) is None or not rows.recorded(label).any():
         return []
@@ -107,10 +101,8 @@ def kernel_times(trace: Trace, rank: int, label: str, count: int) -> list[Kernel
 
 
 def kernels_ms(trace: Trace, rank: int) -> dict[str, dict[str, float]]:
-    """Return mean milliseconds per steady iteration by `name` and by `operator`.
-
-    It is empty where not known.
-    """
+    """Return mean milliseconds per steady iteration by `name` and by `operator`; empty
+    if unknown."""
     usable = set(steady_iterations(trace).numbers) & set(
         recorded_iterations(trace, rank).tolist()
     )

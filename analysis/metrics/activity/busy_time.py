@@ -48,10 +48,8 @@ def main_kernels(trace: Trace, rank: int) -> pd.DataFrame:
 
 
 class GpuWork(NamedTuple):
-    """Kernels or copies of the rank's first device as arrays, in order of time.
-
-    They have an entry each.
-    """
+    """Kernels or copies of the rank's first device as arrays with an entry each, in
+    order of time."""
 
     starts: Ints  # ns
     ends: Ints  # ns

@@ -43,12 +43,11 @@ class CollectiveSkew:
 
 @once_per_trace
 def collective_skew(trace: Trace) -> CollectiveSkew | None:
-    """Compare the n-th collective of one rank with the n-th of every other.
+    """Compare the n-th collective of one rank with the n-th of every other in each
+    process group, or in all ranks where kernels do not name theirs.
 
-    This is in each process group where kernels name theirs, else in all ranks. None
-    unless at least two ranks of a group recorded collectives; groups whose ranks did
-    not launch the same operations in the same order are left out.
-    """
+    Groups whose ranks did not launch the same operations in the same order are left
+    out. None unless at least two ranks of a group recorded collectives."""
     count = 0
     waits: dict[int, CollectiveWait] = {}
     for group in common_collectives(trace, trace.ranks):

@@ -231,11 +231,8 @@ def _ordered(phases: PhaseArrays, numbers: Ints) -> PhaseArrays:
 
 
 def _groups(phases: PhaseArrays, numbers: Ints) -> Ints:
-    """Return the group of each phase.
-
-    It is the position of its iteration in `numbers` times the number of parts, plus the
-    position of its part.
-    """
+    """Return the group of each phase: the position of its iteration in `numbers` times
+    the number of parts, plus the position of its part."""
     parts = np.select(
         [phases.phases == part for part in ITERATION_PARTS], range(len(ITERATION_PARTS))
     )
@@ -247,12 +244,11 @@ def _groups(phases: PhaseArrays, numbers: Ints) -> Ints:
 
 @once_per_trace
 def iteration_activity(trace: Trace, phase: str | None = None) -> pd.DataFrame:
-    """Return milliseconds per iteration (COLUMNS).
+    """Return milliseconds per iteration (COLUMNS), medians over the steady ones, with a
+    row per rank with recorded kernels.
 
-    They are medians over the steady ones: a row per rank with recorded kernels.
     `compute` and `communication` count time in which kernels of several phases run once
-    for each. `phase` None: all.
-    """
+    for each. `phase` None: all."""
     import pandas as pd
 
     rows, steady = {}, steady_iterations(trace).numbers

@@ -1,8 +1,5 @@
-"""The critical path of an iteration.
-
-It is the chain of work, calls and waits that ends with the iteration and takes all of
-its time.
-"""
+"""The critical path of an iteration: the chain of work, calls and waits that ends with
+the iteration and takes all of its time."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -171,10 +168,7 @@ def _ms(segments: Iterable[Segment]) -> float:
 
 
 def path_segments(trace: Trace, rank: int, start_ns: int, end_ns: int) -> list[Segment]:
-    """Return the critical path that ends at `end_ns`, on the clock of a rank.
-
-    It covers the time from `start_ns` on.
-    """
+    """Return the critical path from `start_ns` to `end_ns`, on the clock of a rank."""
     built, of_ranks = path_graph(trace, rank, start_ns, end_ns)
     namer = _Namer(trace, of_ranks)
     segments = []

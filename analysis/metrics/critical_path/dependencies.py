@@ -1,7 +1,5 @@
-"""The points in time of a rank's work and calls, and what each depends on.
-
-They are within a span.
-"""
+"""The points in time of a rank's work and calls within a span, and what each depends
+on."""
 
 from bisect import bisect_right
 from collections.abc import Callable
@@ -57,10 +55,8 @@ class Step(IntEnum):
 
 @dataclass(frozen=True)
 class RankNodes:
-    """Work and calls of a rank within a span, in order of their starts.
-
-    They have the numbers of their nodes.
-    """
+    """Work and calls of a rank within a span, with the numbers of their nodes, in order
+    of their starts."""
 
     rank: int
     # start_ns, end_ns, stream, launch_ns (UNKNOWN: not recorded), kind, name, row of
@@ -199,10 +195,8 @@ def _calls(trace: Trace, rank: int, span: tuple[int, int]) -> pd.DataFrame:
 def _part_finder(
     trace: Trace, rank: int, device_times: bool
 ) -> Callable[[int], str | None]:
-    """Return a function from a time to its phase, or `other`.
-
-    It is None outside of iterations.
-    """
+    """Return a function from a time to its phase, or `other`; None outside of
+    iterations."""
     parts = intervals(trace, rank, device_times).times_with_other
     rows = sorted(
         zip(parts.starts.tolist(), parts.ends.tolist(), parts.phases, strict=True)

@@ -1,5 +1,2 @@
-"""Holders of device memory.
-
-They say what holds it at a time, by category, module and call site, and what keeps
-growing.
-"""
+"""Holders of device memory at a time, by category, module and call site, and what keeps
+growing."""

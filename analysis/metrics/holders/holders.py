@@ -35,10 +35,7 @@ _KEYS = ["category", "module", "site"]
 
 @dataclass(frozen=True)
 class Holder:
-    """Bytes held at a time by one category, module and call site.
-
-    These are None where not known.
-    """
+    """Bytes held at a time by one category, module and call site (None: not known)."""
 
     # `parameter`, `gradient`, `optimizer_state`, `activation` or `temporary`; in an
     # imported memory timeline, the categories of torch's profiler.
@@ -149,10 +146,8 @@ def memory_by_category(
 
 
 def recorded_span(trace: Trace, rank: int, device: str) -> tuple[int, int]:
-    """Return the first and last time at which a pool is known, in ns.
-
-    It is the pool of the recorded allocations of a device.
-    """
+    """Return the first and the last time, ns, at which the pool of a device's recorded
+    allocations is known."""
     times, _ = memory_timeline(
         trace, rank, _detailed_pool(trace, rank, device) or "", device
     )

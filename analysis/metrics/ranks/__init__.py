@@ -1,4 +1,2 @@
-"""Compares the ranks of a job.
-
-It has figures of each rank, ranks that differ, a heat map, and representative ranks.
-"""
+"""Compares the ranks of a job: figures of each rank, ranks that differ, a heat map, and
+representative ranks."""

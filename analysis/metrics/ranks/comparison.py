@@ -180,10 +180,8 @@ class RankDifferences(TabularResult, table="differences"):
         )
 
     def as_json(self) -> list[dict[str, Any]] | None:
-        """Return the value of `rank_differences` in JSON.
-
-        It is None where ranks were not compared.
-        """
+        """Return the value of `rank_differences` in JSON; None where ranks were not
+        compared."""
         return (
             [asdict(difference) for difference in self.differences]
             if self.compared
@@ -241,10 +239,8 @@ def rank_differences(trace: Trace) -> RankDifferences:
 
 
 def _values(tables: Sequence[IterationTable], quantity: RankQuantity) -> Floats:
-    """Return a row of values per rank, a column per iteration.
-
-    It is NaN for ranks that are not compared.
-    """
+    """Return a row of values per rank and a column per iteration, NaN for ranks that
+    are not compared."""
     values = np.stack([table.columns[quantity.column] for table in tables])
     values[(~np.isnan(values)).sum(axis=1) < MIN_ITERATIONS] = np.nan
     recorded = ~np.isnan(values).all(axis=1)

@@ -96,10 +96,8 @@ def rank_series(trace: Trace, rank: int) -> IterationTable:
 
 @once_per_trace
 def origin_ns(trace: Trace) -> int:
-    """Return the time that starts of phases count from.
-
-    It is the first iteration of the first rank.
-    """
+    """Return the time that starts of phases count from: the first iteration of the
+    first rank."""
     starts = [
         int(start)
         for rank in trace.ranks[:1]

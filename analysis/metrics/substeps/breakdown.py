@@ -179,10 +179,8 @@ class SubstepAggregator:
         return figures
 
     def _moved(self, direction: str, starts: Ints, ends: Ints) -> dict[str, Any]:
-        """Return what moved in each interval.
-
-        It is bytes, and ms in which copies ran, in all and by kind of host memory.
-        """
+        """Return the bytes that moved in each interval, and the ms in which copies ran,
+        in all and by kind of host memory."""
         moved = self._traffic[direction]
         figures: dict[str, Any] = {
             f"{direction} bytes": np.nan if moved is None else moved.bytes(starts, ends)

@@ -1,7 +1,5 @@
-"""Prepares the table `ops` for analyses.
-
-It has plain names, is split at the edges of phases, and has no overlaps.
-"""
+"""Prepares the table `ops` for analyses: plain names, split at the edges of phases,
+without overlaps."""
 
 from __future__ import annotations
 
@@ -30,11 +28,10 @@ STORAGE = "storage_"
 
 
 def run_in_sequence(ops: pd.DataFrame) -> bool:
-    """Return whether ops are the sub-steps of DeepSpeed's own step.
+    """Return whether ops are the sub-steps of DeepSpeed's own step, which follow each
+    other on the host, as do forwards without gradients.
 
-    These follow each other on the host, as forwards without gradients do. The
-    operations of a schedule also use the link, and run at the same time.
-    """
+    The operations of a schedule also use the link, and run at the same time."""
     used = set(ops["resource"][ops["name"] != WITHOUT_GRADIENTS])
     return len(ops) > 0 and (
         not used or ("host" in used and not used & set(DIRECTIONS))
@@ -136,11 +133,10 @@ def remove_overlaps(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 
 @once_per_trace
 def without_gradients_ms(trace: Trace, rank: int | None = None) -> float | None:
-    """Return the time of `other` in which forwards without gradients run.
+    """Return the median time of `other` in which forwards without gradients run, on a
+    rank, or on the slowest one if it is None.
 
-    It is the median over the steady iterations, on a rank, or on the slowest one if the
-    rank is None; None where none were recorded.
-    """
+    None where none were recorded."""
     numbers = steady_iterations(trace).numbers
     longest = np.zeros(len(numbers))
     ranks = [

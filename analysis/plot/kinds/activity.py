@@ -49,8 +49,7 @@ class ActivityDrawing(PanelDrawing):
 def activity_panels(view: View, height: float, required: bool) -> list[ActivityDrawing]:
     """Return the panel of a view, none where kernels were not recorded.
 
-    That raises TraceError if the panel is `required`.
-    """
+    Raises TraceError there if the panel is `required`."""
     lanes = activity_lanes(view.trace, view.rank, view.axis, PICTURE)
     if required and not lanes:
         raise TraceError(f"rank {view.rank} of {view.trace.path}: {NO_KERNELS}")

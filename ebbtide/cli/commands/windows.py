@@ -77,10 +77,8 @@ def windows(
 def _select(
     all_windows: Windows, min_ms: float, span: tuple[int, int | None] | None
 ) -> Windows:
-    """Leave out windows that are too short or outside the range.
-
-    They are shorter than `min_ms` or not in the range `span` of iterations.
-    """
+    """Leave out windows that are shorter than `min_ms` or not in the range `span` of
+    iterations."""
     windows = [w for w in all_windows.windows if w.length_ms >= min_ms]
     if span is not None:
         first, last = span

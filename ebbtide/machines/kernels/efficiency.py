@@ -1,6 +1,5 @@
-"""Shares of the rates of its data sheet that a GPU reaches.
-
-They are by card, kernel and size, for dry runs and for plans.
+"""Shares of the rates of its data sheet that a GPU reaches by card, kernel and size,
+for dry runs and for plans.
 
 A share is a posterior: a prior for any card, corrected by what others measured on this
 card and, trusted less, on cards of its class. Errors are standard errors of the
@@ -44,19 +43,15 @@ class CardClass(Enum):
 
 
 class RateShare(NamedTuple):
-    """A share of a data sheet's rate.
-
-    It has a median, and one standard error of its logarithm.
-    """
+    """A share of a data sheet's rate: its median, and one standard error of its
+    logarithm."""
 
     median: float
     error: float
 
     def cases(self, factor: float = 1.0) -> PriorRange:
-        """Return the share times a factor in each of the cases.
-
-        They end a range with a probability of 80 %.
-        """
+        """Return the share times a factor in each of the cases, which end a range with
+        a probability of 80 %."""
         side = math.exp(DEVIATIONS_OF_RANGE * self.error)
         return PriorRange(*(factor * self.median * side**sign for sign in (1, 0, -1)))
 
@@ -189,10 +184,8 @@ def kernel_share(kernel: str, name: str, card_class: CardClass) -> RateShare:
 
 
 def posterior(shares: Iterable[RateShare]) -> RateShare:
-    """Return what independent estimates of a share give together.
-
-    They are normal in the logarithm.
-    """
+    """Return what independent estimates of a share, normal in the logarithm, give
+    together."""
     weights = [(1 / share.error**2, math.log(share.median)) for share in shares]
     total = sum(weight for weight, _ in weights)
     return RateShare(
@@ -265,10 +258,8 @@ class AttentionSize(NamedTuple):
 
 
 def attention_factor(size: AttentionSize, card_class: CardClass) -> float:
-    """Return the share of a rate that attention of this size reaches.
-
-    It is the rate on long sequences and heads of 128.
-    """
+    """Return the share of the rate on long sequences and heads of 128 that attention of
+    this size reaches."""
     exponent = _HEAD_EXPONENTS.get(card_class, _HEAD_EXPONENT)
     heads = math.pow(min(1.0, size.head_size / _FULL_HEAD), exponent)
     factor = size.sequence / (size.sequence + _SHORT_SEQUENCE) * heads

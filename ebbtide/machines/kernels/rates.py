@@ -15,7 +15,8 @@ from ebbtide.machines.sheets import GPU_SHEETS
 ProductSize = efficiency.ProductSize
 AttentionSize = efficiency.AttentionSize
 # Where no machine states its own: a device without a name counts as one.
-_DEFAULT = GPU_SHEETS["h100-80gb"].compute
+DEFAULT_GPU = "h100-80gb"
+_DEFAULT = GPU_SHEETS[DEFAULT_GPU].compute
 # Where a data sheet has no rate of a type, the operation runs in the next one.
 _NEXT_TYPE = {
     "float8": "bfloat16",
@@ -69,10 +70,8 @@ class GpuRates:
         self._network_bytes_per_s = box.network_bytes_per_s if box is not None else None
 
     def kernel_ns(self, work: KernelWork) -> list[int]:
-        """Return the time of a kernel in each case.
-
-        It is max(FLOPs / rate, bytes / rate) and a fixed time per launch.
-        """
+        """Return the time of a kernel in each case: max(FLOPs / rate, bytes / rate) and
+        a fixed time per launch."""
         if work.work_class is WorkClass.COLLECTIVE:
             return _times(
                 0.0,
@@ -103,10 +102,15 @@ class GpuRates:
         )
         return [sum(pair) for pair in zip(times, copies, strict=True)]
 
+    @property
+    def peer_bytes_per_s(self) -> float:
+        """The rate at which a GPU sends to others of its host."""
+        return self.gpu.peer_bytes_per_s or _DEFAULT.peer_bytes_per_s or 1.0
+
     def _ring_bytes_per_s(self, share_of_box: float) -> float:
         """Return the rate at which a rank sends; rings between boxes share the links of
         each (`Machine.ring_bytes_per_s`)."""
-        peer = self.gpu.peer_bytes_per_s or _DEFAULT.peer_bytes_per_s or 1.0
+        peer = self.peer_bytes_per_s
         network = share_of_box * (self._network_bytes_per_s or 0.0)
         return min(peer, network) if network else peer
 
@@ -156,10 +160,8 @@ class GpuRates:
 
     @property
     def fused_attention(self) -> list[str]:
-        """The fused implementations of attention that were measured for this class.
-
-        It is a class of GPUs.
-        """
+        """The fused implementations of attention that were measured for this class of
+        GPUs."""
         named = {
             one.kernel
             for one in efficiency.EVIDENCE

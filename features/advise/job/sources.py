@@ -45,7 +45,7 @@ from ebbtide.interleave.replay.recorded_job import (
     recorded_job,
     state_bytes_on_device,
 )
-from ebbtide.interleave.replay.workload_from_trace import workload_of
+from ebbtide.interleave.replay.workload_from_trace import NO_FREE_MEMORY, workload_of
 from ebbtide.profiler.trace import Trace
 from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 
@@ -187,6 +187,7 @@ def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
         offload=offloads,
     )
     micro_steps = recorded.micro_steps or 1
+    memory = recorded_memory(trace, workload)
     return TrainingJob(
         workload=workload,
         settings=settings,
@@ -199,14 +200,28 @@ def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
             own_update_s=recorded.own_update_s,
             kind=kind_of_trace(trace) if is_predicted(trace) else None,
         ),
-        memory=recorded_memory(trace, workload),
+        memory=memory,
         state_bytes=state_bytes_on_device(JobMetrics(trace)),
         micro_steps=micro_steps,
         tokens=_tokens(batch, settings, micro_steps, framework.tokens),
         recorded=recorded,
-        notes=workload.notes,
+        notes=tuple(
+            note for note in workload.notes if memory is None or note != NO_FREE_MEMORY
+        ),
         facts=facts_of(trace),
+        host_peak_bytes=_host_peak(trace),
     )
+
+
+def _host_peak(trace: Trace) -> float | None:
+    """Return the host memory of a rank of a dry run; None: not known, or a plan has its
+    own, since optimizer state is there."""
+    prediction = trace.meta.prediction
+    if prediction is None or "all" not in prediction.host_bytes:
+        return None
+    setup = framework_setup(trace)
+    offloads = setup is not None and setup.ratio is not None
+    return None if offloads else float(prediction.host_bytes["all"][0])
 
 
 def _times_factor(trace: Trace, workload: Workload) -> float:

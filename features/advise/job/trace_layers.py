@@ -48,11 +48,20 @@ def with_trace_layers(workload: Workload, trace: Trace) -> Workload:
     phases = trace.phases(rank)
     phases = phases[phases["iteration"] <= numbers[-1]].sort_values("start_ns")
     layers = _TracedLayers(kernels, rows, phases[phases["iteration"] == numbers[-1]])
-    params = layers.sums(layers.category == "parameter") / workload.param_bytes
-    is_whole = params.sum() <= workload.params * (1 + 1e-6)
-    if len(params) < 2 or params.min() < 1 or not is_whole:
+    weights = layers.sums(layers.category == "parameter")
+    if len(weights) < 2 or weights.min() < workload.param_bytes:
         return workload
-    result, again_s = _model_layers(workload, layers, params)
+    params, frozen_bytes = weights / workload.param_bytes, np.zeros(len(weights))
+    buffers = layers.sums(layers.category == "buffer")
+    if buffers.sum() > weights.sum():
+        # Quantized weights, which are frozen.
+        weights = weights + layers.take_buffers()
+    if weights.sum() > workload.params * workload.param_bytes * (1 + 1e-6):
+        # Some are frozen: no gradient comes of them.
+        trained, all_trained = layers.gradient_bytes()
+        params = np.floor(workload.params * trained / max(all_trained, 1.0))
+        frozen_bytes = np.maximum(weights - trained, 0.0)
+    result, again_s = _model_layers(workload, layers, params, frozen_bytes)
     # What torch's allocator keeps beyond the tensors.
     kept, requested = (
         memory_timeline(trace, rank, pool or "")[1].max(initial=0)
@@ -77,7 +86,7 @@ def with_trace_layers(workload: Workload, trace: Trace) -> Workload:
 
 
 def _model_layers(
-    workload: Workload, layers: _TracedLayers, params: Floats
+    workload: Workload, layers: _TracedLayers, params: Floats, frozen_bytes: Floats
 ) -> tuple[list[Layer], float]:
     """Return the layers of the model, and the time of all recomputation, s."""
     forward_s, _ = workload.forward_s * layers.phase_shares(FORWARD)
@@ -98,7 +107,9 @@ def _model_layers(
             form, size, compute_s = "as recorded", saved[number], again_s
         smallest = ActivationForm(form, float(size), float(compute_s[number]))
         times = float(forward_s[number]), float(backward_s[number])
-        result.append(Layer(name, int(params[number]), *times, (everything, smallest)))
+        forms = (everything, smallest)
+        frozen = float(frozen_bytes[number])
+        result.append(Layer(name, int(params[number]), *times, forms, frozen))
     return result, float(again_s.sum())
 
 
@@ -173,6 +184,19 @@ class _TracedLayers:
         return np.bincount(
             self.layer[chosen], self._bytes[chosen], len(self.names)
         ).astype(np.float64)
+
+    def take_buffers(self) -> Floats:
+        """Count buffers as weights of their layer, and return their bytes by layer."""
+        own = (self.layer >= 0) & (self.category == "buffer")
+        self._rest &= ~own
+        return self.sums(own)
+
+    def gradient_bytes(self) -> tuple[Floats, float]:
+        """Return the bytes of gradients of the last backward by layer, and of all."""
+        last = self.parts[BACKWARD][-1]
+        is_gradient = self.category == "gradient"
+        is_gradient &= (self._starts < last.end_ns) & (self._ends > last.start_ns)
+        return self.sums(is_gradient), float(self._bytes[is_gradient].sum())
 
     def output_bytes(self, selected: Any = True) -> Floats:
         """Return the bytes of selected allocations by the last kernels of each layer in

@@ -164,10 +164,8 @@ def _on_cpu(trace: Trace) -> bool:
 def _machine_without_gpu(
     traces: Sequence[Trace], steps_of_traces: Sequence[StepRates | None], name: str
 ) -> Machine:
-    """Return what jobs without a GPU show of a machine.
-
-    It has rates from their sub-steps, no link, and nothing fitted.
-    """
+    """Return the rates of a machine that jobs without a GPU show by their sub-steps,
+    without link and fit."""
     for trace, steps in zip(traces, steps_of_traces, strict=True):
         if not _on_cpu(trace):
             raise MachineError(
@@ -412,10 +410,8 @@ def _ranks_of(samples: Sequence[FitSample]) -> tuple[int, bool]:
 
 
 def box_of_ranks(machine: Machine, ranks: int, alone: dict[str, float]) -> Box | None:
-    """Return the totals of a box from the rates of one rank.
-
-    These are the rates while all ranks update, and of one alone; None for one rank.
-    """
+    """Return the totals of a box from the rates of one rank while all ranks update, and
+    of one alone; None for one rank."""
     if ranks == 1:
         return None
     totals = {

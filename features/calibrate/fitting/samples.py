@@ -1,7 +1,5 @@
-"""Measurements of traces for a fit.
-
-They are samples, and rates that follow from the sub-steps of recorded DeepSpeed jobs.
-"""
+"""Measurements of traces for a fit: samples, and rates that follow from the sub-steps
+of recorded DeepSpeed jobs."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,6 +1,5 @@
-"""Detects DeepSpeed's phases.
-
-They are the engine's backward and update, and the sub-steps of the ZeRO optimizers.
+"""Detects DeepSpeed's phases: the engine's backward and update, and the sub-steps of
+the ZeRO optimizers.
 
 `profiler/agent/phase_hooks.py` detects PyTorch's phases, the forward among them.
 DeepSpeed is never imported here: its classes are wrapped once the job has imported
@@ -39,10 +38,8 @@ _UNOBSERVED_NOTE = (
 
 
 class DeepSpeedHooks:
-    """Reports DeepSpeed's phases and sub-steps to `recorder`, until `remove`.
-
-    It does so from creation on.
-    """
+    """Reports DeepSpeed's phases and sub-steps to `recorder` from creation on until
+    `remove`."""
 
     def __init__(self, recorder: Recorder, torch: Any) -> None:
         self._recorder = recorder
@@ -193,10 +190,8 @@ class DeepSpeedHooks:
                 recorder.leave(end_ns=end_ns)
 
     def _record_step(self, engine: Any, outermost: bool) -> None:
-        """Note a step of the engine's optimizer, for the optimizers in it.
-
-        These step once per subgroup or not at all.
-        """
+        """Note a step of the engine's optimizer, for the optimizers in it, which step
+        once per subgroup or not at all."""
         recorder, optimizer = self._recorder, engine.optimizer
         if outermost or _ends_zenflow_interval(engine):
             recorder.stepped.clear()
@@ -268,11 +263,10 @@ def _ends_zenflow_interval(engine: Any) -> bool:
 def wrap_worker(
     original: Callable[..., Any], tasks: Any, results: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap the main function of SuperOffload's worker process.
+    """Wrap the main function of SuperOffload's worker process, which stays importable
+    under its own name.
 
-    It stays importable under its own name. The agent in the worker adds the time of
-    each task to its result.
-    """
+    The agent in the worker adds the time of each task to its result."""
     get_task, put_result, received_ns = tasks.get, results.put, 0
 
     @hidden

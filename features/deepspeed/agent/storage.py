@@ -152,10 +152,8 @@ def _stage_3_bytes(optimizer: Any, parameters: Any, gradients: Any) -> int | Non
 def _stage_3_boundary_bytes(
     optimizer: Any, parameter: Any, gradient: Any, *_: Any
 ) -> int | None:
-    """Stage 3, at the boundary: one parameter's part of the fp32 gradient.
-
-    It counts if the gradient is in host memory.
-    """
+    """Stage 3, at the boundary: the part of the fp32 gradient of one parameter, if it
+    is in host memory."""
     subgroup = optimizer.grad_position[optimizer.get_param_id(parameter)][0]
     master = optimizer.fp32_partitioned_groups_flat[subgroup]
     if master.device.type != "cpu":
@@ -164,10 +162,8 @@ def _stage_3_boundary_bytes(
 
 
 def _accumulated_bytes(optimizer: Any, parameter: Any) -> int:
-    """Stages 1 and 2, before the boundary: the gradient in the model's precision.
-
-    It is the whole gradient.
-    """
+    """Stages 1 and 2, before the boundary: the whole gradient in the model's
+    precision."""
     return int(parameter.numel() * parameter.element_size())
 
 
@@ -224,12 +220,10 @@ class _Request(NamedTuple):
 
 
 class StorageRecorder:
-    """Records a row per subgroup and submission.
+    """Records a row per subgroup and submission, up to the end of the wait for the
+    handle that submitted it: DeepSpeed learns no sooner that a request has ended.
 
-    It lasts to the end of the wait for the handle that submitted it: DeepSpeed learns
-    no sooner that a request has ended. In an update the waits are sub-steps; elsewhere
-    they are rows of their own.
-    """
+    In an update the waits are sub-steps; elsewhere they are rows of their own."""
 
     def __init__(
         self,
@@ -289,10 +283,8 @@ class StorageRecorder:
     def wrap_allocate(
         self, original: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Wrap the method that reserves buffers.
-
-        It returns None if there are too few: DeepSpeed then fails.
-        """
+        """Wrap the method that reserves buffers, which returns None if there are too
+        few: DeepSpeed then fails."""
         buffers = original(*args, **kwargs)
         if buffers is None:
             self._recorder.note_once(_NO_BUFFERS_NOTE)

@@ -1,7 +1,5 @@
-"""Reads the state of DeepSpeed's optimizers and engines.
-
-It works across ZeRO's stages and DeepSpeed's versions.
-"""
+"""Reads the state of DeepSpeed's optimizers and engines, across ZeRO's stages and
+DeepSpeed's versions."""
 
 from __future__ import annotations
 
@@ -116,10 +114,8 @@ def swaps_to_disk(optimizer: Any) -> bool:
 
 
 def has_state_in_other_process(optimizer: Any) -> bool:
-    """Return whether the moments are in another process.
-
-    It is SuperOffload's worker, or ZenFlow's optimizer process.
-    """
+    """Return whether the moments are in another process: SuperOffload's worker, or
+    ZenFlow's optimizer process."""
     attributes = getattr(optimizer, "__dict__", {})
     return "superoffload_cpu_optimizer" in attributes or bool(
         attributes.get("process_optimizer_established")
@@ -149,10 +145,8 @@ def _first_attribute(owner: Any, names: tuple[str, ...]) -> Any:
 
 
 def largest_gradient_bytes(optimizer: Any) -> int | None:
-    """Return the bytes of the largest piece of a gradient that is swapped.
-
-    It is swapped to storage; None if there is none.
-    """
+    """Return the bytes of the largest piece of a gradient that is swapped to storage;
+    None if there is none."""
     swapper = getattr(optimizer, "optimizer_swapper", None)
     infos = getattr(swapper, "swap_params_info", {}).values()
     lengths = [

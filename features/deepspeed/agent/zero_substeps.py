@@ -1,7 +1,5 @@
-"""The methods of DeepSpeed's ZeRO optimizers that are sub-steps of an update.
-
-They are recorded as such.
-"""
+"""The methods of DeepSpeed's ZeRO optimizers that are recorded as sub-steps of an
+update."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Patches DeepSpeed so that `deepspeed.initialize` builds InterleavedStage3.
-
-It also undoes the patches.
-"""
+"""Patches DeepSpeed so that `deepspeed.initialize` builds InterleavedStage3, and undoes
+the patches."""
 
 import functools
 import gc

@@ -223,10 +223,8 @@ class InterleavedStage3(StateAccess):
     def _get_fp32_grad_state_partition(
         self, param: Any, release_swap_buffers: bool
     ) -> tuple[torch.Tensor, int]:
-        """Return a gradient for DeepSpeed's functions that get and set it.
-
-        They do so before the step.
-        """
+        """Return a gradient for DeepSpeed's functions that get and set it before the
+        step."""
         number = self.get_param_id(param)
         if number not in self._exposed:
             self._recall()
@@ -237,10 +235,7 @@ class InterleavedStage3(StateAccess):
         return self._exposed[number], self.grad_position[number][0]
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Check the gradients by their norms.
-
-        They are not in DeepSpeed's buffer.
-        """
+        """Check the gradients, which are not in DeepSpeed's buffer, by their norms."""
         norms = list(self.norm_for_param_grads.values())
         finite = not norms or bool(torch.isfinite(torch.stack(norms)).all())
         flag = torch.tensor(
@@ -324,11 +319,9 @@ class InterleavedStage3(StateAccess):
     # ---------------------------------------
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
-        """Compute the factor for each gradient by DeepSpeed's formula.
-
-        It is one over the loss scale times max(1, (norm + 1e-6) / clip_grad). The
-        kernel applies it.
-        """
+        """Compute the factor for each gradient, which the kernel applies, by
+        DeepSpeed's formula: one over the loss scale times max(1, (norm + 1e-6) /
+        clip_grad)."""
         combined = self.loss_scale
         if self.clip_grad > 0:
             clip = (total_norm / self.loss_scale + 1e-6) / self.clip_grad

@@ -184,10 +184,8 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self._runner.set_plan()
 
     def _show(self, groups: Iterable[int]) -> None:
-        """Let the masters and moments of DeepSpeed's subgroups have their values.
-
-        They have them until the plan starts again.
-        """
+        """Let the masters and moments of DeepSpeed's subgroups have their values until
+        the plan starts again."""
         if self._runner is None:
             return
         self._runner.check_process()
@@ -232,10 +230,8 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def _get_fp32_opt_state_partition(
         self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[torch.Tensor, int]:
-        """Return the master or a moment of a parameter for DeepSpeed's functions.
-
-        These functions get and set it.
-        """
+        """Return the master or a moment of a parameter for DeepSpeed's functions that
+        get and set it."""
         group, begin, length = self.grad_position[self.get_param_id(param)]
         self._show([group])
         master = self._masters[group]
@@ -265,10 +261,8 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self._views.collect()
 
     def _check_saved(self, saved: Any, has_moments: bool) -> None:
-        """Raise EngineError unless a state dict of DeepSpeed is complete.
-
-        It must have all masters, and all moments if some.
-        """
+        """Raise EngineError unless a state dict of DeepSpeed has all masters, and all
+        moments if some."""
         for key, own in (
             (ZERO_STAGE, int(ZeroStageEnum.weights)),
             (PARTITION_COUNT, self.partition_count),
@@ -350,13 +344,13 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         return commit
 
     def load_commit(self, commit: Mapping[str, Any]) -> None:
-        """Go on from what `commit` has returned on this rank.
-
-        It may be in this process or after a crash.
+        """Go on from what `commit` has returned on this rank, in this process or after
+        a crash.
 
         Gradients of this step are dropped. Frozen parameters and buffers of the model
         are not in it. Raises EngineError if it is not a commit of this model, or the
-        storage does not have it."""
+        storage does not have it.
+        """
         self._check_commit(commit)
         steps, groups = commit["steps"], commit["param_groups"]
         if self._is_open:
@@ -412,10 +406,8 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self._runner.backing.check(self._subgroups, commit["storage"])
 
     def _commit_details(self, steps: Sequence[int]) -> dict[str, Any]:
-        """Return what a commit of this rank says of itself.
-
-        It has the numbers of updates of DeepSpeed's subgroups.
-        """
+        """Return the details of a commit of this rank: the numbers of updates of
+        DeepSpeed's subgroups."""
         shapes = [
             [tuple(param.ds_shape) for param in params] for params in self.fp16_groups
         ]
@@ -464,10 +456,8 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         super().offload_states(*args, **kwargs)
 
     def destroy(self) -> None:
-        """Destroy DeepSpeed's part, and close the engine.
-
-        This is after the last step has ended.
-        """
+        """Destroy DeepSpeed's part, and close the engine, after the last step has
+        ended."""
         try:
             self.synchronize()
         finally:
@@ -484,10 +474,8 @@ class StateAccess(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     @property
     def _is_late(self) -> bool:
-        """Whether updates may be late, the same on all ranks.
-
-        It decides which collectives run.
-        """
+        """Return whether updates may be late, the same on all ranks, since it decides
+        which collectives run."""
         return self.settings.supported.forward
 
     def _gate_gathers(self, params: Iterable[Any]) -> None:

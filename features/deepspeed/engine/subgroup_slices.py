@@ -145,10 +145,8 @@ class SliceGradients:
         return completed
 
     def param_gradient(self, param: int, device: torch.device) -> torch.Tensor:
-        """Return the gradient of a parameter, flat, in new memory.
-
-        It is zero if it was not added.
-        """
+        """Return the gradient of a parameter, flat, in new memory; zero if it was not
+        added."""
         extent = self._extents[param]
         gradient = torch.zeros(extent.params, dtype=self._dtype, device=device)
         for number, slice_span, param_span in self._overlaps(param, gradient.numel()):
@@ -255,10 +253,8 @@ class HeldMasters:
 
 
 class StoredMasters:
-    """Masters and moments without elements, except from `show` to `write_back`.
-
-    They have host memory only then; `sizes` are their elements.
-    """
+    """Masters and moments with elements, whose numbers are `sizes`, in host memory from
+    `show` to `write_back` only."""
 
     # The engine has its own.
     slice_buffers = None
@@ -327,10 +323,8 @@ class StoredMasters:
 
 
 def release_pages(zeros: torch.Tensor) -> None:
-    """Give the memory of zeros on the host back to the system.
-
-    It is not pinned, and stays with the system until something writes to it.
-    """
+    """Give the memory of zeros on the host that is not pinned back to the system until
+    something writes to it."""
     if zeros.device.type != "cpu":
         return
     begin, end = zeros.data_ptr(), zeros.data_ptr() + zeros.nbytes
@@ -345,12 +339,12 @@ def release_pages(zeros: torch.Tensor) -> None:
 def _use_host_buffer(
     optimizer: Any, rule: UpdateRule, master: torch.Tensor, buffer: torch.Tensor
 ) -> torch.Tensor:
-    """Make a master and its moments views of a host buffer, and return it.
-
-    They have their values in it. New moments are zero.
+    """Make a master and its moments views of a host buffer with their values, and
+    return it. New moments are zero.
 
     The optimizer is the one that DeepSpeed calls, and has the moments; the buffer is
-    fp32, (rows, elements)."""
+    fp32, (rows, elements).
+    """
     if master.data.data_ptr() != buffer[MASTER].data_ptr():
         buffer[MASTER].copy_(master.data)
     state = optimizer.state[master]
@@ -365,10 +359,7 @@ def _use_host_buffer(
 def _bind(
     optimizer: Any, rule: UpdateRule, master: torch.Tensor, buffer: torch.Tensor
 ) -> torch.Tensor:
-    """Make a master and its moments views of a host buffer, and return it.
-
-    They take the values of the buffer.
-    """
+    """Make a master and its moments views of a host buffer, whose values they take."""
     master.data = buffer[MASTER]
     master.grad = None
     state = optimizer.state[master]

@@ -88,11 +88,10 @@ def check_engine(engine: Any) -> None:
 
 
 def rules_of(optimizer: Any) -> list[UpdateRule]:
-    """Return the rule of each parameter group of DeepSpeed's optimizer.
+    """Return the rule of each parameter group of the optimizer that DeepSpeed would
+    use.
 
-    It is the optimizer that DeepSpeed would use. Raises EngineError if there is none,
-    and for options that are not supported.
-    """
+    Raises EngineError if there is none, and for options that are not supported."""
     name = type(optimizer).__name__
     if name not in _RULES:
         raise EngineError(

@@ -1,4 +1,2 @@
-"""Rules on jobs that DeepSpeed runs, and on what it does by itself.
-
-They are about transfers, updates, and state on storage.
-"""
+"""Rules on jobs that DeepSpeed runs, and on its own transfers, updates, and state on
+storage."""

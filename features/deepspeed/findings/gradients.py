@@ -161,10 +161,8 @@ def gradient_round_trip(metrics: JobMetrics) -> Finding | Unknown | None:
 def _part_ms(
     metrics: JobMetrics, busy_ms: float | None, moved: float, part: float
 ) -> float | None:
-    """Return the time of a part of the moved bytes.
-
-    It is by the copies' own time, else at the link's peak.
-    """
+    """Return the time of a part of the moved bytes, by the copies' own time, else at
+    the link's peak."""
     if busy_ms is not None:
         return busy_ms * part / moved
     return part / metrics.peak_bytes_per_s * 1e3 if metrics.peak_bytes_per_s else None

@@ -162,11 +162,10 @@ def twin_flow_ratio(metrics: JobMetrics) -> Finding | None:
 
 
 def _subgroup_advice(metrics: JobMetrics, job: DeepSpeedSetup, ratio: float) -> str:
-    """Advise the sub_group_size with the fewest subgroups that is near the ratio.
+    """Advise the sub_group_size with the fewest subgroups that is near the ratio: the
+    configured one in proportion to the numbers of subgroups.
 
-    It is the configured one in proportion to the numbers of subgroups. DeepSpeed adds
-    whole tensors up to that size, so subgroups are larger.
-    """
+    DeepSpeed adds whole tensors up to that size, so subgroups are larger."""
     params, count = sum(job.subgroups), len(job.subgroups)
     configured = job.zero_config.get("sub_group_size")
     size_now = (

@@ -35,7 +35,7 @@ class UpdatePart(NamedTuple):
     t_ns: int | None
 
 
-class HostMemory(NamedTuple):
+class HostMemoryMark(NamedTuple):
     """Memory in use on the whole host.
 
     `share` of the host's memory has one decimal of a percent.
@@ -80,7 +80,7 @@ class MemoryMark:
     reserved: int
     peak_reserved: int  # Peak since the previous mark, rounded to GiB
     # Memory of the whole host; None if the log does not have it
-    host: HostMemory | None = None
+    host: HostMemoryMark | None = None
 
 
 # DeepSpeed writes two decimals: fewer mean that the line was cut.
@@ -165,7 +165,7 @@ class TimerReader:
             and (host := _HOST.search(line.text))
         ):
             used, percent = map(float, host.groups())
-            self.marks[-1].host = HostMemory(round(used * GIB), percent / 100)
+            self.marks[-1].host = HostMemoryMark(round(used * GIB), percent / 100)
 
     def finish(self, accumulation: int | None) -> None:
         """Derive steps where the log has no timers of whole ones.

@@ -1,7 +1,5 @@
-"""Imports logs of DeepSpeed training.
-
-They have timers (`wall_clock_breakdown`), memory marks, configuration, and ranks.
-"""
+"""Imports logs of DeepSpeed training: timers (`wall_clock_breakdown`), memory marks,
+configuration, and ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ebbtide.features.deepspeed.log_importer.durations import (
-    HostMemory,
+    HostMemoryMark,
     MemoryMark,
     PhaseBoundary,
     StepTimers,
@@ -218,7 +216,7 @@ def add_metadata(
     # The share has one decimal: the largest share gives the host's memory with the
     # smallest error.
     hosts = (mark.host for mark in marks if mark.host)
-    host = max(hosts, key=lambda memory: memory.share, default=HostMemory(0, 0.0))
+    host = max(hosts, key=lambda memory: memory.share, default=HostMemoryMark(0, 0.0))
     if host.share > 0:
         capacity = round(host.used_bytes / host.share)
         meta["host"] = {
@@ -435,9 +433,9 @@ def _place_parts(
 ) -> Iterator[tuple[str, int, int]]:
     """Yield the name, start and end of each timer within an interval.
 
-    They follow each other up to its end if it is long enough for all of them; else the
-    longest contains the others. A timer that is longer than the interval is left out.
-    """
+    Timers follow each other up to its end if it is long enough for all of them; else
+    the longest contains the others. A timer that is longer than the interval is left
+    out."""
     while parts:
         longest_ns = (end - begin) * (1 + _TIMER_ERROR)
         parts = [part for part in parts if part.ms * 1e6 <= longest_ns]

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from ebbtide.features.doctor.check import Answer, check
 from ebbtide.features.doctor.host import Card, JobHost
-from ebbtide.machines.host import UNIFIED
-from ebbtide.machines.sheets import GPU_SHEETS
+from ebbtide.machines.sheets import shares_host_memory
 from ebbtide.units import rate_text
 
 
@@ -92,13 +91,11 @@ def unified_memory(host: JobHost) -> Iterator[Answer]:
 
 
 def _shares_host_memory(card: Card) -> bool:
-    """Return whether a GPU has the memory of the CPU.
-
-    This is known by the data sheet of its name, else by what is not reported.
-    """
-    links = {sheet.compute.name: sheet.link for sheet in GPU_SHEETS.values()}
-    if card.device["name"] in links:
-        return links[card.device["name"]] == UNIFIED
+    """Return whether a GPU has the memory of the CPU, by the data sheet of its name,
+    else by what is not reported."""
+    is_shared = shares_host_memory(card.device["name"])
+    if is_shared is not None:
+        return is_shared
     return (
         card.device["capacity_bytes"] is None
         and card.device["link"]["max_width"] is None

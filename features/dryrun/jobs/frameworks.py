@@ -25,7 +25,7 @@ _DEFAULT_TOKENS = 2048
 _TUNE_RUN = re.compile(r"tune run (?:--nproc_per_node (\d+) )?(\w+) ")
 
 
-class Framework:
+class RecipeFramework:
     """A framework: `key` is in each of its recipes, and in none of those that come
     before it in `FRAMEWORKS`."""
 
@@ -56,7 +56,7 @@ class Framework:
         raise NotImplementedError
 
 
-class Trl(Framework):
+class Trl(RecipeFramework):
     name, package, key = "TRL", "trl", "model_name_or_path"
 
     def command(self, path: Path, text: str, recipe: Recipe, ranks: int) -> list[str]:
@@ -91,7 +91,7 @@ class Trl(Framework):
             recipe["dataset_name"] = str(file.parent)
 
 
-class Axolotl(Framework):
+class Axolotl(RecipeFramework):
     name, package, key = "Axolotl", "axolotl", "base_model"
     words = ("axolotl", "train")
     batch_key, default_batch = "micro_batch_size", 1
@@ -124,7 +124,7 @@ class Axolotl(Framework):
             recipe["dataset_prepared_path"] = str(replacements.folder / "prepared")
 
 
-class LlamaFactory(Framework):
+class LlamaFactory(RecipeFramework):
     name, package, key = "LLaMA-Factory", "llamafactory", "stage"
     words = ("llamafactory-cli", "train")
 
@@ -171,7 +171,7 @@ class LlamaFactory(Framework):
             recipe |= {"dataset": "synthetic", "dataset_dir": str(file.parent)}
 
 
-class Torchtune(Framework):
+class Torchtune(RecipeFramework):
     name, package, key = "torchtune", "torchtune", "_component_"
     batch_key, default_batch = "batch_size", 1
 

@@ -149,8 +149,8 @@ def write_stand_in(model: Model, folder: Path) -> None:
 
 
 def complete_stand_ins(folder: Path) -> list[str]:
-    """Write what models in a folder lack, the header of weights and a tokenizer; return
-    a line for each.
+    """Write the header of weights and the tokenizer that models in a folder lack;
+    return a line for each.
 
     They load in a dry run only, whose process calls this, so that transformers is
     imported once."""

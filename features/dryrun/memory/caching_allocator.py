@@ -93,7 +93,7 @@ class CachingAllocator:
         """Return a block for a request of `size` bytes on a stream; None if no memory
         is left and it is not `always`.
 
-        It is the smallest free block of that stream that fits, or a part of a new
+        The block is the smallest free one of that stream that fits, or a part of a new
         segment. At `now_ns`, blocks that other streams have used until then become
         free."""
         self._free_awaited(now_ns)

@@ -9,25 +9,20 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ebbtide.machines.sheets import plain_name, preset_of
+
 # parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp; the larger one on
 # Hopper and Blackwell.
 _LARGE_BYTES = 4096 * 8 * 1024
 _SMALL_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
 _LARGE_CAPABILITIES = (9, 10, 12)
 _PARTS = re.compile(r":(\d+):(\d+)")
-# Multiprocessors of a GPU by a part of its name, the longest one, from its data sheet;
-# those of an H100 SXM for others.
+# Multiprocessors of GPUs without a preset by a part of their name, the longest one,
+# from data sheets; those of an H100 SXM for others.
 _MULTIPROCESSORS = {
-    "p100": 56, "v100": 80, "titanrtx": 72, "rtx2080ti": 68, "t4": 40,
-    "a100": 108, "a30": 56, "a10": 72, "a40": 84,
-    "a4000": 48, "a5000": 64, "a6000": 84,
-    "rtx3060": 28, "rtx3060ti": 38, "rtx3070": 46, "rtx3080": 68, "rtx3090": 82,
-    "rtx3090ti": 84,
-    "rtx4060": 24, "rtx4060ti": 34, "rtx4070": 46, "rtx4070ti": 60, "rtx4080": 76,
-    "rtx4090": 128, "rtx6000ada": 142, "l4": 58, "l40": 142, "l40s": 142,
-    "h100pcie": 114, "h100nvl": 132, "h200": 132, "gh200": 132,
-    "rtx5070": 48, "rtx5070ti": 70, "rtx5080": 84, "rtx5090": 170, "b200": 148,
-    "mi300x": 304,
+    "p100": 56, "titanrtx": 72, "rtx2080ti": 68, "a30": 56, "a4000": 48, "a5000": 64,
+    "rtx3060ti": 38, "rtx3070": 46, "rtx3090ti": 84, "rtx4070ti": 60, "l40": 142,
+    "a100": 108, "v100": 80, "rtx5070": 48,
 }  # fmt: skip
 _H100_MULTIPROCESSORS = 132
 # Most threads on a multiprocessor by compute capability, from the CUDA C++ Programming
@@ -55,9 +50,13 @@ def workspace_bytes(capability: tuple[int, int]) -> int:
 
 def multiprocessors(device_name: str, capability: tuple[int, int]) -> Multiprocessors:
     """Return the multiprocessors of a GPU, by the name that torch reports."""
-    name = re.sub(r"[^a-z0-9]", "", device_name.lower())
-    parts = [part for part in _MULTIPROCESSORS if part in name]
-    count = _MULTIPROCESSORS.get(max(parts, key=len, default=""), _H100_MULTIPROCESSORS)
+    name = plain_name(device_name)
+    sheet = preset_of(device_name)
+    count = None if sheet is None else sheet.multiprocessors
+    if count is None:
+        parts = [part for part in _MULTIPROCESSORS if part in name]
+        longest = max(parts, key=len, default="")
+        count = _MULTIPROCESSORS.get(longest, _H100_MULTIPROCESSORS)
     return Multiprocessors(count, _THREADS.get(capability, _MOST_THREADS))
 
 

@@ -17,8 +17,8 @@ MOST_KERNELS = 100_000
 class IterationEnd:
     """Knows which optimizers there are, and which have stepped in an iteration.
 
-    It is whole when each that stepped in the one before has stepped as often in it; or,
-    where one of them does not, when the next iteration begins.
+    An iteration is whole when each that stepped in the one before has stepped as often
+    in it; or, where one of them does not, when the next iteration begins.
 
     Attributes:
         made: The optimizers that the job has made and still has.
@@ -76,10 +76,10 @@ class IterationEnd:
         )
 
     def _is_rare(self) -> bool:
-        """Return whether an optimizer that first stepped in a late iteration may step
-        again soon: after as many iterations as before."""
+        """Return whether an optimizer may step again soon: after as many iterations as
+        before its first step; if that was in the first one, after a few."""
         return any(
-            first > 0 and self._index < 2 * (first + 1)
+            self._index < (2 * (first + 1) if first else 1 + LEAST_WAITED_ITERATIONS)
             for optimizer, first in list(self._first.items())
             if optimizer not in self._repeated
         )

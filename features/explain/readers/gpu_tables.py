@@ -133,7 +133,7 @@ def _figure(name: str, value: str, unit: str = "") -> dict[str, Any]:
 
 @dataclass
 class _Draft:
-    """What was read so far of the tables of one tool."""
+    """The tables of one tool as far as they were read."""
 
     program: str
     rows: list[dict[str, Any]] = field(default_factory=list)

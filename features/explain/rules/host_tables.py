@@ -9,7 +9,7 @@ from ebbtide.features.explain import formats
 from ebbtide.features.explain.answer import OpenQuestion, Result, rule
 from ebbtide.features.explain.line_formats import file_content
 from ebbtide.features.explain.readers.gpu_tables import GpuTable
-from ebbtide.features.explain.readers.host_tables import HostMemory, HostMessage
+from ebbtide.features.explain.readers.host_tables import HostMemoryTable, HostMessage
 from ebbtide.features.explain.readers.step_logs import StepLog
 from ebbtide.features.explain.record import Records
 from ebbtide.features.explain.rule_tables import entry_answer, holds
@@ -26,7 +26,7 @@ _PARTS_OF_KILL = ("anon", "file", "shared")
 
 @rule(5)
 def explain_host(records: Records) -> Iterator[Result]:
-    messages, tables = records.of(HostMessage), records.of(HostMemory)
+    messages, tables = records.of(HostMessage), records.of(HostMemoryTable)
     if not messages and not tables:
         return
     figures: dict[str, Any] = {
@@ -98,7 +98,7 @@ def _add_messages(
 
 
 def _add_fall(
-    figures: dict[str, Any], words: dict[str, Any], tables: list[HostMemory]
+    figures: dict[str, Any], words: dict[str, Any], tables: list[HostMemoryTable]
 ) -> None:
     """Add by how much available memory falls from table to table."""
     sizes = [one.sizes["available"] for one in tables if "available" in one.sizes]

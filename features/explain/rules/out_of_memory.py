@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from ebbtide.analysis.findings.rules.spilled import SETTING
 from ebbtide.features.explain import formats
 from ebbtide.features.explain.answer import Answer, OpenQuestion, Result, rule
 from ebbtide.features.explain.readers.out_of_memory import Frame, OutOfMemoryMessage
@@ -160,8 +161,7 @@ def _spilled(message: OutOfMemoryMessage) -> Answer | None:
         "spilled",
         f"torch has {bytes_text(allocated)} on a GPU of {bytes_text(capacity)}: the "
         "driver has spilled memory to the host (Windows, WSL)",
-        "in the driver's settings choose 'CUDA - Sysmem Fallback Policy: Prefer No "
-        "Sysmem Fallback', so that it fails early instead of running many times slower",
+        SETTING,
     )
 
 

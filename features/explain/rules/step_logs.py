@@ -5,6 +5,7 @@ from itertools import combinations
 
 import numpy as np
 
+from ebbtide.analysis.metrics.iteration_mean import mean_text, uneven
 from ebbtide.analysis.timeseries.change_point import find_change
 from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.features.explain import formats
@@ -42,9 +43,13 @@ def explain_step_time(records: Records) -> Iterator[Result]:
     if left:
         hours = left * median_s / 3600
         lines.append(f"{left:,} steps are left: {hours:,.1f} h at this rate")
+    times = uneven(1e3 * times_s, "steps")
+    if times is not None:
+        lines.append(times.line)
     yield Answer(
         rule="step-time",
-        title=f"a step takes {seconds_text(median_s)} (median)",
+        title=f"a step takes {seconds_text(median_s)}"
+        + (mean_text(times) or " (median)"),
         evidence=tuple(lines),
         places=(log.place,),
     )

@@ -1,4 +1,2 @@
-"""Logs of training jobs that several importers read.
-
-They have lines and their clock, settings of the job, and reports of memory.
-"""
+"""Logs of training jobs that several importers read: lines and their clock, settings of
+the job, and reports of memory."""

@@ -41,10 +41,8 @@ _REPORT = re.compile(
 
 
 class MemoryReport(NamedTuple):
-    """Peaks of memory of a rank since the start of the job, in bytes.
-
-    They are as Megatron printed them.
-    """
+    """Peaks of memory of a rank since the start of the job, in bytes, as Megatron
+    printed them."""
 
     peak_allocated: int
     peak_reserved: int
@@ -79,10 +77,8 @@ class JobSettings:
     reports: dict[int, MemoryReport] = field(default_factory=dict)
 
     def params(self) -> int | None:
-        """Return the parameters of the whole model.
-
-        It is the sum of its tensor- and pipeline-parallel parts.
-        """
+        """Return the parameters of the whole model, the sum of its tensor- and
+        pipeline-parallel parts."""
         return sum(self.model_parallel_params.values()) or self.params_rounded
 
     def hosts(self) -> list[str] | None:
@@ -160,10 +156,8 @@ def _set_nodes(settings: JobSettings, match: re.Match[str]) -> None:
 def _set(
     name: str, convert: Callable[..., Any] = str.strip, only_first: bool = False
 ) -> SetValue:
-    """Return a function that sets an attribute from the groups of a match.
-
-    It sets it to what `convert` returns for them.
-    """
+    """Return a function that sets an attribute to what `convert` returns for the groups
+    of a match."""
 
     def set_value(settings: JobSettings, match: re.Match[str]) -> None:
         if not only_first or getattr(settings, name) is None:
@@ -409,10 +403,8 @@ def monitored_ranks(
 def add_peaks(
     ranks: dict[int, RankBuilder], reports: dict[int, MemoryReport], start_ns: int
 ) -> None:
-    """Add the peaks that Megatron reported of ranks.
-
-    They are from the start of the first iteration on.
-    """
+    """Add the peaks that Megatron reported of ranks, from the start of the first
+    iteration on."""
     for rank in reports.keys() & ranks.keys():
         entry, report = ranks[rank], reports[rank]
         device = entry.meta["devices"][0]["device"]

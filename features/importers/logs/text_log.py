@@ -1,7 +1,5 @@
-"""Reads the lines of a training log with their times, and its time zone.
-
-It is the time zone of the log's clock.
-"""
+"""Reads the lines of a training log with their times, and the time zone of its
+clock."""
 
 import datetime
 import re
@@ -129,10 +127,8 @@ def zone_ns(line: LogLine) -> int | None:
 
 
 def clock_offset_ns(builder: TraceBuilder, zone: int | None) -> int:
-    """Return how far the log's clock is ahead of UTC.
-
-    It is the stated `zone`; 0, with a note, for None.
-    """
+    """Return how far the log's clock is ahead of UTC by the stated `zone`; 0, with a
+    note, for None."""
     if zone is None:
         builder.note(
             "the log has local times without a time zone: they are read as UTC"

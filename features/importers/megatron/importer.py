@@ -1,7 +1,5 @@
-"""Imports logs of Megatron-LM.
-
-They have iterations, timers (`--timing-log-level`), and the report of memory.
-"""
+"""Imports logs of Megatron-LM: iterations, timers (`--timing-log-level`), and the
+report of memory."""
 
 from __future__ import annotations
 
@@ -247,12 +245,11 @@ def place_iterations(intervals: Sequence[LoggedInterval]) -> list[PlacedIteratio
 def add_iterations(
     entry: RankBuilder, rank: int, placed: Sequence[PlacedIterations], offset_ns: int
 ) -> bool:
-    """Add the iterations to a rank.
+    """Add the iterations to a rank: marks, phases one after the other up to the end,
+    and parts of the update as ops.
 
-    They are marks, phases one after the other up to the end, and parts of the update as
-    ops. `offset_ns`: of the log's clock from UTC. Return whether timers that add up to
-    more than the iteration were shortened.
-    """
+    `offset_ns`: of the log's clock from UTC. Return whether timers that add up to more
+    than the iteration were shortened."""
     shortened = False
     for iterations in placed:
         interval, ends = iterations.interval, iterations.ends_ns - offset_ns
@@ -349,10 +346,8 @@ class LoggedInterval:
     count: int = 1
 
     def timer_ms(self, rank: int, *names: str) -> float | None:
-        """Return the first of some timers that the log has.
-
-        It is of a rank or the maximum over ranks; None for none.
-        """
+        """Return the first of some timers that the log has, of a rank or the maximum
+        over ranks; None for none."""
         for name in names:
             of_ranks = self.timers.get(name)
             if of_ranks:

@@ -1,7 +1,5 @@
-"""Reads columns of SQLite databases that others made.
-
-It does so without executing what is in them.
-"""
+"""Reads columns of SQLite databases that others made, without executing what is in
+them."""
 
 from __future__ import annotations
 
@@ -94,10 +92,8 @@ class Database:
         self._columns: dict[str, frozenset[str]] = {}
 
     def columns(self, table: str) -> frozenset[str]:
-        """Return the names of the stored columns of a table.
-
-        It is empty if there is no such table.
-        """
+        """Return the names of the stored columns of a table; empty if there is no such
+        table."""
         if table not in self._columns:
             rows = (
                 self._connection.execute(f"PRAGMA table_xinfo({_quoted(table)})")

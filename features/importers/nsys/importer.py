@@ -109,10 +109,8 @@ class NsysImporter:
 def add_capture(
     builder: TraceBuilder, capture: Capture, source: Source, options: ImportOptions
 ) -> None:
-    """Add the contents of a file to the ranks of a trace.
-
-    It may be several files that belong together.
-    """
+    """Add the contents of a capture, a file or several that belong together, to the
+    ranks of a trace."""
     names = RangeNames(options.phases)
     processes = _processes(capture, source)
     notes = list(capture.notes)
@@ -137,10 +135,8 @@ def add_capture(
 
 
 def _processes(capture: Capture, source: Source) -> list[int]:
-    """Return the ranks' processes in order.
-
-    They used a GPU, or, if there is no work of one, they have ranges.
-    """
+    """Return the ranks' processes in order: those that used a GPU, or, if none did,
+    those that have ranges."""
     rows = capture.work if len(capture.work) else capture.ranges.assign(device=0)
     first_device = rows.groupby("process")["device"].min()
     if len(first_device) > _MAX_RANKS:

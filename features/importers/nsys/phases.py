@@ -55,10 +55,8 @@ _NUMBER = re.compile(r"[0-9]{1,15}")
 
 
 class RangeMeaning(Enum):
-    """Meaning of a range for the phases.
-
-    They are the values of `ebbtide import --phase NAME=MEANING`.
-    """
+    """Meaning of a range for the phases: the values of `ebbtide import --phase
+    NAME=MEANING`."""
 
     FORWARD = FORWARD
     BACKWARD = BACKWARD
@@ -175,10 +173,8 @@ def phases_of(
 
 
 def _popped(ranges: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
-    """Let ranges that were never popped end where the next one of their name begins.
-
-    They all end with the recording, although they began one after another.
-    """
+    """Let ranges that were never popped, which all end with the recording, end where
+    the next one of their name begins."""
     rows = ranges.sort_values("start", kind="stable")
     same = [rows["thread"], rows["kind"], rows["end"]]
     following = rows.groupby(same)["start"].shift(-1)
@@ -230,11 +226,10 @@ def _marks(ranges: pd.DataFrame, texts: list[str]) -> Marks:
 
 
 def _iterations(candidates: pd.DataFrame, updates: pd.DataFrame) -> pd.DataFrame:
-    """Return the ranges that mark iterations.
+    """Return the ranges that mark iterations, which have the name with the most ranges.
 
-    They have the name with the most ranges. Where there are updates, most ranges of the
-    name must have one inside: others mark micro-steps.
-    """
+    Where there are updates, most ranges of the name must have one inside: others mark
+    micro-steps."""
     has_update = _with_starts_inside(candidates, updates)
     groups = candidates.assign(updated=has_update).groupby("kind", sort=False)[
         "updated"

@@ -437,10 +437,8 @@ def _are_devices(numbers: pd.Series) -> pd.Series[bool]:
 
 
 def _process_of(global_ids: pd.Series) -> pd.Series:
-    """Return the process part of serialized ids (`globalTid`, `globalPid`).
-
-    It is the same for all threads of a process.
-    """
+    """Return the process part of serialized ids (`globalTid`, `globalPid`), the same
+    for all threads of a process."""
     return global_ids.where(global_ids == MISSING, global_ids & ~_ID_MASK)
 
 

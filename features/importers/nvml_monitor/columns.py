@@ -253,10 +253,8 @@ def read_figures(
 
 
 def _numbers(texts: pd.Series[str]) -> pd.Series[float]:
-    """Return the number at the start of each text, decimal or hexadecimal.
-
-    It is NaN for none, and for impossible ones.
-    """
+    """Return the number at the start of each text, decimal or hexadecimal; NaN for
+    none, and for impossible ones."""
     is_hex = texts.str.fullmatch(r"0x[0-9a-fA-F]{1,16}")
     decimal = texts.where(~is_hex, "").str.extract(
         r"^(\d[\d.]{0,30}(?:[eE][+-]?\d{1,3})?)", expand=False

@@ -1,7 +1,5 @@
-"""The contents of a monitor file as a table of text.
-
-It has the names and units of the file's columns.
-"""
+"""The contents of a monitor file as a table of text, with the names and units of the
+file's columns."""
 
 from __future__ import annotations
 
@@ -51,10 +49,8 @@ class MonitorTable:
     notes: list[str] = field(default_factory=list)
 
     def column(self, names: tuple[str, ...]) -> int | None:
-        """Return the index of the first of these columns that the file has.
-
-        They are given by name.
-        """
+        """Return the index of the first of these columns, given by name, that the file
+        has."""
         return next(
             (self.names.index(name) for name in names if name in self.names), None
         )

@@ -1,7 +1,5 @@
-"""Imports snapshots of torch's CUDA allocator.
-
-They are files of `torch.cuda.memory._dump_snapshot()`, gzipped or not.
-"""
+"""Imports snapshots of torch's CUDA allocator: files of
+`torch.cuda.memory._dump_snapshot()`, gzipped or not."""
 
 import re
 from collections.abc import Sequence

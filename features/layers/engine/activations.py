@@ -94,12 +94,12 @@ class Activations(RecomputedLayers):
 
 
 class KeptClaim:
-    """The memory that all layers keep in a pass.
-
-    It is claimed until the backward of the first one, or the end of its graph.
+    """The memory that all layers keep in a pass, claimed until the backward of the
+    first one, or the end of its graph.
 
     Hooks of the first layer's saved tensors would know more, and would cost more than 1
-    % of a short step."""
+    % of a short step.
+    """
 
     def __init__(self, memory: LayerMemoryCount, nbytes: int) -> None:
         self._memory = memory

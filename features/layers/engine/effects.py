@@ -318,10 +318,8 @@ def _slots(kind: type) -> Sequence[str]:
 
 @functools.cache
 def _is_library(module_name: str) -> bool:
-    """Return whether a module belongs to a library, which is not looked into.
-
-    It is of Python, of an installed package or of ebbtide.
-    """
+    """Return whether a module belongs to a library, which is not looked into: Python,
+    an installed package, or ebbtide."""
     file = getattr(sys.modules.get(module_name), "__file__", None) or ""
     return _is_opaque(module_name) or file.startswith(_LIBRARIES)
 

@@ -155,11 +155,10 @@ class LayerPass:
             ) from error
 
     def evict(self, is_last: bool) -> bool:
-        """Offload what layers keep that do not compute.
+        """Offload what layers keep that do not compute, for plans that have counted too
+        little, and return whether there is any.
 
-        This is for plans that have counted too little. Return whether there is any.
-        `is_last`: no other forward has begun since.
-        """
+        `is_last`: no other forward has begun since."""
         layer = (
             self.last_layer
             if self._backward_of is None and is_last
@@ -181,10 +180,8 @@ class LayerPass:
         return bool(kept)
 
     def _assign(self, storage: SavedStorage, layer: int) -> None:
-        """Let a storage be one of a later layer.
-
-        This layer uses it before the ones that have saved it.
-        """
+        """Let a storage belong to a later layer, since this one uses it before the
+        layers that have saved it."""
         if (
             storage.layer != layer
             and (former := self._of_layer.get(storage.layer)) is not None
@@ -231,10 +228,8 @@ class LayerPass:
             return tensor
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that was computed again.
-
-        It is for whatever stream of the job uses it.
-        """
+        """Return a tensor that was computed again, for whatever stream of the job uses
+        it."""
         self._transfers.device.share(tensor)
         return tensor
 

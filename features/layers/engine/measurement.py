@@ -13,8 +13,8 @@ from ebbtide.interleave.engine.devices.device import Mark
 class PassMeasurement:
     """Marks of what each layer does in the forward and in the backward, and its bytes.
 
-    It begins where the layer before has ended: issuing copies takes time, too. Waiting
-    for copies is left out.
+    A layer begins where the one before has ended: issuing copies takes time, too.
+    Waiting for copies is left out.
 
     Attributes:
         saved_bytes: By layer, of what the job does not hold itself; empty before the
@@ -75,10 +75,8 @@ class PassMeasurement:
         return passes[:-1] or passes
 
     def outside(self) -> PassTimes:
-        """Return the medians of the times outside of layers.
-
-        They are of passes before the one that begins now.
-        """
+        """Return the medians of the times outside of layers, over the passes before the
+        one that begins now."""
         passes = self._passes()
         following = [
             self._transfers.device.record("job"),
@@ -104,11 +102,8 @@ class PassMeasurement:
         self._input_bytes[layer] = sum(storages.values())
 
     def look(self, storages: Iterable[SavedStorage]) -> None:
-        """See which storages still live.
-
-        They are storages of layers whose copies have ended, and storages that the
-        caller of layers has left.
-        """
+        """See which storages still live, of layers whose copies have ended, and after
+        the caller of layers has left them."""
         self.left |= {one.first for one in storages if one.is_of_others}
 
     def end_forward(self, of_layer: Mapping[int, Collection[SavedStorage]]) -> None:
@@ -149,10 +144,8 @@ class PassMeasurement:
         ]
 
     def _comparison_s(self, layer: int) -> float:
-        """Return the seconds of the fingerprints of what a layer saves.
-
-        They are taken in the forward and again in the backward.
-        """
+        """Return the seconds of the fingerprints of what a layer saves, taken in the
+        forward and again in the backward."""
         marks = self.comparisons.get(layer, ())
         return 2 * sum(map(_seconds_between, zip(marks[::2], marks[1::2], strict=True)))
 

@@ -1,7 +1,5 @@
-"""Memory of activations and weights.
-
-It is counted on the device until torch frees it, and used again on the host.
-"""
+"""Memory of activations and weights, counted on the device until torch frees it, and
+used again on the host."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -86,11 +84,11 @@ class LayerMemoryCount:
 
 
 class HostCopy:
-    """Pinned host memory (uint8) with copies of storages.
+    """Pinned host memory (uint8) with copies of storages, and the marks of its last
+    uses.
 
-    It has the marks of its last uses.
-
-    The arena has the memory again when the last of these storages is gone."""
+    The arena has the memory again when the last of these storages is gone.
+    """
 
     def __init__(
         self, arena: "HostArena", memory: torch.Tensor, marks: Sequence[Mark]

@@ -137,10 +137,7 @@ class LayerMover:
             self._update()
 
     def _update(self) -> None:
-        """Take what the open calls say.
-
-        It is the last one for weights, and the last one for activations.
-        """
+        """Take the last open call for weights, and the last one for activations."""
         deciding: dict[str, MovedLayers] = {}
         for call in self._calls:
             deciding |= dict.fromkeys(call.options, call)
@@ -338,12 +335,12 @@ class LayerMover:
         return kind
 
     def _larger_kind(self, key: PassKey) -> _KindOfPass | None:
-        """Return a kind of passes with orders whose inputs are larger.
-
-        They are larger in each dimension; it is the smallest one of them.
+        """Return the smallest kind of passes with orders whose inputs are larger in
+        each dimension.
 
         Its memory suffices, and jobs whose lengths vary do not begin again with each of
-        them."""
+        them.
+        """
         flags, sizes = key
         larger = [
             (math.prod(others), number, kind)
@@ -395,10 +392,8 @@ class LayerMover:
         )
 
     def choices(self) -> dict[str, tuple[str, str]]:
-        """Return what the orders of the last pass say of each layer, in order.
-
-        They are about weights and activations.
-        """
+        """Return what the orders of the last pass say of each layer's weights and
+        activations, in order."""
         choices = {}
         # While all is kept, layers do not count themselves.
         for layer in sorted(self.layers, key=attrgetter("number")):
@@ -416,9 +411,8 @@ class LayerMover:
 
 
 class MovedLayers:
-    """Weights and activations of a model's layers that move.
-
-    They do until `close` or the end of a `with` block.
+    """Weights and activations of a model's layers that move until `close` or the end of
+    a `with` block.
 
     Attributes:
         options: The choices of the call by what it moves: `weights` and `activations`.
@@ -452,11 +446,10 @@ class MovedLayers:
 
     @property
     def activations(self) -> dict[str, str]:
-        """The choice for activations by layer.
+        """The choice for activations by layer: `keep`, `recompute`, `offload` or
+        `recompute-offload`.
 
-        It is `keep`, `recompute`, `offload` or `recompute-offload`. Layers are in the
-        order of the forward, of the last pass.
-        """
+        Layers are in the order of the forward, of the last pass."""
         return {
             name: activations
             for name, (_, activations) in self._mover.choices().items()
@@ -480,8 +473,7 @@ class MovedLayers:
         """Names of streamed layers' parameters and buffers that stay on the device.
 
         They are shared parameters, adapters of frozen layers, parameters that are no
-        plain tensors, and quantized weights in buffers.
-        """
+        plain tensors, and quantized weights in buffers."""
         return [] if self._mover.weights is None else self._mover.weights.kept
 
     @property
@@ -499,18 +491,14 @@ class MovedLayers:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the last pass.
-
-        It is None for the first passes, and where nothing limits the memory.
-        """
+        """The plan of the last pass; None for the first passes, and where nothing
+        limits the memory."""
         return self._mover.orders.plan
 
     @property
     def predicted(self) -> Schedule | None:
-        """The simulated iteration of the plan.
-
-        It is from one pass to the next, one forward and backward.
-        """
+        """The simulated iteration of the plan, from one pass to the next, one forward
+        and backward."""
         return self._mover.orders.predicted
 
     @property
@@ -564,6 +552,7 @@ def mover_of(model: torch.nn.Module, device: DeviceArgument | None) -> LayerMove
     if not forwards:
         return LayerMover(model, modules, given)
     mover = forwards[0].owner
+    assert isinstance(mover, LayerMover)
     if [layer.module for layer in mover.layers] != [*modules.values()]:
         raise EngineError(
             f"layer {forwards[0].name} moves already, with other layers: give all "
@@ -588,9 +577,8 @@ def move_layers(
     device: DeviceArgument | None = None,
     on_difference: str = "error",
 ) -> MovedLayers:
-    """Move weights and activations of a model's layers.
-
-    They move between the device and the host, with the same bits as without.
+    """Move weights and activations of a model's layers between device and host, with
+    the same bits as without.
 
     The layers are the entries of the list of modules (ModuleList, Sequential) with most
     parameters. Streamed weights are on the host, where optimizers and state dicts see
@@ -658,10 +646,8 @@ def offload_activations(
     activations: str = "auto",
     on_difference: str = "error",
 ) -> MovedLayers:
-    """Keep, recompute or offload the activations of each layer.
-
-    This is `move_layers` with resident weights.
-    """
+    """Keep, recompute or offload the activations of each layer: `move_layers` with
+    resident weights."""
     moved = move_layers(
         model,
         weights="resident",
@@ -681,10 +667,8 @@ def stream_weights(
     device: DeviceArgument | None = None,
     weights: str = "auto",
 ) -> MovedLayers:
-    """Stream the weights of layers from the host.
-
-    This is `move_layers` with activations that are kept, and not counted.
-    """
+    """Stream the weights of layers from the host: `move_layers` with activations that
+    are kept, and not counted."""
     moved = move_layers(
         model,
         weights=weights,

@@ -45,9 +45,8 @@ _MARK = getattr(torch.Tag, "nondeterministic_bitwise", None)
 
 
 class OperationWatch(TorchDispatchMode):  # type: ignore[misc]
-    """Sees operations that are not deterministic.
-
-    It puts back the states of generators that are given to operations.
+    """Sees operations that are not deterministic, and puts back the states of
+    generators that are given to operations.
 
     Attributes:
         name: The first of these operations; empty without one.

@@ -1,7 +1,5 @@
-"""The plan for the activations of layers as orders for each layer.
-
-It follows from what the first passes of a layer have shown.
-"""
+"""The plan for the activations of layers as orders for each layer, from what its first
+passes have shown."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,11 +31,8 @@ LEAST_S = 1e-9
 
 
 class MeasuredLayer(NamedTuple):
-    """A layer in one pass.
-
-    It has times, bytes that it saves and of its inputs, and whether it can be computed
-    again.
-    """
+    """A layer in one pass: times, bytes that it saves and of its inputs, and whether it
+    can be computed again."""
 
     name: str
     forward_s: float
@@ -95,10 +90,8 @@ class LayerOptions(NamedTuple):
 
 
 class PassTimes(NamedTuple):
-    """Seconds of a pass outside of layers.
-
-    They are between forward and backward, and from there to the next pass.
-    """
+    """Seconds of a pass outside of layers: between forward and backward, and from there
+    to the next pass."""
 
     turn_s: float = 0.0
     other_s: float = 0.0

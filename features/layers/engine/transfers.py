@@ -1,7 +1,5 @@
-"""Storages of activations, and their copies over the link.
-
-They are on the device, on the host or on both.
-"""
+"""Storages of activations on the device, on the host or on both, and their copies over
+the link."""
 
 import gc
 import threading
@@ -89,10 +87,8 @@ class SavedStorage:
 
 
 class Flight(NamedTuple):
-    """Copies that have been issued, with what they read or write.
-
-    They are held until the job has waited for them.
-    """
+    """Copies that have been issued, with what they read or write until the job has
+    waited for them."""
 
     direction: Direction
     start: Mark
@@ -104,9 +100,8 @@ class Flight(NamedTuple):
 
 
 class StorageTransfers:
-    """Copies storages to the host and back on the streams of a device.
-
-    It stays within the memory of activations.
+    """Copies storages to the host and back on the streams of a device, within the
+    memory of activations.
 
     Memory that a copy uses is not freed before the job's stream has waited for the
     copy: so it may be allocated again in the order of that stream.
@@ -211,8 +206,8 @@ class StorageTransfers:
         self.wait_for("h2d", storages)
 
     def prefetch(self, storages: Collection[SavedStorage]) -> bool:
-        """Issue copies back to the device of what will be needed. Return whether there
-        is memory for it now.
+        """Issue copies back to the device of what will be needed, and return whether
+        there is memory for it now.
 
         It collects no garbage, which may take longer than a layer: without memory they
         come back when needed."""
@@ -268,10 +263,8 @@ class StorageTransfers:
         copies: Collection[HostCopy] = (),
         storages: Sequence[SavedStorage] = (),
     ) -> Flight:
-        """Issue copies of each (source, target).
-
-        They come after what the job has issued and what used their host blocks.
-        """
+        """Issue copies of each (source, target) after what the job has issued and what
+        used their host blocks."""
         device = self.device
         marks = chain.from_iterable(copy.marks for copy in copies)
         nbytes, memory = (

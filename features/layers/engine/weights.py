@@ -1,7 +1,5 @@
-"""Weights of a model's layers in host memory.
-
-They are on the device while the layer computes.
-"""
+"""Weights of a model's layers in host memory, which are on the device while the layer
+computes."""
 
 import gc
 import logging
@@ -135,10 +133,8 @@ class _Weight:
             _set_data(self._leaf, self._absent)
 
     def _references(self) -> tuple[int, int]:
-        """Return how many references there are to what the layer sees.
-
-        They are counted in Python and in C++.
-        """
+        """Return how many references there are in Python and in C++ to what the layer
+        sees."""
         return sys.getrefcount(self._leaf), getattr(self._leaf, "_use_count", int)()
 
     def check_copies(self) -> None:
@@ -257,10 +253,8 @@ class _Weight:
 
 
 def _adapters_in(module: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """Return the adapters of a frozen layer.
-
-    They are its trained parameters, if they are fewer bytes than the frozen ones.
-    """
+    """Return the adapters of a frozen layer: its trained parameters, if they are fewer
+    bytes than the frozen ones."""
     trained = {param for param in module.parameters() if param.requires_grad}
     trained_bytes = sum(param.nbytes for param in trained)
     return (
@@ -612,10 +606,8 @@ class StreamedWeights:
         return [one.storage for one in chain.from_iterable(self._weights.values())]
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Return the bytes of the weights of each layer, and of their gradients.
-
-        They are in the order of the forward.
-        """
+        """Return the bytes of the weights of each layer, and of their gradients, in the
+        order of the forward."""
         sizes = []
         for layer in self._order:
             trained = (
@@ -988,10 +980,8 @@ class StreamedWeights:
         return layer.number in self.orders.recomputed
 
     def _check_writes(self) -> None:
-        """Raise EngineError if a weight was written after its layer's forward.
-
-        It was written on the device.
-        """
+        """Raise EngineError if a weight was written on the device after its layer's
+        forward."""
         for weight in chain.from_iterable(self._weights.values()):
             copies = weight.copies
             weight.copies = [one for one in copies if one.storage() is not None]

@@ -1,4 +1,2 @@
-"""Policies of other systems that move weights and activations of layers.
-
-They are as their authors run them.
-"""
+"""Policies of other systems that move weights and activations of layers, as their
+authors run them."""

@@ -32,6 +32,8 @@ def ml_dataflow(workload: Workload, machine: Machine, policy: Policy) -> Plan:
             f"{policy.text!r} needs a workload with layers, and to know what device "
             "memory is free"
         )
+    if any(layer.frozen_bytes for layer in workload.layers):
+        raise PolicyError(f"{policy.text!r} trains all weights: layers are frozen")
     rounds = _rounds(workload)
     slots = slots_in(workload, rounds)
     layers = dataflow_layers(
@@ -41,10 +43,8 @@ def ml_dataflow(workload: Workload, machine: Machine, policy: Policy) -> Plan:
 
 
 class Slots(NamedTuple):
-    """The number of slots that the device has at a time.
-
-    They are for layers' weights, layers' gradients and chunks' activations.
-    """
+    """The number of slots that the device has at a time for layers' weights, layers'
+    gradients and chunks' activations."""
 
     weights: int
     gradients: int
@@ -163,10 +163,8 @@ def dataflow_layers(
 
 
 def _spread(numbers: Sequence[int], count: int, chunks: int) -> list[int]:
-    """Return the form of each activation on the host.
-
-    It is the smallest one for the first chunks of every layer; the rest are in turns.
-    """
+    """Return the form of each activation on the host: the smallest for the first chunks
+    of every layer, the rest in turns."""
     smallest, others = len(numbers) - 1, [*numbers[:-1]]
     forms: list[int | None] = [None] * count
     order = sorted(range(count), key=lambda index: (index % chunks, index // chunks))

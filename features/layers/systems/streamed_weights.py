@@ -1,7 +1,5 @@
-"""Systems that keep all weights on the host and update there.
-
-They are MegaTrain, RoundPipe, and DeepSpeed's `offload_param`.
-"""
+"""Systems that keep all weights on the host and update there: MegaTrain, RoundPipe, and
+DeepSpeed's `offload_param`."""
 
 from dataclasses import replace
 

@@ -57,10 +57,8 @@ class _Iteration(NamedTuple):
 
 
 class IterationTimes(NamedTuple):
-    """Times of an iteration in ns of CLOCK_MONOTONIC.
-
-    They are on the device's clock where it ran there, else on the host's.
-    """
+    """Times of an iteration in ns of CLOCK_MONOTONIC, on the device's clock where it
+    ran there, else on the host's."""
 
     number: int
     # End of the iteration before; start of the first phase where there is none.
@@ -177,10 +175,8 @@ class IterationFigures:
             yield _times(*later, later[0].begin_ns or None)
 
     def peaks(self, number: int) -> dict[tuple[int, int], int]:
-        """Return peaks in bytes by pool and device.
-
-        They are of the last iteration up to `number` that was wholly read.
-        """
+        """Return peaks in bytes by pool and device, of the last iteration up to
+        `number` that was wholly read."""
         iterations = [
             iteration for iteration in self._finished if iteration.number <= number
         ]

@@ -1,4 +1,2 @@
-"""Follows a recording while it is written.
-
-It reads what the spools have gained, and keeps the last iterations.
-"""
+"""Follows a recording while it is written: reads what the spools have gained, and keeps
+the last iterations."""

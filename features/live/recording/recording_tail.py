@@ -22,12 +22,11 @@ _PIECES = 8
 
 
 class RecordingTail:
-    """The last `iterations` of a recording's processes, and counts since it began.
+    """The last `iterations` of each of a recording's processes, and counts since it
+    began.
 
-    They are for each process. The spools are read as far as they were written; nothing
-    is locked or written. `behind`: whether there is more than the last call of `poll`
-    has read.
-    """
+    The spools are read as far as they were written; nothing is locked or written.
+    `behind`: whether there is more than the last call of `poll` has read."""
 
     def __init__(self, path: Path, meta: dict[str, Any], iterations: int) -> None:
         self.path = path
@@ -76,12 +75,11 @@ class RecordingTail:
         return changed
 
     def trace(self) -> Trace | None:
-        """Return the training that began last, with the iterations that are kept.
+        """Return the training that began last, with the iterations that are kept,
+        without copies and allocations; None if no process has begun.
 
-        It has no copies and allocations; None if no process has begun. Where iterations
-        were dropped, the first that was kept is warm-up: its start is known by the
-        host's clock alone.
-        """
+        Where iterations were dropped, the first that was kept is warm-up: its start is
+        known by the host's clock alone."""
         samples = [sampler.records for sampler in self._samplers.values()]
         all_samples = np.concatenate(samples) if samples else np.empty(0, RECORD)
         of_process: dict[int, ProcessTail] = {}
@@ -121,10 +119,8 @@ class RecordingTail:
         return self._ranks[rank][0].counts()
 
     def link_bytes(self, rank: int) -> dict[str, int] | None:
-        """Return the bytes that a rank's link moved per direction so far.
-
-        It is the link of the first device; None: not sampled.
-        """
+        """Return the bytes that the link of a rank's first device moved per direction
+        so far; None: not sampled."""
         device = self._ranks[rank][1]
         sampled = (
             [sampler.link_bytes(device) for sampler in self._samplers.values()]

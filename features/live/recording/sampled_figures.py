@@ -119,12 +119,11 @@ class SampledFigures:
         self._link_peak: float | None = (gpu.get("link") or {}).get("peak_bytes_per_s")
 
     def read(self, times: Iterable[IterationTimes]) -> dict[str, float]:
-        """Return the link figures of the newest iteration that was sampled to its end.
+        """Return the link figures of the newest iteration that was sampled to its end:
+        `peak_bytes/device`, `link_bytes/h2d` and `link_bytes/d2h`.
 
-        They are `peak_bytes/device`, `link_bytes/h2d` and `link_bytes/d2h`; figures
-        that were not sampled are left out. `times`: the times of iterations, the newest
-        first.
-        """
+        Figures that were not sampled are left out. `times`: the times of iterations,
+        the newest first."""
         while self._samples.poll(_PIECE_BYTES) and self._samples.spool.behind:
             pass
         records = self._samples.records

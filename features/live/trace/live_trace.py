@@ -1,7 +1,5 @@
-"""Follows a trace while it is recorded, until it is finished.
-
-It opens a finished one in the same way.
-"""
+"""Follows a trace while it is recorded, until it is finished, and opens a finished one
+in the same manner."""
 
 import socket
 import time
@@ -280,10 +278,8 @@ def _start_ns(spans: pd.DataFrame, first: int) -> int | None:
 def _cut(
     rows: pd.DataFrame, table: str, first: int, start_ns: int | None
 ) -> pd.DataFrame:
-    """Return the rows of a table from an iteration or time on.
-
-    They belong to the iterations from `first` on, or to times from `start_ns` on.
-    """
+    """Return the rows of a table of the iterations from `first` on, or of times from
+    `start_ns` on."""
     if start_ns is None or rows.empty:
         return rows
     if table in ("phases", "ops", "iteration_marks"):

@@ -31,10 +31,8 @@ def column_edges(start_ns: int, end_ns: int, columns: int) -> Ints:
 
 
 def gpu_columns(trace: Trace, rank: int, quantity: str, edges: Ints) -> Floats:
-    """Return the value of a column of the table `gpu` at the end of each column.
-
-    It is NaN where it was not sampled.
-    """
+    """Return the value of a column of the table `gpu` at the end of each column; NaN
+    where it was not sampled."""
     rows = trace.gpu(rank)
     rows = rows[(rows["device"] == main_device(trace, rank)) & rows[quantity].notna()]
     times, values = rows["t_ns"].to_numpy(np.int64), rows[quantity].to_numpy(np.float64)

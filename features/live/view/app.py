@@ -38,10 +38,8 @@ _Draw = Callable[[SelectedRank, int, int], Text]
 
 
 class Panel(Widget):
-    """A part of the screen that is drawn from the newest snapshot.
-
-    It has `count_rows` where its height is `auto`.
-    """
+    """A part of the screen that is drawn from the newest snapshot, with `count_rows`
+    where its height is `auto`."""
 
     def __init__(
         self,

@@ -1,8 +1,5 @@
-"""The panels of the view.
-
-They are charts of phases, memory and link by letters and blocks; and text on windows,
-ranks, findings.
-"""
+"""The panels of the view: charts of phases, memory and link by letters and blocks; text
+on windows, ranks, findings."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -38,10 +35,8 @@ DIM = "dim"
 
 
 def phase_style(phase: str) -> str:
-    """Return the style of a letter of a phase.
-
-    It is dark on the colour that the phase has in plots.
-    """
+    """Return the style of a letter of a phase: dark on the colour that the phase has in
+    plots."""
     foreground = "#d3d9de" if phase == "other" else "#101418"
     return f"{foreground} on {COLORS[phase].dark}"
 
@@ -104,10 +99,8 @@ _STATES = {
 
 
 def draw_phases(view: SelectedRank, width: int, height: int) -> Text:
-    """Draw the newest iterations, a row each and the newest first.
-
-    They are in the scale of the longest.
-    """
+    """Draw the newest iterations, a row each and the newest first, in the scale of the
+    longest."""
     times = intervals(view.trace, view.figures.rank)
     spans = times.spans[["iteration", "start_ns", "end_ns"]].tail(
         min(view.iterations, max(height - 1, 1))
@@ -384,10 +377,8 @@ def draw_findings(snapshot: RecordingSnapshot, width: int, height: int) -> Text:
 
 
 def finding_line(seen: SeenFinding) -> str:
-    """Return a finding as one line.
-
-    It has its potential gain, its title, and since when it is true.
-    """
+    """Return a finding as one line: its potential gain, its title, and since when it is
+    true."""
     gain = seen.finding.potential_gain_ms
     since = "" if seen.since is None else f" (since iteration {seen.since:,})"
     return f"{ms_text(gain):>10}  {seen.finding.title}{since}"

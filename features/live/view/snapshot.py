@@ -1,8 +1,5 @@
-"""Reads what the view shows.
-
-It reads one snapshot of a recording after the other, and the end of the output of its
-job.
-"""
+"""Reads one snapshot of a recording after the other for the view, and the end of the
+output of its job."""
 
 import os
 import time
@@ -76,10 +73,8 @@ class SelectedRank:
 
 
 class SnapshotReader:
-    """Reads snapshots; and findings and windows as often as is cheap.
-
-    They are not read for the first snapshot.
-    """
+    """Reads snapshots, and after the first one findings and windows as often as is
+    cheap."""
 
     def __init__(self, live: LiveTrace) -> None:
         self.period_s = 0.0

@@ -24,10 +24,8 @@ _MANY_RANKS = 32
 
 
 def require_terminal(name: str, alternative: str) -> None:
-    """Raise UserError unless the view can be shown.
-
-    It needs textual, and a terminal that can show it.
-    """
+    """Raise UserError unless there are textual and a terminal that can show the
+    view."""
     if importlib.util.find_spec("textual") is None:
         raise UserError(f"{name}: {missing_text('textual')}")
     # textual draws on stderr.

@@ -20,10 +20,8 @@ _NOT_OBSERVED_NOTE = (
 
 
 class OutOfMemoryWatch:
-    """Records out-of-memory errors, up to a number.
-
-    They are from torch's observer on CUDA, and from exceptions.
-    """
+    """Records out-of-memory errors, up to a number, from torch's observer on CUDA, and
+    from exceptions."""
 
     def __init__(self, recorder: Recorder, inventories: Inventories) -> None:
         self._recorder = recorder

@@ -18,8 +18,7 @@ def scaled_link(machine: Machine) -> float:
 
     This CPU computes slower than the machine's GPU; the link is slower by as much, so
     that a job is bound by the link as it would be there. Raises UserError for a machine
-    without the rates.
-    """
+    without the rates."""
     peaks = machine.gpu.flops_per_s if machine.gpu is not None else {}
     peak = peaks.get("bfloat16") or peaks.get("float16") or peaks.get("float32")
     if not peak or not machine.h2d_bytes_per_s:

@@ -17,12 +17,12 @@ _MAX_FILES, _MAX_BYTES = 20_000, 2 << 30
 
 @contextmanager
 def private_copy(source: Path) -> Iterator[Path | None]:
-    """Yield a copy of a folder, which is removed afterwards.
+    """Yield a copy of a folder, which is removed afterwards; None for a folder that is
+    too large.
 
-    It is beside the folder where that can be written, so that paths with `..` lead to
-    the same. Large files and hidden folders, as of versions and environments, are
-    links. Yield None for a folder that is too large.
-    """
+    The copy is beside the folder where that can be written, so that paths with `..`
+    lead to the same. Large files and hidden folders, as of versions and environments,
+    are links."""
     files = _files(source)
     if files is None:
         yield None

@@ -34,9 +34,8 @@ def install_driver(
     note: Callable[[str], None],
     memory: PhaseMemory | None = None,
 ) -> Callable[[], None]:
-    """Replace `step`, `state` and `load_state_dict` of torch's optimizers.
-
-    These are Adam, AdamW, SGD and Muon.
+    """Replace `step`, `state` and `load_state_dict` of torch's Adam, AdamW, SGD and
+    Muon.
 
     No object changes its class, and no name of torch stands for another object. Return
     a function that ends the run and restores torch. `note` adds a note to the trace;

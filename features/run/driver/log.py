@@ -41,10 +41,8 @@ class RunLog:
         self._lines.append({"kind": kind, "step": self.step, **values})
 
     def add_loss(self, tensor: torch.Tensor) -> None:
-        """Add a tensor that a backward begins from.
-
-        It is read at the next `flush`, so that no backward waits for a device.
-        """
+        """Add a tensor that a backward begins from, to be read at the next `flush`, so
+        that no backward waits for a device."""
         if tensor.numel() <= MAX_LOSS_ELEMENTS:
             self._losses.append((self.step, local_shard(tensor).detach().clone()))
 

@@ -19,11 +19,11 @@ State = dict[Any, dict[str, Any]]
 
 
 class StateAttribute:
-    """The attribute `state` of a class of optimizers.
+    """The attribute `state` of a class of optimizers, in the object's `__dict__`, as
+    torch has it.
 
-    It is in the object's `__dict__`, as torch has it. While an engine has the state, a
-    reader gets a copy on the host; what it changes there is taken at the next step.
-    """
+    While an engine has the state, a reader gets a copy on the host; what it changes
+    there is taken at the next step."""
 
     def __init__(self, export: Callable[[Any], State | None]) -> None:
         self._export = export

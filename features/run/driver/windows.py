@@ -24,11 +24,8 @@ def state_bytes(updater: ParamUpdater) -> float:
 
 
 def free_bytes(process: DrivenProcess, updater: ParamUpdater) -> float:
-    """Return the bytes that the state of an optimizer may use in all phases.
-
-    It is the optimizer's part, by the size of its state, of what the job leaves free at
-    its peak.
-    """
+    """Return the bytes that the state of an optimizer may use in all phases: its part,
+    by the size of its state, of what the job leaves free at its peak."""
     total = process.options.memory_budget
     if total is None:
         total = updater.device.free_bytes()

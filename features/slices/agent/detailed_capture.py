@@ -1,7 +1,5 @@
-"""Captures that are too expensive for a whole job, over some of its iterations.
-
-They are of allocations, copies and kernels.
-"""
+"""Captures that are too expensive for a whole job, over some of its iterations:
+allocations, copies and kernels."""
 
 from __future__ import annotations
 
@@ -142,13 +140,12 @@ def without_allocator_warnings(torch: Any) -> Iterator[None]:
 
 
 class AllocationCapture:
-    """Captures the allocations of some iterations.
+    """Captures the allocations of some iterations, from the history of the CUDA
+    allocator, else from torch's profiler.
 
-    They are from the history of the CUDA allocator, else from torch's profiler. Writes
-    two files: the allocations as torch gives them, and what only the job knows: the
-    owners of blocks by address, at several times of each iteration, and the calls of
-    all modules.
-    """
+    Writes two files: the allocations as torch gives them, and what only the job knows:
+    the owners of blocks by address, at several times of each iteration, and the calls
+    of all modules."""
 
     def __init__(self, recorder: Recorder, options: Options) -> None:
         self._recorder = recorder
@@ -306,10 +303,8 @@ class _History:
 
 
 class _Profile:
-    """The memory events of torch's profiler for the CPU's allocator.
-
-    They are a Chrome trace.
-    """
+    """The memory events of torch's profiler for the CPU's allocator, as a Chrome
+    trace."""
 
     suffix = "json"
     device = "cpu"
@@ -346,13 +341,12 @@ class _Profile:
 
 
 class CopyCapture:
-    """Records copies, kernels and the calls that launch them.
+    """Records copies, kernels and the calls that launch them, from CUPTI through
+    torch's profiler, in slices of whole iterations.
 
-    They come from CUPTI through torch's profiler, in slices of whole iterations: a
-    Chrome trace each, named for its span. That holds the job up, so slices are short,
-    with pauses unless `last` is set. If the job profiles itself, this capture ends with
-    a note.
-    """
+    Each slice is a Chrome trace, named for its span. Slices hold the job up, so they
+    are short, with pauses unless `last` is set. If the job profiles itself, this
+    capture ends with a note."""
 
     def __init__(self, recorder: Recorder, options: Options) -> None:
         self._recorder = recorder

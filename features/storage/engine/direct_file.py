@@ -1,7 +1,5 @@
-"""A file that is read and written without the page cache.
-
-It is read in large blocks by several threads. Also its file system.
-"""
+"""A file, and its file system, that is read and written without the page cache, in
+large blocks by several threads."""
 
 import errno
 import fcntl

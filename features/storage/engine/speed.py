@@ -81,10 +81,8 @@ class StorageFiles:
             file.close()
 
     def fill(self, limit_s: float = float("inf")) -> None:
-        """Write both files once, since first writes are slower.
-
-        They become smaller if that takes too long.
-        """
+        """Write both files once, since first writes are slower; they become smaller if
+        that takes too long."""
         end_s = time.perf_counter() + limit_s
         for number in range(self._pieces):
             for file in self._files:
@@ -98,12 +96,12 @@ class StorageFiles:
     def rates(
         self, window_s: float = 0.0, wait: Callable[[], None] = lambda: None
     ) -> tuple[list[float], ...]:
-        """Return the bytes/s of reads, of writes and of both at once.
-
-        They are measured in rounds that share a window for each kind.
+        """Return the bytes/s of reads, of writes and of both at once, measured in
+        rounds that share a window for each kind.
 
         They take turns, since a drive that others use changes its speed by the second;
-        `wait` is called before each."""
+        `wait` is called before each.
+        """
         kinds: tuple[list[_Move], ...] = (
             [self._read],
             [self._write],

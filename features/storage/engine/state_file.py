@@ -224,10 +224,8 @@ class StateFile:
         )
 
     def _next_region(self, subgroup: int) -> int:
-        """Return the region that the next write of a subgroup goes to.
-
-        It is not the committed one.
-        """
+        """Return the region that the next write of a subgroup goes to, which is not the
+        committed one."""
         committed = (
             _NO_REGION if self._commit is None else self._commit.regions[subgroup]
         )
@@ -321,10 +319,8 @@ class _CommitHeaders:
         ]
 
     def write(self, commit: _Commit) -> None:
-        """Write the header of a commit to the drive.
-
-        It takes the place of the header of the commit before the last.
-        """
+        """Write the header of a commit to the drive, in the place of the header of the
+        commit before the last."""
         content = _SEQUENCE.pack(commit.sequence) + commit.regions
         offset = _header_offset(commit.sequence % 2, self._identity.count)
         self._write_pages(offset, content, self._identity.run)

@@ -1,7 +1,5 @@
-"""State of subgroups that host memory does not hold.
-
-It has the folders and files, and the memory through which state passes.
-"""
+"""State of subgroups that host memory does not hold: the folders and files, and the
+memory through which state passes."""
 
 import logging
 import mmap
@@ -244,10 +242,8 @@ class StoredStates(BackedStates):
 
 
 def _pages(nbytes: int) -> torch.Tensor:
-    """Return host memory of this many bytes that begins at a page.
-
-    It goes back to the system when it is released.
-    """
+    """Return host memory of this many bytes that begins at a page, and goes back to the
+    system when it is released."""
     # The allocator behind torch.empty keeps blocks of up to 32 MiB.
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
@@ -262,12 +258,11 @@ def _bytes_of(pages: torch.Tensor) -> memoryview:
 
 
 class StorageOptions(Backing):
-    """Folders for state that host memory does not hold.
+    """Folders for state that host memory does not hold, used at the same time with a
+    file of this rank in each.
 
-    They are used at the same time with a file of this rank in each. The bytes are host
-    memory for state and buffers (None: most of what is available). Raises EngineError
-    if one is not valid.
-    """
+    The bytes are host memory for state and buffers (None: most of what is available).
+    Raises EngineError if one is not valid."""
 
     is_used = True
 

@@ -1,7 +1,5 @@
-"""Makes plans from the rates and phases that the steps of a job show.
-
-It decides when a new plan is due.
-"""
+"""Makes plans from the rates and phases that the steps of a job show, and decides when
+a new plan is due."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -56,11 +54,10 @@ _WARM_UP_STEPS = 2
 
 
 class Planner:
-    """Makes plans for a running job, with supported overlaps alone.
+    """Makes plans for a running job, with supported overlaps alone, and new ones for
+    policies that depend on rates.
 
-    It makes new ones only for policies that depend on rates. `machine` has the first
-    rates, then the rates corrected by the steps so far.
-    """
+    `machine` has the first rates, then the rates corrected by the steps so far."""
 
     def __init__(
         self,
@@ -330,11 +327,8 @@ def max_budget(budget: Budget | None) -> float | None:
 def _budgets_differ(
     budget: Budget | None, other: Budget | None, tolerance: float
 ) -> bool:
-    """Return whether two budgets differ.
-
-    They do by more than a share of the larger one; by any amount, if one is by phase or
-    None.
-    """
+    """Return whether two budgets differ by more than a share of the larger one; by any
+    amount, if one is by phase or None."""
     if (
         isinstance(budget, Mapping)
         or isinstance(other, Mapping)

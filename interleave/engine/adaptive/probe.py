@@ -49,13 +49,12 @@ def probe(
     host_bytes: float | None = None,
     rule: UpdateRule = ADAMW,
 ) -> Machine:
-    """Measure the rates of a device and the CPU.
+    """Measure the rates of a device and the CPU with at most `params` parameters and
+    `device_bytes` (None: no limit).
 
-    It takes at most `params` parameters and `device_bytes` (None: no limit).
     `host_memory_bytes_per_s` is the traffic of updates and copies at once, or twice the
     traffic of the update alone if they did not slow each other down. `host_bytes`: host
-    memory of this rank; None: what is available.
-    """
+    memory of this rank; None: what is available."""
     state_bytes = _state_bytes(rule)
     most_params = params
     if device_bytes is not None:

@@ -52,10 +52,8 @@ _CLOSED = "this optimizer is closed, or its state is lost: create a new one"
 
 
 class AdaptiveRunner:
-    """Owns an engine, and replaces its plan.
-
-    It does so when a better plan is due or the device runs out of memory.
-    """
+    """Owns an engine, and replaces its plan when a better one is due or the device runs
+    out of memory."""
 
     def __init__(self, options: OptimizerOptions) -> None:
         self.backing = options.open_backing()
@@ -88,10 +86,8 @@ class AdaptiveRunner:
         return self._device
 
     def open_device(self, device: torch.device) -> None:
-        """Use a device from the next `rebuild` on.
-
-        It is closed together with this object, or by the next call.
-        """
+        """Use a device from the next `rebuild` on; it is closed together with this
+        object, or by the next call."""
         self.check_alive()
         opened = open_device(device)
         self._close_engine()
@@ -161,10 +157,8 @@ class AdaptiveRunner:
             self._engine = None
 
     def check(self, subgroups: Sequence[Subgroup]) -> None:
-        """Raise an error if no plan is possible for the subgroups.
-
-        It is EngineError, PolicyError or MachineError; no device is needed.
-        """
+        """Raise EngineError, PolicyError or MachineError if no plan is possible for the
+        subgroups; no device is needed."""
         options = self.options
         if options.machine is not None or not self._needs_rates:
             machine = options.machine or Machine(name="unknown")
@@ -243,11 +237,8 @@ class AdaptiveRunner:
         return engine
 
     def _rates(self, subgroups: Sequence[Subgroup]) -> Machine:
-        """Return the rates to plan with.
-
-        They are the rates corrected by the steps so far, the caller's rates, or
-        measured ones.
-        """
+        """Return the rates to plan with: the rates corrected by the steps so far, the
+        caller's, or measured ones."""
         if self._planner is not None:
             return self._planner.machine
         return self._first_rates(subgroups)
@@ -452,10 +443,8 @@ class AdaptiveRunner:
         self._apply_plan(self.planner.plan(self._current_budget()))
 
     def _apply_plan(self, plan: Plan) -> None:
-        """Use a plan from now on, or one that needs less device memory if it must.
-
-        It must if the device has too little memory for the plan.
-        """
+        """Use a plan from now on, or one that needs less device memory if the device
+        has too little for it."""
         engine = self.engine
         self._next_plan = None
         is_same = plan is engine.plan

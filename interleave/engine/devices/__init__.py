@@ -1,4 +1,2 @@
-"""The device protocol, and its implementations.
-
-They are for CUDA GPUs and for an emulated device.
-"""
+"""The device protocol, and its implementations for CUDA GPUs and for an emulated
+device."""

@@ -281,10 +281,8 @@ class CudaDevice(CudaStreams, Device):
             self._job_memory.sample(reserved_bytes, self._used, frees)
 
     def free_bytes(self) -> float | None:
-        """Return the memory that the job leaves free at its peak, minus a margin.
-
-        It is the peak so far.
-        """
+        """Return the memory that the job leaves free at its peak so far, minus a
+        margin."""
         self.sample_memory()
         free, total = torch.cuda.mem_get_info(self._device)
         others = total - free - torch.cuda.memory_reserved(self._device)

@@ -41,11 +41,11 @@ class Streams(Protocol):
     """Work on a device: each stream does what is issued to it in order."""
 
     def thread_setup(self) -> AbstractContextManager[None]:
-        """Return a context in which the calling thread may use the device.
+        """Return a context in which the calling thread may use the device and wait for
+        it.
 
-        It may also wait for the device. A GPU is the thread's current device, and its
-        calls do not end the capture of a CUDA graph on another thread.
-        """
+        A GPU is the thread's current device, and its calls do not end the capture of a
+        CUDA graph on another thread."""
 
     def wait(self, stream: Stream, marks: Sequence[Mark]) -> None:
         """Let a stream wait for marks, before it runs what is issued from now on."""
@@ -106,10 +106,8 @@ class Device(Streams, Protocol):
     def copy(
         self, direction: Direction, pairs: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """Issue copies of each (source, target) over the link.
-
-        They run one after the other, on the stream of the direction.
-        """
+        """Issue copies of each (source, target) over the link, one after the other, on
+        the stream of the direction."""
 
     def update(self, updates: Sequence[TensorUpdate]) -> None:
         """Issue `reference`'s update on tensors on the device, to the stream `gpu`.
@@ -132,11 +130,11 @@ class Device(Streams, Protocol):
         dtypes: Collection[tuple[torch.dtype, torch.dtype]],
         rule: UpdateRule = ADAMW,
     ) -> None:
-        """Compile the device's kernels, and run them on a few elements.
+        """Compile the device's kernels of `update`, `sums_of_squares` and
+        `fingerprint`, and run them on a few elements.
 
-        They are the kernels of `update`, `sums_of_squares` and `fingerprint`.
-
-        There is one for each combination of dtypes of gradient and parameter."""
+        There is one for each combination of dtypes of gradient and parameter.
+        """
 
     def fingerprint(self, values: Sequence[torch.Tensor]) -> Callable[[], list[bytes]]:
         """Start `fingerprint.fingerprint` of flat parameters.
@@ -147,17 +145,12 @@ class Device(Streams, Protocol):
         issued all work on them."""
 
     def is_capturing(self) -> bool:
-        """Return whether the calling thread captures its work in a CUDA graph.
-
-        It then does not run the work.
-        """
+        """Return whether the calling thread captures its work in a CUDA graph, and so
+        does not run it."""
 
     def share(self, tensor: torch.Tensor) -> None:
-        """Keep the memory of a tensor for the job's current stream.
-
-        It is kept after the tensor is gone: the job may have allocated it on another
-        stream.
-        """
+        """Keep the memory of a tensor for the job's current stream after the tensor is
+        gone: the job may have allocated it on another stream."""
         return
 
     def begin_iteration(self) -> None:

@@ -1,7 +1,5 @@
-"""Emulated device to run the engine without a GPU.
-
-It is host memory with a hard limit, and streams with throttled copies.
-"""
+"""Emulated device to run the engine without a GPU: host memory with a hard limit, and
+streams with throttled copies."""
 
 import math
 import time
@@ -156,10 +154,8 @@ class EmulatedDevice(EmulatedStreams, Device):
         return self._used - self._claimed
 
     def free_bytes(self) -> float | None:
-        """Return the capacity without the memory for activations.
-
-        It is the memory that the job's activations have claimed at their peak.
-        """
+        """Return the capacity without the memory that the job's activations have
+        claimed at their peak."""
         return (
             None
             if self.capacity_bytes is None

@@ -27,14 +27,15 @@ _CHUNK_BYTES = 64 << 20
 def allocate_pinned(
     shape: tuple[int, ...], dtype: torch.dtype, node: int | None = None
 ) -> torch.Tensor:
-    """Allocate host memory (an element at least) and pin it.
+    """Allocate host memory (an element at least), on the NUMA node if that has room,
+    and pin it.
 
-    It is unpinned and freed with the tensor. It is taken from the NUMA node, if that
-    has room. Raises EngineError if that fails.
+    It is unpinned and freed with the tensor. Raises EngineError if that fails.
 
     torch rounds pinned memory up to a power of two; a mapping has the exact size. A
     forked process does not have it: else the next write of this one would move the
-    page, while the GPU kept using the old one."""
+    page, while the GPU kept using the old one.
+    """
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_DONTFORK)

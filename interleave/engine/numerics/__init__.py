@@ -1,4 +1,2 @@
-"""Arithmetic of the update.
-
-It has the reference AdamW, kernels with the same bits, gradient norm, and loss scale.
-"""
+"""Arithmetic of the update: the reference AdamW, kernels with the same bits, gradient
+norm, and loss scale."""

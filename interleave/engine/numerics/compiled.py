@@ -387,10 +387,8 @@ def loops_of(rule):
 
 
 class Loops(NamedTuple):
-    """The compiled loops of a rule.
-
-    They update with a parameter, the state alone, and with masters in two parts.
-    """
+    """The compiled loops of a rule: with a parameter, the state alone, and with masters
+    in two parts."""
 
     update: Any = None
     update_state: Any = None

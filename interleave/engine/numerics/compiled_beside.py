@@ -1,6 +1,5 @@
-"""Loops that read the old optimizer state and write the new one beside it.
-
-They are compiled like the loops in compiled.py.
+"""Loops that read the old optimizer state and write the new one beside it, compiled
+like the loops in compiled.py.
 
 They write past the caches where lines of a target are whole, and as usual elsewhere. A
 state is a tuple of master and moments.
@@ -152,10 +151,8 @@ def is_line_begin(array, first):
 
 @register_jitable
 def elements_before_line(array, first):
-    """Return how many elements there are before the next line of the cache.
-
-    They are counted from an element to the first one that begins a line.
-    """
+    """Return how many elements there are from an element to the first one that begins a
+    line of the cache."""
     return -(array.ctypes.data + first * array.itemsize) % LINE_BYTES // array.itemsize
 
 

@@ -1,6 +1,5 @@
-"""Fingerprints of parameters, which show that somebody has changed them.
-
-They have 128 bits for each 16 KiB of a tensor.
+"""Fingerprints, 128 bits for each 16 KiB, of parameters, which show that somebody has
+changed them.
 
 The memory of the tensor is read as unsigned integers of 64 bits, the last one filled up
 with zeros, each of a low and a high half. They are split into blocks of 2,048. A block
@@ -43,10 +42,8 @@ def memory_words(values: npt.NDArray[np.generic]) -> Words:
 
 
 def fingerprint(values: torch.Tensor) -> bytes:
-    """Return the fingerprint of a flat CPU tensor.
-
-    It is bfloat16, float16 or float32; `CpuKernel.fingerprint` is faster.
-    """
+    """Return the fingerprint of a flat CPU tensor of bfloat16, float16 or float32;
+    `CpuKernel.fingerprint` is faster."""
     halves = (
         memory_words(values.detach().view(torch.int16).numpy())
         .view(np.uint32)

@@ -27,14 +27,14 @@ _PAGE, _ROW_OFFSET = 4096 // 4, 1344 // 4
 
 
 def row_stride(params: int) -> int:
-    """Return the distance of the rows of a state for the fastest updates on the CPU.
-
-    It is in elements.
+    """Return the distance, in elements, of the rows of a state for the fastest updates
+    on the CPU.
 
     All rows begin a line of the cache, and at different places of a page: streaming
     stores to several rows at the same place of their pages are slow
     (docs/performance.md, updates out of place). A row of `params` elements may be
-    shorter than the distance by up to a page."""
+    shorter than the distance by up to a page.
+    """
     return params + (_ROW_OFFSET - params) % _PAGE
 
 
@@ -131,11 +131,10 @@ def check_update(
 def check_disjoint(
     old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], rows: int
 ) -> None:
-    """Check that an out-of-place update does not write to the old state.
+    """Check that an out-of-place update does not write to the old master and moments.
 
-    It must not change the master and moments of each.
-
-    Raises ValueError if they share memory."""
+    Raises ValueError if they share memory.
+    """
     if len(old) != rows or len(new) != rows:
         raise ValueError(
             f"old and new state must have {rows} rows, not {len(old)} and {len(new)}"

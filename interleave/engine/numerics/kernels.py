@@ -337,10 +337,8 @@ class CpuKernel:
         out_of_place: bool = False,
         rule: UpdateRule = ADAMW,
     ) -> None:
-        """Compile the loops for these dtypes, and run them on one element.
-
-        They are the dtypes of gradient and parameter.
-        """
+        """Compile the loops for these dtypes of gradient and parameter, and run them on
+        one element."""
         scalars, shape = (
             rule.scalars(rule.defaults, 1),
             (1, 1) if rule.whole_update is not None else None,

@@ -1,6 +1,5 @@
-"""The sum of squares of a gradient, with the same bits everywhere.
-
-This holds on every device and for every division into subgroups.
+"""The sum of squares of a gradient, with the same bits on every device and for every
+division into subgroups.
 
 The whole flat gradient of a parameter is split into blocks of 65,536 elements. The
 elements of a block are assigned to 256 lanes in turn, each lane adds its squares in

@@ -50,14 +50,14 @@ _INTERVAL = 2000
 
 @dataclass(frozen=True)
 class TensorUpdate:
-    """Tensors of an update.
-
-    They are contiguous, on one device, with one dimension and the same length.
+    """Tensors of an update: contiguous, on one device, with one dimension and the same
+    length.
 
     Gradient and parameter (`out`) are bfloat16, float16 or float32. The state is master
     and moments as the rule has them; a master may be in two parts, one of them `out`
     (see SplitMaster), or `out` itself. `position` is the first element's position (see
-    rounding.py), `shape` the shape of a whole matrix."""
+    rounding.py), `shape` the shape of a whole matrix.
+    """
 
     grad: torch.Tensor
     state: Sequence[torch.Tensor]
@@ -172,12 +172,12 @@ def canonical_nan(values: Floats) -> Floats:
 def bfloat16_bits(
     values: Floats, noise: npt.NDArray[np.uint32] | None = None
 ) -> Halves:
-    """Return the bits of the values rounded to bfloat16.
-
-    They are rounded to nearest, ties to even, or up by these random 16 bits.
+    """Return the bits of the values rounded to bfloat16, to nearest with ties to even,
+    or up by these random 16 bits.
 
     The addition before the shift carries into the exponent, up to infinity. NaN is
-    excluded, since 0x7fffffff would become -0."""
+    excluded, since 0x7fffffff would become -0.
+    """
     bits = values.view(np.uint32)
     if noise is None:
         noise = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
@@ -188,10 +188,8 @@ def bfloat16_bits(
 
 
 def float16_bits(values: Floats) -> Halves:
-    """Return the bits of the values rounded to float16.
-
-    They are rounded to nearest, ties to even; infinite from 65,520 on.
-    """
+    """Return the bits of the values rounded to float16, to nearest with ties to even;
+    infinite from 65,520 on."""
     with np.errstate(all="ignore"):
         rounded: Any = values.astype(np.float16).view(np.uint16)
     return np.where(np.isnan(values), np.uint16(FLOAT16_NAN), rounded)

@@ -1,6 +1,5 @@
-"""Random numbers for the rounding of moments to bfloat16.
-
-They are the same on every device and for every division of work.
+"""Random numbers for the rounding of moments to bfloat16, the same on every device and
+for every division of work.
 
 The random numbers of an element follow from the step and from its position in the
 optimizer, and from nothing else:

@@ -1,6 +1,5 @@
-"""Fingerprints of the bits of tensors on any device.
-
-They have 128 bits, without waiting for the device.
+"""Fingerprints of 128 bits of the bits of tensors on any device, without waiting for
+the device.
 
 The elements of a tensor, in the order of its memory, are read as words of 64 bits, with
 zeros behind the last one, in blocks of 1,024 words. For each block there are two sums
@@ -138,10 +137,8 @@ def _threads(count: int) -> WorkQueue:
 
 
 def _of_host(words: torch.Tensor) -> torch.Tensor:
-    """Return `of_words` by a compiled loop.
-
-    It reads memory once, on as many threads as torch has.
-    """
+    """Return `of_words` by a compiled loop that reads memory once, on as many threads
+    as torch has."""
     # numba takes long to import.
     from ebbtide.interleave.engine.numerics.compiled_tensors import sum_blocks
 

@@ -382,12 +382,12 @@ def _add_by_halves(lanes):
     do_not_specialize=["count"], do_not_specialize_on_alignment=["table", "sums"]
 )
 def block_sums(table, sums, count, dtype: tl.constexpr):
-    """Write the sums of squares of all blocks of a table's tensors.
-
-    They are added in the order of norm.py.
+    """Write the sums of squares of all blocks of a table's tensors, added in the order
+    of norm.py.
 
     Columns of a row: address of the gradient; length; index of the tensor's first block
-    in `sums`."""
+    in `sums`.
+    """
     tensor = _find_tensor(table, count)
     row = table + count + tensor.to(tl.int64) * _BLOCK_COLUMNS
     block = tl.program_id(0) - tl.load(table + tensor)

@@ -36,9 +36,10 @@ from ebbtide.interleave.engine.rules.rule import UpdateRule
 
 
 class SharedHostMemory:
-    """Allocates host memory for launches, and keeps it until they are done.
+    """Allocates host memory for launches, and keeps it until they are done; pinned if a
+    GPU uses it.
 
-    It is pinned if a GPU uses it. If not, launches are done when their call returns."""
+    If not, launches are done when their call returns."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
@@ -71,11 +72,8 @@ class SharedHostMemory:
 def table_words(
     programs: Sequence[int], rows: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Return the words of a table.
-
-    They are made from the number of programs for each tensor and rows of shape
-    (tensors, columns).
-    """
+    """Return the words of a table, from the number of programs for each tensor and rows
+    of shape (tensors, columns)."""
     first_programs = list(itertools.accumulate(programs, initial=0))[:-1]
     return np.concatenate([np.array(first_programs, np.int64), rows.reshape(-1)])
 
@@ -216,12 +214,12 @@ def warm_up(
     dtypes: Collection[tuple[torch.dtype, torch.dtype]],
     rule: UpdateRule = ADAMW,
 ) -> None:
-    """Compile all kernels for these dtypes, load them on a GPU, and run them.
-
-    They are the dtypes of gradient and parameter.
+    """Compile all kernels for these dtypes of gradient and parameter, load them on a
+    GPU, and run them.
 
     They run on a few elements, and are done when this returns. No launch compiles
-    anything after it."""
+    anything after it.
+    """
     updates = []
     for grad_dtype, out_dtype in dtypes:
         grad, out = (
@@ -250,11 +248,11 @@ def _parts_of(rule: UpdateRule) -> tuple[Any, Any]:
 
 
 class _BlockRows:
-    """The rows of a kernel that computes one result for each block of tensors.
+    """The rows of a kernel that computes one result for each block of tensors, and
+    writes it to host memory.
 
-    It writes the result to host memory.
-
-    Lengths of tensors and of a block are in the unit of the kernel."""
+    Lengths of tensors and of a block are in the unit of the kernel.
+    """
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], lengths: Sequence[int], block: int

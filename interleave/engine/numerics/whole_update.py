@@ -1,7 +1,5 @@
-"""The update of a whole parameter.
-
-It is the formula for each element, a transform of all at once, and the rule's finish.
-"""
+"""The update of a whole parameter: the formula for each element, a transform of all at
+once, and the rule's finish."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

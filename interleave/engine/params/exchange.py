@@ -1,7 +1,5 @@
-"""The exchange of parameters between ranks that have parts of them.
-
-It is for rules that update a parameter as a whole.
-"""
+"""The exchange of parameters between ranks that have parts of them, for rules that
+update a parameter as a whole."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -16,9 +14,8 @@ Shape = tuple[int, ...]
 
 
 class Exchange:
-    """Parameters whose parts ranks have, and which one rank updates as a whole.
-
-    They are given by index; there are none here.
+    """Parameters, by index, whose parts ranks have and which one rank updates as a
+    whole; none here.
 
     Tensors of a parameter are flat: whole on its owner, and empty on the other ranks.
     Every rank must call each method, in the same order.
@@ -47,17 +44,13 @@ class Exchange:
         """Write this rank's parts of tensors of parameters to tensors, flat."""
 
     def add(self, values: Mapping[int, float]) -> dict[int, float]:
-        """Return for each parameter the sum of a value over the ranks.
-
-        It is 0 where a rank does not give it.
-        """
+        """Return for each parameter the sum of a value over the ranks; a rank that does
+        not give it counts as 0."""
         return {}
 
     def on_any_rank(self, indices: Iterable[int]) -> set[int]:
-        """Return the parameters whose index any rank gives.
-
-        It returns when all ranks have called it.
-        """
+        """Return the parameters whose index any rank gives, once all ranks have called
+        this."""
         return {
             index
             for index, count in self.add(dict.fromkeys(indices, 1.0)).items()

@@ -1,7 +1,5 @@
-"""Hands gradients to the engine.
-
-It hands over all at the step, or each as soon as a backward has computed it.
-"""
+"""Hands gradients to the engine: all at the step, or each as soon as a backward has
+computed it."""
 
 from __future__ import annotations
 
@@ -32,10 +30,8 @@ _EPS = 1e-6
 
 
 class GradientNorm:
-    """Adds up the squares of a step's gradients on all ranks.
-
-    It returns the factor that scales and clips them.
-    """
+    """Adds up the squares of a step's gradients on all ranks, and returns the factor
+    that scales and clips them."""
 
     def __init__(
         self, device: Device, exchange: Exchange, max_norm: float | None
@@ -51,8 +47,7 @@ class GradientNorm:
         """Add gradients, by index, with the values that they have now.
 
         This is work of the calling thread, which computed them: memory that it frees,
-        or writes later, holds them long enough.
-        """
+        or writes later, holds them long enough."""
         if gradients:
             self._pending.append(
                 (
@@ -101,10 +96,10 @@ class GradientNorm:
 def _sum_over_ranks(
     squares: Mapping[torch.Tensor, float], whole: Iterable[float]
 ) -> float:
-    """Return the sum over all gradients and shards, and complete sums of others.
+    """Return the sum over all gradients and shards, and complete sums of others, with
+    the same bits on every rank.
 
-    It has the same bits on every rank. All ranks must call this.
-    """
+    All ranks must call this."""
     sums = list(whole)
     sharded: dict[Any, list[float]] = {}
     for param, square in squares.items():
@@ -198,10 +193,8 @@ class GradientCollector:
         ]
 
     def collect(self) -> dict[int, torch.Tensor]:
-        """Return the gradients that were not offloaded, flat.
-
-        They are by the parameter's index.
-        """
+        """Return the gradients that were not offloaded, flat, by the parameter's
+        index."""
         self._calls.finish_updates()
         engine = self._engine
         if not (

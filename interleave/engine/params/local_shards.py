@@ -44,10 +44,8 @@ def device_of(params: Sequence[torch.Tensor]) -> torch.device:
 
 
 def wrap_shard(param: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor that is sharded as a parameter is.
-
-    It is a DTensor where the parameter is one.
-    """
+    """Return this rank's part of a tensor that is sharded as a parameter is: a DTensor
+    where the parameter is one."""
     if not hasattr(param, "to_local"):
         return shard
     from torch.distributed.tensor import DTensor
@@ -101,10 +99,8 @@ def parts_of(param: torch.Tensor) -> int:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements of a tensor fill its memory.
-
-    They have no gaps or overlaps, in any order of dimensions.
-    """
+    """Return whether the elements of a tensor fill its memory without gaps or overlaps,
+    in any order of dimensions."""
     length = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != length:
@@ -139,10 +135,8 @@ def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def unflatten(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return a view of flat memory like a parameter's local part.
-
-    It has the shape and the order of dimensions of that part.
-    """
+    """Return a view of flat memory with the shape and the order of dimensions of a
+    parameter's local part."""
     shard = local_shard(param)
     return flat.as_strided(shard.shape, shard.stride())
 

@@ -249,12 +249,11 @@ class OffloadedParams:
     def begin_step(
         self, params: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], dict[int, torch.Tensor], set[int]]:
-        """Submit the gradients.
+        """Submit the gradients after the last step has ended and changed parameters are
+        followed.
 
-        This is after the last step has ended and changed parameters are followed.
         Returns parameters as the engine has them, flat; gradients that were not
-        offloaded, by index; and the indices of all gradients.
-        """
+        offloaded, by index; and the indices of all gradients."""
         engine = self.open(params)
         self.calls.finish_updates()
         if engine.update.phase is UpdatePhase.SUBMITTED:
@@ -313,10 +312,8 @@ class OffloadedParams:
             self.record_values(values, written)
 
     def end_step(self) -> None:
-        """Prepare for the next step, after a step that was done.
-
-        It may still have late operations.
-        """
+        """Prepare for the next step after a step that was done, but may still have late
+        operations."""
         self._has_stepped = self._has_state = True
         self.collector.end_step()
 
@@ -406,10 +403,8 @@ class OffloadedParams:
         states: Sequence[state_dict.ParamState | None] | None = None,
         commit: Mapping[str, Any] | None = None,
     ) -> None:
-        """Divide parameters into subgroups on their device, and make a new plan.
-
-        They get these states or the states of a commit.
-        """
+        """Divide parameters, with these states or the states of a commit, into
+        subgroups on their device, and make a new plan."""
         device = device_of(params)
         if self._options.device is None and device != self._device:
             self._runner.open_device(device)
@@ -504,10 +499,8 @@ class OffloadedParams:
         self.exchange.scatter({index: [values[index]] for index in parts}, parts)
 
     def _follow_layouts(self) -> None:
-        """Open the engine again if parameters have moved, or changed their dtype.
-
-        This is before the first step.
-        """
+        """Open the engine again if parameters have moved, or changed their dtype,
+        before the first step."""
         layouts = _layouts(self.params)
         if layouts == self._layouts:
             return

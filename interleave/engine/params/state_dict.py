@@ -1,8 +1,5 @@
-"""State dicts.
-
-It converts between the state of subgroups and the state per parameter of torch's
-optimizer.
-"""
+"""Converts between the state of subgroups and the state per parameter in state dicts of
+torch's optimizer."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -59,12 +56,12 @@ ParamState = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class SavedStates:
-    """The states of parameters, and their numbers of updates.
-
-    These are the parameters that a state dict has or that the optimizer has updated.
+    """The states, and numbers of updates, of parameters that a state dict has or that
+    the optimizer has updated.
 
     A state is None for a parameter that was not updated yet; there are none for a
-    commit, which has them in storage."""
+    commit, which has them in storage.
+    """
 
     params: list[torch.Tensor]
     states: list[ParamState | None] | None
@@ -148,10 +145,8 @@ def scatter_states(
 def convert_state(
     state: ParamState, own: UpdateRule, rule: UpdateRule, value: torch.Tensor
 ) -> ParamState:
-    """Return a state for the rule of a parameter whose dtype has changed.
-
-    It is with masters, or without.
-    """
+    """Return a state, with masters or without, for the rule of a parameter whose dtype
+    has changed."""
     if own.has_masters == rule.has_masters:
         return state
     return (value.float().cpu(), *state) if rule.has_masters else state[1:]
@@ -215,10 +210,8 @@ def update_masters(
 
 
 def describe(rule: UpdateRule, param: torch.Tensor) -> str:
-    """Return what the state of a parameter depends on.
-
-    This is its rule, type and shape, and its part on this rank.
-    """
+    """Return what the state of a parameter depends on: its rule, type and shape, and
+    its part on this rank."""
     shard = local_shard(param)
     part = "" if shard.shape == param.shape else f", {tuple(shard.shape)} of it here"
     return (
@@ -228,10 +221,8 @@ def describe(rule: UpdateRule, param: torch.Tensor) -> str:
 
 
 def check_commit(commit: Any, own: Mapping[str, Any]) -> None:
-    """Raise EngineError if a commit does not match this optimizer.
-
-    It must be of the same parameters, numbers of updates and rank.
-    """
+    """Raise EngineError if a commit is not of the same parameters, numbers of updates
+    and rank as this optimizer."""
     check_digest(commit)
     for key, value in own.items():
         saved = commit.get(key, value)
@@ -298,10 +289,8 @@ def _check_record(state_dict: Mapping[str, Any], is_sharded: bool) -> bool:
 def make_entry(
     rule: UpdateRule, param: torch.Tensor, state: ParamState, step: int
 ) -> dict[str, Any]:
-    """Return the entry of a parameter, perhaps a DTensor, in a state dict.
-
-    It is the rule's entry, and the fp32 master.
-    """
+    """Return the entry of a parameter, perhaps a DTensor, in a state dict: the rule's
+    entry, and the fp32 master."""
     # bitsandbytes casts a tensor to the type of the parameter, which not all numbers of
     # steps fit in.
     entry: dict[str, Any] = {

@@ -53,10 +53,8 @@ class StepHooks:
         raises."""
 
     def gradients_in(self) -> None:
-        """Prepare for a step whose gradients are there, after the last one has ended.
-
-        It may raise EngineError.
-        """
+        """Prepare for a step whose gradients are there, after the last one has ended;
+        may raise EngineError."""
 
     def decided(self, updated: Sequence[int]) -> None:
         """Prepare for the update of these parameters, which is certain now."""
@@ -231,20 +229,16 @@ class StepCalls:
             hooks.ended()
 
     def _record_others(self) -> None:
-        """Record the values of updated parameters that were not recorded.
-
-        This is after the last update has ended.
-        """
+        """Record the values of updated parameters that were not recorded, after the
+        last update has ended."""
         record, self._record = self._record, None
         if record is not None:
             record(self._updated - self._recorded)
 
 
 def locked(method: Method) -> Method:
-    """Return a method of an optimizer that excludes other calls.
-
-    It comes before or after all others that other threads call.
-    """
+    """Return a method of an optimizer that excludes calls of others by other
+    threads."""
 
     @wraps(method)
     def locked_method(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -40,8 +40,7 @@ def moment_factors(
     """Return the factors that a step applies to the moments.
 
     They are beta1, 1 - beta1, beta2, 1 - beta2, the rate and the root of the
-    corrections of both moments.
-    """
+    corrections of both moments."""
     beta1, beta2 = group["betas"]
     return (
         beta1,

@@ -29,13 +29,13 @@ BLOCK = 256
 
 
 class UpdateRange(NamedTuple):
-    """Elements of tensors that are updated with the same factors.
-
-    They go from `begin` to the one before `end`.
+    """Elements of tensors, from `begin` to the one before `end`, that are updated with
+    the same factors.
 
     `position` is the first element's position, for rules that round (see
     `numerics.rounding`); `shape` the parameter's shape, for rules that update whole
-    ones; `block` is the first block, for moments in 8 bits."""
+    ones; `block` is the first block, for moments in 8 bits.
+    """
 
     begin: int
     end: int
@@ -46,9 +46,8 @@ class UpdateRange(NamedTuple):
 
 
 class WholeUpdate(NamedTuple):
-    """An update that transforms a whole parameter of two dimensions.
-
-    It is besides the formula for each element.
+    """An update that transforms a whole parameter of two dimensions, besides the
+    formula for each element.
 
     Attributes:
         parts: Returns the parts of the factors, for a shape: `scalars` are for the
@@ -183,10 +182,8 @@ class UpdateRule:
 
     @property
     def ending(self) -> UpdateRule:
-        """The rule of the end of an update.
-
-        It is `finish` where whole parameters are updated, else this rule.
-        """
+        """The rule of the end of an update: `finish` where whole parameters are
+        updated, else this rule."""
         return self if self.whole_update is None else self.whole_update.finish
 
     @property
@@ -196,10 +193,8 @@ class UpdateRule:
 
     @cached_property
     def without_masters(self) -> UpdateRule:
-        """The rule of fp32 parameters, which are their own masters.
-
-        They are not where whole ones are updated.
-        """
+        """The rule of fp32 parameters, which are their own masters unless whole ones
+        are updated."""
         if (
             self.split is not None
             or self.whole_update is not None
@@ -224,20 +219,16 @@ class UpdateRule:
 
     @property
     def master(self) -> str:
-        """The place of the masters: in the state, in the parameter, or split.
-
-        It is `fp32` in the state, `parameter`, or the kind of `split`.
-        """
+        """The place of the masters: `fp32` in the state, `parameter`, or the kind of
+        `split`."""
         if self.split is not None:
             return self.split.name
         return "fp32" if self.has_masters else "parameter"
 
     @property
     def reads_params(self) -> bool:
-        """Whether an update reads the parameters.
-
-        It does if the state has a part of the masters only, or none.
-        """
+        """Whether an update reads the parameters, as the state has only a part of the
+        masters, or none."""
         return self.split is not None or not self.has_masters
 
     def scalars(self, group: Group, step: int, scale: float = 1.0) -> Scalars:
@@ -262,10 +253,8 @@ class UpdateRule:
         )
 
     def row_slices(self, begin: int, end: int, block: int) -> tuple[slice, ...]:
-        """Return the part of each row for a range of elements.
-
-        They go from `begin` to the one before `end`, in blocks from `block`.
-        """
+        """Return the part of each row for elements from `begin` to the one before
+        `end`, in blocks from `block`."""
         blocks = slice(block, block - (begin - end) // BLOCK)
         return (slice(begin, end),) * (self.has_masters + len(self.moments)) + (
             blocks,
@@ -314,10 +303,8 @@ class UpdateRule:
         return self.rounds or bool(self.scales) or self.whole_update is not None
 
     def formula_with(self, arithmetic: Mapping[str, Any]) -> Callable[..., Any]:
-        """Return the formula with other functions for its arithmetic.
-
-        They take the places of `divide`, `square_root` and `sign`.
-        """
+        """Return the formula with other functions in the places of `divide`,
+        `square_root` and `sign`."""
         formula: Any = self.formula
         return FunctionType(
             formula.__code__, {**formula.__globals__, **arithmetic}, formula.__name__

@@ -1,5 +1,2 @@
-"""Runs plans.
-
-It has the executor, the store of optimizer state and its operations, and the engine
-that does one step.
-"""
+"""Runs plans: the executor, the store of optimizer state and its operations, and the
+engine that does one step."""

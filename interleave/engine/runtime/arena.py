@@ -1,7 +1,5 @@
-"""Device memory for state.
-
-It is allocated when a plan is set, and handed out to the operations of the plan.
-"""
+"""Device memory for state, allocated when a plan is set, and handed out to the
+operations of the plan."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -39,10 +37,8 @@ _FAST_STORAGE = StoragePath(read_bytes_per_s=1e13, write_bytes_per_s=1e13)
 
 @dataclass
 class Block:
-    """Device memory of an arena, and the marks that a stream must wait for first.
-
-    It is fp32, with one dimension. A stream waits before it uses the memory.
-    """
+    """Device memory (fp32, one dimension) of an arena, and the marks that a stream must
+    wait for before it uses it."""
 
     memory: torch.Tensor
     marks: Sequence[Mark]
@@ -69,11 +65,11 @@ class Arena:
         self._lock = fork_lock()
 
     def reserve(self, sizes: Sequence[int], kept_bytes: float) -> None:
-        """Hold free blocks of these sizes (in elements), and no others.
+        """Hold free blocks of these sizes (in elements), and no others, besides the
+        blocks in use.
 
-        They are besides the blocks in use; `kept_bytes` of them may be held during the
-        whole iteration. No operation may run. Raises DeviceMemoryError, as does `take`.
-        """
+        `kept_bytes` of them may be held during the whole iteration. No operation may
+        run. Raises DeviceMemoryError, as does `take`."""
         with self._lock:
             missing = Counter(sizes)
             kept = []
@@ -97,10 +93,8 @@ class Arena:
             return has_block or self._total_bytes + _WIDTH * elements <= self._max_bytes
 
     def take(self, elements: int) -> Block:
-        """Return a block of at least this many elements.
-
-        It is the smallest free one, or else a new one.
-        """
+        """Return a block of at least this many elements: the smallest free one, or else
+        a new one."""
         with self._lock:
             large_enough = [block for block in self._free if block.elements >= elements]
             if not large_enough:
@@ -116,10 +110,8 @@ class Arena:
             self._free.append(block)
 
     def trim(self) -> None:
-        """Release free blocks beyond the memory for whole iterations.
-
-        This is the memory that may be held during the whole iteration.
-        """
+        """Release free blocks beyond the memory that may be held during the whole
+        iteration."""
         with self._lock:
             for block in [
                 block
@@ -164,12 +156,11 @@ def worst_case(plan: Plan, workload: Workload) -> Schedule:
 
 
 def gradient_elements(subgroup: Subgroup) -> int:
-    """Return the fp32 elements of memory for a gradient that made a round trip.
+    """Return the fp32 elements of memory for a gradient that was copied to the host and
+    back.
 
-    It was copied to the host and back. It takes none if it fits the memory of its
-    parameter, with the same dtype and no part of the master, which nobody reads until
-    the update.
-    """
+    It takes none if it fits the memory of its parameter, with the same dtype and no
+    part of the master, which nobody reads until the update."""
     if subgroup.rule.reads_params:
         return int(-(-subgroup.params * subgroup.grad_dtype.itemsize // 4))
     return subgroup.params if subgroup.grad_dtype != subgroup.dtype else 0
@@ -184,11 +175,10 @@ def acquired_elements(op: Op, subgroups: Sequence[Subgroup]) -> int:
 
 
 def block_sizes(schedule: Schedule, subgroups: Sequence[Subgroup]) -> list[int]:
-    """Return the sizes of the blocks that a plan works with, in fp32 elements.
+    """Return the sizes, in fp32 elements, of the blocks that a plan works with in its
+    worst case, besides the blocks of resident state.
 
-    They are by its worst case, besides the blocks of resident state. A block is used
-    again, and has the size of the largest that it is used for.
-    """
+    A block is used again, and has the size of the largest that it is used for."""
     blocks = _Blocks()
     # In the second iteration parked state begins where the first one left it.
     for _ in range(2):
@@ -215,10 +205,8 @@ def plan_bytes(schedule: Schedule, subgroups: Sequence[Subgroup]) -> int:
 
 
 def _memory_changes(schedule: Schedule) -> list[Op]:
-    """Return the operations that take or give back device memory, in that order.
-
-    They take it when they start, or give it back when they end.
-    """
+    """Return the operations that take device memory when they start or give it back
+    when they end, in that order."""
     changes = []
     for index, (op, start, end) in enumerate(schedule.items()):
         kind = find_kind(op.kind)

@@ -72,10 +72,8 @@ class Engine:
 
     @property
     def is_late(self) -> bool:
-        """Whether the last step has returned while late operations may still run.
-
-        They are not known to have ended: see `finish_step`.
-        """
+        """Whether the last step has returned while late operations are not known to
+        have ended: see `finish_step`."""
         return self.update.phase is UpdatePhase.LATE
 
     def set_plan(self, plan: Plan, workload: Workload) -> None:
@@ -169,10 +167,8 @@ class Engine:
     def recall_gradients(
         self, params: Sequence[torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Stop the plan and return the offloaded gradients.
-
-        They are by parameter, flat, on the device again.
-        """
+        """Stop the plan and return the offloaded gradients by parameter, flat, on the
+        device again."""
         self.quiesce()
         offloaded = self.update.offloaded
         gradients = {
@@ -192,10 +188,8 @@ class Engine:
         self._start()
 
     def submit_gradients(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Submit the gradients (flat) that were not offloaded.
-
-        This is after the backward; it starts to copy them.
-        """
+        """Submit the gradients (flat) that were not offloaded, after the backward, and
+        start to copy them."""
         if not self.is_running:
             self._start()
         update, mark = self.update, self.device.record("job")
@@ -423,11 +417,11 @@ def _as_performed(run: PlanRun, scalars_s: float) -> Plan:
 
 
 def reserve_rows(plan: Plan) -> list[int]:
-    """Return numbers for the rows of a step.
+    """Return numbers for the rows of all operations of a step; none where nothing is
+    recorded.
 
-    They are for all operations and as many repeated ones, which belong to this
-    iteration even if they are added later. There are none where nothing is recorded.
-    """
+    There are as many again for repeated ones, which belong to this iteration even if
+    they are added later."""
     recorder = start.current_recorder()
     if recorder is None or not recorder.recording:
         return []

@@ -38,16 +38,16 @@ _SIGNALS = (
 
 
 class Executor:
-    """Executes plans on a thread for each lane.
-
-    These are the core's lanes, and the lanes of the plans that it has begun.
+    """Executes plans on a thread for each lane: the core's lanes, and the lanes of the
+    plans that it has begun.
 
     Operations on the CPU and of storage are performed by their thread. Those on the
     device are issued to streams, which wait for one another; their thread takes their
     times from marks. The training thread calls `begin`, `advance_to` and `finish`.
     After an operation that raises no other starts, and `finish` raises. Without memory
     (`fits`) one waits for others; if there is nothing to wait for, it is performed
-    nevertheless."""
+    nevertheless.
+    """
 
     def __init__(
         self,

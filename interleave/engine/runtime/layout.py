@@ -27,8 +27,7 @@ class ParamSegment:
 
     It goes from `begin` to `end` in the flat parameter (`param` is its index in the
     optimizer), and from `offset` on in the subgroup. `shape` is the shape of a whole
-    matrix; `block` is the run's first block in the subgroup.
-    """
+    matrix; `block` is the run's first block in the subgroup."""
 
     param: int
     begin: int
@@ -178,10 +177,8 @@ def state_elements(subgroup: Subgroup) -> int:
 
 
 def state_shape(subgroup: Subgroup) -> tuple[int, ...]:
-    """Return the shape of a subgroup's state, fp32.
-
-    It is (rows, params), or flat if not all rows are fp32.
-    """
+    """Return the shape of a subgroup's state, fp32: (rows, params), or flat if not all
+    rows are fp32."""
     dtypes = subgroup.rule.dtypes
     return (
         (len(dtypes), subgroup.params)

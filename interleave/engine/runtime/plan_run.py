@@ -88,10 +88,8 @@ class PlanRun:
             self._enqueue(heappop(self._gated)[1])
 
     def mark_available(self, number: int, marks: Sequence[Mark]) -> None:
-        """Let operations start that wait for an input.
-
-        It is there when marks are passed.
-        """
+        """Let operations start that wait for an input, which is there when marks are
+        passed."""
         for index in self._blocked.pop(number, ()):
             self._marks[index] += marks
             self._count_down(index)
@@ -158,10 +156,8 @@ class PlanRun:
         self._marks[index].append(mark)
 
     def complete(self, index: int, start_s: float, end_s: float) -> None:
-        """Record that an operation is done, with its times.
-
-        They are on the clock of time.perf_counter.
-        """
+        """Record that an operation is done, with its times on the clock of
+        time.perf_counter."""
         start, end = start_s - self.begin_s, end_s - self.begin_s
         if index in self._outdated:
             self._outdated.remove(index)
@@ -190,10 +186,8 @@ class PlanRun:
     def _pop_first(
         self, queue: list[tuple[int, int]], can_start: Callable[[Op], bool]
     ) -> int | None:
-        """Remove and return the first operation of a heap that can start.
-
-        It must not have been taken.
-        """
+        """Remove and return the first operation of a heap that can start and was not
+        taken."""
         passed_over = []
         first = None
         while queue and first is None:

@@ -13,13 +13,12 @@ from ebbtide.interleave.engine.runtime.update import Update
 
 
 class SpeculativeUpdates:
-    """The speculative updates of a step, by any thread.
+    """The speculative updates of a step, by any thread, with the factors of a step that
+    is neither clipped nor skipped.
 
-    They have the factors of a step that is neither clipped nor skipped. The new state
-    is written into a spare, and the two are exchanged if the step is so. State in
-    storage is updated in its buffer, and read again from its file if it is not valid.
-    `buffers` have the parameters that updates read.
-    """
+    The new state is written into a spare, and the two are exchanged if the step is so.
+    State in storage is updated in its buffer, and read again from its file if it is not
+    valid. `buffers` have the parameters that updates read."""
 
     def __init__(
         self,

@@ -36,9 +36,8 @@ from ebbtide.interleave.model.plan import Op, Plan
 
 
 class ReturnedGradients:
-    """The gradients of a step that are on the device again, each until its update.
-
-    They are in the memory of their parameters, or in blocks of their own (see
+    """The gradients of a step that are on the device again, each until its update, in
+    the memory of their parameters or in blocks of their own (see
     `gradient_elements`)."""
 
     def __init__(
@@ -203,21 +202,19 @@ class Store:
         return self.states.host_bytes + self._buffers.host_bytes
 
     def use_scalars(self) -> set[int]:
-        """Use the speculative updates that assumed the factors of the step.
-
-        These are known now.
+        """Use the speculative updates that assumed the factors of the step, which are
+        known now.
 
         Returns the subgroups whose speculative update has assumed others, and must be
-        done again."""
+        done again.
+        """
         for subgroup in self._buffers.params:
             self._refresh_params(subgroup)
         return self.speculative.use_valid(self.update.scalars)
 
     def forget_params(self, changed: Collection[int]) -> None:
-        """Read changed parameters again before an update on the CPU needs them.
-
-        They are given by their indices.
-        """
+        """Read changed parameters, given by their indices, again before an update on
+        the CPU needs them."""
         for param in changed:
             self._buffers.outdated_params |= self.subgroups_of(param)
 
@@ -296,10 +293,8 @@ class Store:
         self._buffers.clear()
 
     def _complete_subgroup(self, subgroup: int) -> None:
-        """Update a subgroup on the CPU, and copy its parameters to the device.
-
-        It may only take the parameters from the master.
-        """
+        """Update a subgroup on the CPU, or only take the parameters from the master,
+        and copy its parameters to the device."""
         # It is enough for this step that there is host memory.
         self._buffers.ensure("upload", subgroup, pinned=False)
         self._refresh_params(subgroup)

@@ -283,10 +283,8 @@ class SubgroupStates:
         self._arena.give(self._blocks.pop(subgroup), self._device.record("d2h"))
 
     def _issue_to_any_host_memory(self, subgroup: int) -> None:
-        """Issue the move of a state to the host.
-
-        This also works where no more host memory can be pinned.
-        """
+        """Issue the move of a state to the host, also where no more host memory can be
+        pinned."""
         try:
             self._allocated_on_host(subgroup)
         except EngineError:

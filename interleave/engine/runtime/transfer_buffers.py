@@ -10,10 +10,8 @@ from ebbtide.interleave.model.plan import Plan
 
 
 class TransferBuffers:
-    """Host buffers of the copies in a plan.
-
-    They are pinned unless the plan has the copy as pageable.
-    """
+    """Host buffers of the copies in a plan, pinned unless the plan has the copy as
+    pageable."""
 
     def __init__(self, subgroups: Sequence[Subgroup], device: Device) -> None:
         self._subgroups = subgroups

@@ -1,4 +1,2 @@
-"""The search of the adaptive policy.
-
-It has what subgroups are assigned to, the plans that follow, and better ones.
-"""
+"""The search of the adaptive policy: the assignments of subgroups, the plans that
+follow, and better ones."""

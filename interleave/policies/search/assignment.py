@@ -1,7 +1,5 @@
-"""Assignments.
-
-They say where the state of each subgroup is kept and updated, and in which order.
-"""
+"""Assignments, which say where the state of each subgroup is kept and updated, and in
+which order."""
 
 from __future__ import annotations
 
@@ -261,14 +259,14 @@ class FreeMemory:
         moved: Sequence[int],
         slots: int,
     ) -> list[int]:
-        """Return the first candidates whose gradients fit on the device.
-
-        They must fit from the backward to the update.
+        """Return the first candidates whose gradients fit on the device from the
+        backward to the update.
 
         For workloads in which every update needs all gradients. Gradients share the
         free memory with resident state and the largest moved subgroups. Candidates are
         in the order of preference; `slots` moved subgroups are on the device at
-        once."""
+        once.
+        """
         workload = self._workload
         if workload.gradients_held_until_step:
             return list(candidates)
@@ -293,10 +291,8 @@ class FreeMemory:
         )
 
     def _kept_gradient_steps(self, kept: Sequence[int], in_flight: int) -> _PointSteps:
-        """Return the bytes of kept gradients on the device.
-
-        They count from when the backward starts to compute them.
-        """
+        """Return the bytes of kept gradients on the device, from when the backward
+        starts to compute them."""
         points, sizes = np.array([OTHER]), np.array([0.0])
         if self._workload.gradients_held_until_step or not kept:
             return points, sizes
@@ -317,9 +313,7 @@ def _with_tolerance(size: _Size) -> _Size:
 def subgroups_that_fit(
     sizes: Sequence[int], state_bytes: float, free_bytes: float
 ) -> int:
-    """Return how many subgroups have state that fits into this much memory.
-
-    They are counted from the first.
-    """
+    """Return how many subgroups, counted from the first, have state that fits into this
+    much memory."""
     limit = free_bytes / state_bytes * (1 + _TOLERANCE)
     return sum(total <= limit for total in accumulate(sizes))

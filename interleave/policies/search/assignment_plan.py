@@ -1,7 +1,5 @@
-"""The plan of an assignment.
-
-It has its operations, and the waiting that keeps it within the free device memory.
-"""
+"""The plan of an assignment: its operations, and the waiting that keeps it within the
+free device memory."""
 
 from collections import deque
 from collections.abc import Callable

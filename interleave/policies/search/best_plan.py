@@ -51,11 +51,12 @@ _BUFFERS = 3
 def find_best_plan(
     workload: Workload, machine: Machine, policy: Policy, *overlaps: Overlap
 ) -> Plan:
-    """Return the fastest plan found, with a remark that says what it is.
+    """Return the fastest plan that the search yields, never slower than the one without
+    overlap, with a remark.
 
-    It is never slower than the one without overlap. The free device memory must be
-    known. A machine without a rate of updates on the GPU has none of them. Of equally
-    fast plans the one of the first overlap is returned."""
+    The free device memory must be known. On a machine without a rate of updates on the
+    GPU, plans have none of these. Of equally fast plans the one of the first overlap is
+    returned."""
     best: Plan | None = None
     best_cost = (True, True, INFINITE)
     # The widest overlap first: its plan is often faster than any plan of the others can
@@ -151,10 +152,8 @@ def _search_roles(
 def _search_counts(
     levels: list[Level], shares: list[OptimalShares], target_s: float
 ) -> list[Assignment]:
-    """Return the best assignments of many subgroups by their counts.
-
-    They are of merged subgroups, of fewer merged, and of all.
-    """
+    """Return the best assignments of many subgroups by their counts: of merged
+    subgroups, of fewer merged, and of all."""
     search = _forward_search(levels[0], target_s)
     placements = search.run(shares)
     assignments = [search.assignment(placements[0])]
@@ -178,10 +177,8 @@ def _is_even(workload: Workload) -> bool:
 
 
 def _rankings(workload: Workload) -> list[tuple[int, ...]]:
-    """Return the orders in which placements choose subgroups.
-
-    They take the first ones, small ones, and large ones first.
-    """
+    """Return the orders in which placements choose subgroups: the first ones, small
+    ones, and large ones first."""
     sizes = workload.subgroups
     forward = range(len(sizes))
     orders = (
@@ -217,12 +214,12 @@ class Level(NamedTuple):
 
 
 def rank_others(costs: PlanCosts, own_name: str) -> dict[Policy, float]:
-    """Return the seconds of the plans of the other built-in policies.
-
-    They are infinite for one that does not fit.
+    """Return the seconds of the plans of the other built-in policies, infinite for one
+    that does not fit.
 
     With an overlap these are the policies that have the option, since others are
-    compared without it. Policies that the machine lacks rates for are left out."""
+    compared without it. Policies that the machine lacks rates for are left out.
+    """
     seconds = {}
     for name, registered in POLICIES.items():
         if not isinstance(registered.run, DefaultRun) or name == own_name:
@@ -239,11 +236,8 @@ def rank_others(costs: PlanCosts, own_name: str) -> dict[Policy, float]:
 
 
 def _plan(costs: PlanCosts, policy: Policy) -> Plan | None:
-    """Return a policy's plan, or None.
-
-    It is None if the policy has none for this machine or its resident state does not
-    fit.
-    """
+    """Return a policy's plan; None if it has none for this machine or its resident
+    state does not fit."""
     try:
         plan = policy.plan_in_memory(costs.workload, costs.machine)
         costs.minimums.of_plan(plan)

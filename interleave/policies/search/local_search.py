@@ -1,7 +1,5 @@
-"""The local search over assignments.
-
-It makes random changes of roles and orders, and takes those that do not cost much.
-"""
+"""The local search over assignments: makes random changes of roles and orders, and
+takes the ones that do not cost much."""
 
 from collections import deque
 from dataclasses import replace
@@ -28,11 +26,11 @@ _PATIENCE = 120
 
 
 class LocalSearch:
-    """Improves assignments by changing one thing at a time.
+    """Improves assignments by changing one thing at a time, until one costs no more
+    than `target_s`.
 
-    It ends when one costs no more than `target_s`.
-
-    The same input gives the same result."""
+    The same input gives the same result.
+    """
 
     def __init__(self, costs: PlanCosts, target_s: float) -> None:
         self._costs = costs
@@ -91,10 +89,8 @@ class LocalSearch:
     def _fitting(
         self, assignment: Assignment, limit: float
     ) -> tuple[Assignment, float]:
-        """Return an assignment that fits, and its cost.
-
-        It has fewer kept gradients if those take too much memory.
-        """
+        """Return an assignment that fits, with fewer kept gradients if these take too
+        much memory, and its cost."""
         cost = self._costs.cost(assignment, limit)
         if (
             cost < INFINITE

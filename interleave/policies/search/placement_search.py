@@ -1,8 +1,5 @@
-"""The search over placements.
-
-They are assignments given by a few counts of subgroups by role, which are changed step
-by step.
-"""
+"""The search over placements: assignments given by a few counts of subgroups by role,
+which are changed step by step."""
 
 from __future__ import annotations
 
@@ -172,10 +169,8 @@ class Placement(NamedTuple):
         return moved, sorted(set(offloaded) - set(moved), reverse=True)
 
     def _spread(self, offloaded: list[int]) -> list[int]:
-        """Return as many subgroups as are moved.
-
-        They are evenly spaced among the offloaded subgroups.
-        """
+        """Return as many subgroups as are moved, evenly spaced among the offloaded
+        subgroups."""
         spacing = len(offloaded) / self.moved if self.moved else 0.0
         return [
             offloaded[int(spacing * number + spacing / 2)]
@@ -277,8 +272,7 @@ class PlacementSearch:
         """Return the placements that the search ends with, cheapest first.
 
         It starts from the solutions of the bound, and from the best of these with other
-        orders.
-        """
+        orders."""
         return self._race_variants(self._race_batches(shares))
 
     def refine(
@@ -326,10 +320,8 @@ class PlacementSearch:
         return self.race([*placements, *self.variants(placements[0])], self._step)
 
     def starts(self, shares: list[OptimalShares]) -> list[Placement]:
-        """Return the cheapest placements to start from, cheapest first.
-
-        They are the solutions of the bound, with and without whole subgroups, rounded,
-        and plain streaming."""
+        """Return the cheapest placements to start from, cheapest first: the solutions
+        of the bound, with and without whole subgroups, rounded, and plain streaming."""
         plain = [self._clamp(seed) for seed in self._seeds(shares)]
         candidates = list(
             dict.fromkeys(
@@ -414,9 +406,8 @@ class PlacementSearch:
         return placements
 
     def shrink_to_fit(self, placement: Placement, factor: int) -> Placement:
-        """Reduce what stays on the device until the placement fits.
-
-        It fits if neighbouring subgroups are merged, `factor` into one."""
+        """Reduce what stays on the device until the placement fits with `factor`
+        neighbouring subgroups merged into one."""
         # Residents leave memory for a few slots: without any, nothing could be moved.
         resident = min(
             placement.resident, self._fit_in_update - min(placement.slots, _SLOTS[-1])

@@ -95,10 +95,8 @@ class MinimumCosts:
         )
 
     def of_assignment(self, assignment: Assignment) -> float:
-        """Return a lower bound of the cost of an assignment.
-
-        It is infinite if its state does not fit.
-        """
+        """Return a lower bound of the cost of an assignment, infinite if its state does
+        not fit."""
         workload, machine = self._workload, self._machine
         size = workload.subgroups.__getitem__
         on_cpu = sum(map(size, assignment.on_cpu))
@@ -160,11 +158,11 @@ class MinimumCosts:
         )
 
     def of_plan(self, plan: Plan) -> float:
-        """Return a lower bound of the cost of any plan.
+        """Return a lower bound of the cost of any plan, from the work of each resource
+        since the update began.
 
-        It follows from the work of each resource since the update began.
-
-        Storage is left out."""
+        Storage is left out.
+        """
         workload = self._workload
         if plan.speculated:
             return workload.compute_s + self._overhead_s
@@ -267,12 +265,12 @@ class PlanCosts:
         return plan.validate(self.workload) if validate else plan
 
     def cost(self, assignment: Assignment, limit: float = INFINITE) -> float:
-        """Return the cost of an assignment.
-
-        It is its seconds, and a little for late operations and for bytes that it moves.
+        """Return the cost of an assignment: its seconds, and a little for late
+        operations and for bytes that it moves.
 
         Where the cost is at least the limit, any number from the limit to the cost is
-        returned."""
+        returned.
+        """
         self.ops_left -= _OPS_PER_LOOKUP
         evaluation = self._evaluations.get(assignment)
         if evaluation is None:
@@ -284,10 +282,8 @@ class PlanCosts:
         return evaluation.cost
 
     def seconds(self, assignment: Assignment) -> float:
-        """Return the seconds of the iteration under an assignment.
-
-        They are infinite if it exceeds the free device memory.
-        """
+        """Return the seconds of the iteration under an assignment, infinite if it
+        exceeds the free device memory."""
         self.cost(assignment)
         return self._evaluations[assignment].seconds
 

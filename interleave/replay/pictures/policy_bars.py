@@ -1,6 +1,5 @@
-"""Bars of policies: the phases of an iteration, and the bytes beside them.
-
-These are device memory, host memory and traffic of storage.
+"""Bars of policies: the phases of an iteration, and beside them device memory, host
+memory and traffic of storage.
 
 `ebbtide replay` and `compare` draw their results with it. Colours only repeat what
 hatches and texts show.
@@ -77,10 +76,8 @@ class PolicyBar:
 
 
 def bar_of(result: Mapping[str, Any], position: float) -> PolicyBar:
-    """Return the bar of the fields of a `PolicyResult`.
-
-    It has what does not hold for it: memory, or exact results.
-    """
+    """Return the bar of the fields of a `PolicyResult`, without memory or exactness
+    where the result has none."""
     return PolicyBar(
         name=result["policy"],
         phases_ms={phase: result[f"{phase}_ms"] for phase in (OTHER, *PHASES)},
@@ -98,10 +95,7 @@ def bar_of(result: Mapping[str, Any], position: float) -> PolicyBar:
 
 
 def byte_kinds(bars: Sequence[PolicyBar]) -> list[str]:
-    """Return the kinds of bytes to draw beside the iterations.
-
-    They are those that are not 0 for every bar.
-    """
+    """Return the kinds of bytes, not 0 for every bar, to draw beside the iterations."""
     return [
         kind
         for kind in RESULT_BYTES
@@ -222,10 +216,8 @@ def _draw_bytes(
 def add_legend(
     figure: Figure | SubFigure, bars: Sequence[PolicyBar], more: Sequence[Artist] = ()
 ) -> None:
-    """Add a legend of phases and of what else is drawn.
-
-    It has predictions if there are any beside measurements.
-    """
+    """Add a legend of phases and of what else is drawn, with predictions if there are
+    any beside measurements."""
     shown = {phase for bar in bars for phase, length in bar.phases_ms.items() if length}
     handles: list[Any] = [
         Patch(label=phase, **_phase_looks(phase, False))

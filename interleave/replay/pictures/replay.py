@@ -1,8 +1,5 @@
-"""A picture of a replay: the iteration of each policy, phase by phase.
-
-It also shows when the optimizer works, the bound, and the memory that each policy
-needs.
-"""
+"""A picture of a replay: the iteration of each policy, phase by phase, the optimizer's
+work, the bound, and the memory of each policy."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -167,11 +164,11 @@ def schedules_height(schedules: Sequence[Schedule]) -> float:
 def draw_lanes(
     figure: Figure | SubFigure, schedules: Sequence[Schedule], titles: Sequence[str]
 ) -> Axes:
-    """Draw the lanes of all resources in each schedule, in one scale.
+    """Draw the lanes of all resources in each schedule, in one scale, under the phases
+    of the iteration. Return the last axes.
 
-    They are under the phases of the iteration. Return the last axes. Operations that
-    end in the next iteration continue at the left; memory of plans for layers is above.
-    """
+    Operations that end in the next iteration continue at the left; memory of plans for
+    layers is above."""
     has_layers = [bool(schedule.workload.layer_memory) for schedule in schedules]
     ratios = [
         ratio

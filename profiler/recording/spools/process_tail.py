@@ -27,10 +27,8 @@ _EMPTY: Records = np.empty(0, RECORD)
 
 
 def sequenced(records: Records) -> npt.NDArray[np.bool_]:
-    """Return which records have the number of a phase or an operation in `a`.
-
-    This is its sequence number.
-    """
+    """Return which records have the sequence number of a phase or an operation in
+    `a`."""
     return np.isin(records["kind"], _SEQUENCED)
 
 
@@ -269,10 +267,8 @@ class ProcessTail:
             self._records = self._records[recent | ~of_volume]
 
     def _may_exceed(self, iterations: int) -> bool:
-        """Return whether there may be more finished iterations.
-
-        It does not look for their ends.
-        """
+        """Return whether there may be more finished iterations, without looking for
+        their ends."""
         kind = self._records["kind"]
         marked = int((kind == kinds.ITERATION).sum())
         return (marked or int((kind == kinds.PHASE).sum())) > iterations
@@ -298,10 +294,8 @@ class ProcessTail:
 def _lengths_ns(
     records: Records, phases: Records
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the length of each phase.
-
-    It is by the device's clock where each has device times, else by the host's.
-    """
+    """Return the length of each phase, by the device's clock where each has device
+    times, else by the host's."""
     times = records[records["kind"] == kinds.GPU_TIMES]
     order = np.argsort(times["a"], kind="stable")
     times = times[order]

@@ -123,10 +123,8 @@ def has_updates(records: Records) -> bool:
 
 
 def iteration_ends(records: Records) -> dict[int, int]:
-    """Return the number of the last phase of each finished iteration, in order.
-
-    This is its sequence number.
-    """
+    """Return the sequence number of the last phase of each finished iteration, in
+    order."""
     ends = records[records["kind"] == kinds.ITERATION]
     updated = ends["code"] == _UPDATED
     if updated.any():

@@ -56,12 +56,11 @@ def read_slices(
 
 
 def slice_spans(paths: Iterable[Path], phases: pd.DataFrame) -> list[tuple[int, int]]:
-    """Return the spans of time, in ns, that the slices cover.
+    """Return the spans of time, in ns, that the slices cover, ascending and disjoint,
+    from the names of the slices' files.
 
-    They are ascending and disjoint, and read from the names of the slices' files. The
-    agent starts a slice just after an iteration ends: it covers the time from that end
-    on.
-    """
+    The agent starts a slice just after an iteration ends: it covers the time from that
+    end on."""
     phase_ends = np.sort(phases["end_ns"].to_numpy(np.int64))
     slices = sorted(
         (int(match[1]), int(match[2]))

@@ -137,10 +137,8 @@ def gpu_table(records: Records, device_names: dict[int, str]) -> pd.DataFrame:
 
 
 def iterations(records: Records, sequence: npt.NDArray[Any]) -> Any:
-    """Return the iteration of each phase or operation by sequence number.
-
-    It is missing where no iteration ended after it.
-    """
+    """Return the iteration of each phase or operation by sequence number; missing where
+    no iteration ended after it."""
     bounds = iteration_ends(records)
     numbers = pd.array([*bounds, None], dtype="Int64")
     lasts = np.maximum.accumulate(np.array([*bounds.values()], np.int64))
@@ -197,6 +195,38 @@ def ops_table(records: Records) -> pd.DataFrame:
     return frame("ops", ops)
 
 
+def marks_table(records: Records) -> pd.DataFrame:
+    """Return the ranges that the job names, with device times where recorded."""
+    rows = records[records["kind"] == kinds.MARK]
+    if not len(rows):
+        return empty_frame("marks")
+    names = _mark_names(records)
+    marks = pd.DataFrame(
+        {
+            "sequence": rows["a"].astype(np.int64),
+            "start_ns": rows["x"],
+            "end_ns": rows["y"],
+            "name": [names.get(number, "") for number in rows["b"].tolist()],
+            "thread": rows["w"],
+        }
+    ).merge(device_times(records), on="sequence", how="left")
+    return frame("marks", marks.sort_values(["start_ns", "sequence"]))
+
+
+def _mark_names(records: Records) -> dict[int, str]:
+    rows = records[records["kind"] == kinds.MARK_NAME]
+    names: dict[int, bytes] = {}
+    for row in rows:
+        words = (int(row[field]) for field in "wxyz")
+        chunk = b"".join(word.to_bytes(8, "little", signed=True) for word in words)
+        number = int(row["a"])
+        names[number] = names.get(number, b"") + chunk
+    return {
+        number: text.rstrip(b"\0").decode(errors="replace")
+        for number, text in names.items()
+    }
+
+
 def select_rows(ops: pd.DataFrame, keep: pd.Series[bool]) -> pd.DataFrame:
     """Return some rows of the table, with new parents.
 
@@ -210,10 +240,8 @@ def select_rows(ops: pd.DataFrame, keep: pd.Series[bool]) -> pd.DataFrame:
 
 
 def _lane(resource: str, path: int) -> str:
-    """Return the name of a resource.
-
-    It has the number of the path of the storage if that is not the first.
-    """
+    """Return the name of a resource, with the number of the path of the storage if that
+    is not the first."""
     has_number = resource.startswith("storage") and path not in (0, kinds.HOST)
     return f"{resource} {path}" if has_number else resource
 

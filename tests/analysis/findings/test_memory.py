@@ -13,6 +13,7 @@ from ebbtide.analysis.findings.rules.memory import (
     fragmentation,
     free_memory,
     memory_outside_torch,
+    unified_memory,
 )
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.state_split import StateSplit
@@ -30,6 +31,44 @@ from tests.analysis.findings.jobs import (
     on_gpu,
     split_by_stub,
 )
+
+
+def on_card(name: str | None, capacity_gib: float) -> Job:
+    job = on_gpu(used=40)
+    device = {
+        "device": "cuda:0",
+        "kind": "cuda",
+        "capacity_bytes": int(capacity_gib * GIB),
+    }
+    job.builder.rank(0, devices=[{**device, "name": name}])
+    return job
+
+
+def test_unified_memory__tells_what_the_system_takes_and_which_copies_are_in_vain() -> (
+    None
+):
+    job = on_card("NVIDIA GB10", 121.69)
+    finding = job.finding(unified_memory)
+    assert "take 19.9 of its 121.6 GiB" in finding.evidence[0]
+    assert "#47" in finding.evidence[0]
+    assert "copies h2d move 38.15 MiB within it" in finding.evidence[1]
+    assert "offload frees nothing" in finding.advice
+    # What the system takes is not free.
+    free = JobMetrics(job.trace).always_free_bytes
+    assert free == pytest.approx((121.69 - 19.9 - 40) * GIB, rel=0.01)
+    # A limit below the whole memory was stated for the job.
+    stated = JobMetrics(on_card("NVIDIA GB10", 100).trace)
+    assert stated.capacity_bytes == 100 * GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "speaks"), [("Orin", True), ("NVIDIA GH200 480GB", False), (None, False)]
+)
+def test_unified_memory__speaks_of_devices_that_share_memory(
+    name: str | None, speaks: bool
+) -> None:
+    unmet = unified_memory.unmet(JobMetrics(on_card(name, 80).trace))
+    assert (unmet is None) == speaks
 
 
 @pytest.mark.usefixtures("stub_framework")

@@ -21,7 +21,12 @@ from ebbtide.features.calibrate.cpu import (
 )
 from ebbtide.features.calibrate.link import combined_bytes_per_s, copy_durations
 from ebbtide.features.calibrate.ranks import Ranks
-from ebbtide.features.calibrate.record import Record, Setup, Timing, measure_time
+from ebbtide.features.calibrate.record import (
+    MeasurementRecord,
+    Setup,
+    Timing,
+    measure_time,
+)
 from ebbtide.features.calibrate.run import _slowest
 from ebbtide.interleave.engine.numerics.kernels import CpuKernel
 from ebbtide.interleave.engine.rules import find_rule
@@ -81,7 +86,7 @@ def test_measure_time__runs_once_unmeasured_and_at_least_three_times() -> None:
 
 
 def test_record__takes_the_highest_host_traffic_as_bandwidth() -> None:
-    record = Record()
+    record = MeasurementRecord()
     for rate in (10.0, 30.0, 20.0):
         record.host_traffic(rate, f"at {rate}")
     assert record.rates == {"host_memory_bytes_per_s": 30.0}
@@ -183,7 +188,7 @@ def test_measure_out_of_place__compares_the_times_of_the_same_kernel(
     monkeypatch.setattr(
         OnePassAdamW, "update_beside", lambda update: sleep(update, 0.05)
     )
-    record = Record()
+    record = MeasurementRecord()
     measure_out_of_place(
         Setup(
             Ranks(), threads=1, cores=1, working_set=40_000, window_s=0.0, device=None
@@ -212,7 +217,7 @@ def test_measure_norm__is_the_rate_of_the_engines_kernel(
         return 0.0
 
     monkeypatch.setattr(CpuKernel, "sum_of_squares", slow)
-    record = Record()
+    record = MeasurementRecord()
     measure_norm(
         Setup(Ranks(), threads=1, cores=1, working_set=4000, window_s=0.0, device=None),
         record,

@@ -10,7 +10,7 @@ import torch
 
 from ebbtide.features.calibrate import gpu
 from ebbtide.features.calibrate.ranks import Ranks
-from ebbtide.features.calibrate.record import Record, Setup, Timing
+from ebbtide.features.calibrate.record import MeasurementRecord, Setup, Timing
 from ebbtide.machines.machine import GpuCompute
 
 CPU = torch.device("cpu")
@@ -75,7 +75,7 @@ def test_time_launches__measures_the_largest_size_whose_runs_fit_the_window(
 
 
 def test_record__a_gpu_and_how_it_was_measured_become_part_of_the_file() -> None:
-    record = Record()
+    record = MeasurementRecord()
     record.describe("gpu.memory_bytes_per_s", "copies", Timing(0.1, 3, 0.02))
     assert record.measured == {
         "gpu.memory_bytes_per_s": {"how": "copies", "runs": 3, "spread": 0.02}
@@ -85,7 +85,7 @@ def test_record__a_gpu_and_how_it_was_measured_become_part_of_the_file() -> None
 
 @pytest.fixture(scope="module")
 def compute() -> GpuCompute:
-    record = Record()
+    record = MeasurementRecord()
     gpu.measure_compute(replace(SETUP, device=0, window_s=0.3), record)
     assert record.gpu is not None
     assert set(record.measured) == {

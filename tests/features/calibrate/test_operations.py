@@ -8,7 +8,7 @@ import pytest
 
 from ebbtide.features.calibrate import run
 from ebbtide.features.calibrate.ranks import Ranks
-from ebbtide.features.calibrate.record import Record, Setup
+from ebbtide.features.calibrate.record import MeasurementRecord, Setup
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import make_plan
@@ -41,7 +41,7 @@ def test_operation_s__is_that_of_the_machine_on_which_a_plan_was_simulated(
 
 
 def test_measure_operation__runs_the_executor_and_says_on_which_device() -> None:
-    record = Record()
+    record = MeasurementRecord()
     run.measure_operation(SETUP, record)
     # More than a call of a Python function, less than a second.
     assert 1e-6 < record.rates["operation_s"] < 1
@@ -57,7 +57,7 @@ def test_measure_operation__an_engine_that_cannot_run_leaves_it_unknown(
         raise EngineError("no compiler for GPU kernels")
 
     monkeypatch.setattr(run, "InterleavedAdamW", refuse)
-    record = Record()
+    record = MeasurementRecord()
     run.measure_operation(SETUP, record)
     assert record.rates == {}
     assert record.notes == ["operation_s was not measured: no compiler for GPU kernels"]

@@ -14,7 +14,7 @@ import pytest
 from ebbtide.errors import MachineError
 from ebbtide.features.calibrate import storage
 from ebbtide.features.calibrate.ranks import Ranks
-from ebbtide.features.calibrate.record import Record, Setup
+from ebbtide.features.calibrate.record import MeasurementRecord, Setup
 
 SETUP = Setup(
     Ranks(), threads=1, cores=1, working_set=1 << 20, window_s=0.05, device=None
@@ -31,7 +31,7 @@ def open_files() -> int:
 
 
 def test_measure_storage__measures_all_rates_and_leaves_nothing(tmp_path: Path) -> None:
-    before, record = open_files(), Record()
+    before, record = open_files(), MeasurementRecord()
     storage.measure_storage(tmp_path, SETUP, record)
     (path,) = record.storage
     assert path.path == str(tmp_path)
@@ -59,7 +59,7 @@ def test_measure_storage__interrupted_leaves_nothing(tmp_path: Path) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
             storage.measure_storage(
-                tmp_path, Setup(Ranks(), 1, 1, 1 << 20, 10.0, None), Record()
+                tmp_path, Setup(Ranks(), 1, 1, 1 << 20, 10.0, None), MeasurementRecord()
             )
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -82,7 +82,7 @@ def test_measure_storage__without_o_direct_says_so(
         return real(path, flags, *rest, **options)
 
     monkeypatch.setattr(os, "open", open_without_direct)
-    record = Record()
+    record = MeasurementRecord()
     storage.measure_storage(tmp_path, SETUP, record)
     assert "no O_DIRECT" in record.measured["storage[0]"]["how"]
     assert any("through the page cache" in note for note in record.notes)
@@ -91,7 +91,7 @@ def test_measure_storage__without_o_direct_says_so(
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no tmpfs")
 def test_measure_storage__says_that_a_tmpfs_is_host_memory() -> None:
-    record = Record()
+    record = MeasurementRecord()
     storage.measure_storage(Path("/dev/shm"), SETUP, record)
     assert any("which is host memory" in note for note in record.notes)
 
@@ -100,9 +100,9 @@ def test_measure_storage__refuses_what_it_cannot_measure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(MachineError, match="is not a folder"):
-        storage.measure_storage(tmp_path / "missing", SETUP, Record())
+        storage.measure_storage(tmp_path / "missing", SETUP, MeasurementRecord())
     monkeypatch.setattr(storage, "_FILE_BYTES", 1)
     with pytest.raises(MachineError, match="too little to measure"):
-        storage.measure_storage(tmp_path, SETUP, Record())
+        storage.measure_storage(tmp_path, SETUP, MeasurementRecord())
     with pytest.raises(MachineError, match="--storage /proc"):
-        storage.measure_storage(Path("/proc"), SETUP, Record())
+        storage.measure_storage(Path("/proc"), SETUP, MeasurementRecord())

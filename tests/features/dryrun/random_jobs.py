@@ -58,7 +58,8 @@ class CountedStorages(TorchDispatchMode):  # type: ignore[misc]
         results = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(results):
             if isinstance(leaf, torch.Tensor):
-                self._add(leaf.untyped_storage())
+                for part in _parts(leaf):
+                    self._add(part.untyped_storage())
         return results
 
     def _add(self, storage: Any) -> None:
@@ -73,6 +74,13 @@ class CountedStorages(TorchDispatchMode):  # type: ignore[misc]
         self._living[key] = weakref.ref(storage, release)
         self.bytes += size
         self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that have the memory of a tensor: of a sparse one, indices and
+    values."""
+    is_sparse = tensor.layout is torch.sparse_coo
+    return [tensor._indices(), tensor._values()] if is_sparse else [tensor]
 
 
 class Attention(nn.Module):

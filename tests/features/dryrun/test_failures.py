@@ -72,14 +72,8 @@ CANNOT = {
     "failure wrapped": (
         'try: torch.cuda.CUDAGraph()\nexcept Exception: raise ValueError("cannot train")', "CUDAGraph", NEEDS_DEVICE
     ),
-    "sparse matrix": (
-        "torch.sparse_coo_tensor(torch.zeros(2, 2).long().cuda(), torch.ones(2).cuda(), (8, 8))", "sparse_coo_tensor",
-        UNSUPPORTED,
-    ),
     "compressed matrix": ("x.to_sparse_csr()", "_to_sparse_csr", "no implementation for fake tensors"),
-    "sparse gradient": (
-        "step(torch.nn.Embedding(9, 8, sparse=True).cuda()(x[0].long()))", "sparse_coo_tensor", UNSUPPORTED
-    ),
+    "product of sparse matrices": ("x.t().to_sparse() @ x.to_sparse()", "aten.mm", "take dense ones"),
     "quantised tensor": (
         "torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)", "quantize_per_tensor", UNSUPPORTED
     ),
@@ -155,6 +149,11 @@ FAILED = {
         1,
         "OSError: Could not load this library",
     ),
+    "name that is no path": (
+        "open(None)",
+        1,
+        "TypeError: expected str, bytes or os.PathLike object, not NoneType",
+    ),
     "own error": ('raise ValueError("of the job")', 1, "ValueError: of the job"),
     "shapes": ("model(x.t())", 1, "RuntimeError: a and b must have same reduction dim"),
     "devices": (
@@ -213,6 +212,13 @@ WORKS = {
     ),
     "boolean index": "y = model(x); step(y[y > 0])",
     "no training": "model(x)",
+    "sparse matrix": (
+        "m = torch.sparse_coo_tensor(torch.zeros(2, 2).long().cuda(), "
+        "torch.ones(2).cuda(), (8, 4)); step(model(m @ x))"
+    ),
+    "sparse gradient": (
+        "step(torch.nn.Embedding(9, 8, sparse=True).cuda()(x[0].long()))"
+    ),
     "folder of its own": 'import os; os.mkdir("own"); os.chdir("own")\n'
     + TRAIN.format("model(x)"),
     "training in a thread": (
@@ -340,6 +346,18 @@ def test_training_in_a_thread__ends_after_its_iterations(
     assert results[name] == (0, "")
 
 
+def test_defect_of_the_dry_run__shows_its_own_traceback(tmp_path: Path) -> None:
+    settings = json.dumps({"scratch": None, "unheard_of": 1})
+    command = ["-m", "ebbtide.features.dryrun", "run.ebb", settings, "job.py"]
+    run = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True
+    )
+    # the process that waits goes on as usual: its folder is still there
+    assert run.returncode == 1
+    assert "unheard_of" in run.stderr.splitlines()[-1], run.stderr
+    assert run.stderr.count("Traceback") == 1
+
+
 def test_explain_crash__names_the_call_and_the_line_of_the_job(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(CRASH)
     run = subprocess.run(
@@ -394,6 +412,16 @@ def test_program__that_is_missing_is_named(
             137, "ebbtide: incomplete: signal 9 (Killed) ended the job; no trace",
         ),
         ("os.kill(os.getppid(), signal.SIGINT); time.sleep(60)", 130, "ebbtide: interrupted: the trace has what ran"),
+        (
+            "try: os.kill(os.getpid(), signal.SIGINT); time.sleep(60)\n"
+            "except KeyboardInterrupt: os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1); raise SystemExit(7)",
+            7, "ebbtide: incomplete: the job ended with status 7; no trace is written",
+        ),
+        (
+            "import threading; threading.Thread(target=lambda: (time.sleep(2), "
+            "os.kill(os.getppid(), signal.SIGINT), time.sleep(60))).start()",
+            130, "ebbtide: interrupted before the end of the job: no trace is written",
+        ),
         ("os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)", -9, ""),
     ],
 )  # fmt: skip
@@ -425,7 +453,7 @@ def test_dry_run__that_a_signal_ends_says_so(
     )  # fmt: skip
     first = next(iter(run.stderr.splitlines()), "")
     assert (run.returncode, first[: len(line)]) == (status, line), run.stderr
-    assert (tmp_path / "run.ebb").exists() == (status == 130)
+    assert (tmp_path / "run.ebb").exists() == ("the trace has" in line)
     assert (tmp_path / "notes").read_text() == "my notes"
     if status != -9:
         assert not [*folder.iterdir(), *tmp_path.glob("new*")]

@@ -9,15 +9,18 @@ from ebbtide.machines.catalog import find_machine, presets
 from ebbtide.machines.machine import GpuCompute
 
 CAPABILITIES = {
-    **dict.fromkeys(("a10", "rtx3060", "rtx3090"), (8, 6)),
-    **dict.fromkeys(("l40s", "rtx4060", "rtx4090"), (8, 9)),
+    **dict.fromkeys(("v100-16gb", "v100-32gb"), (7, 0)),
+    "t4": (7, 5),
+    **dict.fromkeys(("a10", "a40", "a6000", "rtx3060", "rtx3080", "rtx3090"), (8, 6)),
+    **dict.fromkeys(("l4", "l40s", "rtx6000-ada", "rtx4060", "rtx4060ti-16gb"), (8, 9)),
+    **dict.fromkeys(("rtx4070", "rtx4080", "rtx4090", "rtx4090-laptop"), (8, 9)),
     **dict.fromkeys(
         ("a100-40gb-pcie", "a100-40gb-sxm", "a100-80gb-sxm", "a100-40gb-published"),
         (8, 0),
     ),
     **dict.fromkeys(("b200", "gb200"), (10, 0)),
-    "gb300": (10, 3),
-    **dict.fromkeys(("rtx5090", "rtx-pro-6000"), (12, 0)),
+    **dict.fromkeys(("b300", "gb300"), (10, 3)),
+    **dict.fromkeys(("rtx5070ti", "rtx5080", "rtx5090", "rtx-pro-6000"), (12, 0)),
     "gb10": (12, 1),
 }
 

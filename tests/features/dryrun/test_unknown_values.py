@@ -70,6 +70,21 @@ def test_masks__have_as_many_elements_as_their_sampler_sets() -> None:
     assert bounds == {"nonzero": 2}
 
 
+def test_masks__of_floating_point_numbers_are_scattered() -> None:
+    def job() -> Any:
+        weight = torch.randn(1000, 1000, device="cuda")
+        chosen = torch.randperm(weight.numel())[:256].to("cuda")
+        values = torch.ones_like(chosen.type(weight.dtype))
+        mask = torch.zeros_like(weight.view(1, -1))
+        mask = mask.scatter_(1, chosen.unsqueeze(0), values.unsqueeze(0)).view(1000, -1)
+        changed = mask.clone().add_(weight)
+        return len(torch.where(mask == 1.0)[0]), len(torch.where(changed == 1.0)[0])
+
+    counts, bounds, _ = bounds_of(job)
+    assert counts == (256, 1_000_000)
+    assert bounds == {"nonzero": 1}
+
+
 def test_experts__get_an_even_share_of_the_tokens() -> None:
     def job() -> Any:
         chosen = torch.randn(512, 128, device="cuda").topk(8).indices

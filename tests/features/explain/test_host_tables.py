@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ebbtide.features.explain.readers.host_tables import HostMemory, HostMessage
+from ebbtide.features.explain.readers.host_tables import HostMemoryTable, HostMessage
 from tests.features.explain.asked import answers_to, records_of
 
 KIB, GIB = 1 << 10, 1 << 30
@@ -84,7 +84,7 @@ def test_host_memory__has_the_unit_of_the_table(
     content: str, total: int, available: int
 ) -> None:
     (memory,) = records_of(content)
-    assert isinstance(memory, HostMemory)
+    assert isinstance(memory, HostMemoryTable)
     assert (memory.sizes["total"], memory.sizes["available"]) == (total, available)
 
 

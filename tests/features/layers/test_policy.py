@@ -119,6 +119,7 @@ def test_layers__of_a_file_are_checked() -> None:
             "the first form of layer 0 must have all",
         ),
         ({"chunks": 0}, "chunks is 0; it must be a whole number"),
+        ({"layers": [{**layer, "params": 0}]}, "must have params, or frozen_bytes"),
     ):
         with pytest.raises(WorkloadError, match=text):
             workload_from(_values(**change), "test")
@@ -460,3 +461,70 @@ def test_place__counts_rounds_into_the_forward() -> None:
     placed = place(workload, plan)
     assert placed.compute_s == pytest.approx(workload.compute_s + 3 * 0.06)
     assert placed.backward_s == pytest.approx((0.6 + 0.18) / 2)
+
+
+def _frozen(count: int = 8, **other: Any) -> Workload:
+    """Return a workload of layers of 2 GB each, and 8 MB of adapters."""
+    layer = {"params": 4e6, "frozen_bytes": 2e9, "forward_s": 0.1, "backward_s": 0.2}
+    values = {
+        "params": 4e6 * count,
+        "forward_s": 0.1 * count,
+        "backward_s": 0.2 * count,
+        "gpu_free_bytes": 1e11,
+        "layers": [{**layer, "activation_bytes": 1e8}] * count,
+        "clipping": False,
+    }
+    return workload_from({**values, **other}, "frozen")
+
+
+def _peak_of_layers(plan: Any, workload: Workload) -> float:
+    return max(one.total for one in place(workload, plan.layers).layer_memory)
+
+
+def test_streamed_weights__of_frozen_layers_go_up_only() -> None:
+    workload = _frozen()
+    all_on_device = _peak_of_layers(make_plan("gpu-only", workload, MACHINE), workload)
+    for count in (2, 5, 8):
+        policy = f"gpu-only,weights=streamed:{count}"
+        plan = make_plan(policy, workload, MACHINE)
+        ups = [op for op in plan.ops if op.resource == "h2d"]
+        assert {op.kind for op in ups} <= {"weights up"}
+        assert sum(op.nbytes for op in ups) == 2 * (count - SLOTS) * 2e9
+        assert not any(op.resource == "d2h" for op in plan.ops)
+        saved = all_on_device - _peak_of_layers(plan, workload)
+        assert saved == pytest.approx((count - SLOTS) * 2e9)
+
+
+def test_streamed_weights__of_layers_without_trained_params() -> None:
+    """Adapters may be in modules of their own, as kohya's are."""
+    layer = {"params": 0, "frozen_bytes": 2e9, "forward_s": 0.1, "backward_s": 0.2}
+    workload = _frozen(layers=[{**layer, "activation_bytes": 1e8}] * 8)
+    plan = make_plan("adaptive,weights=auto", workload, MACHINE)
+    assert sum(workload.subgroups) == workload.params
+    steps = simulate_steps(plan, place(workload, plan.layers), MACHINE)
+    assert bound(workload, MACHINE).iteration_s <= steps.rating_s * (1 + 1e-9)
+
+
+def test_streamed_weights__mostly_trained_layers_move_whole() -> None:
+    layer = {"params": 2e9, "frozen_bytes": 1e9, "forward_s": 0.1, "backward_s": 0.2}
+    layers = [{**layer, "activation_bytes": 1e8}] * 8
+    workload = _frozen(layers=layers, params=16e9, gpu_free_bytes=1e12)
+    plan = make_plan("gpu-only,weights=streamed", workload, MACHINE)
+    ups = [op.nbytes for op in plan.ops if op.kind == "weights up"]
+    assert set(ups) == {2 * 2e9 + 1e9}
+    downs = [op.nbytes for op in plan.ops if op.resource == "d2h"]
+    assert set(downs) == {2 * 2e9}
+
+
+def test_bound__is_below_plans_of_frozen_layers() -> None:
+    source = random.Random(5)
+    for _ in range(6):
+        free = source.uniform(5e9, 2e10)
+        slow = replace(MACHINE, h2d_bytes_per_s=source.uniform(2e9, 2e10))
+        workload = _frozen(gpu_free_bytes=free)
+        plan = make_plan("gpu-only,weights=auto", workload, slow)
+        steps = simulate_steps(plan, place(workload, plan.layers), slow)
+        fits = not place(workload, plan.layers).missing_bytes
+        assert not fits or bound(workload, slow).iteration_s <= steps.rating_s * (
+            1 + 1e-9
+        )

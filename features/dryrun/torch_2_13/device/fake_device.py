@@ -3,7 +3,7 @@ elsewhere."""
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -36,6 +36,7 @@ from ebbtide.features.dryrun.torch_2_13.operations.shadow_values import (
     ShadowValues,
     tensors_in,
 )
+from ebbtide.features.dryrun.torch_2_13.operations.sparse_tensors import SparseTensors
 from ebbtide.features.dryrun.torch_2_13.operations.storages import FollowedStorages
 from ebbtide.features.dryrun.torch_2_13.operations.workspaces import KernelWorkspaces
 from ebbtide.machines.kernels.rates import KernelWork
@@ -57,6 +58,7 @@ _attention = _aten.scaled_dot_product_attention.default
 _is_pinned = _aten.is_pinned.default
 _device_of = torch.ops.prim.device.default
 _COPIES = frozenset({_aten._to_copy.default, _aten.copy_.default})
+_READS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default})
 # The sum of two gradients of a tensor, and gradients of operations that read at
 # indices.
 _WRITES = frozenset(
@@ -115,6 +117,23 @@ def _name_device(kwargs: dict[str, Any]) -> bool:
     return True
 
 
+def _device_index(args: Iterable[Any], kwargs: dict[str, Any]) -> int | None:
+    """Return the number of the device that an operation runs on: the one that it names,
+    else that of its first tensor; None: the host."""
+    named = kwargs.get("device")
+    if named is not None:
+        device = torch.device(named)
+        return device.index if device.type == "cuda" else _first_index(args)
+    return _first_index(args)
+
+
+def _first_index(args: Iterable[Any]) -> int | None:
+    for tensor in tensors_in(args):
+        if _is_on_device(tensor):
+            return int(tensor.fake_device.index)
+    return None
+
+
 def _is_in_place(func: Any) -> bool:
     return bool(func._schema.is_mutable and func._schema.name.endswith("_"))
 
@@ -165,8 +184,10 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         storages: FollowedStorages,
         workspaces: KernelWorkspaces,
         device_attribute: str,
+        devices: int = 1,
     ) -> None:
         super().__init__()
+        self._devices = devices
         self.fake_mode = HostlessFakeMode(
             allow_fallback_kernels=False, allow_non_fake_inputs=True
         )
@@ -174,10 +195,11 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         self._calls = KnownCalls(self.fake_mode, device_attribute)
         self.values = ShadowValues()
         self.shapes = UnknownShapes(self.fake_mode, self.values)
-        self.compiled = CompiledCode()
+        self.compiled = CompiledCode(self._allocate)
         self.enabled = True
         self._sink, self._clock = sink, sink.clock
         self._stacks, self._storages, self._workspaces = stacks, storages, workspaces
+        self._sparse = SparseTensors(self, storages)
         self.collectives = Collectives(sink.clock, self.values)
         # Fake tensors work in one thread at a time.
         self._lock = threading.RLock()
@@ -224,8 +246,12 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
             # DTensor calls it from below autograd, which would take it apart
             with self:
                 return func.decompose(*args, **kwargs)
+        index = _device_index(args, kwargs) if self._devices > 1 else None
         with self._lock:
-            return self._run_fake(func, types, args, kwargs)
+            if index is None:
+                return self._run_fake(func, types, args, kwargs)
+            with self._clock.on(index):
+                return self._run_fake(func, types, args, kwargs)
 
     @wrapper
     def wrap_thread(self, run: Callable[[Any], None], thread: Any) -> None:
@@ -271,17 +297,16 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
     def _run_fake(
         self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if func is _aten._local_scalar_dense.default:
-            return self._read_value(args[0])
-        if func is _aten.equal.default:
-            self._clock.run_copy("d2h", args[0].element_size())
-            return self.values.are_equal(*args)
+        if func in _READS:
+            return self._read_value(*args)
         if func.namespace == "c10d":
             return self.collectives.run(func, args, kwargs)
         if kwargs.get("generator") is not None:
             kwargs = {**kwargs, "generator": None}
         args = self.shapes.without_boolean_index(func, args)
         inputs = [*tensors_in(args), *tensors_in(kwargs.values())]
+        if self._sparse.take(func, inputs):
+            return self._sparse.run(func, types, args, kwargs)
         key = self._calls.key(func, args, kwargs, inputs)
         call = self._calls.find(key)
         result = (
@@ -299,14 +324,15 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
             if key is not None and key == self._calls.key(func, args, kwargs, inputs):
                 self._calls.add(key, func, result, inputs, effects)
         charge, on_device = effects if call is None else call.effects
+        deferred = self.compiled.keeps_in_registers(charge, inputs)
         self.values.follow(func, args, kwargs, inputs, outputs)
         if func.namespace in COLLECTIVE_NAMESPACES:
             self.collectives.account(func, args, kwargs, outputs)
         elif not self._count_copy(func, args, kwargs, inputs, outputs):
             charge = self.compiled.charge(charge, func, args, kwargs, inputs, outputs)
             self._sink.op(charge, is_in_backward())
-        self._follow_storages(func, args, outputs)
-        if on_device:
+        self._follow_storages(func, args, outputs, deferred)
+        if on_device and not deferred:
             self._workspaces.note(func, args, kwargs, result)
         # an operation in place on a real tensor, with fake arguments
         changes_real = args and _is_real(args[0]) and isinstance(result, torch.Tensor)
@@ -340,9 +366,12 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
                 "torch.library.register_fake"
             ) from error
 
-    def _read_value(self, tensor: Any) -> Any:
-        if tensor.device.type == "cuda":
+    def _read_value(self, tensor: Any, *other: Any) -> Any:
+        """Return the value of a tensor, or whether it is equal to another one."""
+        if tensor.device.type == "cuda" or other:
             self._clock.run_copy("d2h", tensor.element_size())
+        if other:
+            return self.values.are_equal(tensor, *other)
         return self.values.value_of(tensor)
 
     def _count_copy(
@@ -369,10 +398,23 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         elif kinds == ("cuda", "cpu"):
             size = target.numel() * source.element_size()
             self._clock.run_copy("d2h", size, target.is_pinned(), blocking)
+        elif kinds == ("cuda", "cuda") and source.device != target.device:
+            size = target.numel() * source.element_size()
+            devices = source.device.index, target.device.index
+            self._clock.run_peer_copy(*devices, size)
+            return True
         return bool(kinds[0] != kinds[1])
 
-    def _follow_storages(self, func: Any, args: Any, outputs: list[Any]) -> None:
-        """Follow the storages that an operation made."""
+    def _allocate(self, storage: Any, device: int) -> None:
+        """Follow a storage on a device."""
+        with self._clock.on(device):
+            self._storages.add(storage, self._stacks.current())
+
+    def _follow_storages(
+        self, func: Any, args: Any, outputs: list[Any], deferred: bool
+    ) -> None:
+        """Follow the storages that an operation made, or later, if they are
+        deferred."""
         reused = in_place_target(func, args)
         for tensor in outputs:
             if not isinstance(tensor, FakeTensor):
@@ -380,6 +422,8 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
             storage = tensor.untyped_storage()
             if tensor.fake_device.type != "cuda":
                 self._storages.add_on_host(storage)
+            elif deferred and not self._storages.has(storage):
+                self.compiled.keep(tensor)
             elif not self._storages.has(storage) and (
                 reused is None or not self._storages.take_over(reused, storage)
             ):

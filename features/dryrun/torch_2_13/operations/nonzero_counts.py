@@ -13,8 +13,12 @@ _ZEROS = frozenset(
     {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
 )
 _COPIES = frozenset({_aten.clone.default, _aten._to_copy.default, _aten.cat.default})
-_SCATTERS = frozenset({_aten.scatter.value, _aten.scatter_.value})
+_SCATTERS = frozenset(
+    {_aten.scatter.value, _aten.scatter_.value, _aten.scatter.src, _aten.scatter_.src}
+)
 _WRITES = _SCATTERS | {_aten.index_put.default, _aten.index_put_.default}
+# Floating-point masks are made and copied alone: weights have no zeros to count.
+_OF_FLOATS = _ZEROS | _COPIES | _SCATTERS
 _PRODUCTS = frozenset(
     {
         _aten.bitwise_and.Tensor,
@@ -65,7 +69,9 @@ class NonzeroCounts:
     ) -> int | None:
         """Return the count of what an operation has made or written; None: it is not
         known."""
-        if output.is_floating_point() or output.is_complex():
+        if output.is_complex() or (
+            output.is_floating_point() and func not in _OF_FLOATS
+        ):
             return None
         if func in _ZEROS:
             return 0
