@@ -66,6 +66,15 @@ COMMANDS: dict[str, list[str | Path]] = {
         "1011:1013",
         "-o",
     ],
+    "fit.png": [
+        "plan",
+        "--model",
+        "Qwen/Qwen3-8B",
+        "--machine",
+        "rtx4090",
+        "--frontier",
+        "--plot",
+    ],
     "plan.png": [
         "plan",
         "--params",

@@ -97,6 +97,8 @@ class FitAnswer:
             yield self._line_table()
         chosen = answer or search.nearest
         source, words = search.machine.name, options_of(chosen.job)
+        if search.capacity_bytes != search.machine.gpu_memory_bytes:
+            source += f" --capacity {round(search.capacity_bytes)}"
         yield f"next: ebbtide dry-run --machine {source} {words}"
 
     def _remedy(self, answer: FitPoint | None) -> Iterator[str]:
@@ -200,6 +202,11 @@ def answer_of(request: FitRequest) -> FitAnswer:
     else:
         model = find_model(job.model)
         shape = shape_of_config(model.config, job.model)
+    if shape.longest is not None and job.sequence > shape.longest:
+        raise UserError(
+            f"--sequence {job.sequence} is longer than the {shape.longest:,} positions "
+            f"of {job.model} that are counted"
+        )
     capacity = request.capacity_bytes or machine.gpu_memory_bytes
     if capacity is None:
         raise MachineError(

@@ -67,6 +67,12 @@ class MemoryModel:
         return self.job.precision == "bf16-mixed"
 
     @property
+    def has_copies(self) -> bool:
+        """Whether each adapter casts its input: to fp32, and back for its product. On
+        weights of 4 bits they do not."""
+        return self.is_mixed and self.job.method == "lora"
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of a weight that is not quantized."""
         return _FULL if self.is_mixed and not self.is_adapted else _HALF
@@ -125,7 +131,7 @@ class MemoryModel:
         if shape.has_query_norms:
             kept += self._norm(q, 0, shape.heads) + self._norm(kv, 0, shape.kv_heads)
         kept += _HALF * (2 * q + 2 * kv) + _FULL * shape.heads
-        if self.is_mixed and self.is_adapted:
+        if self.has_copies:
             kept += _HALF * q  # The adapter's own copy of the output of attention.
         kept += 4 * _HALF * shape.inner
         return kept + self._adapters_kept()
@@ -136,7 +142,7 @@ class MemoryModel:
         kept = _FULL * (width + rows)
         if not self.is_adapted:
             kept += self.weight_bytes * width
-        if self.is_mixed:
+        if self.has_copies or (self.is_mixed and not self.is_adapted):
             return kept + _HALF * width * readers
         return kept + (_HALF * width if readers else 0)
 
@@ -149,7 +155,12 @@ class MemoryModel:
         """Return the bytes of a token that the backward of a layer takes beside what
         the layer keeps: in the feed-forward network, the gradients of three tensors
         instead of the first one."""
-        return 2 * _HALF * self.shape.inner + self.residual_bytes
+        own = 2 * _HALF * self.shape.inner + self.residual_bytes
+        comes_back = self.job.offloads_activations and not self.job.checkpointing
+        if not self.has_copies or comes_back:
+            return own
+        # An adapter's gradient of the widest tensor is in fp32.
+        return own + _FULL * self.shape.inner + _HALF * self.shape.hidden
 
     def returned(self) -> float:
         """Return the bytes of a token that a layer computes again, or that come back
@@ -224,7 +235,7 @@ class MemoryModel:
         one = self.returned() * tokens
         if job.checkpointing and cast:
             cast += _HALF * shape.linear_params
-        work = self.layer_working() * tokens + self._layer_extra()
+        work = self._work()
         work += self.gathered(_GATHERED_LAYERS[self.is_adapted])
         kept = self.kept(layers) + one + cast
         yield self._at("backward of the last layer", grown, kept, 0, work)
@@ -289,13 +300,15 @@ class MemoryModel:
         """Return the bytes of a token that the last norm keeps, with its output."""
         return self._norm(self.shape.hidden, 0 if self.is_adapted else 1)
 
-    def _layer_extra(self) -> float:
-        """Return the gradient of the largest matrix of a layer, or a frozen one of 4
-        bits that is unpacked."""
-        largest = self.shape.hidden * self.shape.inner
+    def _work(self) -> float:
+        """Return the temporary tensors of the backward of a layer: with the gradient of
+        its largest matrix, or with a frozen one of 4 bits that is unpacked before there
+        is a second gradient."""
+        own, shape = self.layer_working() * self.tokens, self.shape
+        largest = shape.hidden * shape.inner
         if self.job.method == "qlora":
-            return _HALF * largest
-        return 0.0 if self.is_adapted else self.trained_bytes * largest
+            return own + _HALF * max(0, largest - shape.inner * self.tokens)
+        return own if self.is_adapted else own + self.trained_bytes * largest
 
     def host_bytes(self) -> float:
         """Return the host memory of a rank: of weights that are loaded there, or what

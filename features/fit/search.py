@@ -20,7 +20,7 @@ from ebbtide.model_job import ModelJob
 
 # What torch's allocator keeps beyond the tensors of these jobs, as a share of them,
 # where memory is short and cached segments are given back.
-ALLOCATOR_SHARE = 0.04
+ALLOCATOR_SHARE = 0.05
 _HOPPER = 9
 _MOST_BATCH, _SEQUENCE_STEP = 4096, 256
 _MOST_SEQUENCE = 1 << 20

@@ -124,10 +124,18 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
             head_size=config.get("head_dim") or width // heads,
             inner=config["intermediate_size"],
             is_tied=bool(config.get("tie_word_embeddings", False)),
-            longest=config.get("max_position_embeddings"),
+            longest=_longest(config),
         )
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise UserError(f"the configuration of {name} has no usable {error}") from None
+
+
+def _longest(config: Mapping[str, Any]) -> int | None:
+    """Return the most positions with fused attention: a window that slides needs a
+    mask."""
+    longest: int | None = config.get("max_position_embeddings")
+    window = config.get("sliding_window") if config["model_type"] == "mistral" else None
+    return min(filter(None, (longest, window)), default=None)
 
 
 def shape_of_size(shape: TransformerShape) -> ModelShape:
