@@ -1,5 +1,5 @@
-"""What fits a device: a job under each lever alone, and the combinations of levers by
-memory and time."""
+"""Searches what fits a device: a job under each lever alone, and the combinations of
+levers by memory and time."""
 
 from __future__ import annotations
 

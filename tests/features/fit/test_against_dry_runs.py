@@ -1,4 +1,4 @@
-"""What plan counts of random jobs, beside dry runs of the same jobs: bytes, and whether
+"""Bytes that plan counts of random jobs, beside dry runs of the same jobs, and whether
 they fit."""
 
 from __future__ import annotations
