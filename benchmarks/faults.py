@@ -41,6 +41,7 @@ A100 = "a100-40gb-published"
 TRUE = (
     "free-memory",
     "cpu-bound-update",
+    "update-bound",
     "gradient-round-trip",
     "exposed-communication",
     "launch-bound",

@@ -71,7 +71,16 @@ def test_new_output__restores_a_folder_that_could_not_be_replaced(
 
 
 def test_new_output__reports_an_unwritable_path_on_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     with pytest.raises(
-        UserError, match=r"cannot write .*nowhere/out: No such file or directory"
+        UserError, match=r"cannot write .*file/new/out: Not a directory"
     ):
-        write(tmp_path / "nowhere" / "out")
+        write(tmp_path / "file" / "new" / "out")
+
+
+def test_new_output__creates_folders_unless_the_block_fails(tmp_path: Path) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        write(tmp_path / "new" / "folder" / "out", text="half \ud800")
+    assert os.listdir(tmp_path) == []
+    write(tmp_path / "new" / "folder" / "out")
+    assert os.listdir(tmp_path / "new" / "folder") == ["out"]

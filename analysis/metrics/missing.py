@@ -84,7 +84,8 @@ def no_iterations(trace: Trace) -> str:
     phases = {
         phase for rank in trace.ranks for phase in trace.labels(rank, "phases", "phase")
     }
-    if not phases:
+    stopped = [entry.stopped for entry in trace.meta.ranks]
+    if not phases and {"cut off", "exec"}.isdisjoint(stopped):
         return (
             "no phases were recorded, so there are no iterations; `ebbtide profile` "
             "records them"
@@ -94,7 +95,7 @@ def no_iterations(trace: Trace) -> str:
             "no training iteration is in it: only forwards, as of inference; its steps "
             "are below"
         )
-    return explain_no_iterations(phases)
+    return explain_no_iterations(phases, stopped)
 
 
 def out_of_memory_remarks(trace: Trace) -> list[str]:

@@ -37,17 +37,18 @@ class FreeStep(NamedTuple):
 
 @once_per_trace
 def free_steps(
-    trace: Trace, rank: int, pool: str | None = None
+    trace: Trace, rank: int, pool: str | None = None, capacity: int | None = None
 ) -> list[FreeStep] | None:
     """Return the free memory of a rank's device at each position of an iteration.
 
-    It is the capacity less a pool (None: `free_pool`), the least over all steady
-    iterations, in the order other, forward, backward, update; None if it is not known.
-    Of a phase with several parts (micro-steps) the least of the whole counts: the parts
-    before the last are over long before the optimizer has anything to move. Phases
-    without any record are left out.
+    It is the capacity (None: that of the device) less a pool (None: `free_pool`), the
+    least over all steady iterations, in the order other, forward, backward, update;
+    None if it is not known. Of a phase with several parts (micro-steps) the least of
+    the whole counts: the parts before the last are over long before the optimizer has
+    anything to move. Phases without any record are left out.
     """
-    pool, capacity = pool or free_pool(trace), capacity_bytes(trace, rank)
+    pool = pool or free_pool(trace)
+    capacity = capacity_bytes(trace, rank) if capacity is None else capacity
     times, used = memory_timeline(trace, rank, pool or "")
     if capacity is None or not len(times):
         return None
@@ -155,7 +156,10 @@ _MAX_STEPS = 32
 
 
 def recorded_free_memory(
-    metrics: JobMetrics, phase_s: Mapping[str, float], pool: str | None = None
+    metrics: JobMetrics,
+    phase_s: Mapping[str, float],
+    pool: str | None = None,
+    capacity: int | None = None,
 ) -> tuple[tuple[float, float], ...] | None:
     """Return (time, bytes): the free memory of the devices.
 
@@ -163,11 +167,11 @@ def recorded_free_memory(
     known. Optimizer state that the job kept on the device counts as free: the replayed
     policy decides where it is kept. It is negative where the rest of a predicted job
     needs more than the device has. `phase_s`: lengths of other, forward and backward,
-    seconds, in this order; `pool`: see `free_steps`.
+    seconds, in this order; `pool`, `capacity`: see `free_steps`.
     """
     if not metrics.has_gpu:
         return None
-    recorded = _least_of_ranks(metrics.trace, pool)
+    recorded = _least_of_ranks(metrics.trace, pool, capacity)
     if not recorded:
         return None
     state = _state_on_device(metrics)
@@ -190,11 +194,15 @@ def recorded_free_memory(
 
 
 @once_per_trace
-def _least_of_ranks(trace: Trace, pool: str | None) -> list[FreeStep]:
+def _least_of_ranks(
+    trace: Trace, pool: str | None, capacity: int | None
+) -> list[FreeStep]:
     """Return the least free memory of all ranks by phase and position; empty where it
     is not known."""
     by_rank = [
-        steps for rank in trace.ranks if (steps := free_steps(trace, rank, pool))
+        steps
+        for rank in trace.ranks
+        if (steps := free_steps(trace, rank, pool, capacity))
     ]
     if len(by_rank) < 2:
         return by_rank[0] if by_rank else []

@@ -39,6 +39,8 @@ TOTALS = {
     "copy_ms": ("GPU: copies", True),
     "idle_ms": ("GPU: idle", True),
 }
+_NS_PER_MS = 1e6
+_MAX_OPERATORS = 8
 _NOTE = (
     "Smallest value, mean over time and largest value over the steady iterations (else "
     "the whole trace) and all ranks. "
@@ -181,6 +183,7 @@ def summary_view(trace: Trace, summary: Summary, verbose: bool = True) -> View:
     else:
         yield f"figures are of the whole trace: {no_iterations(trace)}"
         yield totals_table(trace, summary.totals, summary.ranks)
+    yield operators_table(trace)
     yield storage_table(summary.storage)
     yield differences_table(summary.rank_differences)
     notes = [f"note: {note}" for note in (*summary.remarks, *trace.notes)]
@@ -215,6 +218,18 @@ def _peaks(trace: Trace, summary: Summary) -> Iterator[str]:
             else ""
         )
         yield f"Peaks of the whole trace: {', '.join(peaks)}{of_capacity}"
+
+
+def operators_table(trace: Trace) -> Table:
+    """Return the operators of the CPU of the first rank, of a trace without kernels."""
+    operators = trace.rank(trace.ranks[0]).operators if trace.ranks else ()
+    columns = [
+        text("operator", "name"),
+        number("calls", "calls"),
+        ms("self", lambda operator: operator.self_ns / _NS_PER_MS),
+    ]
+    title = "Operators of the CPU, whole trace: time without operators inside"
+    return Table("operators", title, columns, operators, max_rows=_MAX_OPERATORS)
 
 
 def storage_table(uses: Sequence[StorageUse]) -> Table:

@@ -17,6 +17,8 @@ from ebbtide.units import NO_VALUE, count_text, counted
 
 # From this share on host memory decides what fits.
 _BINDING_SHARE = 0.75
+# Ranges of iterations are in ms where the highest of the fastest is below this.
+_MS_BELOW = 100.0
 _PLACES = (
     "resident: on the device; parked: there while it is free; streamed: in and out"
 )
@@ -93,11 +95,15 @@ def _plans_table(plans: Sequence[MachinePlan], max_plans: int | None) -> Table:
     device = text(
         "device GiB", lambda plan: _of(plan.device_bytes, plan.device_capacity_bytes)
     )
+    fastest_ms = min(
+        (plan.iteration.high for plan in plans if plan.iteration), default=inf
+    )
+    unit, unit_ms = ("ms", 1.0) if fastest_ms < _MS_BELOW else ("s", 1e3)
     columns = [
         text("machine", "machine"),
         text("needs", fits_text),
         device,
-        text("s/iteration", lambda plan: _range(plan, plan.iteration, 1e3)),
+        text(f"{unit}/iteration", lambda plan: _range(plan, plan.iteration, unit_ms)),
         text("tokens/s", lambda plan: _range(plan, plan.tokens_per_s)),
         text("cost/1e9 tokens", lambda plan: _range(plan, plan.cost)),
         text("policy", "policy"),

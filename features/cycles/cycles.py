@@ -23,9 +23,10 @@ from ebbtide.features.cycles.marked import marked_cycles, named_cycles
 from ebbtide.features.cycles.moves import Move, find_moves
 from ebbtide.features.cycles.part import CyclePart
 from ebbtide.features.cycles.repetition import AFTER, BEFORE, FORWARDS, repeated_cycles
-from ebbtide.features.cycles.spans import CycleSpan, CycleSpans
+from ebbtide.features.cycles.spans import OTHER, CycleSpan, CycleSpans
 from ebbtide.profiler.trace import Trace
 
+_TRAINING = "training, not marked"
 # Least share of a cycle in forwards without gradients and moves of state.
 _MIN_WORK_SHARE = 0.1
 
@@ -91,12 +92,28 @@ def measured_cycles(trace: Trace, rank: int) -> tuple[Cycles, CycleSpans] | None
     spans = cycle_spans(trace, rank)
     if spans is None:
         return None
-    if spans.source == "repetition":
-        first = _measure(trace, rank, spans)
-        if not _has_work(first):
-            return None
-        spans = spans.renamed(_names_of_moves(first))
+    first = _measure(trace, rank, spans)
+    if spans.source != "repetition":
+        # Without phases it is not certain that training is in the rest.
+        has_phases = len(trace.columns(rank, "phases")) > 0
+        names = {
+            part.name: _TRAINING
+            for part in first.parts
+            if has_phases and _is_training(part)
+        }
+    elif _has_work(first):
+        names = _names_of_moves(first)
+    else:
+        return None
+    if not names:
+        return first, spans
+    spans = spans.renamed(names)
     return _measure(trace, rank, spans), spans
+
+
+def _is_training(part: CyclePart) -> bool:
+    """Return whether iterations end in the time that the job has not named."""
+    return part.name == OTHER and part.iterations >= 1
 
 
 def _has_work(cycles: Cycles) -> bool:

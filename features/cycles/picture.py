@@ -82,7 +82,7 @@ def _draw_parts(axes: Axes, cycle: CycleSpan) -> None:
     names = list(dict.fromkeys(part.name for part in cycle.with_rests()))
     own = [name for name in names if name != OTHER]
     fills = {name: _FILLS[at % len(_FILLS)] for at, name in enumerate(own)}
-    fills[OTHER] = _OTHER_FILL
+    fills |= dict.fromkeys((OTHER, cycle.rest), _OTHER_FILL)
     labelled: set[str] = set()
     top = axes.get_ylim()[1]
     for part in cycle.with_rests():

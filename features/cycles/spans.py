@@ -28,11 +28,15 @@ class NamedTime:
 
 @dataclass(frozen=True)
 class CycleSpan:
-    """One cycle: its interval, and its parts in order of time without overlaps."""
+    """One cycle: its interval, and its parts in order of time without overlaps.
+
+    `rest`: name of the time in none.
+    """
 
     start_ns: int
     end_ns: int
     parts: tuple[NamedTime, ...]
+    rest: str = OTHER
 
     @property
     def length_ns(self) -> int:
@@ -44,7 +48,7 @@ class CycleSpan:
         least_ns = _MIN_REST_SHARE * self.length_ns
         for part in (*self.parts, NamedTime("", self.end_ns, self.end_ns)):
             if part.start_ns - reached > least_ns:
-                yield NamedTime(OTHER, reached, part.start_ns)
+                yield NamedTime(self.rest, reached, part.start_ns)
             if part.name:
                 yield part
             reached = max(reached, part.end_ns)
@@ -71,14 +75,15 @@ class CycleSpans:
         return self.spans[1:] if len(self.spans) >= _MIN_FOR_WARMUP else self.spans
 
     def renamed(self, names: Mapping[str, str]) -> CycleSpans:
-        """Return the cycles with other names of some parts."""
+        """Return the cycles with other names of some parts, or of the rest."""
         spans = []
         for cycle in self.spans:
             parts = [
                 replace(part, name=names.get(part.name, part.name))
                 for part in cycle.parts
             ]
-            spans.append(replace(cycle, parts=tuple(parts)))
+            rest = names.get(cycle.rest, cycle.rest)
+            spans.append(replace(cycle, parts=tuple(parts), rest=rest))
         return replace(self, spans=tuple(spans))
 
 

@@ -23,7 +23,7 @@ from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text, counted, ms_text, rate_text
 
 _SOURCES = {
-    "marks": "by ebbtide.step",
+    "marks": "by the job's marks",
     "ranges": "by the ranges that the job names",
     "repetition": "by the repetition of phases",
 }

@@ -13,8 +13,10 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Set
+from types import FrameType
 from typing import IO, NoReturn
 
 from ebbtide.features.dryrun.child import fail, main
@@ -33,6 +35,8 @@ _FORWARDED = (
 # How long a job may take to end after SIGTERM, and the longest time that can be waited.
 _PATIENCE_S = 5.0
 _FOR_EVER_S = 3e6
+# An interrupt that follows another one sooner is the same, sent to the process group.
+_REPEATED_S = 1.0
 
 
 def run_apart(arguments: list[str]) -> int:
@@ -101,14 +105,27 @@ def _be_job(arguments: list[str], dump: IO[bytes], mask: Set[int]) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.exit(128 + signal.SIGTERM)
 
+    last_s = -_REPEATED_S
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal last_s
+        before_s, last_s = last_s, time.monotonic()
+        if last_s - before_s >= _REPEATED_S:
+            signal.default_int_handler(number, frame)
+
     # PR_SET_PDEATHSIG: end when the other process ends
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     faulthandler.enable(dump, all_threads=False)
     signal.signal(signal.SIGTERM, end)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     status = 1
     try:
         status = main(arguments)
+    except KeyboardInterrupt:
+        fail("interrupted before the end of the job: no trace is written")
+        status = 128 + signal.SIGINT
     except BaseException:
         traceback.print_exc()
     finally:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ebbtide import seams
+from ebbtide.analysis.metrics.prediction import is_predicted
 from ebbtide.errors import MachineError, PlanError, PolicyError, WorkloadError
 from ebbtide.interleave.model.workload import (
     FreeMemorySteps,
@@ -22,6 +23,7 @@ from ebbtide.interleave.model.workload import (
 from ebbtide.interleave.policies import Policy, as_policies
 from ebbtide.machines.catalog import MachineArgument, find_machine, preset, presets
 from ebbtide.machines.data_sheets import whole_memory_bytes, with_host
+from ebbtide.machines.kernels.rates import DEFAULT_GPU, GpuRates
 from ebbtide.machines.machine import GpuCompute, Machine, machine_from
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import ByteCount, byte_count, bytes_text, counted
@@ -373,10 +375,12 @@ class RecordedGpu(NamedTuple):
 
 def recorded_gpu(trace: Trace) -> RecordedGpu:
     """Return the GPU of a trace: that of its machine, else of the preset with the same
-    model and memory."""
+    model and memory; of a dry run without a machine the one that its times are of."""
     machine = _recorded_machine(trace)
     if machine is not None and machine.gpu is not None:
         return RecordedGpu(machine.name, machine.gpu)
+    if machine is None and is_predicted(trace):
+        return RecordedGpu(DEFAULT_GPU, GpuRates().gpu)
     name = trace.rank(trace.ranks[0]).main_device.name or "an unknown GPU"
     return RecordedGpu(
         name, next((machine.gpu for machine in _presets_of_gpu(trace)), None)

@@ -20,6 +20,7 @@ from ebbtide.phases import BACKWARD, FORWARD, OTHER, UPDATE
 from ebbtide.profiler.trace import Trace
 from ebbtide.units import bytes_text
 
+NO_FREE_MEMORY = "the free memory of the device is not known"
 _MAX_BUSY_SHARE = 0.9
 
 
@@ -69,7 +70,7 @@ def workload_of(trace: Trace) -> Workload:
     }
     free = recorded_free_memory(metrics, phase_s)
     if free is None:
-        notes.append("the free memory of the device is not known")
+        notes.append(NO_FREE_MEMORY)
     else:
         notes.append(f"free device memory: capacity minus {metrics.free_pool}")
     host_bytes = metrics.setup.host_buffer_bytes if metrics.setup is not None else None

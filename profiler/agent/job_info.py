@@ -286,7 +286,9 @@ def _describe_class(optimizers: list[Any]) -> dict[str, Any]:
     for name, tensor in state:
         dtypes[_dtype(tensor)] += tensor.numel()
         names[str(name)] += tensor.numel()
-    devices = {tensor.device.type for _, tensor in state}
+    # Torch keeps step counts, scalars, on the CPU beside state on the GPU.
+    scalars = {tensor.device.type for _, tensor in state}
+    devices = {tensor.device.type for _, tensor in state if tensor.dim()} or scalars
     return {
         **description,
         "state_bytes": sum(

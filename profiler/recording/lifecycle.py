@@ -182,9 +182,10 @@ def finish_recording(
 def _no_iterations(trace: Trace) -> str | None:
     if any(trace.phases(rank)["iteration"].notna().any() for rank in trace.ranks):
         return None
-    return explain_no_iterations(
+    phases = {
         phase for rank in trace.ranks for phase in trace.phases(rank)["phase"].unique()
-    )
+    }
+    return explain_no_iterations(phases, [entry.stopped for entry in trace.meta.ranks])
 
 
 def _out_of_memory(trace: Trace) -> str | None:

@@ -80,10 +80,15 @@ def _is_pipeline(rows: pd.DataFrame) -> bool:
     return bool(rows["source"].max() > 0 and ahead.max() > 1 and ahead.min() >= 0)
 
 
-def explain_no_iterations(phases: Iterable[str]) -> str:
+def explain_no_iterations(phases: Iterable[str], stopped: Iterable[str | None]) -> str:
     """Return the warning about a trace without a finished iteration, by the phases that
-    the trace has."""
+    the trace has and by why the recordings of its ranks stopped."""
     seen = set(phases)
+    if not seen and not {"cut off", "exec"}.isdisjoint(stopped):
+        return (
+            "no iteration was saved: the job's process was killed, left by os._exit or "
+            "ran another program (exec), and its last second was lost"
+        )
     if BACKWARD in seen:
         return "no training iteration ended while it was recorded"
     where = (

@@ -98,7 +98,7 @@ BAD: list[Any] = [
     ("plot -o x.png", "RUN.ebb"),
     ("plot a.ebb -o x.gif", ".png, .svg, .pdf"),
     ("plot a.ebb -o taken.png", "--force"),
-    ("plot a.ebb -o nowhere/x.png", "cannot write"),
+    ("plot a.ebb -o file/x.png", "cannot write"),
     ("plot a.ebb -o x.png --iterations 9:", "it has 0 to 2"),
     ("plot a.ebb -o x.png --iterations 5:3", "5:3"),
     ("plot a.ebb -o x.png --iterations many", "many"),

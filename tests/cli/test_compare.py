@@ -199,7 +199,7 @@ BAD = [
     ("--save taken --force", "taken is not a folder of traces"),
     ("--plot new.gif", "must end in .png, .svg, .pdf"),
     ("--plot new.png --save ./new.png", "cannot be both"),
-    ("--plot no/new.png", "cannot write no/new.png"),
+    ("--plot taken.png/new.png", "cannot write taken.png/new.png"),
 ]
 
 

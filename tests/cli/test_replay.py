@@ -419,8 +419,11 @@ BAD = [
         "--workload w.json --machine m.json --plot new.gif",
         "must end in .png, .svg, .pdf",
     ),
-    ("--workload w.json --machine m.json --plot no/new.png", "cannot write no/new.png"),
-    ("--workload w.json --machine m.json --save no/new", "cannot write no/new"),
+    (
+        "--workload w.json --machine m.json --plot w.json/new.png",
+        "cannot write w.json/new.png",
+    ),
+    ("--workload w.json --machine m.json --save w.json/new", "cannot write w.json/new"),
     (
         "--workload w.json --machine negative.json --plot new.png --save new",
         "h2d_bytes_per_s is -1",

@@ -49,7 +49,7 @@ def test_report__replaces_a_page_only_with_force(run: Path) -> None:
         ("-o run.html", "RUN.ebb"),
         ("nowhere.ebb -o run.html", "does not exist"),
         ("run.ebb -o run.pdf", ".html"),
-        ("run.ebb -o nowhere/run.html", "cannot write"),
+        ("run.ebb -o run.ebb/meta.json/run.html", "cannot write"),
         ("run.ebb -o run.html --rank 5", "has no rank 5"),
         ("run.ebb -o run.html --rank first", "--rank"),
         ("run.ebb -o run.html --min-bytes some", "some"),

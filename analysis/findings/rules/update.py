@@ -19,6 +19,8 @@ _MIN_SHARE = 0.1
 _IDLE_SHARE = 0.5
 # An update that takes this share of an iteration is what it waits for.
 _MOST_OF_IT = 0.5
+# Without offload an update copies step counts and norms: less than this.
+_NO_STATE_BYTES = 1e6
 # Real copies reach about this share of a link's peak.
 _REACHED_SHARE = 0.8
 
@@ -109,6 +111,11 @@ def update_bound(metrics: JobMetrics) -> Finding | None:
     if not update or not iteration or update < _MOST_OF_IT * iteration:
         return None
     if metrics.offloaded is False or is_measured:
+        return None
+    if metrics.offloaded is None and all(
+        use is not None and use.bytes is not None and use.bytes < _NO_STATE_BYTES
+        for use in links
+    ):
         return None
     state = (
         "optimizer state is in host memory: the CPU updates it"

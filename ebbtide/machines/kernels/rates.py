@@ -15,7 +15,8 @@ from ebbtide.machines.sheets import GPU_SHEETS
 ProductSize = efficiency.ProductSize
 AttentionSize = efficiency.AttentionSize
 # Where no machine states its own: a device without a name counts as one.
-_DEFAULT = GPU_SHEETS["h100-80gb"].compute
+DEFAULT_GPU = "h100-80gb"
+_DEFAULT = GPU_SHEETS[DEFAULT_GPU].compute
 # Where a data sheet has no rate of a type, the operation runs in the next one.
 _NEXT_TYPE = {
     "float8": "bfloat16",

@@ -7,7 +7,7 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from ebbtide.analysis.metrics.devices import capacity_bytes, memory_timeline
+from ebbtide.analysis.metrics.devices import capacity_bytes, memory_timeline, pool_peaks
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.recorded_free_memory import recorded_free_memory
 from ebbtide.features.advise.job.compute_times import GATHERED_LAYERS
@@ -204,19 +204,25 @@ def recorded_memory(trace: Trace, workload: Workload) -> OwnMemory | None:
     update, or all the time if there are several micro-steps; all else counts as
     activations."""
     metrics, rank = JobMetrics(trace), trace.ranks[0]
-    capacity = capacity_bytes(trace, rank)
-    if workload.gpu_free is None or capacity is None:
+    pool, capacity = metrics.free_pool, capacity_bytes(trace, rank)
+    if not metrics.has_gpu or pool is None:
         return None
+    # Without a capacity, what is free of the most that is used tells what is used.
+    limit = capacity or max(
+        pool_peaks(trace, number).get(pool, 0) for number in trace.ranks
+    )
     lengths = _lengths(workload)
     phase_s = dict(zip((OTHER, FORWARD, BACKWARD), lengths, strict=True))
 
     def used_bytes(pool: str | None) -> list[tuple[float, float]]:
         # Not `gpu_free`, which is 0 where a predicted job needs more than the device
         # has.
-        free = recorded_free_memory(metrics, phase_s, pool)
-        return points_of(free, lengths, float(capacity)) if free else []
+        free = recorded_free_memory(metrics, phase_s, pool, limit)
+        return points_of(free, lengths, float(limit)) if free else []
 
     used, of_tensors = used_bytes(None), []
+    if not used:
+        return None
     for pool in _TENSOR_POOLS:
         if memory_timeline(trace, rank, pool)[0].size:
             of_tensors = used_bytes(pool)
@@ -253,7 +259,7 @@ def recorded_memory(trace: Trace, workload: Workload) -> OwnMemory | None:
         tensors=tensors,
         cached_bytes=most_bytes(used) - most_bytes(of_tensors),
         checkpointed=checkpointed,
-        capacity_bytes=float(capacity) if trace.meta.machine is None else None,
+        capacity_bytes=capacity if trace.meta.machine is None else None,
     )
 
 

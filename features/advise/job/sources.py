@@ -45,7 +45,7 @@ from ebbtide.interleave.replay.recorded_job import (
     recorded_job,
     state_bytes_on_device,
 )
-from ebbtide.interleave.replay.workload_from_trace import workload_of
+from ebbtide.interleave.replay.workload_from_trace import NO_FREE_MEMORY, workload_of
 from ebbtide.profiler.trace import Trace
 from ebbtide.state_bytes import GRAD_BYTES, PARAM_BYTES, STATE_BYTES
 
@@ -187,6 +187,7 @@ def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
         offload=offloads,
     )
     micro_steps = recorded.micro_steps or 1
+    memory = recorded_memory(trace, workload)
     return TrainingJob(
         workload=workload,
         settings=settings,
@@ -199,12 +200,14 @@ def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
             own_update_s=recorded.own_update_s,
             kind=kind_of_trace(trace) if is_predicted(trace) else None,
         ),
-        memory=recorded_memory(trace, workload),
+        memory=memory,
         state_bytes=state_bytes_on_device(JobMetrics(trace)),
         micro_steps=micro_steps,
         tokens=_tokens(batch, settings, micro_steps, framework.tokens),
         recorded=recorded,
-        notes=workload.notes,
+        notes=tuple(
+            note for note in workload.notes if memory is None or note != NO_FREE_MEMORY
+        ),
         facts=facts_of(trace),
         host_peak_bytes=_host_peak(trace),
     )

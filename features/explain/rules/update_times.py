@@ -53,7 +53,7 @@ def explain_updates(records: Records) -> Iterator[Result]:
             )
 
 
-@rule(24)
+@rule(22)
 def compare_updates(records: Records) -> Iterator[Result]:
     """Compare the parts of a step of two logs of DeepSpeed's timers."""
     logs = records.of(UpdateTimes)

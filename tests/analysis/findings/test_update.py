@@ -154,9 +154,11 @@ def test_update_bound__reports_an_update_that_takes_most_without_a_link(
         offloaded(update=100),
         offloaded(update=400).sample("update", 0.1, 0.1),
         on_cpu(update=4000),
+        # No state crosses the link.
+        devices(Job(update=400), peak=None).copy("h2d", "other", 1, 1, 40_000_000),
     ],
 )
-def test_update_bound__is_none_for_a_short_update_a_known_link_or_a_cpu_job(
+def test_update_bound__is_none_for_a_short_update_a_known_link_or_state_in_place(
     job: Job,
 ) -> None:
     assert job.result(update_bound) is None

@@ -176,6 +176,12 @@ def test_recorded_gpu__is_found_by_model_and_memory(
     ) == expected
 
 
+def test_recorded_gpu__of_a_dry_run_without_a_machine_is_that_of_its_times() -> None:
+    builder = TraceBuilder("predicted")
+    builder.rank(0, devices=[{"device": "cuda:0", "kind": "cuda", "name": "dry run"}])
+    assert recorded_gpu(builder.build()).compute == preset("h100-80gb").gpu
+
+
 def test_job_of_size__tokens_are_a_multiple_of_a_micro_step() -> None:
     shape = shape_of(10**9, 1024, 50_000)
     job = job_of_size(

@@ -3,6 +3,8 @@ order, and their keys."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ebbtide.analysis.tables.table import Table
 from ebbtide.features.advise.job.sources import BatchSettings, facts_of, job_of_trace
 from ebbtide.features.advise.job.training_job import JobFacts, TrainingJob
 from ebbtide.features.advise.levers.effects import LEVERS, Variant
@@ -319,6 +322,37 @@ def test_single_changes__has_adapters_with_checkpointing_where_only_both_fit() -
     assert not alone["LoRA"].fits
     assert alone["checkpointing + LoRA"].fits
     assert [text for text in alone if "+" in text] == ["checkpointing + LoRA"]
+
+
+def test_plan_for_machine__needs_no_capacity_of_the_recorded_device(
+    tmp_path: Path,
+) -> None:
+    stated = lora_trace(tmp_path / "run.ebb")
+    meta = json.loads((stated.path / "meta.json").read_text())
+    meta["ranks"][0]["devices"][0]["capacity_bytes"] = None
+    shutil.copytree(stated.path, tmp_path / "none.ebb")
+    (tmp_path / "none.ebb" / "meta.json").write_text(json.dumps(meta))
+    jobs = [
+        job_of_trace(trace, BatchSettings())
+        for trace in (stated, open_trace(tmp_path / "none.ebb"))
+    ]
+    assert not any("not known" in note for note in jobs[1].notes)
+    for name, fits in (("rtx4090", False), ("a100-40gb-pcie", True)):
+        of_stated, of_none = (plan_for_machine(job, preset(name)) for job in jobs)
+        assert of_none.fits is of_stated.fits is fits
+        assert of_none.device_bytes == pytest.approx(of_stated.device_bytes)
+
+
+@pytest.mark.parametrize(("params", "unit"), [(2e7, "ms"), (8e9, "s")])
+def test_plan_view__has_short_iterations_in_ms(params: float, unit: str) -> None:
+    job = sized(params)
+    plan = plan_for_machine(job, preset("h200"))
+    (table,) = (
+        part
+        for part in plan_view(JobPlans(job, [plan]))
+        if isinstance(part, Table) and part.name == "plans"
+    )
+    assert f"{unit}/iteration" in [column.label for column in table.all_columns]
 
 
 def test_plan_view__names_the_optimizer_of_ebbtide_and_the_bytes_of_a_parameter() -> (

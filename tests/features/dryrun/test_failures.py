@@ -412,6 +412,16 @@ def test_program__that_is_missing_is_named(
             137, "ebbtide: incomplete: signal 9 (Killed) ended the job; no trace",
         ),
         ("os.kill(os.getppid(), signal.SIGINT); time.sleep(60)", 130, "ebbtide: interrupted: the trace has what ran"),
+        (
+            "try: os.kill(os.getpid(), signal.SIGINT); time.sleep(60)\n"
+            "except KeyboardInterrupt: os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1); raise SystemExit(7)",
+            7, "ebbtide: incomplete: the job ended with status 7; no trace is written",
+        ),
+        (
+            "import threading; threading.Thread(target=lambda: (time.sleep(2), "
+            "os.kill(os.getppid(), signal.SIGINT), time.sleep(60))).start()",
+            130, "ebbtide: interrupted before the end of the job: no trace is written",
+        ),
         ("os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)", -9, ""),
     ],
 )  # fmt: skip
@@ -443,7 +453,7 @@ def test_dry_run__that_a_signal_ends_says_so(
     )  # fmt: skip
     first = next(iter(run.stderr.splitlines()), "")
     assert (run.returncode, first[: len(line)]) == (status, line), run.stderr
-    assert (tmp_path / "run.ebb").exists() == (status == 130)
+    assert (tmp_path / "run.ebb").exists() == ("the trace has" in line)
     assert (tmp_path / "notes").read_text() == "my notes"
     if status != -9:
         assert not [*folder.iterdir(), *tmp_path.glob("new*")]

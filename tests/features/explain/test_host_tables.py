@@ -136,6 +136,9 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "  exitcode  : -9 (pid: 14750)\n",
             "[ERROR] [launch.py:434:sigkill_handler] exits with return code = -9\n",
             "train.sh: line 3: 12345 Killed                  python train.py\n",
+            "subprocess.CalledProcessError: Command '['python', 'train.py']' died with "
+            "<Signals.SIGKILL: 9>.\n",
+            "Command '['bash', 'run.sh']' returned non-zero exit status 137.\n",
             "Killed",
             "**Killed**",
             "已杀死",

@@ -79,6 +79,12 @@ def test_two_logs__are_compared_part_by_part() -> None:
     assert answer.title == "the second run is 4.37 times slower a step"
     assert answer.evidence[1] == "most of it is the update: 200.0 ms to 5.20 s"
     assert "faster" in answers_to(log(1, 9, 90), log(1, 9, 9))["slower-run"].title
+    one_paste = f"{log(400, 900, 200)}\nWith twice the batch:\n\n{log(410, 950, 5200)}"
+    assert answers_to(one_paste)["slower-run"].title == answer.title
+    fenced = f"```\n{log(400, 900, 200)}```\n```\n{log(410, 950, 5200)}```\n"
+    assert answers_to(fenced)["slower-run"].title == answer.title
+    whole = f"{log(400, 900, 200)}\nSaving a checkpoint of the model\n"
+    assert "slower-run" not in answers_to(whole + log(410, 920, 210))
     for same in (log(400, 900, 200), log(410, 950, 300), log(400, 800, 180)):
         assert "slower-run" not in answers_to(log(400, 900, 200), same)
 

@@ -151,6 +151,29 @@ def test_summary__shows_the_steps_of_inference(tmp_path: Path) -> None:
     assert "decode (4 times), median" in shown
 
 
+def test_import__a_trace_without_gpu_events_has_times_of_operators(
+    tmp_path: Path,
+) -> None:
+    events = []
+    for step in range(3):
+        start = 100 * step
+        events.append(span("aten::linear", start, start + 50, "cpu_op"))
+        events.append(span("aten::addmm", start + 10, start + 40, "cpu_op"))
+        events.append(span("aten::copy_", start + 15, start + 20, "cpu_op"))
+        # A range of the user is no operator.
+        events.append(span("load", start, start + 90, "user_annotation"))
+    trace = import_trace([write_trace(tmp_path / "x.json", events)], tmp_path / "t.ebb")
+    operators = trace.rank(0).operators
+    assert [(one.name, one.calls, one.self_ns) for one in operators] == [
+        ("aten::addmm", 3, 75_000),
+        ("aten::linear", 3, 60_000),
+        ("aten::copy_", 3, 15_000),
+    ]
+    shown = ebbtide_in_process("summary", trace.path).stdout
+    assert "Operators of the CPU" in shown
+    assert "aten::addmm" in shown
+
+
 def test_import__reads_traces_of_the_legacy_profiler(tmp_path: Path) -> None:
     events = []
     for step in range(4):

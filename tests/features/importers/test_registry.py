@@ -35,8 +35,15 @@ IMPORTERS = (DiaryImporter(),)
 def test_find_importers__asks_strict_importers_first() -> None:
     formats = list(find_importers())
     assert formats == [
-        "nsys", "torch-snapshot", "kineto", "nvml-monitor", "megatron-log", "deepspeed-log"
-    ]  # fmt: skip
+        "nsys",
+        "torch-snapshot",
+        "kineto",
+        "nvml-monitor",
+        "megatron-log",
+        "timings",
+        "deepspeed-log",
+        "steps",
+    ]
     assert all(name == importer.format for name, importer in find_importers().items())
 
 

@@ -329,8 +329,8 @@ BOTH = "--workload w.json --machine m.json"
         (f"-o s.parquet {BOTH} --jobs 2 --scheduler a:1", "--scheduler"),
         (f"-o s.parquet {BOTH} --scheduler=", "--scheduler"),
         (f"-o s.parquet {BOTH} --plot s.gif", ".png, .svg, .pdf"),
-        (f"-o nowhere/s.parquet {BOTH}", "cannot write"),
-        (f"-o s.parquet {BOTH} --plot nowhere/s.png", "cannot write"),
+        (f"-o m.json/s.parquet {BOTH}", "cannot write"),
+        (f"-o s.parquet {BOTH} --plot m.json/s.png", "cannot write"),
         (f"-o s.png {BOTH} --plot s.png", "both outputs"),
     ],
 )

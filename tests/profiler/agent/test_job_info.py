@@ -51,3 +51,15 @@ def test_describe_optimizers__leaves_out_parameters_that_are_frozen_from_the_sta
     optimizer.step()
     later_frozen.requires_grad_(False)
     assert describe_optimizers([optimizer])[0]["params"] == 6
+
+
+def test_describe_optimizers__leaves_step_counts_on_the_cpu_out_of_its_devices() -> (
+    None
+):
+    parameter = torch.nn.Parameter(torch.zeros(4, device="meta"))
+    optimizer = torch.optim.AdamW([parameter])
+    moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.zeros(4, device="meta"))
+    optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
+    assert describe_optimizers([optimizer])[0]["state_devices"] == ["nvme"]
+    optimizer.state[parameter] = {"step": torch.tensor(1.0)}
+    assert describe_optimizers([optimizer])[0]["state_devices"] == ["cpu"]

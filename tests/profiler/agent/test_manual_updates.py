@@ -129,5 +129,10 @@ def test_iteration_ends__follow_optimizers_where_any_stepped() -> None:
 
 
 def test_explain_no_iterations__names_the_remedy() -> None:
-    assert "nothing ran backward" in explain_no_iterations(["forward"])
-    assert "Tracer(...).phase(" in explain_no_iterations([])
+    assert "nothing ran backward" in explain_no_iterations(["forward"], ["cut off"])
+    assert "Tracer(...).phase(" in explain_no_iterations([], [None])
+
+
+def test_explain_no_iterations__names_a_process_that_left_its_recording() -> None:
+    for stopped in ("cut off", "exec"):
+        assert "last second was lost" in explain_no_iterations([], [stopped, None])

@@ -398,11 +398,12 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         elif kinds == ("cuda", "cpu"):
             size = target.numel() * source.element_size()
             self._clock.run_copy("d2h", size, target.is_pinned(), blocking)
-        elif source.device != target.device:
+        elif kinds == ("cuda", "cuda") and source.device != target.device:
             size = target.numel() * source.element_size()
             devices = source.device.index, target.device.index
             self._clock.run_peer_copy(*devices, size)
-        return bool(source.device != target.device)
+            return True
+        return bool(kinds[0] != kinds[1])
 
     def _allocate(self, storage: Any, device: int) -> None:
         """Follow a storage on a device."""

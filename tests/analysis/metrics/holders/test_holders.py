@@ -294,6 +294,13 @@ STACKS = [
     ("autograd engine", "backward", "backward"),
     (f"{BACKWARD}\ncuBLAS workspace", "library", "cuBLAS workspace"),
     (STEP, "step", "main (/job/train.py:9)"),
+    (
+        "main (/job/train.py:9)\n"
+        "_wrap_update (ebbtide/profiler/agent/phase_hooks.py.importlib._bootstrap:8)\n"
+        "adam (torch/optim/adam.py:902)",
+        "step",
+        "main (/job/train.py:9)",
+    ),
     (MODEL, "model", "main (/job/train.py:2)"),
     (
         f"run ({LIBRARY}/a.py:1)\nlinear ({LIBRARY}/b.py:5)",
