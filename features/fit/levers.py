@@ -11,7 +11,7 @@ from ebbtide.model_job import ModelJob
 
 
 @dataclass(frozen=True)
-class Lever:
+class MemoryLever:
     """A change of a job."""
 
     name: str
@@ -19,8 +19,6 @@ class Lever:
     # Returns the changed jobs, the least change first; none where it is made already
     # or cannot be made.
     apply: Callable[[ModelJob], Iterable[ModelJob]]
-    # Whether other weights are trained, or on other inputs.
-    changes_training: bool = False
 
 
 def _setting(**values: Any) -> Callable[[ModelJob], Iterator[ModelJob]]:
@@ -77,23 +75,27 @@ def _more_ranks(job: ModelJob) -> Iterator[ModelJob]:
 # By cost: time, then the rounding of what is stored, then copies, then what is trained,
 # then GPUs. Weights that are streamed from the host belong after the offloaded update.
 LEVERS = (
-    Lever(
+    MemoryLever(
         "chunked loss",
         "the head's forward runs twice",
         _setting(loss="chunked"),
     ),
-    Lever("micro-batch", "smaller products; the batch stays", _smaller_micro_batch),
-    Lever("bf16 state", "weights and moments are rounded", _half_state),
-    Lever("8-bit optimizer", "moments are rounded to 8 bits", _eight_bits),
-    Lever("checkpointing", "a second forward", _setting(checkpointing=True)),
-    Lever(
+    MemoryLever(
+        "micro-batch", "smaller products; the batch stays", _smaller_micro_batch
+    ),
+    MemoryLever("bf16 state", "weights and moments are rounded", _half_state),
+    MemoryLever("8-bit optimizer", "moments are rounded to 8 bits", _eight_bits),
+    MemoryLever("checkpointing", "a second forward", _setting(checkpointing=True)),
+    MemoryLever(
         "activation offload",
         "copies both ways in each micro-step",
         _setting(offloads_activations=True),
     ),
-    Lever("optimizer offload", "copies, and updates on the CPU", _offloaded_update),
-    Lever("LoRA", "trains adapters alone", _adapters, changes_training=True),
-    Lever("QLoRA", "adapters, on weights of 4 bits", _four_bits, changes_training=True),
-    Lever("sharding", "more GPUs, which send weights", _more_ranks),
+    MemoryLever(
+        "optimizer offload", "copies, and updates on the CPU", _offloaded_update
+    ),
+    MemoryLever("LoRA", "trains adapters alone", _adapters),
+    MemoryLever("QLoRA", "adapters, on weights of 4 bits", _four_bits),
+    MemoryLever("sharding", "more GPUs, which send weights", _more_ranks),
 )
 SHARDING = LEVERS[-1]

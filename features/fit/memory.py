@@ -25,7 +25,7 @@ _HOPPER_WORKSPACE, _WORKSPACE = 2 * 32 * 2**20, 2 * 8519680
 
 
 @dataclass(frozen=True)
-class DeviceMemory:
+class MemoryParts:
     """Device memory of a rank at its peak, by part."""
 
     moment: str  # The part of the iteration where the peak is.
@@ -206,7 +206,7 @@ class MemoryModel:
         one = float(rows * self.shape.vocabulary)
         return 10 * one, 12 * one
 
-    def moments(self) -> Iterator[DeviceMemory]:
+    def moments(self) -> Iterator[MemoryParts]:
         """Yield the moments of an iteration where the peak may be."""
         job, shape, size = self.job, self.shape, self.trained_bytes
         layers, tokens = shape.layers, self.tokens
@@ -251,6 +251,8 @@ class MemoryModel:
         extra = head if stays or shape.is_tied or leaves else 0.0
         if self.is_sharded:
             extra += 2 * head + self.gathered(1)
+        elif job.strategy == "ddp" and shape.is_tied:
+            extra += head  # The sum of both ends is copied into its bucket.
         working = extra + residual
         yield self._at("gradient of the embedding", gradients, 0, 0, working)
         yield self._at("update", gradients, 0, 0, 0)
@@ -280,13 +282,13 @@ class MemoryModel:
         activations: float,
         logits: float,
         working: float,
-    ) -> DeviceMemory:
+    ) -> MemoryParts:
         shape, tokens = self.shape, self.tokens
         fixed = _HOPPER_WORKSPACE if self.is_hopper else _WORKSPACE
         fixed += 2 * self.job.sequence * shape.head_size * _HALF + 8 * tokens
         if self.job.strategy == "ddp":
             fixed += self.trained_bytes * self.trained  # The buckets of gradients.
-        return DeviceMemory(
+        return MemoryParts(
             moment,
             self.weights(),
             self.state(),
@@ -327,6 +329,6 @@ class MemoryModel:
             offloaded += self._final_kept() * self.tokens + 4 * self.tokens
         return max(loaded, offloaded)
 
-    def peak(self) -> DeviceMemory:
+    def peak(self) -> MemoryParts:
         """Return the memory at the peak of an iteration."""
         return max(self.moments(), key=lambda one: one.total)

@@ -1,5 +1,5 @@
-"""Searches what fits a device: a job under each lever alone, and the combinations of
-levers by memory and time."""
+"""The search for what fits a device: a job under each lever alone, and all levers by
+memory and time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from ebbtide.features.advise.changes import share_host
 from ebbtide.features.dryrun.gpu import FakedGpu, capability_of
 from ebbtide.features.dryrun.memory.caching_allocator import context_bytes
-from ebbtide.features.fit.levers import LEVERS, SHARDING, Lever
-from ebbtide.features.fit.memory import DeviceMemory, MemoryModel
+from ebbtide.features.fit.levers import LEVERS, SHARDING, MemoryLever
+from ebbtide.features.fit.memory import MemoryModel, MemoryParts
 from ebbtide.features.fit.shape import ModelShape
 from ebbtide.features.fit.times import iteration_s
 from ebbtide.machines.machine import Machine
@@ -27,7 +27,7 @@ _MOST_SEQUENCE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Device:
+class RankDevice:
     """A rank's GPU and its share of the host."""
 
     machine: Machine  # With the rates of a rank, without the system's host memory.
@@ -55,7 +55,7 @@ class Device:
 class FitPoint:
     """A job with some levers, on a device."""
 
-    device: Device
+    device: RankDevice
     model: MemoryModel
     levers: tuple[str, ...]
 
@@ -65,7 +65,7 @@ class FitPoint:
         return self.model.job
 
     @cached_property
-    def memory(self) -> DeviceMemory:
+    def memory(self) -> MemoryParts:
         """Its device memory at the peak."""
         return self.model.peak()
 
@@ -164,14 +164,14 @@ class FitSearch:
     capacity_bytes: float  # Memory of the GPU.
 
     @cached_property
-    def _devices(self) -> dict[int, Device]:
+    def _devices(self) -> dict[int, RankDevice]:
         return {}
 
-    def device(self, ranks: int) -> Device:
+    def device(self, ranks: int) -> RankDevice:
         """Return the GPU of a rank, of so many ranks."""
         if ranks not in self._devices:
             shared = share_host(self.machine, ranks)
-            self._devices[ranks] = Device(shared, self.capacity_bytes)
+            self._devices[ranks] = RankDevice(shared, self.capacity_bytes)
         return self._devices[ranks]
 
     def point(self, job: ModelJob, levers: Iterable[str] = ()) -> FitPoint:
@@ -231,7 +231,7 @@ class FitSearch:
         return [*self._combined(self.job, levers, ())]
 
     def _combined(
-        self, job: ModelJob, levers: list[Lever], names: tuple[str, ...]
+        self, job: ModelJob, levers: list[MemoryLever], names: tuple[str, ...]
     ) -> Iterator[FitPoint]:
         if not levers:
             yield self.point(job, names)

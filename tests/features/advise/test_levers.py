@@ -468,3 +468,17 @@ def test_settings_text__joins_nested_keys() -> None:
         settings_text(settings)
         == "gradient_checkpointing: true, deepspeed.zero_optimization.stage: 3"
     )
+
+
+def test_offload__that_the_host_has_no_memory_for_has_its_reason() -> None:
+    job = sized(4e9)
+    machine = gpu_machine(
+        gpu_memory_bytes=24e9, host_memory_bytes=32e9, box=None, d2h_bytes_per_s=1e10
+    )
+    by_name = {one.levers: one for one in single_changes(job, machine)}
+    offload = by_name["offload",]
+    assert not offload.fits
+    assert offload.reason is not None
+    assert "of host memory" in offload.reason
+    sharded = single_changes(sized(4e9, ranks=4), machine)
+    assert not any("8-bit optimizer" in one.levers for one in sharded)

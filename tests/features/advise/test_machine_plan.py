@@ -246,3 +246,18 @@ def test_plan_for_machine__of_a_size_is_what_published_predictions_are() -> None
     assert plan.iteration.likely == pytest.approx(
         1e3 * (times.forward_s + times.backward_s + update_s)
     )
+
+
+def test_plan__of_a_job_that_the_host_does_not_survive_says_so() -> None:
+    job = replace(sized(), host_peak_bytes=20e9)
+    small, large = (
+        plan_for_machine(job, gpu_machine(host_memory_bytes=size, box=None))
+        for size in (16e9, 64e9)
+    )
+    assert large.fits
+    assert not small.fits
+    assert small.change is None
+    assert small.exceeds_host
+    (note,) = small.notes
+    assert "18.6 of 14.9 GiB of host memory while it loads" in note
+    assert small.cheapest is None

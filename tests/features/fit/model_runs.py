@@ -10,8 +10,11 @@ import random
 import runpy
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import transformers
 
 from ebbtide.errors import UserError
 from ebbtide.features.dryrun.jobs.model_job import prepare_model_job
@@ -20,6 +23,12 @@ from ebbtide.features.dryrun.session import DryRun, DryRunOptions
 from ebbtide.machines.catalog import find_machine
 from ebbtide.model_job import ModelJob
 from tests.features.dryrun.forked import run_forked
+
+# Once, before children are forked.
+for module in ("peft", "bitsandbytes"):
+    with contextlib.suppress(ImportError):
+        import_module(module)
+assert transformers.AutoModelForCausalLM
 
 BASES = {
     "llama": "llama-3.1-8b",
