@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from resource import RLIMIT_CPU, setrlimit
@@ -29,9 +29,11 @@ from threading import Lock
 from typing import Any
 from zlib import crc32
 
+import pandas
+
 from benchmarks.tables import machine_line
 from ebbtide.analysis.metrics.job import JobMetrics
-from ebbtide.profiler.trace import open_trace
+from ebbtide.profiler.trace import Trace, open_trace
 
 OWN = Path(__file__).parent / "example_runs"
 RESULTS = OWN / "results.json"
@@ -39,6 +41,7 @@ GIB = 2**30
 _BEGIN = "<!-- results: python -m benchmarks.dry_run_examples -->"
 _END = "<!-- end of results -->"
 RAN, NO_GPU, REFUSED, FAILED, TIME = "ran", "no GPU", "refused", "failed", "time"
+_EAGER = re.compile(r"^([\d,]+) bytes in [1-9]\d* updates$", re.MULTILINE)
 # The last line of a traceback.
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Exit)\b.*:")
 
@@ -83,7 +86,10 @@ class Script:
 class Result:
     """The end of a dry run; figures of one without a trace are None.
 
-    `seconds`: of processor time.
+    Attributes:
+        seconds: Processor time.
+        tensor_bytes: The largest sum of the bytes of tensors, without workspaces.
+        eager_bytes: The same of an eager run on the CPU; None: not measured.
     """
 
     status: str
@@ -93,6 +99,8 @@ class Result:
     iterations: int | None = None
     iteration_ms: float | None = None
     message: str = ""
+    tensor_bytes: int | None = None
+    eager_bytes: int | None = None
 
 
 def load_scripts() -> tuple[dict[str, Any], list[Script]]:
@@ -204,7 +212,8 @@ def _result(status: int | None, seconds: float, trace: Path, text: str) -> Resul
         if status != 2 and errors:
             last = errors[-1][:300]
         return Result(REFUSED if status == 2 else FAILED, seconds, message=last)
-    metrics = JobMetrics(open_trace(trace))
+    opened = open_trace(trace)
+    metrics = JobMetrics(opened)
     reserved = metrics.pool_peak("reserved")
     if not reserved:
         return Result(NO_GPU, seconds)
@@ -216,7 +225,43 @@ def _result(status: int | None, seconds: float, trace: Path, text: str) -> Resul
         metrics.pool_peak("requested"),
         summary.iterations,
         summary.iteration_ms,
+        tensor_bytes=_tensor_peak(opened),
     )
+
+
+def _tensor_peak(trace: Trace) -> int:
+    """Return the largest sum of the bytes of tensors, without workspaces."""
+    rows = trace.table(trace.ranks[0], "allocations")
+    rows = rows[rows["category"] != "temporary"]
+    ended = rows[rows["end_ns"].notna()]
+    sizes = pandas.concat(
+        [
+            pandas.Series(rows["bytes"].to_numpy(), rows["start_ns"]),
+            pandas.Series(-ended["bytes"].to_numpy(), ended["end_ns"]),
+        ]
+    )
+    return int(sizes.sort_index(kind="stable").cumsum().max())
+
+
+def run_eager(script: Script, sources: Path, python: Path, limit_s: int) -> int | None:
+    """Return the largest sum of the bytes of tensors in a run on the CPU; None: it
+    failed."""
+    path = sources / script.library / script.path
+    words = [str(python), "-m", "benchmarks.example_runs.eager", str(path)]
+    folders = [str(OWN.parents[1]), *_own_packages(script, sources).values()]
+    process = subprocess.run(
+        [*words, *shlex.split(script.arguments)],
+        cwd=_folder(script, sources),
+        env=_environment(python, sources / "home")
+        | dict(script.environment)
+        | {"PYTHONPATH": os.pathsep.join(folders)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        preexec_fn=partial(setrlimit, RLIMIT_CPU, (limit_s, limit_s + 1)),
+    )
+    match = _EAGER.search(process.stderr)
+    return int(match[1].replace(",", "")) if match else None
 
 
 def _without_paths(line: str) -> str:
@@ -252,12 +297,29 @@ def write_page(page: Path, libraries: dict[str, Any], scripts: list[Script]) -> 
         f"| {', '.join(sorted(set(paths)))} | {reason} |"
         for reason, paths in by_reason.items()
     ]
+    lines += _comparison(scripts, results)
     text = page.read_text(encoding="utf-8")
     head, _, rest = text.partition(_BEGIN)
     tail = rest.partition(_END)[2]
     body = "\n".join(lines)
     page.write_text(f"{head}{_BEGIN}\n\n{body}\n\n{_END}{tail}", encoding="utf-8")
     print(f"{ran} of {len(scripts)} ran")
+
+
+def _comparison(scripts: list[Script], results: dict[str, Result]) -> list[str]:
+    """Return the table of peaks beside those of eager runs."""
+    lines = [
+        "",
+        "| compared with an eager run on the CPU | bytes of tensors | CPU | ratio |",
+        "| --- | --- | --- | --- |",
+    ]
+    for script in scripts:
+        result = results[script.name]
+        if result.tensor_bytes and result.eager_bytes:
+            ratio = result.tensor_bytes / result.eager_bytes
+            figures = f"{result.tensor_bytes:,} | {result.eager_bytes:,} | {ratio:.4f}"
+            lines.append(f"| `{script.path}` | {figures} |")
+    return lines
 
 
 def _reasons() -> dict[str, str]:
@@ -294,6 +356,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="parts of names of scripts")
     parser.add_argument("--new", action="store_true", help="those without a result")
     parser.add_argument("--failed", action="store_true", help="those that did not run")
+    parser.add_argument("--eager", action="store_true", help="compare with the CPU")
     parser.add_argument(
         "--limit", type=int, default=120, help="processor seconds of a script"
     )
@@ -315,7 +378,10 @@ def main() -> None:
     ]
 
     def run(script: Script) -> None:
-        result = run_script(script, sources, options.python.absolute(), options.limit)
+        runs = sources, options.python.absolute(), options.limit
+        result = run_script(script, *runs)
+        if options.eager and result.status == RAN:
+            result = replace(result, eager_bytes=run_eager(script, *runs))
         with _LOCK:
             results[script.name] = result
             _save_results(results, scripts)

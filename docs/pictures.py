@@ -66,6 +66,15 @@ COMMANDS: dict[str, list[str | Path]] = {
         "1011:1013",
         "-o",
     ],
+    "fit.png": [
+        "plan",
+        "--model",
+        "Qwen/Qwen3-8B",
+        "--machine",
+        "rtx4090",
+        "--frontier",
+        "--plot",
+    ],
     "plan.png": [
         "plan",
         "--params",
@@ -226,9 +235,21 @@ COMMANDS: dict[str, list[str | Path]] = {
         *("--policy", "adaptive,weights=streamed,activations=offload"),
         *("--policy", "adaptive,weights=auto,activations=auto", "--plot-schedules"),
     ],
+    "block-swap.png": [
+        *(
+            "replay",
+            "--workload",
+            TRACES.parent / "examples" / "workload-lora-blocks.json",
+            "--machine",
+            "rtx3060",
+        ),
+        *("--policy", "block-swap:20", "--policy", "block-swap:22,down=no"),
+        "--plot-schedules",
+    ],
 }
 REPORT = "report.png"
 # Many ranks of which some differ, as `benchmarks/fleet.py` makes them.
+CYCLE = "rl-cycle.png"
 FLEET, FLEET_RANKS, FLEET_ITERATIONS = "fleet.png", 64, 60
 REPORT_SIZE = "1180,1100"
 CRITICAL_PATH = "critical-path.png"
@@ -246,6 +267,7 @@ def draw(folder: Path) -> list[Path]:
         if status:
             raise SystemExit(status)
         pictures.append(path)
+    pictures.append(draw_cycle(folder / CYCLE))
     pictures += [draw_fleet(folder / FLEET), draw_critical_path(folder / CRITICAL_PATH)]
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
@@ -269,6 +291,20 @@ def run_command(name: str, path: Path) -> int:
             for word in COMMANDS[name]
         ]
         return run([*words, str(path), "--force"])
+
+
+def draw_cycle(path: Path) -> Path:
+    """Predict the example of reinforcement learning, and draw one of its cycles."""
+    job = [ROOT / "examples" / "train_rl.py", "--offload"]
+    sizes = ["--width", "2560", "--cycles", "8", "--tokens", "256"]
+    with tempfile.TemporaryDirectory() as scratch:
+        trace = f"{scratch}/rl.ebb"
+        options = ["--gpu", "rtx4090", "--steps", "28", "-o", trace]
+        command = ["dry-run", *options, "--", sys.executable, *job, *sizes]
+        words = [str(word) for word in (sys.executable, "-m", "ebbtide", *command)]
+        subprocess.run(words, check=True, capture_output=True)
+        run(["cycles", trace, "--force", "-o", str(path)])
+    return path
 
 
 def draw_fleet(path: Path) -> Path:

@@ -3,7 +3,8 @@
 The optimizer uses the profile to offload its state.
 
 `open_trace` opens a trace, `TraceAnalysis` explains it, `ebbtide.profiler.Tracer`
-records one from a script, `metrics` gives a recorded job its own figures,
+records one from a script, `metrics` gives a recorded job its own figures, `step` names
+parts of its cycles,
 `ebbtide.interleave.InterleavedAdamW` runs the offloaded optimizer. Importing this
 module does not import its packages.
 """
@@ -12,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ebbtide.features.cycles.marks import step
     from ebbtide.features.live.recording.job_metrics import metrics
     from ebbtide.profiler.trace import Trace, TraceError, open_trace
     from ebbtide.trace_analysis import TraceAnalysis
@@ -24,6 +26,7 @@ __all__ = [
     "__version__",
     "metrics",
     "open_trace",
+    "step",
 ]
 
 
@@ -41,7 +44,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from ebbtide.seams import public_name
 
-    return public_name(__name__, name)
+    # A job may use a name often.
+    loaded = globals()[name] = public_name(__name__, name)
+    return loaded
 
 
 def __dir__() -> list[str]:

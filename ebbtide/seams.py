@@ -16,6 +16,7 @@ what it needs alone.
 | importers | a list of `Importer` | `import_trace` |
 | kinds | a list of `Kind`, of the operations of plans | `interleave.model.kinds` |
 | lanes | `lanes(machine)`, which yields each `Lane` and `Pool` | `interleave.simulation.lanes` |
+| leads | `lead(trace)`: what a summary says first, as a `View`; nothing where it does not apply | `summary_view` |
 | names | an object that the core's packages offer as their own: `interleave.offload_activations` | `public_name` |
 | plan-checks | `check(plan, workload)`: raises PlanError | `Plan.validate` |
 | plan-passes | a `PlanPass`: it changes the plans of policies | `Policy.plan` |
@@ -36,6 +37,7 @@ what it needs alone.
 | beside-step | `beside_step(plan, workload, assignment, overlap) -> Plan`: with updates in other phases |
 | calibrate | `calibrate_alone(seconds, name) -> Machine` |
 | exchange | `exchange(params, are_whole) -> Exchange`: of parameters that rules update as a whole |
+| fit | a module with `FitRequest` and `print_fit`: the levers of memory, for `plan --model` |
 | job-comparison | a module with `compare_and_print(words, ...)`, for `compare -- CMD` |
 | layer-comparison | a module like `interleave.compare.comparison`, for `compare --layers` |
 | measure-cpu | `measure_cpu(params, threads) -> Machine` |
@@ -45,6 +47,7 @@ what it needs alone.
 | redone-plan | `redone(plan) -> Plan`: that of a step in which clipping changes what was speculated |
 | remote-files | `RemoteFiles(url, ranks)`: the files of a trace at a URL, as `profiler.trace.untrusted.TraceFiles` |
 | remote-spools | `copy_spools(url, folder)`: those of a recording at a URL |
+| repeats | `repeats(trace) -> str` or None: what the job repeats, that makes some iterations long |
 | replayed-offload | `with_replayed_offload(trace, error) -> OutOfMemory`: its remedy is replayed |
 | slices | a module with `attach_to`, for `profile --attach`; its agent records details |
 | storage | `Backing(storage, host_memory_budget)`: for state that host memory does not hold |
@@ -73,6 +76,7 @@ SEAMS = (
     "importers",
     "kinds",
     "lanes",
+    "leads",
     "names",
     "plan-checks",
     "plan-passes",

@@ -122,3 +122,14 @@ def test_train_layers__losses_are_those_of_the_plain_job() -> None:
         assert losses(text) == expected
         assert layers in text
         assert "12 keep" not in text
+
+
+@pytest.mark.slow
+def test_train_lora_blocks__swapped_blocks_give_the_same_losses() -> None:
+    small = ["--width", "64", "--blocks", "6", "--tokens", "32", "--steps", "12"]
+    script = EXAMPLES / "train_lora_blocks.py"
+    resident, swapped = (
+        losses(run(script, *small, "--swap", count)) for count in ("0", "4")
+    )
+    assert resident == swapped
+    assert resident[-1] < 0.8 * resident[0]

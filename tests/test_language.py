@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("ebbtide", "profiler", "analysis", "interleave")
+PACKAGES = ("ebbtide", "profiler", "analysis", "interleave", "features")
 FORBIDDEN_NAMES = {
     "found",
     "told",
@@ -27,6 +27,8 @@ FORBIDDEN_NAMES = {
     "odd",
 }
 FORBIDDEN_OPENINGS = ("What ", "Of ", "Where ", "How ", "Whose ")
+# Classes that each version of torch has one of.
+ROLES = {"Backend"}
 
 
 def sources(*folders: str) -> list[Path]:
@@ -113,7 +115,8 @@ def test_public_classes__each_name_means_one_thing() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(path)
-    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+    repeated = {name for name, paths in places.items() if len(paths) > 1}
+    assert repeated <= ROLES
 
 
 def test_folders__each_says_in_its_docstring_what_it_holds() -> None:
@@ -175,7 +178,9 @@ def test_imports__go_in_no_circle_between_the_entries_of_any_folder() -> None:
                 (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
                 None,
             )
-            if shared is not None:
+            # The core names public objects of features, and imports them when asked.
+            is_lazy = one[1:2] != ["features"] and other[1:2] == ["features"]
+            if shared is not None and not is_lazy:
                 edges[".".join(one[: shared + 1])].add(".".join(other[: shared + 1]))
     assert [entry for entry in sorted(edges) if entry in _reachable(edges, entry)] == []
 

@@ -29,6 +29,13 @@ UNIFIED = Need(
         for rank in metrics.by_rank
     ),
 )
+SEPARATE_MEMORY = Need(
+    "a GPU with memory of its own", lambda metrics: not UNIFIED.is_met(metrics)
+)
+MEASURED = Need(
+    "a job that ran",
+    lambda metrics: metrics.trace.meta.source not in ("predicted", "simulated"),
+)
 RANKS = Need("two ranks or more", lambda metrics: len(metrics.trace.ranks) > 1)
 OFFLOADED = Need(
     "optimizer state in host memory",

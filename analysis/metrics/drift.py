@@ -1,5 +1,5 @@
-"""Compares a run with its own beginning, to find iteration times, links, clocks and
-free memory that drift."""
+"""Compares a run with its own beginning, to find iteration times, links, clocks, free
+memory and host memory that drift."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ebbtide.analysis.metrics.devices import (
     free_pool,
     main_device,
     peak_pool,
+    ran_on_cpu,
 )
 from ebbtide.analysis.metrics.iterations import (
     intervals,
@@ -24,7 +25,11 @@ from ebbtide.analysis.metrics.iterations import (
 from ebbtide.analysis.metrics.link_throughput import DIRECTIONS, copies
 from ebbtide.analysis.metrics.phases import phase_peaks
 from ebbtide.analysis.metrics.ranks.rank_series import medians_within, rank_series
-from ebbtide.analysis.timeseries.change_point import MIN_VALUES, find_change
+from ebbtide.analysis.timeseries.change_point import (
+    MIN_VALUES,
+    LevelChange,
+    find_change,
+)
 from ebbtide.analysis.timeseries.step_functions import Floats, Ints
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.profiler.sampler.pcie import link_peak_bytes_per_s
@@ -38,12 +43,22 @@ _MIN_SHARES = {
     "copy_rate": 0.1,
     "sm_clock": 0.05,
     "free_memory": 0.005,
+    "rss": 0.02,
+    "pinned": 0.02,
+    "cgroup": 0.02,
 }
+# Pools of host memory that a job with a GPU may fill. What its control group uses is
+# compared where the process itself does not grow: workers of data loaders do.
+_HOST_POOLS = ("rss", "pinned", "cgroup")
 # Idle links drop to generation 1: samples count from this share of what the link then
 # can carry.
 _LOADED_LINK_SHARE = 0.02
-# Of a steady loss of memory, a third is in the last third of the run.
-_MIN_SHARE_AT_END = 0.2
+# Of a steady loss of memory, a third is in the last third of the run. Caches that fill
+# ever more slowly have less there: of the logarithm of time it is 0.23.
+_MIN_SHARE_AT_END, _MIN_HOST_SHARE_AT_END = 0.2, 0.3
+# A process grows a little by itself.
+_MIN_HOST_BYTES = 64 << 20
+_END_VALUES = 3
 # Copies of at least this size measure a link's rate.
 _LARGE_BYTES = 1 << 20
 
@@ -54,8 +69,9 @@ class Drift:
 
     # `iteration_time` (ms), `link_speed` (bytes/s that generation and lanes allow, in
     # samples with traffic), `copy_rate` (bytes/s of copies of 1 MiB or more),
-    # `sm_clock` (MHz, in samples with a utilization of 50 % or more) or `free_memory`
-    # (least bytes of an iteration).
+    # `sm_clock` (MHz, in samples with a utilization of 50 % or more), `free_memory`
+    # (least bytes of an iteration), or `rss`, `pinned` or `cgroup` (most bytes of an
+    # iteration in a pool of host memory).
     quantity: str
     # The rank where it changes most; None for the iteration time, which is the slowest
     # rank's.
@@ -109,19 +125,27 @@ def rank_drifts(trace: Trace, rank: int | None) -> RankDrifts:
     numbers = steady_iterations(trace).numbers
     if 0 < len(numbers) < MIN_VALUES:
         return RankDrifts(drifts, compared)
-    for quantity, at, values in _series(trace, rank):
+    for quantity, at, values in (*_series(trace, rank), *_host_series(trace, rank)):
+        if quantity == "cgroup" and any(one.quantity == "rss" for one in drifts):
+            continue
         if len(values) >= MIN_VALUES:
             compared.append(quantity)
         is_memory = quantity == "free_memory"
         scale = capacity_bytes(trace, rank) if is_memory and rank is not None else None
+        is_host = quantity in _HOST_POOLS
         change = find_change(
             values,
-            1 if quantity == "iteration_time" else -1,
+            1 if is_host or quantity == "iteration_time" else -1,
             _MIN_SHARES[quantity],
             scale,
         )
-        if change is not None and (
-            not is_memory or _keeps_falling(trace, rank, at.astype(np.int64), values)
+        if (
+            change is not None
+            and (not is_host or _keeps_growing(values, change))
+            and (
+                not is_memory
+                or _keeps_falling(trace, rank, at.astype(np.int64), values)
+            )
         ):
             drifts.append(
                 Drift(
@@ -169,6 +193,22 @@ def _keeps_falling(trace: Trace, rank: int | None, numbers: Ints, free: Floats) 
     )
 
 
+def _keeps_growing(values: Floats, change: LevelChange) -> bool:
+    """Return whether host memory grows by much, and to the end of the run.
+
+    It jumps in sound jobs, too: at checkpoints, and when buffers are made.
+    """
+    total = change.after - change.before
+    third = len(values) // 3
+    end, before_end = (
+        float(np.median(values[at - _END_VALUES : at]))
+        for at in (len(values), len(values) - third)
+    )
+    at_end = end - before_end
+    is_large = total >= _MIN_HOST_BYTES
+    return is_large and at_end > _MIN_HOST_SHARE_AT_END * (end - change.before)
+
+
 def _share(drift: Drift) -> float:
     return abs(drift.after - drift.before) / max(abs(drift.before), 1e-9)
 
@@ -198,6 +238,25 @@ def _series(trace: Trace, rank: int | None) -> Iterator[tuple[str, Floats, Float
         yield "sm_clock", *_recorded(series.numbers, series.columns["sm_clock_mhz"])
     if free_pool(trace) is not None and capacity_bytes(trace, rank) is not None:
         yield "free_memory", *_recorded(series.numbers, series.columns["free_bytes"])
+
+
+def _host_series(
+    trace: Trace, rank: int | None
+) -> Iterator[tuple[str, Floats, Floats]]:
+    """Yield each pool of host memory of a job with a GPU, with the iterations and its
+    values.
+
+    On the CPU free memory says the same.
+    """
+    numbers = steady_iterations(trace).numbers
+    if rank is None or not numbers or ran_on_cpu(trace):
+        return
+    recorded = trace.labels(rank, "memory", "pool")
+    at = np.array(numbers, np.int64)
+    for pool in _HOST_POOLS:
+        if pool in recorded:
+            peaks = phase_peaks(trace, rank, pool).at(at).largest(ITERATION_PARTS)
+            yield pool, *_recorded(at, peaks)
 
 
 def _recorded(at: Ints | Floats, values: Floats) -> tuple[Floats, Floats]:

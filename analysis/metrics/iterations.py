@@ -383,6 +383,8 @@ _CLOCK_TIMES = {
     "iteration_marks": ("start_ns", "end_ns"),
     "memory": ("t_ns",),
     "allocations": ("start_ns", "end_ns"),
+    "annotations": ("start_ns", "end_ns"),
+    "marks": ("start_ns", "end_ns"),
 }
 
 
@@ -424,5 +426,21 @@ def _clock(trace: Trace, rank: int) -> Callable[[Ints], Ints] | None:
     before, after = (
         np.stack([times.starts, times.ends], axis=1).ravel() for times in (host, device)
     )
+    before, after = _with_marks(trace, rank, before, after)
     ahead = np.maximum.accumulate(after) - before
     return lambda at: at + np.rint(np.interp(at, before, ahead)).astype(np.int64)
+
+
+def _with_marks(
+    trace: Trace, rank: int, before: Ints, after: Ints
+) -> tuple[Ints, Ints]:
+    """Return times of the host and of the GPU, with those of the job's marks."""
+    rows = trace.columns(rank, "marks")
+    own = rows.recorded("gpu_start_ns") & rows.recorded("gpu_end_ns")
+    host, device = (
+        np.concatenate([rows.ints(name)[own] for name in names])
+        for names in (("start_ns", "end_ns"), ("gpu_start_ns", "gpu_end_ns"))
+    )
+    before, after = np.concatenate([before, host]), np.concatenate([after, device])
+    order = np.argsort(before, kind="stable")
+    return before[order], after[order]

@@ -18,6 +18,7 @@ from ebbtide.analysis.metrics.devices import (
     pool_peaks,
 )
 from ebbtide.analysis.metrics.gpu_state import GpuFigure, gpu_state
+from ebbtide.analysis.metrics.iteration_mean import UnevenTimes, uneven_iterations
 from ebbtide.analysis.metrics.iterations import (
     IterationTable,
     median_ms,
@@ -180,6 +181,8 @@ class Summary(TabularResult, table="phases"):
         warmup_iterations: How many of them medians leave out.
         ranks: Number of ranks.
         iteration_ms: Median time of an iteration, on the slowest rank.
+        uneven: The mean of the same times and why it is above the median; None where it
+            is not far above.
         phases: One entry per phase, and `other`.
         transfers: One entry per direction.
         memory: Peaks.
@@ -216,6 +219,7 @@ class Summary(TabularResult, table="phases"):
     totals: Totals | None
     about: list[str]
     remarks: list[str]
+    uneven: UnevenTimes | None = None
     is_predicted: bool = False
     iteration_range: TimeRange | None = None
     storage: tuple[StorageUse, ...] = ()
@@ -241,6 +245,7 @@ class Summary(TabularResult, table="phases"):
             "warmup_iterations": self.warmup_iterations,
             "ranks": self.ranks,
             "iteration_ms": self.iteration_ms,
+            "uneven": None if self.uneven is None else asdict(self.uneven),
             "without_gradients_ms": self.without_gradients_ms,
             "iterations_ms": self.times_ms["iteration"],
             "phases": [
@@ -352,6 +357,7 @@ def _summarize(trace: Trace) -> Summary:
         totals=None if steady.numbers else whole_trace(trace),
         about=_about(trace),
         remarks=_remarks(trace),
+        uneven=uneven_iterations(trace),
         is_predicted=is_predicted(trace),
         iteration_range=predicted_range(trace, "iteration"),
         storage=tuple(storage_use(trace)),

@@ -59,6 +59,8 @@ def _times(summary: Summary) -> Iterator[KeyFigure]:
         context = f"median of {summary.iterations - summary.warmup_iterations}"
         if (whole := summary.iteration_range) is not None:
             context = f"predicted: {whole.text}; {whole.trust}"
+        if (times := summary.uneven) is not None:
+            context += f"; mean {ms_text(times.mean_ms)}: {times.reason}"
         yield KeyFigure("iteration", ms_text(summary.iteration_ms), context)
         longest = summary.longest_phase
         if longest is not None and longest.share is not None:

@@ -1,6 +1,7 @@
 """The text of findings."""
 
 from ebbtide.analysis.findings.finding import Findings
+from ebbtide.analysis.metrics.iteration_mean import mean_text, uneven_iterations
 from ebbtide.analysis.metrics.missing import on_demand_remarks, out_of_memory_remarks
 from ebbtide.analysis.tables.table import Gain, View
 from ebbtide.profiler.trace import Trace
@@ -18,7 +19,12 @@ def findings_view(
     With `verbose`, it has also evidence, and the rules that found nothing.
     `iteration_ms`: median iteration, None if not known.
     """
-    iteration = f"{ms_text(iteration_ms)} an iteration, " if iteration_ms else ""
+    times = uneven_iterations(trace)
+    iteration = (
+        f"{ms_text(iteration_ms)} an iteration{mean_text(times)}, "
+        if iteration_ms
+        else ""
+    )
     overlap = (
         " (gains overlap)"
         if sum(one.potential_gain_ms is not None for one in findings.findings) > 1
@@ -30,6 +36,8 @@ def findings_view(
     )
     # Nothing that holds a job back is a result, too.
     yield first if findings.findings else Gain(first)
+    if times is not None:
+        yield f"  {times.line}"
     yield from on_demand_remarks(trace)
     yield from out_of_memory_remarks(trace)
     shown = findings.findings if verbose else findings.findings[:_FIRST]

@@ -5,7 +5,8 @@ Does the job fit, what holds the memory, and how long does an iteration take?
 
 from collections.abc import Iterator
 
-from ebbtide.analysis.metrics.devices import pool_peaks
+from ebbtide.analysis.metrics.devices import memory_timeline, pool_peaks
+from ebbtide.analysis.metrics.iteration_mean import mean_text
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.prediction import prediction_line
 from ebbtide.analysis.tables.table import Misfit, View
@@ -32,6 +33,7 @@ def prediction_view(trace: Trace) -> View:
     yield Misfit(memory) if BARELY in memory or MISFIT in memory else memory
     if shared := (trace.meta.machine or {}).get("shared_memory"):
         yield f"        GPU and CPU {SHARED_MEMORY}: {shared}"
+    yield from _device_lines(metrics)
     if (range_line := _reserved_range_line(metrics)) is not None:
         yield range_line
     if (bound_line := _bound_line(metrics)) is not None:
@@ -52,6 +54,16 @@ def prediction_view(trace: Trace) -> View:
     times = metrics.summary().iteration_range
     if times is not None:
         yield f"        {times.trust}"
+
+
+def _device_lines(metrics: JobMetrics) -> Iterator[str]:
+    """Yield the peak of each further device of a rank; the first is the fullest."""
+    trace = metrics.trace
+    for rank in trace.ranks:
+        for device in trace.rank(rank).devices[1:]:
+            _, sizes = memory_timeline(trace, rank, "reserved", device.device)
+            peak = bytes_text(int(sizes.max())) if len(sizes) else NOT_KNOWN
+            yield f"        {device.device} {peak} reserved at the peak"
 
 
 def largest_rank(metrics: JobMetrics) -> int:
@@ -176,4 +188,7 @@ def _time_text(metrics: JobMetrics) -> str:
     phases = ", ".join(
         f"{phase.phase} {ms_text(phase.median_ms)}" for phase in summary.phases[:3]
     )
-    return f"{ms_text(summary.iteration_ms)} an iteration ({times.text}): {phases}"
+    mean = mean_text(summary.uneven)
+    return (
+        f"{ms_text(summary.iteration_ms)} an iteration{mean} ({times.text}): {phases}"
+    )

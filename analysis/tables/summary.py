@@ -7,6 +7,7 @@ from operator import itemgetter
 from ebbtide.analysis.metrics.devices import capacity_name
 from ebbtide.analysis.metrics.gpu_state import GpuFigure
 from ebbtide.analysis.metrics.inference import inference_steps
+from ebbtide.analysis.metrics.iteration_mean import mean_text
 from ebbtide.analysis.metrics.missing import no_iterations
 from ebbtide.analysis.metrics.storage_use import StorageUse
 from ebbtide.analysis.metrics.summary import PhaseSummary, Summary, Totals
@@ -24,6 +25,7 @@ from ebbtide.analysis.tables.table import (
     text,
 )
 from ebbtide.profiler.trace import Trace
+from ebbtide.seams import load_all
 from ebbtide.units import bytes_text, counted, ms_text, range_text
 
 # Field of `Totals` -> its label, and whether it sums all ranks.
@@ -37,6 +39,8 @@ TOTALS = {
     "copy_ms": ("GPU: copies", True),
     "idle_ms": ("GPU: idle", True),
 }
+_NS_PER_MS = 1e6
+_MAX_OPERATORS = 8
 _NOTE = (
     "Smallest value, mean over time and largest value over the steady iterations (else "
     "the whole trace) and all ranks. "
@@ -149,6 +153,8 @@ def summary_view(trace: Trace, summary: Summary, verbose: bool = True) -> View:
     scope = (
         f"{counted(summary.iterations, 'iteration')}, ranks: {summary.ranks}{left_out}"
     )
+    for lead in load_all("leads"):
+        yield from lead(trace)
     if summary.iteration_ms is None:
         yield f"{trace.path}: {scope}"
     else:
@@ -159,8 +165,11 @@ def summary_view(trace: Trace, summary: Summary, verbose: bool = True) -> View:
             else ""
         )
         yield Gain(
-            f"{trace.path}: {ms_text(summary.iteration_ms)} an iteration{share_text}"
+            f"{trace.path}: {ms_text(summary.iteration_ms)} an iteration"
+            f"{mean_text(summary.uneven)}{share_text}"
         )
+        if summary.uneven is not None:
+            yield f"  {summary.uneven.line}"
         yield f"  {scope}"
     for about_line in summary.about:
         yield f"  {about_line}"
@@ -174,6 +183,7 @@ def summary_view(trace: Trace, summary: Summary, verbose: bool = True) -> View:
     else:
         yield f"figures are of the whole trace: {no_iterations(trace)}"
         yield totals_table(trace, summary.totals, summary.ranks)
+    yield operators_table(trace)
     yield storage_table(summary.storage)
     yield differences_table(summary.rank_differences)
     notes = [f"note: {note}" for note in (*summary.remarks, *trace.notes)]
@@ -208,6 +218,18 @@ def _peaks(trace: Trace, summary: Summary) -> Iterator[str]:
             else ""
         )
         yield f"Peaks of the whole trace: {', '.join(peaks)}{of_capacity}"
+
+
+def operators_table(trace: Trace) -> Table:
+    """Return the operators of the CPU of the first rank, of a trace without kernels."""
+    operators = trace.rank(trace.ranks[0]).operators if trace.ranks else ()
+    columns = [
+        text("operator", "name"),
+        number("calls", "calls"),
+        ms("self", lambda operator: operator.self_ns / _NS_PER_MS),
+    ]
+    title = "Operators of the CPU, whole trace: time without operators inside"
+    return Table("operators", title, columns, operators, max_rows=_MAX_OPERATORS)
 
 
 def storage_table(uses: Sequence[StorageUse]) -> Table:

@@ -29,6 +29,9 @@ _MIN_PART, _PART_SHARE, _MAX_WARM_UP = 3, 8, 50
 _FAR_NEARER = 1.4
 # Remainders that are rounding, as a share of the change.
 _ROUNDING = 1e-9
+# The last one of so many parts of a series of at least so many values is its end.
+_END_SHARE, _MIN_LONG = 6, 96
+_MAX_SHARE_BEFORE = 0.5
 # The values at the very beginning, which a gradual change is said to leave.
 _FIRST_VALUES = 5
 
@@ -74,8 +77,37 @@ def find_change(
     Statistician 35, 1981): p, by Bonferroni's bound, must be below 0.001. Besides, the
     last third must differ from the part before the change by four standard errors of
     their medians (McGill, Tukey and Larsen, 1978), and by `min_share` of `scale` (None:
-    of the median before the change).
+    of the median before the change). Of a long series without one, the end is looked at
+    alone, too: a change there has too few of all values.
     """
+    change = _find_change(values, sign, min_share, scale)
+    start = len(values) - len(values) // _END_SHARE
+    if change is not None or len(values) < _MIN_LONG:
+        return change
+    level = float(np.median(values[:start]))
+    at_end = _find_change(values[start:], sign, min_share, scale)
+    # The end of a wave begins low: all before counts, not the begin of the end alone.
+    least = min_share * (abs(level) if scale is None else scale)
+    if at_end is None or (at_end.after - level) * sign < least:
+        return None
+    position = start + at_end.position
+    # Fewer values may be an evaluation, and as many may have been as high before.
+    length = len(values) - position
+    if length < MIN_VALUES:
+        return None
+    highest = max(
+        float(np.median(values[at : at + length] - level)) * sign
+        for at in range(0, start, length)
+    )
+    if highest > _MAX_SHARE_BEFORE * (at_end.after - level) * sign:
+        return None
+    rise = float(np.sum(values[position:] - level)) / len(values)
+    return LevelChange(position, level, at_end.after, at_end.is_gradual, rise)
+
+
+def _find_change(
+    values: Floats, sign: int, min_share: float, scale: float | None
+) -> LevelChange | None:
     if len(values) < MIN_VALUES:
         return None
     block = -(-len(values) // _MAX_BLOCKS)

@@ -235,7 +235,7 @@ _OWN_DATA = {
     "yahma/alpaca-cleaned": Data(_ALPACA, 2_500, ("train",)),
     "imdb": Data({"text": 200, "label": (2,)}, 2_000),
     "gtfintechlab/financial_phrasebank_sentences_allagree": Data(
-        {"sentence": 25, "label": (3,)}, 300, ("train",)
+        {"sentence": 25, "label": (3,)}, 2_500, ("train",)
     ),
     "nyu-mll/glue": Data(
         {"sentence1": 22, "sentence2": 22, "label": (2,), "idx": (9_999,)},

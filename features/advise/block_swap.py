@@ -10,7 +10,7 @@ from ebbtide.interleave.model.schedule import Schedule
 from ebbtide.interleave.model.workload import Workload
 from ebbtide.interleave.policies import Policy
 from ebbtide.interleave.replay.recorded_job import RecordedJob
-from ebbtide.interleave.replay.replay import replay
+from ebbtide.interleave.replay.replay import memory_excess, replay
 from ebbtide.interleave.replay.schedule_to_trace import device_memory
 from ebbtide.machines.machine import Machine
 
@@ -23,13 +23,18 @@ _KEPT, _BOTH_WAYS, _UP_ONLY = (
 
 
 class Swap(NamedTuple):
-    """A number of layers on the host: the device memory of the job, and its iteration
-    over the iteration without copies."""
+    """A number of layers on the host: the device memory of the job, its iteration over
+    the iteration without copies, and the memory that it lacks (None: none)."""
 
     layers: int
     device_bytes: float
     factor: float
-    fits: bool
+    lacks: str | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory of device and host suffices."""
+        return self.lacks is None
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,8 @@ class BlockSwap:
         """Return the object `block_swap` of `ebbtide plan --json`."""
         values = asdict(self)
         return values | {
-            name: getattr(self, name)._asdict() for name in ("both_ways", "up_only")
+            name: swap._asdict() | {"fits": swap.fits}
+            for name, swap in (("both_ways", self.both_ways), ("up_only", self.up_only))
         }
 
     @property
@@ -65,7 +71,7 @@ class BlockSwap:
         """The swap in a line."""
         one, other = self.both_ways, self.up_only
         if not self.fits:
-            return f"swapping frozen blocks ({self.count}) does not make it fit"
+            return f"swapping {one.layers} frozen blocks does not suffice: {one.lacks}"
         used, all_bytes = one.device_bytes / _GIB, self.capacity_bytes / _GIB
         return (
             f"swap {one.layers} of {self.count} blocks: {used:.1f} of {all_bytes:.1f} "
@@ -92,12 +98,13 @@ class BlockSwap:
             ),
             ("ComfyUI-FluxTrainer (node)", f"blocks_to_swap: {swapped}"),
             (
-                "FSDP2, for the swapped blocks",
+                "FSDP2, for the swapped blocks (their adapters are updated on the CPU)",
                 "fully_shard(block, offload_policy=CPUOffloadPolicy())",
             ),
             (
                 "DeepSpeed ZeRO-3 (all frozen weights)",
-                '"offload_param": {"device": "cpu", "pin_memory": true}',
+                '"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", '
+                '"pin_memory": true}}',
             ),
             (
                 "a plain loop",
@@ -134,6 +141,5 @@ def _swap(schedule: Schedule, machine: Machine, base_s: float) -> Swap:
     counts, _ = layers.counts(len(schedule.workload.chunk_shares))
     used = float(device_memory(schedule, machine)[1].max())
     used += schedule.workload.missing_bytes
-    fits = bool(schedule.fits_device(None)) and not schedule.workload.missing_bytes
     factor = schedule.iteration_s / base_s
-    return Swap(counts["streamed"], used, factor, fits)
+    return Swap(counts["streamed"], used, factor, memory_excess(schedule, machine))

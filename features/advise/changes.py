@@ -99,6 +99,11 @@ def least_settings(
 ) -> TunableSettings | None:
     """Return the settings of the least change with which a job fits a machine under one
     of `policies` (empty: of all); None if no change helps."""
+    own = machine.for_ranks(
+        ranks_on_a_host(machine, job.settings.ranks, ranks_per_host)
+    )
+    if job.exceeds_host(own.host_memory_bytes):
+        return None
     for settings in settings_in_order(job):
         shared = share_host(machine, settings.ranks, ranks_per_host)
         placed = place(job, settings, shared)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ebbtide.cli import options
+from ebbtide import seams
+from ebbtide.cli import model_options, options
 from ebbtide.cli.command import command
 from ebbtide.cli.outputs import check_outputs, new_outputs, print_outputs
 from ebbtide.cli.printing import echo, echo_line, progress_bar
+from ebbtide.machines.catalog import find_machine
 from ebbtide.machines.machine import MAX_RANKS
+from ebbtide.model_job import ModelJob
 
 if TYPE_CHECKING:
     from ebbtide.features.advise.block_swap import BlockSwap
+    from ebbtide.features.advise.job.decoder import TransformerShape
     from ebbtide.features.advise.machine_plan import MachinePlan
     from ebbtide.interleave.model.workload import Workload
     from ebbtide.machines.machine import Machine
@@ -23,6 +29,20 @@ if TYPE_CHECKING:
 
 # The heading of options for the shape of a model.
 SHAPE = "Model (only with --params)"
+# Options of a model of a size.
+_OF_A_SIZE = {
+    *("layers", "hidden", "vocabulary", "heads", "head_size", "kv_heads", "tied"),
+    *("feed_forward", "experts", "active_experts", "runtime", "attention"),
+    *("tensor_parallel", "pipeline_parallel", "checkpointing"),
+}
+# Options of the levers of memory alone, and those that they share with others.
+_OF_LEVERS = {*model_options.NAMES, "frontier", "capacity"}
+_WITH_LEVERS = {
+    *_OF_LEVERS,
+    *("model", "params", "machine", "names", "host", "ranks", "micro_batch"),
+    *("sequence", "tokens", "layers", "hidden", "vocabulary", "heads", "head_size"),
+    *("kv_heads", "tied", "checkpointing", "plot", "force", "as_json"),
+}
 
 
 @command(
@@ -30,10 +50,11 @@ SHAPE = "Model (only with --params)"
     8,
     examples=(
         "plan run.ebb --machine rtx4090 a100-80gb-sxm",
-        "plan --params 13B --ranks 4 --micro-batch 2 --machine h100-80gb",
+        "plan --model Qwen/Qwen3-8B --machine rtx4090 --frontier",
     ),
 )
 def plan(
+    context: typer.Context,
     names: Annotated[
         list[str] | None,
         typer.Argument(
@@ -199,6 +220,32 @@ def plan(
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="The job checkpoints activations.")
     ] = False,
+    model: model_options.ModelName = None,
+    frontier: Annotated[
+        bool,
+        typer.Option(
+            "--frontier",
+            help="List combinations of levers of memory, too, by memory and time "
+            "(with --model or --params).",
+            rich_help_panel=model_options.PANEL,
+        ),
+    ] = False,
+    method: model_options.MethodOption = "full",
+    optimizer: model_options.OptimizerOption = "adamw",
+    precision: model_options.PrecisionOption = "bf16",
+    loss: model_options.LossOption = "plain",
+    strategy: model_options.StrategyOption = None,
+    offload_activations: model_options.OffloadActivations = False,
+    offload_optimizer: model_options.OffloadOptimizer = False,
+    capacity: Annotated[
+        str | None,
+        options.valued(
+            "SIZE",
+            "Memory of the GPU in bytes, e.g. 80GB.",
+            "the machine's",
+            rich_help_panel=model_options.PANEL,
+        ),
+    ] = None,
     policy: Annotated[list[str] | None, options.policy_option("all")] = None,
     sort: Annotated[
         Literal["iteration", "cost"] | None,
@@ -240,19 +287,16 @@ def plan(
     Figures are per rank, times are ranges that hold with a probability of 80 %."""
     check_outputs([plot])
     traces, machines = _sources(list(names or ()), machine)
+    if model is not None or frontier:
+        _print_levers(context, machines)
+        return
     has_shape = (
         layers is not None and hidden is not None and (ranks or 1) == len(machines) == 1
     )
-    only_with_params = (
-        *(layers, hidden, heads, head_size, kv_heads, tied is not None),
-        *(feed_forward != "gated", experts > 1, active_experts > 1),
-        *(tensor_parallel > 1, pipeline_parallel > 1),
-        *(runtime, attention, checkpointing),
-    )
     _check_source(
+        context,
         (len(traces), workload, params),
         has_layers=has_shape or bool(traces) or save_workload is None,
-        has_options=any(only_with_params),
     )
 
     from ebbtide.features.advise import machine_plan
@@ -271,23 +315,7 @@ def plan(
     batch = sources.BatchSettings(ranks, micro_batch, sequence, tokens)
     recording = open_trace(Path(traces[0])) if traces else None
     job = sources.job_of_files(recording, workload, batch) or sources.job_of_size(
-        decoder.shape_of(
-            params or 0,
-            sequence or 2048,
-            vocabulary,
-            layers,
-            hidden,
-            heads or 0,
-            decoder.LayerParts(
-                head_size=head_size,
-                key_value_heads=kv_heads,
-                is_gated=feed_forward == "gated",
-                is_tied=tied,
-                experts=experts,
-                active_experts=active_experts,
-                parallel=decoder.Parallelism(tensor_parallel, pipeline_parallel),
-            ),
-        ),
+        _stated_shape(context.params),
         batch,
         checkpointing,
         decoder.Implementation(runtime, attention),
@@ -342,8 +370,92 @@ def plan(
             echo_line(inputs.own_preset_text(card, recording))
     print_outputs(plot, save_workload)
     if save_workload is not None and not as_json:
-        source = (machines or [card or targets[0].machine.name])[0]
-        _print_replay(save_workload, source, host, shared)
+        _print_replay(
+            save_workload, [*machines, card or targets[0].machine.name][0], host, shared
+        )
+
+
+def _stated_shape(stated: Mapping[str, Any]) -> TransformerShape:
+    """Return the shape of a decoder of the size and with the parts that are stated."""
+    from ebbtide.features.advise.job import decoder
+
+    parts = decoder.LayerParts(
+        head_size=stated["head_size"],
+        key_value_heads=stated["kv_heads"],
+        is_gated=stated["feed_forward"] == "gated",
+        is_tied=stated["tied"],
+        experts=stated["experts"],
+        active_experts=stated["active_experts"],
+        parallel=decoder.Parallelism(
+            stated["tensor_parallel"], stated["pipeline_parallel"]
+        ),
+    )
+    return decoder.shape_of(
+        stated["params"] or 0,
+        stated["sequence"] or 2048,
+        stated["vocabulary"],
+        stated["layers"],
+        stated["hidden"],
+        stated["heads"] or 0,
+        parts,
+    )
+
+
+def _print_levers(context: typer.Context, machines: list[str]) -> None:
+    """Print the levers of memory of the job of a model or a size, on one machine."""
+    options.refuse_options(
+        context, _WITH_LEVERS, "is not for --model, nor for --frontier"
+    )
+    stated = context.params
+    model, params = stated["model"], stated["params"]
+    if (model is None) == (params is None):
+        raise typer.BadParameter(
+            "levers are of a model (--model NAME) or of a size (--params N --frontier)"
+        )
+    if len(machines) != 1:
+        raise typer.BadParameter(
+            "levers are for one machine: name it, as in --machine rtx4090"
+        )
+    fit = seams.service("fit")
+    ranks, sharing = stated["ranks"] or 1, stated["strategy"]
+    job = ModelJob(
+        model or "config.json",
+        stated["method"],
+        stated["optimizer"],
+        stated["micro_batch"] or 1,
+        stated["sequence"] or 2048,
+        stated["checkpointing"],
+        stated["precision"],
+        sharing or ("fsdp" if ranks > 1 else None),
+        ranks,
+        loss=stated["loss"],
+        offloads_activations=stated["offload_activations"],
+        offloads_optimizer=stated["offload_optimizer"],
+    )
+    steps = _micro_steps(job, stated["tokens"])
+    size = options.optional_size(stated["capacity"])
+    request = fit.FitRequest(
+        job=replace(job, micro_steps=steps),
+        shape=None if params is None else _stated_shape(stated),
+        machine=find_machine(options.machine_in_host(machines[0], stated["host"])),
+        capacity_bytes=size,
+        has_frontier=stated["frontier"],
+    )
+    fit.print_fit(
+        request, stated["plot"], force=stated["force"], as_json=stated["as_json"]
+    )
+
+
+def _micro_steps(job: ModelJob, tokens: int | None) -> int:
+    """Return the micro-steps of so many tokens of all ranks; None: of one each."""
+    step_tokens = job.ranks * job.batch * job.sequence
+    steps, rest = divmod(tokens or step_tokens, step_tokens)
+    if rest or not steps:
+        raise typer.BadParameter(
+            f"--tokens {tokens:,} is not a multiple of the {step_tokens:,} of ranks x "
+            "micro-batch x sequence"
+        )
+    return steps
 
 
 def _block_swap(
@@ -378,10 +490,18 @@ def _sources(
 
 
 def _check_source(
-    sources: tuple[int, Path | None, int | None], *, has_layers: bool, has_options: bool
+    context: typer.Context,
+    sources: tuple[int, Path | None, int | None],
+    *,
+    has_layers: bool,
 ) -> None:
-    """Check the number of sources; `has_layers`: whether layers are known, or not asked
-    for; `has_options`: whether options are set that need a size."""
+    """Check the number of sources, and that options that need a size or levers have
+    them; `has_layers`: whether layers are known, or not asked for."""
+    options.refuse_options(
+        context,
+        context.params.keys() - _OF_LEVERS,
+        "is for --model, or for --params with --frontier",
+    )
     traces, workload, params = sources
     if traces + (workload is not None) + (params is not None) != 1:
         raise typer.BadParameter(
@@ -392,10 +512,11 @@ def _check_source(
             "--save-workload needs --params, --layers, --hidden and one --machine, for "
             "one rank, or a dry run"
         )
-    if params is None and has_options:
-        raise typer.BadParameter(
-            "options of the model (--layers, --heads, --runtime, --checkpointing and "
-            "others) need --params"
+    if params is None:
+        options.refuse_options(
+            context,
+            context.params.keys() - _OF_A_SIZE,
+            "is one of the options of the model that need --params",
         )
 
 

@@ -294,9 +294,14 @@ class MachinePlan:
         return own.job, own.machine, own.request.ranks_per_host
 
     @property
+    def exceeds_host(self) -> bool:
+        """Whether a rank takes more host memory than it has, whatever its settings."""
+        return self.placed.job.exceeds_host(self.host_capacity_bytes)
+
+    @property
     def _needs_changes(self) -> bool:
         own = self.placed
-        if self.fits or own.job.memory is None:
+        if self.fits or own.job.memory is None or self.exceeds_host:
             return False
         return own.machine.gpu_memory_bytes is not None
 
@@ -426,7 +431,7 @@ def plan_placed(own: PlacedJob, *, has_times: bool = True) -> MachinePlan:
         accuracy=accuracy_of(own.machine).text(),
     )
     if not own.has_memory:
-        return replace(plan, notes=(_missing_text(own.placed.workload.missing_bytes),))
+        return replace(plan, notes=(_missing_text(own, plan.host_capacity_bytes),))
     plan = replace(
         plan,
         settings=own.settings,
@@ -456,8 +461,17 @@ def plan_placed(own: PlacedJob, *, has_times: bool = True) -> MachinePlan:
     )
 
 
-def _missing_text(missing_bytes: float) -> str:
+def _missing_text(own: PlacedJob, host_bytes: float | None) -> str:
     """Return why nothing makes a job fit."""
+    if own.job.exceeds_host(host_bytes):
+        sizes = [size or 0.0 for size in (own.job.host_peak_bytes, host_bytes)]
+        needed, limit = (f"{size / 2**30:.1f}" for size in sizes)
+        return (
+            f"a rank takes {needed} of {limit} GiB of host memory while it loads or "
+            "trains: load in parts, onto the device (safetensors, device_map), or with "
+            "more host memory"
+        )
+    missing_bytes = own.placed.workload.missing_bytes
     what = "the host has too little memory"
     if missing_bytes:
         what = f"{missing_bytes / 1e9:.1f} GB of device memory are missing"

@@ -143,6 +143,16 @@ def _answer(
 ) -> Iterator[str]:
     """Yield whether the job fits here, and the settings of the cheapest changes that
     make it fit."""
+    if here is not None and here.exceeds_host:
+        needed, capacity = (
+            gib_text(size, 1)
+            for size in (job.host_peak_bytes, here.host_capacity_bytes)
+        )
+        yield (
+            f"{job.workload.name}: does not fit the host of {here.machine} ({needed} "
+            f"of {capacity} GiB of a rank, while it loads or trains)"
+        )
+        return
     if here is None or here.fits or here.needed_bytes is None:
         yield f"{job.workload.name}: {_where_it_fits(plans)}"
         return
@@ -173,7 +183,7 @@ def _changes_table(plan: MachinePlan) -> Table:
     columns = (
         text("change", "text"),
         text("device GiB", lambda change: gib_text(change.device_bytes, 1)),
-        text("fits", lambda change: FITS_TEXTS[change.fits]),
+        text("fits", lambda change: change.reason or FITS_TEXTS[True]),
         text("costs", lambda change: "; ".join(change.costs)),
     )
     return Table(

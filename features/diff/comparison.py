@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 _OF_LIMITS = 0.90
 
 
+# A figure below this share of the other one is nothing beside it.
+_LEAST_SHARE = 1e-3
+
+
 @dataclass(frozen=True)
 class Change:
     """A figure of both runs, None where it is not known."""
@@ -38,10 +42,10 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """b / a; None where one is not known or a is 0."""
-        return (
-            None if self.a is None or self.b is None or self.a == 0 else self.b / self.a
-        )
+        """b / a; None where one is not known, or a is nothing beside b."""
+        if self.a is None or self.b is None or self.a == 0:
+            return None
+        return None if abs(self.a) < _LEAST_SHARE * abs(self.b) else self.b / self.a
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry of `ebbtide diff --json`."""

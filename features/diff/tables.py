@@ -126,8 +126,8 @@ def diff_view(
     title = "Memory, and bytes copied per iteration" + (
         "" if verbose else f" (changes of {100 * _MIN_SHARE:.0f} %)"
     )
-    # Those with the largest ratios, in their order.
-    largest = sorted(sizes, key=lambda change: -_share(change, [change]))[:shown]
+    # Peaks of the device's memory, and those with the largest ratios, in their order.
+    largest = sorted(sizes, key=_size_key)[:shown]
     yield _changes(
         "sizes", title, [change for change in sizes if change in largest], size
     )
@@ -188,8 +188,8 @@ def headline(diff: Diff) -> str:
     """Return the largest change in one sentence.
 
     This is the iteration, else the largest of the times, that can be told apart from
-    noise; else the largest of the sizes, as a share of the peak or of all bytes copied
-    in that direction."""
+    noise; else the largest of the peaks; else the largest of all bytes copied in a
+    direction."""
     iteration, *phases = diff.median_ms
     if iteration.is_distinguishable:
         return _sentence("an iteration takes", iteration, ms_text).replace(
@@ -206,7 +206,10 @@ def headline(diff: Diff) -> str:
         for c in diff.peak_bytes
         if c.name in _DEVICE_POOLS
     ]
+    has_peak = max(sizes, default=(0.0,))[0] >= _MIN_SHARE
     for direction, moved in (("h2d", diff.h2d_bytes), ("d2h", diff.d2h_bytes)):
+        if has_peak:
+            break
         sizes += [
             (_share(change, moved), f"{change.name} copies {direction}", change)
             for change in moved
@@ -260,6 +263,12 @@ def _share(change: Change, parts: list[Change]) -> float:
     """
     total = max(sum(part.a or 0 for part in parts), sum(part.b or 0 for part in parts))
     return abs(change.difference or 0) / (total or 1)
+
+
+def _size_key(change: Change) -> tuple[bool, float]:
+    """Return the order in which sizes are shown."""
+    is_peak = change.name.removeprefix(_SIZES["peak_bytes"]) in _DEVICE_POOLS
+    return not is_peak, -_share(change, [change])
 
 
 def _sentence(subject: str, change: Change, to_text: Text) -> str:

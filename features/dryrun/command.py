@@ -6,30 +6,18 @@ from typing import Annotated
 
 import typer
 
-from ebbtide.cli import options
+from ebbtide.cli import model_options, options
 from ebbtide.cli.command import command
 from ebbtide.cli.printing import echo_line, on_stderr
-from ebbtide.features.dryrun.jobs.settings import (
-    Method,
-    ModelJob,
-    Optimizer,
-    Precision,
-    PreparedJob,
-    Strategy,
-)
+from ebbtide.features.dryrun.jobs.settings import PreparedJob
+from ebbtide.model_job import ModelJob
 
 # Options of `--model` alone.
 _OF_MODEL = " (only with --model)"
-_MODEL_OPTIONS = (
-    "method",
-    "optimizer",
-    "batch",
-    "sequence",
-    "checkpointing",
-    "precision",
-    "strategy",
-    "write_job",
-)
+_MODEL_OPTIONS = {
+    *model_options.NAMES,
+    *("batch", "sequence", "checkpointing", "micro_steps", "write_job"),
+}
 
 
 @command(
@@ -50,14 +38,7 @@ def dry_run(
             metavar="-- CMD...", help="Command that starts the job: python train.py ..."
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        options.valued(
-            "NAME",
-            "Instead of CMD: a model to train, by its name on the hub or its folder.",
-            "none",
-        ),
-    ] = None,
+    model: model_options.ModelName = None,
     config: Annotated[
         Path | None,
         options.valued(
@@ -66,12 +47,8 @@ def dry_run(
             "none",
         ),
     ] = None,
-    method: Annotated[
-        Method, typer.Option("--method", help=f"Weights that are trained{_OF_MODEL}.")
-    ] = "full",
-    optimizer: Annotated[
-        Optimizer, typer.Option("--optimizer", help=f"Optimizer{_OF_MODEL}.")
-    ] = "adamw",
+    method: model_options.MethodOption = "full",
+    optimizer: model_options.OptimizerOption = "adamw",
     batch: Annotated[
         int, options.valued("N", f"Samples of a step on a rank{_OF_MODEL}.", min=1)
     ] = 1,
@@ -79,27 +56,20 @@ def dry_run(
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="The job checkpoints activations.")
     ] = False,
-    precision: Annotated[
-        Precision,
-        typer.Option(
-            "--precision",
-            help=(
-                "Data type of weights and state; mixed: fp32, with "
-                f"autocast{_OF_MODEL}."
-            ),
+    precision: model_options.PrecisionOption = "bf16",
+    strategy: model_options.StrategyOption = None,
+    micro_steps: Annotated[
+        int,
+        options.valued(
+            "N",
+            "Micro-steps of a step, whose gradients add up.",
+            rich_help_panel=model_options.PANEL,
+            min=1,
         ),
-    ] = "bf16",
-    strategy: Annotated[
-        Strategy | None,
-        typer.Option(
-            "--strategy",
-            help=(
-                "Sharing of the job among ranks; offload: zero3, with the optimizer "
-                f"on the CPU{_OF_MODEL}."
-            ),
-            show_default="ddp for several ranks",
-        ),
-    ] = None,
+    ] = 1,
+    loss: model_options.LossOption = "plain",
+    offload_activations: model_options.OffloadActivations = False,
+    offload_optimizer: model_options.OffloadOptimizer = False,
     write_job: Annotated[
         Path | None,
         options.valued(
@@ -186,7 +156,7 @@ def dry_run(
         raise typer.BadParameter("--steps must be at least 1")
     if model is None:
         options.refuse_options(
-            context, context.params.keys() - set(_MODEL_OPTIONS), "is for --model"
+            context, context.params.keys() - _MODEL_OPTIONS, "is for --model"
         )
     name = options.machine_in_host(gpu or machine, host)
     chosen = find_machine(name) if name is not None else None
@@ -206,6 +176,10 @@ def dry_run(
             precision,
             sharing,
             ranks or 1,
+            micro_steps,
+            loss,
+            offload_activations,
+            offload_optimizer,
         )
         job = prepare_model_job(
             settings, write_job or path.with_name(f"{path.stem}-job.py"), force

@@ -8,7 +8,11 @@ from typing import Any
 from ebbtide.features.dryrun.errors import DryRunError
 from ebbtide.features.dryrun.memory.device_memory import DeviceBlock
 from ebbtide.features.dryrun.time.clock import LaunchedCopy, LaunchedKernel
-from ebbtide.features.dryrun.time.phase_tracker import FakeForward, FakePhase
+from ebbtide.features.dryrun.time.phase_tracker import (
+    FakeForward,
+    FakeMark,
+    FakePhase,
+)
 from ebbtide.machines.machine import Machine
 
 
@@ -24,7 +28,8 @@ class RunRecord:
         assumptions: What the times rest on, in words.
         prediction: Further entries of `prediction` in meta.json.
         deepspeed: The entry `deepspeed`; None: no engine of DeepSpeed.
-        memory, host_memory: (time in ns, bytes of each pool) after each change.
+        memory, host_memory: (time in ns, bytes of each pool) after each change; of
+            the device by its number, the fullest one first.
         stacks: Texts of the call stacks, which blocks name by their position.
         rank, peers: Its rank, and the records of other ranks.
     """
@@ -42,9 +47,10 @@ class RunRecord:
     deepspeed: dict[str, Any] | None
     phases: list[FakePhase]
     without_gradients: list[FakeForward]
+    marks: list[FakeMark]
     kernels: list[LaunchedKernel]
     copies: list[LaunchedCopy]
-    memory: list[tuple[int, int, int, int]]
+    memory: dict[int, list[tuple[int, int, int, int]]]
     host_memory: list[tuple[int, int, int]]
     blocks: list[DeviceBlock]
     stacks: list[str]

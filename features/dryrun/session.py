@@ -35,6 +35,7 @@ from ebbtide.profiler.agent.job_info import (
     describe_model,
     describe_optimizers,
 )
+from ebbtide.profiler.agent.named_ranges import LISTENERS
 from ebbtide.units import ByteCount, byte_count
 
 # Iterations after which a job is ended in which no optimizer steps.
@@ -100,12 +101,13 @@ class DryRun:
         )
         self.context_bytes = context_bytes(self.gpu.multiprocessors.count)
         self.sink = Sink(
-            machine, self._new_allocator(), self._classify, self._end_iteration
+            machine, self._new_allocator, self._classify, self._end_iteration
         )
         self.clock, self.tracker = self.sink.clock, self.sink.phases
         self.memory, self.host_memory = self.sink.memory, self.sink.host_memory
-        # The peak of reserved memory before the iterations with the longest batch.
-        self._natural_bytes: int | None = None
+        # Peaks of reserved memory before the iterations with the longest batch, by the
+        # device.
+        self._natural_bytes: dict[int, int] = {}
         self.model: dict[str, Any] = {}
         self.framework: dict[str, Any] = {}
         self.optimizers: list[dict[str, Any]] = []
@@ -133,6 +135,7 @@ class DryRun:
             backend.user_files,
             backend.process_groups,
         )
+        LISTENERS.append(self.tracker.begin_mark)
         return self
 
     def __exit__(
@@ -141,6 +144,7 @@ class DryRun:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
+        LISTENERS.remove(self.tracker.begin_mark)
         self._freeze()
         self._uninstall()
         if isinstance(error, DryRunFinished) and error.args:
@@ -178,9 +182,13 @@ class DryRun:
             deepspeed=json.loads(json.dumps(self.deepspeed.description)),
             phases=self.tracker.phases,
             without_gradients=self.tracker.without_gradients.rows,
+            marks=self.tracker.marks,
             kernels=self.clock.kernels,
             copies=self.clock.copies,
-            memory=self.memory.timeline,
+            memory={
+                number: self.memory.use(number).timeline
+                for number in self.memory.by_size()
+            },
             host_memory=self.host_memory.timeline,
             blocks=self.memory.blocks,
             stacks=self.stacks.texts,
@@ -189,16 +197,24 @@ class DryRun:
         )
 
     def reserved_range(self) -> tuple[int, int]:
-        """Return the least and the largest peak of reserved memory, in bytes: batches
-        and workspaces may vary."""
-        most = self.memory.most_reserved_bytes
-        least = most if self._natural_bytes is None else self._natural_bytes
-        if not self.memory.convolutions:
+        """Return the least and the largest peak of reserved memory of the fullest
+        device, in bytes: batches and workspaces may vary."""
+        ranges = map(self._range_of_device, self.memory.by_size())
+        least, most = zip(*ranges, strict=True)
+        return max(least), max(most)
+
+    def _range_of_device(self, device: int) -> tuple[int, int]:
+        memory = self.memory
+        most = memory.use(device).most_reserved_bytes
+        least = self._natural_bytes.get(device, most)
+        blocks, convolutions = (
+            [block for block in each if block.device == device]
+            for each in (memory.blocks, memory.convolutions)
+        )
+        if not convolutions:
             return least, most
         allocators = self._new_allocator(), self._new_allocator()
-        low, high = reserved_range(
-            self.memory.blocks, self.memory.convolutions, allocators
-        )
+        low, high = reserved_range(blocks, convolutions, allocators)
         return min(low, least), max(high, most)
 
     def host_use(self) -> dict[str, tuple[int, float | None]]:
@@ -289,7 +305,10 @@ class DryRun:
         if finished >= self._wanted_iterations() and not is_trial():
             if self.tracker.end.waits(len(self.clock.kernels), self.options.iterations):
                 return
-            self._natural_bytes = self._natural_bytes or self.memory.most_reserved_bytes
+            self._natural_bytes = self._natural_bytes or {
+                number: use.most_reserved_bytes
+                for number, use in self.memory.uses.items()
+            }
             if self.batches.needs_longest():
                 return
             self.finished = True

@@ -38,12 +38,12 @@ class Sink:
     def __init__(
         self,
         machine: Machine | None,
-        allocator: CachingAllocator,
+        new_allocator: Callable[[], CachingAllocator],
         on_update: Callable[[], None],
         on_iteration: Callable[[int], None],
     ) -> None:
         self.clock = VirtualClock(machine)
-        self.memory = DeviceMemory(self.clock, allocator)
+        self.memory = DeviceMemory(self.clock, new_allocator)
         self.host_memory = HostMemory(self.clock)
         self.phases = PhaseTracker(self.clock, on_update, on_iteration)
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -67,6 +67,9 @@ def dry_run(command: Sequence[str], output: Path, options: StartOptions) -> NoRe
     capacity_bytes, machine = options.capacity_bytes, options.machine
     if capacity_bytes is None and machine is not None and machine.gpu_memory_bytes:
         capacity_bytes = round(machine.gpu_memory_bytes)
+    elif capacity_bytes is not None and machine is not None:
+        # The trace has the machine that the job ran on, for plans.
+        machine = replace(machine, gpu_memory_bytes=float(capacity_bytes))
     settings = {
         "iterations": options.iterations,
         "capacity_bytes": capacity_bytes,

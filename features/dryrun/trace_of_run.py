@@ -10,7 +10,11 @@ import pandas as pd
 
 from ebbtide.features.dryrun.record import RunRecord
 from ebbtide.features.dryrun.session import DryRun
-from ebbtide.features.dryrun.time.clock import LaunchedCopy, LaunchedKernel
+from ebbtide.features.dryrun.time.clock import (
+    DEVICE_STREAMS,
+    LaunchedCopy,
+    LaunchedKernel,
+)
 from ebbtide.features.dryrun.time.phase_tracker import FakePhase
 from ebbtide.machines.kernels.time_priors import CASES, TYPICAL
 from ebbtide.phases import ITERATION_PARTS, OTHER
@@ -18,7 +22,6 @@ from ebbtide.profiler.agent.without_gradients import NAME
 from ebbtide.profiler.trace import TraceBuilder
 from ebbtide.profiler.trace.iterations import micro_steps
 
-_DEVICE = "cuda:0"
 _POOLS = ("requested", "allocated", "reserved")
 _HOST_POOLS = ("heap", "pinned")
 ITERATION = "iteration"
@@ -64,16 +67,19 @@ def _widest(predictions: Iterable[dict[str, Any]]) -> list[int]:
 
 
 def _add_rank(builder: TraceBuilder, record: RunRecord, command: Sequence[str]) -> None:
-    device = {
-        "device": _DEVICE,
-        "kind": "cuda",
-        "name": record.device_name,
-        "capacity_bytes": record.capacity_bytes,
-    }
+    devices = [
+        {
+            "device": _name(number),
+            "kind": "cuda",
+            "name": record.device_name,
+            "capacity_bytes": record.capacity_bytes,
+        }
+        for number in record.memory
+    ]
     rank = builder.rank(
         record.rank,
         world_size=record.ranks,
-        devices=[device],
+        devices=devices,
         transfers_recorded=True,
         first_iteration_start_ns=0,
         started_ns=0,
@@ -84,9 +90,24 @@ def _add_rank(builder: TraceBuilder, record: RunRecord, command: Sequence[str]) 
     rank.meta.update(record.description)
     _add_phases(record.phases, rank)
     _add_forwards_without_gradients(record, rank)
+    _add_marks(record, rank)
     _add_memory(record, rank)
     _add_copies(record.copies, rank)
     _add_kernels(record.kernels, rank)
+
+
+def _name(device: int) -> str:
+    return f"cuda:{device}"
+
+
+def _devices(rows: Sequence[Any]) -> list[str]:
+    """Return the names of the devices of rows."""
+    return [_name(row.device) for row in rows]
+
+
+def _streams(rows: Sequence[Any]) -> list[int]:
+    """Return the numbers of streams of rows on their devices."""
+    return [row.stream % DEVICE_STREAMS for row in rows]
 
 
 def write_trace(
@@ -116,6 +137,13 @@ def _add_forwards_without_gradients(record: RunRecord, rank: Any) -> None:
         rank.add("ops", **times, resource="gpu", name=NAME, iteration=iteration)
 
 
+def _add_marks(record: RunRecord, rank: Any) -> None:
+    times = ("start_ns", "end_ns", "gpu_start_ns", "gpu_end_ns")
+    for mark in sorted(record.marks, key=lambda mark: mark.start_ns):
+        columns = {column: getattr(mark, column) for column in times}
+        rank.add("marks", name=mark.name, **columns)
+
+
 def _add_copies(copies: Sequence[LaunchedCopy], rank: Any) -> None:
     if not copies:
         return
@@ -123,7 +151,6 @@ def _add_copies(copies: Sequence[LaunchedCopy], rank: Any) -> None:
         copies,
         "direction",
         "host_memory",
-        "stream",
         "launch_ns",
         "start_ns",
         "end_ns",
@@ -131,7 +158,8 @@ def _add_copies(copies: Sequence[LaunchedCopy], rank: Any) -> None:
     sizes = [copy.size for copy in copies]
     rank.extend(
         "transfers",
-        device=_DEVICE,
+        device=_devices(copies),
+        stream=_streams(copies),
         bytes=sizes,
         name=columns["direction"],
         **columns,
@@ -147,8 +175,9 @@ def _add_kernels(kernels: Sequence[LaunchedKernel], rank: Any) -> None:
     # A kernel has the name of its operation, except for collectives and kernels of
     # Triton.
     work["operator"] = [name if "::" in name else None for name in work["name"]]
-    launched = _columns(kernels, "start_ns", "end_ns", "launch_ns", "stream")
-    rank.extend("kernels", device=_DEVICE, **launched, **work)
+    launched = _columns(kernels, "start_ns", "end_ns", "launch_ns")
+    places = {"device": _devices(kernels), "stream": _streams(kernels)}
+    rank.extend("kernels", **places, **launched, **work)
 
 
 def _columns(rows: Sequence[Any], *names: str) -> dict[str, list[Any]]:
@@ -157,8 +186,11 @@ def _columns(rows: Sequence[Any], *names: str) -> dict[str, list[Any]]:
 
 
 def _add_memory(record: RunRecord, rank: Any) -> None:
+    pools_of_devices = [
+        (_name(number), _POOLS, rows) for number, rows in record.memory.items()
+    ]
     for device, pools, rows in (
-        (_DEVICE, _POOLS, record.memory),
+        *pools_of_devices,
         ("cpu", _HOST_POOLS, record.host_memory),
     ):
         timeline = np.array(rows, dtype=np.int64).reshape(-1, 1 + len(pools))
@@ -178,7 +210,7 @@ def _add_memory(record: RunRecord, rank: Any) -> None:
     rank.extend(
         "allocations",
         end_ns=pd.array([block.end_ns for block in blocks], dtype="Int64"),
-        device=_DEVICE,
+        device=_devices(blocks),
         bytes=[block.size for block in blocks],
         stack=pd.Categorical.from_codes(
             [block.stack for block in blocks], record.stacks

@@ -4,4 +4,8 @@ configurations.
 
 from ebbtide.seams import Feature
 
-FEATURE = Feature("explain", {"commands": {"explain": "command"}}, ("importers",))
+FEATURE = Feature(
+    "explain",
+    {"commands": {"explain": "command"}, "importers": {"steps": "series:IMPORTERS"}},
+    ("importers",),
+)

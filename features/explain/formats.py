@@ -91,6 +91,8 @@ PROGRAMS = (
         "lightning/pytorch/callbacks/progress_printer.py",
         ("train_step_timing in s", STEP_S, 1),
         ("TFLOPS_per_GPU", TFLOPS, 1),
+        ("peak_memory_usage", RESERVED, 1),
+        ("memory_allocated", ALLOCATED, 1),
     ),
     _program(
         "verl 0.5",
@@ -157,7 +159,7 @@ PROGRAMS = (
         "algorithms/grpo.py",
         ("Total step time", STEP_S, 1),
         (
-            "(generation|policy_training|policy_and_reference_logprobs"
+            "(generation|exposed_generation|buffer_sampling|policy_training|policy_and_reference_logprobs"
             "|prepare_for_generation/.{1,40}|logprob_inference_prep|training_prep"
             "|weight_sync|validation|checkpointing|data_processing)",
             PART,

@@ -12,8 +12,10 @@ from ebbtide.features.explain.formats import STEP_S
 from ebbtide.features.explain.pasted import STDIN, PastedText
 from ebbtide.features.explain.readers.step_logs import StepLog
 from ebbtide.features.explain.record import Place, Record
+from ebbtide.features.explain.series import FORMAT
 from ebbtide.features.importers.load import import_trace, recognize
 from ebbtide.features.importers.source import Source
+from ebbtide.profiler.trace import Trace
 from ebbtide.units import counted
 
 # Programs whose lines an importer reads.
@@ -31,6 +33,8 @@ class ImportedTrace(Record):
     iterations: int
     ranks: int
     path: str | None
+    # Median times of an iteration and of its phases, in s.
+    times_s: dict[str, float]
     findings: Findings = field(repr=False)
 
     @property
@@ -39,7 +43,7 @@ class ImportedTrace(Record):
         return f"{iterations} of {counted(self.ranks, 'rank')}, as {self.format}"
 
     def as_json(self) -> dict[str, Any]:
-        names = ("format", "iterations", "ranks", "path")
+        names = ("format", "iterations", "ranks", "path", "times_s")
         figures = {name: getattr(self, name) for name in names}
         place = {key: getattr(self.place, key) for key in Place.__annotations__}
         return {
@@ -64,6 +68,8 @@ def imported_traces(
         for file in files:
             try:
                 format = recognize(Source(file))
+                if format == FORMAT:
+                    return
                 trace = import_trace([file], output or folder / "trace.ebb")
             except UserError:
                 continue
@@ -82,9 +88,22 @@ def imported_traces(
                 iterations=iterations,
                 ranks=len(ranks),
                 path=None if output is None else str(output),
+                times_s=_times_of(trace),
                 findings=findings,
             )
             return
+
+
+def _times_of(trace: Trace) -> dict[str, float]:
+    """Return the median times of an iteration and of its phases, in s."""
+    rows = trace.phases(trace.ranks[0])
+    seconds = (rows["end_ns"] - rows["start_ns"]) / 1e9
+    by_phase = seconds.groupby([rows["iteration"], rows["phase"]]).sum().unstack()
+    if not len(by_phase):
+        return {}
+    medians = by_phase.fillna(0).median()
+    times_s = {"iteration": float(by_phase.sum(axis=1).median())}
+    return times_s | {str(phase): float(time) for phase, time in medians.items()}
 
 
 def without_repeats(

@@ -134,8 +134,11 @@ def _utf16(head: bytes) -> str | None:
     """Return the encoding of text in UTF-16, with or without a byte order mark."""
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
-    even, odd = head[::2], head[1::2]
-    for encoding, zeros, text in (("utf-16-le", odd, even), ("utf-16-be", even, odd)):
+    first, second = head[::2], head[1::2]
+    for encoding, zeros, text in (
+        ("utf-16-le", second, first),
+        ("utf-16-be", first, second),
+    ):
         if len(text) > 1 and not any(zeros) and all(9 <= c < 127 for c in text):
             return encoding
     return None

@@ -8,7 +8,9 @@ import typer
 
 from ebbtide.cli.command import command
 from ebbtide.cli.options import Metrics, metrics_server
+from ebbtide.errors import UserError
 from ebbtide.terminal_lines import print_note
+from ebbtide.urls import Url
 
 
 @command(
@@ -44,6 +46,12 @@ def watch(
     from ebbtide.features.live.view.snapshot import newest_recording
     from ebbtide.features.live.view.terminal import require_terminal, show
 
+    if isinstance(trace, Url):
+        raise UserError(
+            "watch follows the files of a recorder on this machine, several times a "
+            f"second, and {trace} is elsewhere: `ebbtide summary {trace}` reads what "
+            "was copied there so far, at most a minute old"
+        )
     if not view and metrics is None:
         raise typer.BadParameter(
             "--no-view is for --metrics: name a port, or leave it out to see the view"

@@ -117,6 +117,11 @@ class ProcessRecorder:
         iterations are to be recorded."""
         return self.live and self._recording and self._spool is not None
 
+    @property
+    def spool(self) -> Spool | None:
+        """The file that is written; None before the first phase."""
+        return self._spool
+
     def next_sequence(self) -> int:
         """Return the next number in the one sequence of phases and operations.
 

@@ -144,6 +144,12 @@ GPU_STATE = 10
 # [code: of DETAIL_MARKS, small: 1 if copies, a: iteration, b: allocator iterations, w:
 # request, x: time]
 DETAILS = 11
+# [code: chunk of the name, from 0, a: number of the name, w, x, y, z: its UTF-8 bytes]
+MARK_NAME = 12
+# [a: sequence, b: number of the name, w: thread, x: start ns, y: end ns]
+MARK = 13
+# The bytes of a chunk.
+NAME_CHUNK_BYTES = 32
 
 # Equal to `ebbtide.phases.PHASES`, which the agent cannot import. The order gives the
 # codes.

@@ -52,11 +52,13 @@ def start(torch: Any, directory: str, options: Options) -> Any:
     _write_marker(directory, "torch")
     try:
         # Imported here, so that a process without torch loads none of it.
+        from .named_ranges import record_named_ranges
         from .phase_hooks import TorchHooks
         from .recorder import Recorder
 
         recorder = Recorder(torch, directory, options)
         recorder.on_close.append(TorchHooks(recorder, torch).remove)
+        recorder.on_close.append(record_named_ranges(recorder))
         for agent_hook in feature_hooks():
             recorder.on_close.append(agent_hook.install(recorder))
     except Exception as error:

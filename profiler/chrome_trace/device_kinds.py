@@ -81,6 +81,8 @@ _HOST_MEMORY = {"Pinned": "pinned", "Pageable": "pageable", "Memory": "pageable"
 # Kinds of tasks of Ascend, and tasks that only wait or signal.
 _COPY_TASKS = re.compile("MEMCPY|SDMA")
 _COMPUTE_TASKS = re.compile("AI_|AIC|AIV|DVPP|DSA")
+# Calls of CANN, whose connection_id tasks have (cann_assembler.cpp in Ascend's msprof).
+TASK_CALL = re.compile("(?:Node|Runtime|AscendCL)@")
 
 
 @lru_cache(maxsize=1 << 14)

@@ -200,7 +200,9 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     stream: _Whole = MISSING
     queue: _Whole = msgspec.field(name="sycl queue", default=MISSING)
     stream_id: _Whole = msgspec.field(name="Stream Id", default=MISSING)
+    task_stream: _Whole = msgspec.field(name="Physic Stream Id", default=MISSING)
     task: Any = msgspec.field(name="Task Type", default=None)
+    connection: _Whole = msgspec.field(name="connection_id", default=MISSING)
     correlation: _Whole = MISSING
     sequence: _Whole = msgspec.field(name="Sequence number", default=MISSING)
     forward_thread: _Whole = msgspec.field(name="Fwd thread id", default=MISSING)

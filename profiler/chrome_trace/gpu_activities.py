@@ -21,6 +21,7 @@ from ebbtide.profiler.chrome_trace.device_kinds import (
     KIND_OF_TYPE,
     MEMSETS,
     SYNC_CATEGORIES,
+    TASK_CALL,
     TASKS_KIND,
     copy_name,
     is_collective,
@@ -139,6 +140,18 @@ def process_group(args: Args) -> str | None:
     )
 
 
+def _connected(event: Event, category: str) -> Event:
+    """Return an event of Ascend with its connection and its stream where other events
+    have theirs."""
+    args = event.args
+    args = msgspec.structs.replace(
+        args,
+        correlation=args.connection,
+        stream=max(args.stream_id, args.task_stream),
+    )
+    return msgspec.structs.replace(event, cat=category, args=args)
+
+
 class GpuActivities:
     """Collects the GPU activities of one trace, and the calls that launched them. Add
     all events before reading. `duplicates`: number of activities that were in the trace
@@ -177,16 +190,22 @@ class GpuActivities:
         self._kinds.update(KIND_OF_TYPE[kind] for kind in types if kind in KIND_OF_TYPE)
 
     def add_tasks(self, events: list[Event]) -> None:
-        """Add tasks of Ascend, whose events have a type of task and no category."""
-        tasks = []
+        """Add the tasks of Ascend and the calls that launched them among events without
+        a category: tasks have a type, and the connection of their call."""
+        tasks, calls = [], []
         for event in events:
-            category = task_category(event.args.task)
-            self.waits += category is None
-            if category is not None:
-                tasks.append(msgspec.structs.replace(event, cat=category))
-        self._kinds[TASKS_KIND] += len(events)
+            if event.args.task is not None:
+                category = task_category(event.args.task)
+                self._kinds[TASKS_KIND] += 1
+                self.waits += category is None
+                if category is not None:
+                    tasks.append(_connected(event, category))
+            elif event.args.connection > 0 and TASK_CALL.match(event.name):
+                calls.append(_connected(event, ""))
         if tasks:
             self._add_activities(tasks)
+        if calls:
+            self._calls.add(calls)
 
     def add(self, events: list[Event]) -> None:
         """Add the events of DEVICE_CATEGORIES among events that have times."""

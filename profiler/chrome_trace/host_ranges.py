@@ -79,6 +79,27 @@ def _operator(name: str) -> str | None:
     return None if _NUMBERED_ITERATION.fullmatch(name) else _NVTX_DETAILS.sub("", name)
 
 
+def self_times(ranges: pd.DataFrame) -> IntArray:
+    """Return the time of each range, ns, without the ranges of its thread inside it.
+
+    `ranges`: start, end and thread; the ranges of a thread are nested or disjoint."""
+    starts, ends, threads = (
+        ranges[column].to_numpy(np.int64) for column in ("start", "end", "thread")
+    )
+    own = ends - starts
+    open_rows: list[int] = []
+    for row in np.lexsort((-ends, starts, threads)).tolist():
+        while open_rows and (
+            threads[open_rows[-1]] != threads[row] or ends[open_rows[-1]] <= starts[row]
+        ):
+            open_rows.pop()
+        if open_rows:
+            own[open_rows[-1]] -= ends[row] - starts[row]
+        open_rows.append(row)
+    shortest: IntArray = np.maximum(own, 0)
+    return shortest
+
+
 def innermost(ranges: pd.DataFrame, times: IntArray, threads: IntArray) -> IntArray:
     """Return the row of the innermost range of a thread that contains each time;
     MISSING where no range does, or the thread is.

@@ -239,6 +239,14 @@ class OutOfMemoryRecord(_Section, frozen=True, kw_only=True):
     message: str | None = None
 
 
+class OperatorTime(_Section, frozen=True, kw_only=True):
+    """The calls of an operator of the CPU, and their time without operators inside."""
+
+    name: str
+    calls: Count
+    self_ns: Count
+
+
 class DetailedSlice(_Section, frozen=True, kw_only=True):
     """Iterations of a rank in which details were recorded, of a recording on demand."""
 
@@ -276,6 +284,7 @@ class RankInfo(_Section, frozen=True, kw_only=True):
     inventories: tuple[Inventory, ...] = ()
     allocators: tuple[AllocatorState, ...] = ()
     out_of_memory: tuple[OutOfMemoryRecord, ...] = ()
+    operators: tuple[OperatorTime, ...] = ()
 
     @property
     def main_device(self) -> DeviceInfo:

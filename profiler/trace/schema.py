@@ -126,6 +126,14 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
         TraceColumn("name", _LABEL),
         TraceColumn("thread", pa.int64(), nullable=True),
     ),
+    "marks": (
+        TraceColumn("start_ns", _TIME),
+        TraceColumn("end_ns", _TIME),
+        TraceColumn("gpu_start_ns", _TIME, nullable=True),
+        TraceColumn("gpu_end_ns", _TIME, nullable=True),
+        TraceColumn("name", _LABEL),
+        TraceColumn("thread", pa.int64(), nullable=True),
+    ),
     "allocations": (
         TraceColumn("start_ns", _TIME),
         TraceColumn("end_ns", _TIME, nullable=True),
@@ -140,7 +148,15 @@ TABLES: dict[str, tuple[TraceColumn, ...]] = {
 # Tables whose file exists only where they have rows; traces of earlier versions do not
 # have it.
 OPTIONAL_TABLES = frozenset(
-    {"gpu", "kernels", "calls", "iteration_marks", "annotations", "allocations"}
+    {
+        "gpu",
+        "kernels",
+        "calls",
+        "iteration_marks",
+        "annotations",
+        "marks",
+        "allocations",
+    }
 )
 
 # The column by which the rows of each table are sorted.

@@ -245,6 +245,10 @@ class Trace:
         """Return the table `annotations` of a rank; empty where none were recorded."""
         return self.table(rank, "annotations")
 
+    def marks(self, rank: int) -> pd.DataFrame:
+        """Return the table `marks` of a rank; empty where `ebbtide.step` named none."""
+        return self.table(rank, "marks")
+
     def allocations(self, rank: int) -> pd.DataFrame:
         """Return the table `allocations` of one rank; empty where allocations were not
         recorded one by one."""

@@ -22,6 +22,7 @@ TRACES = sorted(path.stem for path in (ROOT / "traces").glob("*.ebb"))
 QUICK = ("a100-torch-profiler", "h100-20b-ratio0.5-interleaved-2")
 # Command -> its schema.
 OF_A_TRACE = {
+    "cycles": "cycles",
     "findings": "findings",
     "memory": "memory",
     "memory --at oom": "memory",
@@ -59,6 +60,8 @@ OTHERS = {
         "sweep"
     ),
     "plan --params 1e9 --machine rtx4090": "plan",
+    "plan --model Qwen/Qwen3-8B --machine rtx4090 --frontier": "plan-levers",
+    "plan --model Qwen/Qwen3-32B --machine rtx3060": "plan-levers",
     "calibrate --from-trace traces/a100-13b-async.ebb -o {folder}/fitted.json": (
         "calibrate"
     ),

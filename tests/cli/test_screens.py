@@ -15,6 +15,7 @@ from tests.conftest import ebbtide_in_process, slow_case
 TRACES = sorted(Path("traces").resolve().glob("*.ebb"))
 QUICK = ("a100-torch-profiler", "h100-20b-blocking")
 SCREENS = {
+    "cycles": (),
     "diff": ("traces/h100-20b-blocking.ebb",),
     "findings": (),
     "memory": (),

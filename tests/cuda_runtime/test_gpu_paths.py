@@ -259,7 +259,7 @@ def train(kind, origin="cuda", **options):
                 stays = not is_streamed or (kind == "adapted" and param.requires_grad)
                 assert param.device.type == ("cuda" if stays else "cpu"), name
     params = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.SGD(params, lr=0.1) if kind != "adapted" else InterleavedAdamW(params, lr=0.01, threads=1)
+    optimizer = torch.optim.SGD(params, lr=0.1) if kind != "adapted" else InterleavedAdamW(params, lr=0.01, policy="pipelined", threads=1)
     for step in range(5):
         optimizer.zero_grad()
         model(torch.full((8, 64), step / 5, device="cuda")).square().mean().backward()

@@ -8,6 +8,7 @@ from ebbtide.analysis.findings.finding import Finding, Unknown, clamp_gain
 from ebbtide.analysis.findings.needs import ENOUGH_VALUES, ITERATIONS, PASSES, RANKS
 from ebbtide.analysis.findings.rule import rule
 from ebbtide.analysis.metrics.drift import Drift
+from ebbtide.analysis.metrics.iteration_mean import repeated
 from ebbtide.analysis.metrics.job import JobMetrics
 from ebbtide.analysis.metrics.ranks.comparison import RankDifference
 from ebbtide.analysis.timeseries.statistics import median_or_none
@@ -112,7 +113,9 @@ _MIN_LOST_SHARE = 0.05
 
 def _stalls(metrics: JobMetrics) -> Finding | None:
     """Report iterations with much more time outside phases than others, on the rank
-    that loses most by them."""
+    that loses most by them. What the job repeats is no stall."""
+    if repeated(metrics.trace) is not None:
+        return None
     lost: list[tuple[float, int, float, int]] = []
     for rank in metrics.by_rank:
         times, other = (
@@ -271,6 +274,9 @@ _TITLES = {
     "copy_rate": "Copies become slower during the run",
     "sm_clock": "The GPU's clock falls during the run",
     "free_memory": "Free memory shrinks during the run",
+    "rss": "Host memory grows during the run",
+    "pinned": "Pinned memory grows during the run",
+    "cgroup": "Host memory of the control group grows during the run",
 }
 _TEXTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "iteration_time": (
@@ -292,6 +298,15 @@ _TEXTS: dict[str, tuple[str, Callable[[float], str]]] = {
     ),
     "free_memory": (
         "the least free memory of an iteration is {after}, {before} at the beginning",
+        bytes_text,
+    ),
+    "rss": (
+        "the process has {after} of host memory, {before} at the beginning",
+        bytes_text,
+    ),
+    "pinned": ("{after} are pinned, {before} at the beginning", bytes_text),
+    "cgroup": (
+        "the control group has {after} of host memory, {before} at the beginning",
         bytes_text,
     ),
 }
@@ -317,6 +332,18 @@ _DRIFT_ADVICE = {
         "look for tensors that are kept, such as losses that are summed with their "
         "graph; a memory snapshot "
         "shows who holds them"
+    ),
+    "rss": (
+        "look for lists that keep tensors, losses or samples on the host; files that "
+        "are mapped count, too, but the kernel takes them back"
+    ),
+    "pinned": (
+        "look for pinned buffers of sizes that change, and for tensors on the host "
+        "that are kept"
+    ),
+    "cgroup": (
+        "the process itself does not grow: look at workers of data loaders "
+        "(persistent_workers, copies of Python objects) and at /dev/shm"
     ),
 }
 

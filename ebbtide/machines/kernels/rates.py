@@ -102,10 +102,15 @@ class GpuRates:
         )
         return [sum(pair) for pair in zip(times, copies, strict=True)]
 
+    @property
+    def peer_bytes_per_s(self) -> float:
+        """The rate at which a GPU sends to others of its host."""
+        return self.gpu.peer_bytes_per_s or _DEFAULT.peer_bytes_per_s or 1.0
+
     def _ring_bytes_per_s(self, share_of_box: float) -> float:
         """Return the rate at which a rank sends; rings between boxes share the links of
         each (`Machine.ring_bytes_per_s`)."""
-        peer = self.gpu.peer_bytes_per_s or _DEFAULT.peer_bytes_per_s or 1.0
+        peer = self.peer_bytes_per_s
         network = share_of_box * (self._network_bytes_per_s or 0.0)
         return min(peer, network) if network else peer
 

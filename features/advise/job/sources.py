@@ -209,7 +209,19 @@ def job_of_trace(trace: Trace, batch: BatchSettings) -> TrainingJob:
             note for note in workload.notes if memory is None or note != NO_FREE_MEMORY
         ),
         facts=facts_of(trace),
+        host_peak_bytes=_host_peak(trace),
     )
+
+
+def _host_peak(trace: Trace) -> float | None:
+    """Return the host memory of a rank of a dry run; None: not known, or a plan has its
+    own, since optimizer state is there."""
+    prediction = trace.meta.prediction
+    if prediction is None or "all" not in prediction.host_bytes:
+        return None
+    setup = framework_setup(trace)
+    offloads = setup is not None and setup.ratio is not None
+    return None if offloads else float(prediction.host_bytes["all"][0])
 
 
 def _times_factor(trace: Trace, workload: Workload) -> float:

@@ -51,12 +51,16 @@ def with_trace_layers(workload: Workload, trace: Trace) -> Workload:
     weights = layers.sums(layers.category == "parameter")
     if len(weights) < 2 or weights.min() < workload.param_bytes:
         return workload
-    params = weights / workload.param_bytes
-    if params.sum() > workload.params * (1 + 1e-6):
+    params, frozen_bytes = weights / workload.param_bytes, np.zeros(len(weights))
+    buffers = layers.sums(layers.category == "buffer")
+    if buffers.sum() > weights.sum():
+        # Quantized weights, which are frozen.
+        weights = weights + layers.take_buffers()
+    if weights.sum() > workload.params * workload.param_bytes * (1 + 1e-6):
         # Some are frozen: no gradient comes of them.
-        params = np.floor(workload.params * layers.gradient_shares())
-    frozen_bytes = np.maximum(weights - params * workload.param_bytes, 0.0)
-    frozen_bytes[frozen_bytes < workload.param_bytes] = 0.0
+        trained, all_trained = layers.gradient_bytes()
+        params = np.floor(workload.params * trained / max(all_trained, 1.0))
+        frozen_bytes = np.maximum(weights - trained, 0.0)
     result, again_s = _model_layers(workload, layers, params, frozen_bytes)
     # What torch's allocator keeps beyond the tensors.
     kept, requested = (
@@ -181,13 +185,18 @@ class _TracedLayers:
             self.layer[chosen], self._bytes[chosen], len(self.names)
         ).astype(np.float64)
 
-    def gradient_shares(self) -> Floats:
-        """Return the share of each layer in all gradients of the last backward."""
+    def take_buffers(self) -> Floats:
+        """Count buffers as weights of their layer, and return their bytes by layer."""
+        own = (self.layer >= 0) & (self.category == "buffer")
+        self._rest &= ~own
+        return self.sums(own)
+
+    def gradient_bytes(self) -> tuple[Floats, float]:
+        """Return the bytes of gradients of the last backward by layer, and of all."""
         last = self.parts[BACKWARD][-1]
         is_gradient = self.category == "gradient"
         is_gradient &= (self._starts < last.end_ns) & (self._ends > last.start_ns)
-        total = self._bytes[is_gradient].sum()
-        return self.sums(is_gradient) / max(float(total), 1.0)
+        return self.sums(is_gradient), float(self._bytes[is_gradient].sum())
 
     def output_bytes(self, selected: Any = True) -> Floats:
         """Return the bytes of selected allocations by the last kernels of each layer in

@@ -132,6 +132,13 @@ class TrainingJob:
     recorded: RecordedJob = field(default_factory=RecordedJob)
     notes: tuple[str, ...] = ()
     facts: JobFacts = JobFacts()
+    # The most host memory of a rank, while it loads or trains; None: not known.
+    host_peak_bytes: float | None = None
+
+    def exceeds_host(self, host_bytes: float | None) -> bool:
+        """Return whether a rank takes more host memory than it has; None: not known."""
+        peak = self.host_peak_bytes
+        return peak is not None and host_bytes is not None and peak > host_bytes
 
     def as_json(self) -> dict[str, Any]:
         """Return the object `job` of `ebbtide plan --json`."""

@@ -58,9 +58,14 @@ def _streamed(one: Variant) -> Iterable[Variant]:
 
 def _quantized_state(one: Variant, state: str = "device") -> Iterable[Variant]:
     """Moments in 8 bits; masters in fp32, and moments of embeddings in trainers that
-    keep them, stay."""
+    keep them, stay. Such optimizers do not update sharded parameters."""
     job, facts = one.job, one.job.facts
-    if not facts.moments or one.state != "device" or one.settings.offload:
+    if (
+        one.settings.ranks > 1
+        or not facts.moments
+        or one.state != "device"
+        or one.settings.offload
+    ):
         return
     before = (
         job.state_bytes if job.state_bytes is not None else job.workload.state_bytes

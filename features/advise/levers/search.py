@@ -7,18 +7,21 @@ from itertools import compress
 from typing import Any
 
 from ebbtide.features.advise.changes import ranks_on_a_host, share_host
-from ebbtide.features.advise.choice import fits_memory, steps_of
+from ebbtide.features.advise.choice import steps_of
 from ebbtide.features.advise.job.memory import most_bytes, own_bytes, passed, place
 from ebbtide.features.advise.job.training_job import TrainingJob, Variant
 from ebbtide.features.advise.levers.effects import LEVERS, Lever
 from ebbtide.features.advise.levers.keys import KEYS, settings_for
 from ebbtide.interleave.policies import Policy
+from ebbtide.interleave.replay.replay import memory_excess
 from ebbtide.machines.machine import Machine
+from ebbtide.units import bytes_text
 
 # Changes that move state to the memory of the host.
 _TO_THE_HOST = {"offload", "paged optimizer"}
 _RANKS, _CHECKPOINTING = "ranks", "checkpointing"
 _ADAPTERS = ("LoRA", "QLoRA")
+_NO_RATES = "a rate of the machine is not known, or there is no plan of this job"
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class JobChange:
     action: dict[str, Any]
     device_bytes: float  # Largest device memory of a rank with them.
     fits: bool
+    reason: str | None  # Why it does not fit; None: it does.
     costs: tuple[str, ...]  # What each costs beside memory, in words.
     ranks: int  # Ranks of the changed job.
 
@@ -99,15 +103,16 @@ def smallest_machine(job: TrainingJob, machines: Iterable[Machine]) -> Machine |
         machines, key=lambda machine: (machine.gpu_memory_bytes or 0.0, machine.name)
     )
     return next(
-        (machine for machine in by_memory if needed_bytes(one, machine)[1]), None
+        (machine for machine in by_memory if needed_bytes(one, machine)[1] is None),
+        None,
     )
 
 
 def needed_bytes(
     one: Variant, machine: Machine, ranks_per_host: int | None = None
-) -> tuple[float, bool]:
-    """Return the largest device memory of a rank, and whether it fits. Offload is of
-    the parts that do not fit."""
+) -> tuple[float, str | None]:
+    """Return the largest device memory of a rank, and why it does not fit; None: it
+    does. Offload is of the parts that do not fit."""
     shared = share_host(machine, one.settings.ranks, ranks_per_host)
     capacity = shared.gpu_memory_bytes or 0.0
     workload = place(one.job, one.settings, shared).workload
@@ -117,7 +122,8 @@ def needed_bytes(
     # State on the host of a machine with unified memory takes the same memory.
     if one.state == "offloaded" and not shared.unified_memory:
         steps = steps_of(Policy.make("zero-offload"), workload, shared)
-        return own, steps is not None and fits_memory(steps, shared)
+        excess = _NO_RATES if steps is None else memory_excess(steps.valid, shared)
+        return own, excess and f"no: {excess}"
     if not workload.gradients_held_until_step:
         # Those of a plan without offload, which have no part in the job's own, stay
         # until the update.
@@ -128,8 +134,8 @@ def needed_bytes(
     if one.state != "paged":
         own += state
     elif host is not None and state > host:
-        return own, False
-    return own, own + workload.gpu_slack_bytes <= capacity
+        return own, f"no: state of {bytes_text(state)} exceeds the host's memory"
+    return own, None if own + workload.gpu_slack_bytes <= capacity else "no"
 
 
 def _possible(job: TrainingJob, machine: Machine) -> list[Lever]:
@@ -168,12 +174,13 @@ def _change(
         "hosts": -(-one.settings.ranks // per_host),
     }
     names = [lever.name for lever in levers]
-    device_bytes, does_fit = needed_bytes(one, machine, ranks_per_host)
+    device_bytes, reason = needed_bytes(one, machine, ranks_per_host)
     return JobChange(
         levers=tuple(names),
         action={"kind": framework, "settings": settings_for(framework, names, values)},
         device_bytes=device_bytes,
-        fits=does_fit,
+        fits=reason is None,
+        reason=reason,
         costs=tuple(lever.cost for lever in levers),
         ranks=one.settings.ranks,
     )

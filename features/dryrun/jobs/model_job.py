@@ -2,20 +2,17 @@
 run."""
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ebbtide.errors import UserError
 from ebbtide.features.dryrun.jobs.models import find_model, write_stand_in
-from ebbtide.features.dryrun.jobs.settings import (
-    ZERO_STAGES,
-    ModelJob,
-    PreparedJob,
-    require,
-    scratch_folder,
-)
+from ebbtide.features.dryrun.jobs.settings import PreparedJob, require, scratch_folder
+from ebbtide.model_job import CHUNK, ZERO_STAGES, ModelJob
 from ebbtide.output_files import new_output
 
 _OPTIMIZERS = {
@@ -53,9 +50,10 @@ def prepare_model_job(job: ModelJob, script: Path, force: bool) -> PreparedJob:
         folder = scratch / Path(model.name).name
         if not model.is_whole:
             write_stand_in(model, folder)
-        path.write_text(render(job, model.name, script.name), encoding="utf-8")
+        text = render(job, model.name, script.name, softcap_of(model.config))
+        path.write_text(text, encoding="utf-8")
     lines = [
-        f"{script}: {_summary(job)}",
+        f"{script}: {job.summary}; {job.bytes_text}",
         f"model {model.name}, configuration from {model.source}",
     ]
     return PreparedJob(
@@ -65,9 +63,16 @@ def prepare_model_job(job: ModelJob, script: Path, force: bool) -> PreparedJob:
     )
 
 
-def render(job: ModelJob, model: str, file: str) -> str:
+def softcap_of(config: Mapping[str, Any]) -> float | None:
+    """Return the bound of the logits of a model (Gemma 2 has one)."""
+    value = config.get("final_logit_softcapping")
+    is_gemma_2 = config.get("model_type") == "gemma2"
+    return 30.0 if value is None and is_gemma_2 else value
+
+
+def render(job: ModelJob, model: str, file: str, softcap: float | None = None) -> str:
     """Return the script of a job; `model`: a name on the hub, or the folder with the
-    weights; `file`: its own name."""
+    weights; `file`: its own name; `softcap`: the bound of its logits."""
     learning_rate = 1e-5 if job.method == "full" else 1e-4
     autocast = job.precision == "bf16-mixed"
     dtype = (
@@ -75,13 +80,16 @@ def render(job: ModelJob, model: str, file: str) -> str:
         if job.precision == "fp32" or (autocast and job.method == "full")
         else "bfloat16"
     )
+    optimizer = _OPTIMIZERS[job.optimizer]
+    if job.offloads_optimizer:
+        optimizer = "HostAdamW(trained, lr={})"
     return _template().render(
         model=json.dumps(model),
         file=file,
-        summary=_summary(job),
+        summary=job.summary,
         launcher=f"torchrun --nproc-per-node {job.ranks}" if job.strategy else "python",
         method=job.method,
-        optimizer=_OPTIMIZERS[job.optimizer].format(learning_rate),
+        optimizer=optimizer.format(learning_rate),
         learning_rate=learning_rate,
         batch=job.batch,
         sequence=job.sequence,
@@ -90,6 +98,12 @@ def render(job: ModelJob, model: str, file: str) -> str:
         dtype=dtype,
         strategy=job.strategy,
         stage=ZERO_STAGES.get(job.strategy or ""),
+        micro_steps=job.micro_steps,
+        chunked=job.loss == "chunked",
+        chunk=CHUNK,
+        softcap=softcap,
+        offloads_activations=job.offloads_activations,
+        offloads_optimizer=job.offloads_optimizer,
     )
 
 
@@ -104,17 +118,6 @@ def _template() -> Template:
         keep_trailing_newline=True,
     )
     return environment.get_template("train.py.j2")
-
-
-def _summary(job: ModelJob) -> str:
-    parts = [
-        job.method,
-        job.precision,
-        job.optimizer,
-        f"{job.batch} x {job.sequence:,} tokens a step",
-    ]
-    parts += ["checkpointing"] if job.checkpointing else []
-    return ", ".join([*parts, job.strategy] if job.strategy else parts)
 
 
 def _is_ours(path: Path) -> bool:

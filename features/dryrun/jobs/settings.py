@@ -1,4 +1,4 @@
-"""Settings of a job that trains a model, and a job that is ready for a dry run."""
+"""A job that is ready for a dry run."""
 
 import shutil
 import tempfile
@@ -7,61 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
 from ebbtide.errors import UserError
-
-Method = Literal["full", "lora", "qlora"]
-Optimizer = Literal["adamw", "adamw-8bit", "paged-adamw-8bit", "adafactor", "sgd"]
-Precision = Literal["bf16", "bf16-mixed", "fp32"]
-Strategy = Literal["ddp", "fsdp", "zero1", "zero2", "zero3", "offload"]
-
-ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 3}
-
-
-@dataclass(frozen=True)
-class ModelJob:
-    """A job that trains a language model. Raises UserError if the settings make no
-    sense together."""
-
-    model: str  # A folder, a configuration file, or a name on the hub
-    method: Method = "full"
-    optimizer: Optimizer = "adamw"
-    batch: int = 1  # Samples of a step on one rank
-    sequence: int = 2048  # Tokens of a sample
-    checkpointing: bool = False  # Whether layers are recomputed in the backward
-    precision: Precision = "bf16"
-    # Sharing of the job among ranks; None: one rank has all of it
-    strategy: Strategy | None = None
-    ranks: int = 1
-
-    def __post_init__(self) -> None:
-        stage = ZERO_STAGES.get(self.strategy or "")
-        if self.strategy in ("ddp", "fsdp") and self.ranks < 2:
-            raise UserError(
-                f"--strategy {self.strategy} is for several ranks: state them, as in "
-                "--ranks 8"
-            )
-        if self.method == "qlora" and (self.strategy == "fsdp" or stage == 3):
-            raise UserError(
-                f"--strategy {self.strategy} shards weights, which qlora keeps whole: "
-                "take ddp or zero2"
-            )
-        if stage and self.optimizer != "adamw":
-            raise UserError(
-                f"--strategy {self.strategy} runs DeepSpeed's AdamW: leave out "
-                "--optimizer"
-            )
-        if stage and self.precision == "bf16-mixed":
-            raise UserError(
-                "DeepSpeed keeps fp32 copies of bf16 weights by itself: take "
-                "--precision bf16"
-            )
-        if self.strategy == "fsdp" and self.optimizer not in ("adamw", "sgd"):
-            raise UserError(
-                f"--optimizer {self.optimizer} does not update sharded parameters: "
-                "take adamw, or ddp"
-            )
 
 
 @dataclass(frozen=True)

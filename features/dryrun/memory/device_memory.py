@@ -3,6 +3,7 @@ whom."""
 
 import dis
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType, FrameType
@@ -10,6 +11,7 @@ from types import CodeType, FrameType
 from ebbtide.features.dryrun.memory.allocator_pools import (
     EXPANDABLE_BYTES,
     AllocatorBlock,
+    AllocatorSettings,
 )
 from ebbtide.features.dryrun.memory.caching_allocator import CachingAllocator
 from ebbtide.features.dryrun.time.clock import VirtualClock
@@ -33,6 +35,7 @@ class DeviceBlock:
             for a workspace; None: another.
         stream, streams: That which allocated it, and others that use it, as the job
             said by `Tensor.record_stream`.
+        device: The number of its device.
         most: Of a convolution's workspace, which the job can go on without, the most
             bytes that it may take; else None.
     """
@@ -46,39 +49,126 @@ class DeviceBlock:
     stream: int = 0
     streams: tuple[int, ...] = ()
     most: int | None = None
+    device: int = 0
 
 
-class DeviceMemory:
-    """Follows the storages on the device; each has a number of its own, its key.
+class DeviceUse:
+    """The bytes in use on one device.
 
     Attributes:
-        error: The class of the error that is raised where no memory is left.
-        failures: How often it was raised.
+        requested_bytes: Now, of tensors.
         peak_bytes, peak_allocated_bytes, peak_reserved_bytes: The largest so far, or
             since the job reset them.
         most_bytes, most_reserved_bytes: The largest so far, requested and reserved.
-        blocks, convolutions: Every block so far, in the order of allocation, and
-            workspaces of convolutions.
         timeline: (time in ns, requested, allocated, reserved bytes) after each
             change.
     """
 
-    def __init__(
-        self, clock: VirtualClock, allocator: CachingAllocator | None = None
-    ) -> None:
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self.allocator = allocator
         self.requested_bytes = self.peak_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        self.blocks: list[DeviceBlock] = []
+        self.most_bytes = self.most_reserved_bytes = 0
         self.timeline: list[tuple[int, int, int, int]] = []
+
+    def reset_peaks(self) -> None:
+        """Set the peaks to what is in use now."""
+        self.peak_bytes = self.requested_bytes
+        self.peak_allocated_bytes = self.allocator.allocated_bytes
+        self.peak_reserved_bytes = self.allocator.reserved_bytes
+
+    def note_change(self, t_ns: int) -> None:
+        """Account for a change at a time."""
+        allocated, reserved = (
+            self.allocator.allocated_bytes,
+            self.allocator.reserved_bytes,
+        )
+        self.peak_bytes = max(self.peak_bytes, self.requested_bytes)
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, allocated)
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, reserved)
+        self.most_bytes = max(self.most_bytes, self.requested_bytes)
+        self.most_reserved_bytes = max(self.most_reserved_bytes, reserved)
+        self.timeline.append((t_ns, self.requested_bytes, allocated, reserved))
+
+
+class DeviceMemory:
+    """Follows the storages on the devices of a process; each has a number of its own,
+    its key. What is made is made on the current device of the clock.
+
+    Attributes:
+        error: The class of the error that is raised where no memory is left.
+        failures: How often it was raised.
+        uses: What is in use on each device, by its number.
+        blocks, convolutions: Every block so far, in the order of allocation, and
+            workspaces of convolutions.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        new_allocator: Callable[[], CachingAllocator] = CachingAllocator,
+    ) -> None:
+        self.blocks: list[DeviceBlock] = []
         self.convolutions: list[DeviceBlock] = []
-        self.allocator = allocator or CachingAllocator()
-        self.allocator.on_shortage = self._fail_in_search
+        self.uses: dict[int, DeviceUse] = {}
         self.error: type[Exception] = MemoryError
         self.failures = 0
-        self.most_bytes = self.most_reserved_bytes = 0
-        self._clock = clock
+        self._clock, self._new_allocator = clock, new_allocator
+        self._settings: AllocatorSettings | None = None
         self._live: dict[int, DeviceBlock] = {}
         self._allocated: dict[DeviceBlock, AllocatorBlock] = {}
+
+    @property
+    def device(self) -> int:
+        """The number of the current device."""
+        return self._clock.device
+
+    def use(self, device: int | None = None) -> DeviceUse:
+        """Return what is in use on a device; None: the current one."""
+        number = self._clock.device if device is None else device
+        if number not in self.uses:
+            use = self.uses[number] = DeviceUse(self._new_allocator())
+            use.allocator.on_shortage = self._fail_in_search
+            use.allocator.settings = self._settings or use.allocator.settings
+        return self.uses[number]
+
+    @property
+    def allocator(self) -> CachingAllocator:
+        """The allocator of the current device."""
+        return self.use().allocator
+
+    @property
+    def requested_bytes(self) -> int:
+        """The bytes of tensors on the current device."""
+        return self.use().requested_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes of tensors on the current device."""
+        return self.use().most_bytes
+
+    @property
+    def most_reserved_bytes(self) -> int:
+        """The most bytes reserved on the current device."""
+        return self.use().most_reserved_bytes
+
+    @property
+    def timeline(self) -> list[tuple[int, int, int, int]]:
+        """The memory in use on the current device over time."""
+        return self.use().timeline
+
+    def by_size(self) -> list[int]:
+        """Return the devices on which something was allocated, the fullest first; the
+        current one if there is none."""
+        used = [number for number, use in self.uses.items() if use.timeline]
+        used.sort(key=lambda number: (-self.uses[number].most_reserved_bytes, number))
+        return used or [self.device]
+
+    def set_settings(self, settings: AllocatorSettings) -> None:
+        """Set the settings of the allocators of all devices."""
+        self._settings = settings
+        for use in self.uses.values():
+            use.allocator.settings = settings
 
     def has(self, key: int) -> bool:
         return key in self._live
@@ -149,7 +239,8 @@ class DeviceMemory:
         self._free(before)
         block = DeviceBlock(0, 0, stack, module, category=before.category)
         self._live[key] = block
-        self._allocate(block, size)
+        with self._clock.on(before.device):
+            self._allocate(block, size)
 
     def record_stream(self, key: int, stream: int) -> None:
         """Note that a stream uses a storage: when it is released, its memory waits for
@@ -168,17 +259,9 @@ class DeviceMemory:
 
     def empty_cache(self) -> None:
         """Release the cached segments, as `torch.cuda.empty_cache()` does."""
-        if not self._clock.closed:
-            self.allocator.empty_cache()
-            self._note_change(self._clock.tick())
-
-    def reset_peaks(self) -> None:
-        """Set the peaks to what is in use now."""
-        self.peak_bytes, self.peak_allocated_bytes = (
-            self.requested_bytes,
-            self.allocator.allocated_bytes,
-        )
-        self.peak_reserved_bytes = self.allocator.reserved_bytes
+        for use in () if self._clock.closed else self.uses.values():
+            use.allocator.empty_cache()
+            use.note_change(self._clock.tick())
 
     def _allocate(self, block: DeviceBlock, size: int) -> None:
         if size > EXPANDABLE_BYTES:
@@ -187,37 +270,28 @@ class DeviceMemory:
             )
         block.size = size
         block.start_ns, block.stream = self._clock.tick(), self._clock.stream
+        block.device = self.device
         if not size:
             return
-        allocated = self.allocator.allocate(
+        use = self.use()
+        allocated = use.allocator.allocate(
             size, block.stream, block.start_ns, always=block.most is None
         )
         if allocated is not None:
             self._allocated[block] = allocated
-            self.requested_bytes += size
+            use.requested_bytes += size
             self.blocks.append(block)
-            self._note_change(block.start_ns)
+            use.note_change(block.start_ns)
 
     def _free(self, block: DeviceBlock) -> None:
         allocated = self._allocated.pop(block, None)
         if allocated is not None:
+            use = self.use(block.device)
             block.end_ns = self._clock.tick()
             reached = [self._clock.record(stream)[TYPICAL] for stream in block.streams]
-            self.allocator.free(allocated, max(reached, default=None))
-            self.requested_bytes -= block.size
-            self._note_change(block.end_ns)
-
-    def _note_change(self, t_ns: int) -> None:
-        allocated, reserved = (
-            self.allocator.allocated_bytes,
-            self.allocator.reserved_bytes,
-        )
-        self.peak_bytes = max(self.peak_bytes, self.requested_bytes)
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, allocated)
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, reserved)
-        self.most_bytes = max(self.most_bytes, self.requested_bytes)
-        self.most_reserved_bytes = max(self.most_reserved_bytes, reserved)
-        self.timeline.append((t_ns, self.requested_bytes, allocated, reserved))
+            use.allocator.free(allocated, max(reached, default=None))
+            use.requested_bytes -= block.size
+            use.note_change(block.end_ns)
 
     def _fail_in_search(self, size: int) -> None:
         """Raise the error of a device that has no memory left where the job is made for

@@ -2,6 +2,8 @@
 typical and slow assumptions."""
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,11 +15,15 @@ from ebbtide.machines.kernels.time_priors import (
     MAX_QUEUED,
     TYPICAL,
     PriorRange,
+    WorkClass,
 )
 from ebbtide.machines.machine import Machine
 
 # Streams of the collectives of NCCL, which are not those of the job.
 COMMUNICATION_STREAM = 1_000
+# Numbers of streams that a device has: that of its default stream is a multiple.
+DEVICE_STREAMS = 1_000_000
+_PEER_COPY = "Memcpy PtoP"
 Times = tuple[int, ...]  # one in each of the cases
 
 
@@ -69,19 +75,21 @@ class SimulatedTime:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedKernel:
-    """A kernel: its work, its stream, and its times in ns in the typical case."""
+    """A kernel: its work, its stream, its times in ns in the typical case, and the
+    number of its device."""
 
     work: KernelWork
     stream: int
     launch_ns: int
     start_ns: int
     end_ns: int
+    device: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedCopy:
     """A copy: its direction (`h2d`, `d2h`), bytes and `host_memory` (`pinned` or
-    `pageable`), its stream and times."""
+    `pageable`), its stream, times and device."""
 
     direction: str
     size: int
@@ -90,6 +98,7 @@ class LaunchedCopy:
     launch_ns: int
     start_ns: int
     end_ns: int
+    device: int = 0
 
 
 class VirtualClock:
@@ -100,7 +109,8 @@ class VirtualClock:
 
     Attributes:
         kernels, copies: Those so far, in order of launch.
-        stream: The current stream; 0 is the default one.
+        device: The number of the current device.
+        stream: The current stream of that device; 0 is the default one of the first.
         in_job: Whether a phase has begun: before, work on the host takes no time.
         closed: Whether the job is at its end: nothing is counted from then on, here and
             by all that has this clock.
@@ -111,7 +121,9 @@ class VirtualClock:
         self._kernel_ns = cache(self.rates.kernel_ns)
         self.kernels: list[LaunchedKernel] = []
         self.copies: list[LaunchedCopy] = []
-        self.stream = 0
+        self.device = 0
+        # Device -> its current stream, where that is not the default one.
+        self._current: dict[int, int] = {}
         self.in_job = self.closed = False
         self._cases = tuple(SimulatedTime() for _ in CASES)
         self._typical = self._cases[TYPICAL]
@@ -133,6 +145,27 @@ class VirtualClock:
             or priors.PAGEABLE_SHARE * self._pinned[key]
             for key in ("h2d", "d2h")
         }
+
+    @property
+    def stream(self) -> int:
+        return self.stream_of(self.device)
+
+    @stream.setter
+    def stream(self, stream: int) -> None:
+        self._current[stream // DEVICE_STREAMS] = stream
+
+    def stream_of(self, device: int) -> int:
+        """Return the current stream of a device."""
+        return self._current.get(device, device * DEVICE_STREAMS)
+
+    @contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """Make a device the current one for a while."""
+        before, self.device = self.device, device
+        try:
+            yield
+        finally:
+            self.device = before
 
     @property
     def now_ns(self) -> int:
@@ -163,7 +196,9 @@ class VirtualClock:
         ]
         if not self.closed:
             self.kernels.append(
-                LaunchedKernel(work, stream, launch_ns, *times[TYPICAL])
+                LaunchedKernel(
+                    work, stream, launch_ns, *times[TYPICAL], device=self.device
+                )
             )
 
     def run_collective(
@@ -208,7 +243,10 @@ class VirtualClock:
             )
             times.append(
                 case.launch(
-                    self.stream, round(priors.LAUNCH_NS[number]), duration, direction
+                    self.stream,
+                    round(priors.LAUNCH_NS[number]),
+                    duration,
+                    f"{direction} {self.device}",
                 )
             )
             if blocking or (not pinned and direction == "d2h"):
@@ -218,9 +256,36 @@ class VirtualClock:
         host_memory = "pinned" if pinned else "pageable"
         self.copies.append(
             LaunchedCopy(
-                direction, size, host_memory, self.stream, launch_ns, *times[TYPICAL]
+                direction,
+                size,
+                host_memory,
+                self.stream,
+                launch_ns,
+                *times[TYPICAL],
+                device=self.device,
             )
         )
+
+    def run_peer_copy(self, source: int, target: int, size: int) -> None:
+        """Copy `size` bytes from one device to another, over the link between them: the
+        current streams of both wait for each other."""
+        rate = self.rates.peer_bytes_per_s
+        streams = self.stream_of(source), self.stream_of(target)
+        launch_ns = self.tick()
+        times = []
+        for number, case in enumerate(self._cases):
+            duration = round(
+                1e9 * size / (rate * priors.COPY_EFFICIENCY[number])
+                + priors.COPY_NS[number]
+            )
+            case.wait(streams[0], case.reached_ns(streams[1]))
+            latency = round(priors.LAUNCH_NS[number])
+            times.append(case.launch(streams[0], latency, duration, f"from {source}"))
+            case.wait(streams[1], times[-1][1])
+        if not self.closed:
+            work = KernelWork(_PEER_COPY, "copy", WorkClass.ELEMENTWISE, 0.0, size)
+            row = LaunchedKernel(work, streams[0], launch_ns, *times[TYPICAL], source)
+            self.kernels.append(row)
 
     def record(self, stream: int | None = None) -> Times:
         """Return when the GPU passes an event that is recorded now on a stream, in each

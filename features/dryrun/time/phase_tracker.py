@@ -51,6 +51,17 @@ class FakeForward:
     phases_before: int
 
 
+@dataclass(frozen=True)
+class FakeMark:
+    """A range that the job names, by the times of the host and of the device, in ns."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    gpu_start_ns: int
+    gpu_end_ns: int
+
+
 class FakeForwards:
     """Collects the outermost forwards while grad mode is off and no phase is open, as
     the recorder's class does; `active`: whether one runs."""
@@ -101,6 +112,7 @@ class PhaseTracker:
     ) -> None:
         self.phases: list[FakePhase] = []
         self.without_gradients = FakeForwards(clock, self.phases)
+        self.marks: list[FakeMark] = []
         self.rule = IterationRule()
         # The number of iterations with phases.
         self.iterations = 0
@@ -126,6 +138,18 @@ class PhaseTracker:
         self._backwards = self._numbered = self._ended = 0
         self._unstepped = UnsteppedIterations()
         self._names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+    def begin_mark(self, name: str) -> Callable[[], None]:
+        """Begin a range that the job names; return the function that ends it."""
+        start_ns, gpu_start_ns = self._clock.tick(), self._clock.record()[TYPICAL]
+
+        def end() -> None:
+            end_ns, gpu_end_ns = self._clock.tick(), self._clock.record()[TYPICAL]
+            self.marks.append(
+                FakeMark(name, start_ns, end_ns, gpu_start_ns, gpu_end_ns)
+            )
+
+        return end
 
     @property
     def in_phase(self) -> bool:

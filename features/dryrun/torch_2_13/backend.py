@@ -32,6 +32,7 @@ from ebbtide.features.dryrun.torch_2_13.device.fake_device import (
 from ebbtide.features.dryrun.torch_2_13.device.flex_attention import (
     register_flex_attention,
 )
+from ebbtide.features.dryrun.torch_2_13.device.pickled_tensors import patch_pickles
 from ebbtide.features.dryrun.torch_2_13.device.tensor_patches import (
     patch_legacy_types,
     patch_tensors,
@@ -90,7 +91,7 @@ class Backend:
         storages = FollowedStorages(sink)
         workspaces = KernelWorkspaces(sink.memory, self.stacks, gpu)
         self.mode = mode = FakeDeviceMode(
-            sink, self.stacks, storages, workspaces, self.device_attribute
+            sink, self.stacks, storages, workspaces, self.device_attribute, devices
         )
         self.triton = TritonKernels(sink.clock, mode.values)
         self.user_files = UserFiles(mode)
@@ -102,6 +103,7 @@ class Backend:
         mode.collectives.install(patches, peers)
         patch_data_parallel(patches, mode.collectives)
         patch_tensors(patches, storages, self.stacks, mode.values)
+        patch_pickles(patches)
         self.user_files.install(patches)
         storages.install(patches)
         self.batches.install(patches)
@@ -143,6 +145,7 @@ class Backend:
         if self.libraries.compiles:
             notes.append(
                 "torch.compile was left out: the memory is that of the eager model, "
+                "but for temporaries of code without gradients, "
                 "the times are those of fused kernels"
             )
         if self.mode.shapes.bounds:

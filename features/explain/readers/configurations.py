@@ -133,7 +133,7 @@ class _Block:
         while self.path and self.path[-1][0] >= indent:
             self.path.pop()
         names = [self.section, *(outer for _, outer in self.path), name]
-        value = (entry["value"] or "").split(" #")[0].rstrip().rstrip(",")
+        value = (entry["value"] or "").split(" #")[0].rstrip(" \\").rstrip(",")
         if value in ("", "[", "dict("):
             self.path.append((indent, name))
         else:

@@ -18,9 +18,11 @@ from ebbtide.units import counted
 _MAX_READINGS = 20_000
 _FORMATS = "readers/gpu_formats.toml"
 _UNIT = re.compile(r"\s*[\[(]([^\])]{1,20})[\])]$")
-_NUMBER = re.compile(r"(0x[0-9a-fA-F]{1,16}|\d{1,18}(?:\.\d{1,9})?)\s?([KMGT]?i?B)?")
+_NUMBER = re.compile(
+    r"(0x[0-9a-fA-F]{1,16}|\d{1,18}(?:\.\d{1,9})?)(?:/\s*[\d.]{1,18})?\s?([KMGT]?i?B)?"
+)
 # What tools call MB is MiB.
-_SCALES = {"B": 1, "KIB": 1 << 10, "GIB": 1 << 30, "TIB": 1 << 40}
+_SCALES = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _NO_VALUE = re.compile(r"N/A|Not Supported|Unknown", re.IGNORECASE)
 _TEXTS = {"name", "time", "command"}
 _COUNTS = {"device", "instance", "pid", "throttle_reasons"}
@@ -123,14 +125,15 @@ def _figure(name: str, value: str, unit: str = "") -> dict[str, Any]:
     if name in _COUNTS:
         return {name: int(number)}
     if name.endswith("_bytes"):
-        scale = _SCALES.get((match[2] or unit).upper(), 1 << 20)
+        letter = (match[2] or unit or "MB")[0].upper()
+        scale = _SCALES.get(letter, 1 << 20)
         return {name: int(number * scale)}
     return {name: number / 100 if name in _PERCENTAGES else number}
 
 
 @dataclass
 class _Draft:
-    """What was read so far of the tables of one tool."""
+    """The tables of one tool as far as they were read."""
 
     program: str
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -138,6 +141,8 @@ class _Draft:
     numbers: list[int] = field(default_factory=list)
 
     def add(self, kind: str, values: dict[str, Any], number: int) -> None:
+        if kind == "pair" and not values:
+            return
         self.numbers.append(number)
         if len(self.rows) > _MAX_READINGS:
             return
@@ -151,18 +156,27 @@ class _Draft:
                 self.processes.append(GpuProcess(**values))
         elif kind == "card" or [*values] == ["device"]:
             self.rows.append(values)
+        elif kind == "first":
+            if self.rows:
+                self.rows[-1] = values | self.rows[-1]
         else:
-            card = values.get("device"), values.get("instance")
-            rows = (
-                row
-                for row in reversed(self.rows[-64:])
-                if card[0] is None or (row.get("device"), row.get("instance")) == card
-            )
-            row = next(rows, None)
-            if row is None:
-                self.rows.append(values)
-            else:
-                row.update(values)
+            self._add_to_card(values)
+
+    def _add_to_card(self, values: dict[str, Any]) -> None:
+        """Add to the last reading of a card, or to one that does not say which."""
+        card = values.get("device"), values.get("instance")
+        rows = (
+            row
+            for row in reversed(self.rows[-64:])
+            if card[0] is None
+            or (row.get("device"), row.get("instance")) == card
+            or "device" not in row
+        )
+        row = next(rows, None)
+        if row is None:
+            self.rows.append(values)
+        else:
+            row.update(values)
 
     def table(self, text: PastedText) -> Iterator[GpuTable]:
         if not self.numbers:
@@ -237,7 +251,10 @@ def read_columns(text: PastedText) -> Iterator[GpuTable]:
 
 def _header(line: str) -> list[str] | None:
     """Return the names of columns; None for any other line."""
+    line = line.removeprefix("\\")
     is_comment = line[:1] == "#"
+    if query := _QUERY.search(line):
+        return query[1].lower().split(",")
     if not is_comment and line.count(",") == 0:
         return None
     words = line.lstrip("# ").split() if is_comment else line.split(",")
@@ -264,6 +281,8 @@ def _add_row(draft: _Draft, names: list[str], line: PastedLine) -> bool:
     return True
 
 
+# A command says which columns the rows without a header below it have.
+_QUERY = re.compile(r"nvidia-smi\b.{0,80}--query-gpu=([\w.,]{3,400})")
 _PROCESS_FIELDS = ("device", "pid", "command", "used_bytes")
 _BARE = re.compile(
     r"(?P<percent>\d{1,3} %)|(?P<size>\d{1,7} MiB)|(?P<watts>[\d.]{1,8} W)"

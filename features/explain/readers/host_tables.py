@@ -20,7 +20,7 @@ _UNITS_OF_FREE = ((2e3, 1 << 30), (3e6, 1 << 20), (2e10, _KIB))
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostMemory(Record):
+class HostMemoryTable(Record):
     """Memory of a host in bytes: total, free, available, shared, swap_total and so on.
 
     Figures that the table does not have are missing.
@@ -39,7 +39,8 @@ class HostMessage(Record):
     """A message about the host's memory.
 
     `kind` is `kill`, `constraint`, `limit` and `task` of the kernel, `sigkill`,
-    `group-kill`, `bus-error`, `lock-limit`, `pin-error`, `numa-hit` or `numa-miss`.
+    `group-kill`, `launcher-kill`, `bus-error`, `lock-limit`, `pin-error`, `numa-hit`,
+    `numa-miss` or `numa-memory`.
     """
 
     kind: str
@@ -61,7 +62,8 @@ class HostMessage(Record):
 @reader
 def read_host(text: PastedText) -> Iterator[Record]:
     seen: set[tuple[str, str]] = set()
-    tables: dict[str, HostMemory] = {}
+    tables: dict[str, HostMemoryTable] = {}
+    earlier: list[HostMemoryTable] = []
     for entry, match, line in matching_lines(text, "readers/host_messages.toml"):
         place = Place(
             text_name=text.name, first_line=line.number, last_line=line.number
@@ -69,7 +71,9 @@ def read_host(text: PastedText) -> Iterator[Record]:
         kind = entry["kind"]
         values = {key: value for key, value in match.groupdict().items() if value}
         if kind in ("free", "meminfo"):
-            table = tables.setdefault(kind, HostMemory(place=place, sizes={}))
+            if "total" in values and kind in tables:
+                earlier.append(tables.pop(kind))
+            table = tables.setdefault(kind, HostMemoryTable(place=place, sizes={}))
             _add_sizes(table.sizes, values, _KIB if kind == "meminfo" else None)
         elif (kind, match[0]) not in seen and len(seen) < _MAX_MESSAGES:
             seen.add((kind, match[0]))
@@ -80,7 +84,7 @@ def read_host(text: PastedText) -> Iterator[Record]:
                 text=match[0].strip(),
                 values=values,
             )
-    for table in tables.values():
+    for table in (*earlier, *tables.values()):
         sizes = table.sizes
         if {"swap_total", "swap_free"} <= sizes.keys():
             sizes.setdefault("swap_used", sizes["swap_total"] - sizes["swap_free"])

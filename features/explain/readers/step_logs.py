@@ -17,8 +17,11 @@ from ebbtide.features.explain.record import Place, Record, reader
 # As slime names a step: `perf 12: {...}`.
 _NUMBERED = re.compile(r"\b(?:perf|rollout|train|step) (\d{1,9}): \{")
 _NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-# A word behind a number is its unit, unless it is the next key.
-_UNIT = r"(?P<unit>[a-zA-Z]{1,7}\b(?![\w/]{0,60}\s?[:=])|%)"
+# Behind a number may be its unit, unless it is the next key.
+_UNIT = (
+    r"(?P<unit>(?:[um]?s|secs?|seconds|min|[kKmMgGtT]i?[bB]|[kKmMgG])\b"
+    r"(?![\w/]{0,60}\s?[:=])|%)"
+)
 _VALUE = rf"(?P<value>{_NUMBER})['\"]?(?:/[\d.]+)?(?: ?\(?{_UNIT})?"
 # A key is what stands before a colon or an equals sign, behind a separator; or a word
 # before a number, between commas.
@@ -37,7 +40,9 @@ _RATE = re.compile(
 )
 _STEP = re.compile(
     r"(?:^|[\s\[|(_{,'\"])(?<!ccumulation )(?<!ptimization )(?<!armup )(?<!save )"
-    r"(?<!of )(?:global[_ ]?)?(?:step|iter(?:ation)?|itr|it(?= ?\d{1,9}/))s?"
+    r"(?<!of )(?<!logging_)(?<!save_)(?<!eval_)(?<!max_)(?<!warmup_)(?<!lation_)"
+    r"(?<!delay_)(?<!per_)(?<!num_)(?:global[_ ]?)?"
+    r"(?:step|iter(?:ation)?|itr|it(?= ?\d{1,9}/))s?"
     r"(?:\[?(?:global_step)?/max_steps\]?)?['\"]?\s*[:=#]?\s*[\['\"]?"
     r"(\d{1,9})(?:\.0+\b)?(?:\s*/\s*(\d{1,9}))?(?![\w.]*\d|\.\d)",
     re.IGNORECASE,
@@ -75,7 +80,7 @@ _HOST_USAGE = re.compile(
 )
 _MAX_LINE_CHARS = 4096
 _BLANKS = re.compile(r"\s{3,}")
-_FIGURE = re.compile(r"[:=] ?['\"\[]?[-+.]?\d|\d ?[a-zA-Z/]{1,9}[,\s\])]|\d \(")
+_FIGURE = re.compile(r"[:=] ?['\"\[]?[-+.]?\d|\d ?[a-zA-Z/]{1,9}(?:[,\s\])]|$)|\d \(")
 _MAX_LINES_OF_STEP = 20
 _CLOCK_COLUMN, _ELAPSED_COLUMN, _SECONDS_COLUMN = "clock_s", "elapsed_s", "seconds"
 _UPDATE_COLUMN = "update"

@@ -46,8 +46,8 @@ def explain_gpu_tables(records: Records) -> Iterator[Result]:
                 yield _answer(table, entry, fitting)
         if "gpu-waits" in names:
             yield OpenQuestion("what the GPU waits for", _PROFILE)
-        told = ("share", "used_bytes", "is_uncounted")
-        if cards and not any(card.get(name) for card in cards for name in told):
+        uses = ("share", "used_bytes", "is_uncounted")
+        if cards and not any(card.get(name) for card in cards for name in uses):
             yield OpenQuestion("how much memory is in use", _QUERY)
 
 

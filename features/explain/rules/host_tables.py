@@ -9,13 +9,14 @@ from ebbtide.features.explain import formats
 from ebbtide.features.explain.answer import OpenQuestion, Result, rule
 from ebbtide.features.explain.line_formats import file_content
 from ebbtide.features.explain.readers.gpu_tables import GpuTable
-from ebbtide.features.explain.readers.host_tables import HostMemory, HostMessage
+from ebbtide.features.explain.readers.host_tables import HostMemoryTable, HostMessage
 from ebbtide.features.explain.readers.step_logs import StepLog
 from ebbtide.features.explain.record import Records
 from ebbtide.features.explain.rule_tables import entry_answer, holds
 from ebbtide.units import bytes_text
 
 _GIB = 1 << 30
+_MIN_TABLES = 3
 _WHO_KILLED = (
     "dmesg -T | grep -iE 'oom-kill|killed process'; cat /sys/fs/cgroup/memory.events"
 )
@@ -25,7 +26,7 @@ _PARTS_OF_KILL = ("anon", "file", "shared")
 
 @rule(5)
 def explain_host(records: Records) -> Iterator[Result]:
-    messages, tables = records.of(HostMessage), records.of(HostMemory)
+    messages, tables = records.of(HostMessage), records.of(HostMemoryTable)
     if not messages and not tables:
         return
     figures: dict[str, Any] = {
@@ -38,7 +39,9 @@ def explain_host(records: Records) -> Iterator[Result]:
         for name, size in table.sizes.items():
             figures |= {name: size, f"{name}_share": size / total}
             words[name] = bytes_text(size)
+    _add_fall(figures, words, tables)
     _add_messages(figures, words, messages)
+    _add_nodes(figures, words, messages)
     readings = [one for table in records.of(GpuTable) for one in table.readings]
     shares = [one.share for one in readings if one.share is not None]
     if shares:
@@ -92,3 +95,47 @@ def _add_messages(
         pairs = zip(hits, misses, strict=False)
         figures["other_node"] = max(miss / max(hit + miss, 1) for hit, miss in pairs)
         words["other_node_share"] = f"{figures['other_node']:.0%}"
+
+
+def _add_fall(
+    figures: dict[str, Any], words: dict[str, Any], tables: list[HostMemoryTable]
+) -> None:
+    """Add by how much available memory falls from table to table."""
+    sizes = [one.sizes["available"] for one in tables if "available" in one.sizes]
+    if len(sizes) < _MIN_TABLES or sizes != sorted(sizes, reverse=True):
+        return
+    figures["fall_share"] = (sizes[0] - sizes[-1]) / tables[-1].sizes["total"]
+    words["fall"] = f"{bytes_text(sizes[0])} to {bytes_text(sizes[-1])}"
+    words["tables"] = len(sizes)
+
+
+def _add_nodes(
+    figures: dict[str, Any], words: dict[str, Any], messages: list[HostMessage]
+) -> None:
+    """Add the node of the host with the least memory left, and that with the most."""
+    rows = {
+        one.values["row"]: [float(word) for word in one.text.split()[1:]]
+        for one in messages
+        if one.kind == "numa-memory"
+    }
+    if not rows.keys() >= {"MemTotal", "MemFree"}:
+        return
+    totals, files = rows["MemTotal"], rows.get("FilePages", [])
+    # The last column is the sum of all nodes, unless there are too many.
+    is_sum = abs(sum(totals[:-1]) - totals[-1]) < 0.01 * totals[-1]
+    count = len(totals) - is_sum
+    left = {}
+    for node, (total, free) in enumerate(zip(totals, rows["MemFree"], strict=False)):
+        if node < count and total:
+            pages = files[node] if node < len(files) else 0
+            left[node] = (free + pages) / total
+    if len(left) < 2:
+        return
+    fullest, emptiest = min(left, key=left.__getitem__), max(left, key=left.__getitem__)
+    figures |= {"least_left": left[fullest], "most_left": left[emptiest]}
+    words |= {
+        "full_node": fullest,
+        "empty_node": emptiest,
+        "least_left": f"{left[fullest]:.0%}",
+        "most_left": f"{left[emptiest]:.0%}",
+    }

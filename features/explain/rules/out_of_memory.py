@@ -2,8 +2,11 @@
 
 from collections.abc import Callable, Iterator
 
+from ebbtide.analysis.findings.rules.spilled import SETTING
+from ebbtide.features.explain import formats
 from ebbtide.features.explain.answer import Answer, OpenQuestion, Result, rule
 from ebbtide.features.explain.readers.out_of_memory import Frame, OutOfMemoryMessage
+from ebbtide.features.explain.readers.step_logs import StepLog
 from ebbtide.features.explain.record import Records
 from ebbtide.units import bytes_text
 
@@ -18,7 +21,7 @@ _FREE_SHARE = 0.03
 _LARGE_REQUEST = 0.4
 _MOST_OF_IT = 0.85
 _RECORD = "EBBTIDE_OOM=oom.ebb python train.py, then ebbtide memory oom.ebb --at oom"
-_MAX_MESSAGES = 3
+_MAX_MESSAGES, _MANY_STEPS = 3, 50
 
 Conclusion = Callable[[OutOfMemoryMessage], Answer | None]
 
@@ -30,9 +33,36 @@ def explain_out_of_memory(records: Records) -> Iterator[Result]:
     for message in [*distinct.values()][:_MAX_MESSAGES]:
         answers = [conclude(message) for conclude in _CONCLUSIONS]
         yield from (answer for answer in answers if answer is not None)
+    yield from _late_error(records, messages)
     if messages:
         question = "which tensors, of which phase, held the memory"
         yield OpenQuestion(question, _RECORD)
+
+
+def _late_error(
+    records: Records, messages: list[OutOfMemoryMessage]
+) -> Iterator[Answer]:
+    """Yield an answer where a job had run for long before its memory ran out."""
+    for message in messages[:1]:
+        steps = [
+            int(log.values(formats.STEP)[-1])
+            for log in records.of(StepLog)
+            if log.place.text_name == message.place.text_name
+            and log.place.first_line <= message.place.first_line
+            and len(log.values(formats.STEP))
+        ]
+        if not steps or max(steps) < _MANY_STEPS:
+            continue
+        yield _answer(
+            message,
+            "late-error",
+            f"{max(steps):,} steps had run before it: something is larger now, or "
+            "grows",
+            "larger: a longer sequence or batch, validation, generation, a checkpoint, "
+            "a rollout engine that wakes up (try the longest batch first); it grows: "
+            "ebbtide profile -o run.ebb for some hundred steps, then ebbtide findings "
+            "run.ebb (drift)",
+        )
 
 
 def _answer(
@@ -131,8 +161,7 @@ def _spilled(message: OutOfMemoryMessage) -> Answer | None:
         "spilled",
         f"torch has {bytes_text(allocated)} on a GPU of {bytes_text(capacity)}: the "
         "driver has spilled memory to the host (Windows, WSL)",
-        "in the driver's settings choose 'CUDA - Sysmem Fallback Policy: Prefer No "
-        "Sysmem Fallback', so that it fails early instead of running many times slower",
+        SETTING,
     )
 
 
@@ -152,7 +181,11 @@ def _limit_of_the_process(message: OutOfMemoryMessage) -> Answer | None:
             "torch.cuda.set_per_process_memory_fraction sets this limit, or "
             "per_process_memory_fraction of PYTORCH_CUDA_ALLOC_CONF"
         )
-    return _answer(message, "limit-of-the-process", title, advice)
+    parts = []
+    if message.other_bytes is not None:
+        allocated, other = bytes_text(message.allocated_bytes), message.other_bytes
+        parts = [f"torch has {allocated}, other allocations {bytes_text(other)}"]
+    return _answer(message, "limit-of-the-process", title, advice, *parts)
 
 
 def _free_memory_suffices(message: OutOfMemoryMessage) -> Answer | None:

@@ -5,6 +5,7 @@ from itertools import combinations
 
 import numpy as np
 
+from ebbtide.analysis.metrics.iteration_mean import mean_text, uneven
 from ebbtide.analysis.timeseries.change_point import find_change
 from ebbtide.analysis.timeseries.step_functions import Floats
 from ebbtide.features.explain import formats
@@ -18,7 +19,7 @@ from ebbtide.units import bytes_text, counted, seconds_text
 # many.
 _WARM_UP = 3
 _MIN_CHANGE = 0.2
-_MIN_CACHED, _MIN_PART, _FULL_HOST = 0.1, 0.1, 0.8
+_MIN_CACHED, _MIN_PART, _MAX_PART, _FULL_HOST = 0.1, 0.1, 1.05, 0.8
 _POOLS = (
     ("allocated", formats.ALLOCATED),
     ("active", formats.ACTIVE),
@@ -42,9 +43,13 @@ def explain_step_time(records: Records) -> Iterator[Result]:
     if left:
         hours = left * median_s / 3600
         lines.append(f"{left:,} steps are left: {hours:,.1f} h at this rate")
+    times = uneven(1e3 * times_s, "steps")
+    if times is not None:
+        lines.append(times.line)
     yield Answer(
         rule="step-time",
-        title=f"a step takes {seconds_text(median_s)} (median)",
+        title=f"a step takes {seconds_text(median_s)}"
+        + (mean_text(times) or " (median)"),
         evidence=tuple(lines),
         places=(log.place,),
     )
@@ -181,7 +186,8 @@ def explain_parts(records: Records) -> Iterator[Result]:
             continue
         step_s = float(np.median(times_s))
         name = max(parts, key=lambda part: parts[part])
-        if parts[name] < _MIN_PART * step_s:
+        # What is longer than a step is of another program, or of several steps.
+        if not _MIN_PART * step_s <= parts[name] <= _MAX_PART * step_s:
             continue
         ordered = sorted(parts.items(), key=lambda item: -item[1])
         shares = [f"{part} {part_s / step_s:.0%}" for part, part_s in ordered[:5]]

@@ -1,6 +1,7 @@
 """Rules about the time that updates take."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from ebbtide.features.explain.answer import Answer, OpenQuestion, Result, rule
 from ebbtide.features.explain.readers.configurations import Configuration, setting
@@ -9,7 +10,7 @@ from ebbtide.features.explain.record import Records
 from ebbtide.machines.catalog import find_machine
 from ebbtide.units import count_text, seconds_text
 
-_LARGE_SHARE = 0.4
+_LARGE_SHARE, _MIN_RATIO = 0.4, 1.2
 
 
 @rule(24)
@@ -20,6 +21,17 @@ def explain_updates(records: Records) -> Iterator[Result]:
     for times in records.of(UpdateTimes):
         share = times.update_s / times.step_s
         if share < _LARGE_SHARE:
+            yield Answer(
+                rule="step-parts",
+                title=f"a step takes {seconds_text(times.step_s)}: the update is "
+                f"{share:.0%} of it",
+                evidence=(
+                    f"forward {seconds_text(times.forward_s)}, backward "
+                    f"{seconds_text(times.backward_s)}, update "
+                    f"{seconds_text(times.update_s)}",
+                ),
+                places=(times.place,),
+            )
             continue
         ranks = [setting(one.settings, "world_size") for one in configurations]
         count = next((int(text) for text in ranks if text.isdigit()), 1)
@@ -39,6 +51,34 @@ def explain_updates(records: Records) -> Iterator[Result]:
                 "how fast the update is for its parameters",
                 f"ebbtide explain {times.place.text_name} --params N --gpu NAME",
             )
+
+
+@rule(22)
+def compare_updates(records: Records) -> Iterator[Result]:
+    """Compare the parts of a step of two logs of DeepSpeed's timers."""
+    logs = records.of(UpdateTimes)
+    for first, second in pairwise(logs):
+        ratio = second.step_s / first.step_s
+        if 1 / _MIN_RATIO < ratio < _MIN_RATIO:
+            continue
+        parts = {
+            part: (getattr(first, f"{part}_s"), getattr(second, f"{part}_s"))
+            for part in ("forward", "backward", "update")
+        }
+        part = max(parts, key=lambda name: abs(parts[name][1] - parts[name][0]))
+        before_s, after_s = parts[part]
+        word = "slower" if ratio > 1 else "faster"
+        yield Answer(
+            rule="slower-run",
+            title=f"the second run is {max(ratio, 1 / ratio):.2f} times {word} a step",
+            evidence=(
+                f"{seconds_text(first.step_s)} at {first.place}, "
+                f"{seconds_text(second.step_s)} at {second.place}",
+                f"most of it is the {part}: {seconds_text(before_s)} to "
+                f"{seconds_text(after_s)}",
+            ),
+            places=(first.place, second.place),
+        )
 
 
 def _rates(records: Records, update_s: float, ranks: int) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from ebbtide.features.importers.importer import ImportOptions, Recognition, Stag
 from ebbtide.features.importers.kineto.phases import (
     ANNOTATION,
     CALLS,
+    LEGACY_PROCESS,
     NO_LAUNCHES,
     OPS,
     DeviceTimes,
@@ -36,7 +37,7 @@ from ebbtide.profiler.chrome_trace.gpu_activities import (
     GpuActivities,
 )
 from ebbtide.profiler.chrome_trace.host_calls import call_columns
-from ebbtide.profiler.chrome_trace.host_ranges import HostRanges, operators
+from ebbtide.profiler.chrome_trace.host_ranges import HostRanges, operators, self_times
 from ebbtide.profiler.chrome_trace.reader import ChromeTrace
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 from ebbtide.workers import WorkerDied, runner
@@ -58,9 +59,10 @@ _NAME = "[memory]"
 _READ_CATEGORIES = OPS | {CALLS} | DEVICE_CATEGORIES | MEMORY_CATEGORIES
 _CATEGORIES = (_READ_CATEGORIES | UNREAD_CATEGORIES) - MEMORY_CATEGORIES
 # Events of torch.autograd.profiler have no categories; their process tells.
-_LEGACY_CATEGORIES = {"CPU functions": "cpu_op", "CUDA functions": "kernel"}
+_LEGACY_CATEGORIES = {LEGACY_PROCESS: "cpu_op", "CUDA functions": "kernel"}
 _CPU = 0  # c10::DeviceType
 _SHOWN_CATEGORIES = 3
+_MAX_OPERATORS = 20
 
 
 class KinetoImporter:
@@ -210,9 +212,7 @@ class _Contents:
             elif category in DEVICE_CATEGORIES:
                 self.device.add(events)
             elif category in MEMORY_CATEGORIES:
-                tasks = [event for event in events if event.args.task is not None]
-                if tasks:
-                    self.device.add_tasks(tasks)
+                self.device.add_tasks(events)
                 self.memory.add(events)
                 self.device.add_types(event.args.device_type for event in events)
             elif category not in UNREAD_CATEGORIES:
@@ -371,6 +371,7 @@ def _add_device_activity(
     if device.waits:
         notes.append(f"tasks that only wait or signal are left out: {device.waits:,}")
     if device.work.empty:
+        entry.meta["operators"] = _operator_times(contents.ranges)
         notes.append(
             "it has no GPU events, so no copies (ProfilerActivity.CUDA records them)"
         )
@@ -388,6 +389,18 @@ def _add_device_activity(
     entry.extend("calls", **device.calls(base_ns))
     if clear and not len(copies["start_ns"]):
         notes.append("it has no copy between host and device")
+
+
+def _operator_times(ranges: HostRanges) -> list[dict[str, Any]]:
+    """Return the operators of the CPU that take the most time themselves."""
+    rows = pd.concat([ranges.rows(category) for category in sorted(OPS - {ANNOTATION})])
+    rows = rows.assign(self_ns=self_times(rows))
+    by_name = rows.groupby("name")["self_ns"].agg(["size", "sum"])
+    longest = by_name.nlargest(_MAX_OPERATORS, "sum")
+    return [
+        {"name": ranges.names[int(name)], "calls": int(calls), "self_ns": int(self_ns)}
+        for name, calls, self_ns in longest.itertuples()
+    ]
 
 
 def _add_annotations(entry: RankBuilder, contents: _Contents, notes: list[str]) -> None:

@@ -65,6 +65,12 @@ _PREFIXES = {
     "aten::": MarkKind.OP,
     "Optimizer.zero_grad": MarkKind.OP,
 }
+# The process of the CPU in traces of torch.autograd.profiler without Kineto.
+LEGACY_PROCESS = "CPU functions"
+# The name of an op, `nll_loss`, is that of its node, NllLossBackward0, without these.
+_PLAIN = re.compile(
+    r"autograd::engine::evaluate_function: |torch::autograd::|aten::|backward\d*|_"
+)
 # The name of a node of the graph, as in NllLossBackward0.
 _NODE = re.compile(r"\w+Backward\d*")
 _WORDS = {
@@ -84,6 +90,10 @@ class Marks:
         self.calls = IntTable("start", "end")
         self.ops = IntTable("start", "end", "sequence")
         self.has_ops = False  # Whether operations of the CPU were recorded.
+        # Operations and nodes of the legacy profiler, which numbers neither.
+        self.named_ops = IntTable("start", "end", "name")
+        self._op_names: dict[str, int] = {}
+        self.node_names: set[int] = set()
         self._functions = IntTable("start", "end", "sequence")
         self._nodes = IntTable("start", "end", "sequence")
         self._optimizers: dict[str, int] = {}
@@ -104,7 +114,10 @@ class Marks:
         self.has_ops |= any(event.cat != ANNOTATION for event in events[:1])
         for event in events:
             kind = _kind(event.name)
-            if (
+            is_legacy = event.pid == LEGACY_PROCESS
+            if is_legacy:
+                self._add_name(event, kind)
+            elif (
                 kind == MarkKind.NODE
                 and event.name[0] != "t"
                 and event.args.forward_thread <= 0
@@ -136,6 +149,16 @@ class Marks:
         calls = [event for event in events if event.name.startswith(_MODULE)]
         if calls:
             self.calls.add(*spans(calls))
+
+    def _add_name(self, event: Event, kind: MarkKind) -> None:
+        """Keep the name of an op, or of the op whose gradient a node computes."""
+        plain = _PLAIN.sub("", event.name.lower())
+        number = self._op_names.setdefault(plain, len(self._op_names))
+        if kind in (MarkKind.EVALUATED, MarkKind.NODE):
+            self.node_names.add(number)
+        elif kind == MarkKind.OP:
+            (start,), (end,) = spans([event])
+            self.named_ops.add([start], [end], [number])
 
     def _optimizer(self, name: str) -> int:
         return self._optimizers.setdefault(name, len(self._optimizers))
@@ -437,7 +460,7 @@ def _differentiated_ops(marks: Marks, engine: pd.DataFrame) -> pd.DataFrame:
     """
     ops = marks.ops.table()
     if ops.empty:
-        return ops
+        return _ops_by_name(marks, engine)
     ops = ops[interval_index(ops["start"], engine["start"], engine["end"]) < 0]
     evaluated = marks.evaluated.groupby("sequence", as_index=False)["start"].max()
     ops = ops.merge(evaluated, on="sequence", suffixes=("", "_of_engine"))
@@ -445,6 +468,14 @@ def _differentiated_ops(marks: Marks, engine: pd.DataFrame) -> pd.DataFrame:
     # An op has the number of the next op to be differentiated. The last op with a
     # number is that op.
     return ops.sort_values("start").drop_duplicates("sequence", keep="last")
+
+
+def _ops_by_name(marks: Marks, engine: pd.DataFrame) -> pd.DataFrame:
+    """Return the ops before a backward that have the name of a node that it runs."""
+    ops = marks.named_ops.table()
+    ops = ops[ops["name"].isin(marks.node_names)]
+    outside = interval_index(ops["start"], engine["start"], engine["end"]) < 0
+    return ops[outside & (ops["start"] < engine["start"].max())]
 
 
 def _in_training(forward: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:

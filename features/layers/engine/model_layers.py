@@ -1,7 +1,7 @@
 """The layers of a model, and forwards that stand in for theirs."""
 
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -9,11 +9,22 @@ from torch.utils._pytree import tree_leaves
 from ebbtide.interleave.engine.errors import EngineError
 from ebbtide.interleave.model.layer_names import layer_names
 
-if TYPE_CHECKING:
-    from ebbtide.features.layers.engine.moving import LayerMover
-
 # The number of a layer whose forward has not run: behind all others.
 NOT_RUN = 2**62
+
+
+class LayerRunner(Protocol):
+    """Runs the layers of a model in the place of their forwards."""
+
+    def run(
+        self, layer: "LayerForward", args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a layer, and move its weights and activations."""
+
+    def compute(
+        self, layer: "LayerForward", args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Compute the layer's own forward with its weights on the device."""
 
 
 class LayerForward:
@@ -27,7 +38,7 @@ class LayerForward:
         is_idle: Whether there is nothing to do but its own forward.
     """
 
-    def __init__(self, name: str, module: torch.nn.Module, owner: "LayerMover") -> None:
+    def __init__(self, name: str, module: torch.nn.Module, owner: LayerRunner) -> None:
         self.name = name
         self.owner = owner
         self.module = module

@@ -552,6 +552,7 @@ def mover_of(model: torch.nn.Module, device: DeviceArgument | None) -> LayerMove
     if not forwards:
         return LayerMover(model, modules, given)
     mover = forwards[0].owner
+    assert isinstance(mover, LayerMover)
     if [layer.module for layer in mover.layers] != [*modules.values()]:
         raise EngineError(
             f"layer {forwards[0].name} moves already, with other layers: give all "

@@ -8,14 +8,11 @@ import json
 import shutil
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ebbtide.analysis.plot import save
+from ebbtide.features.run.comparison.comparison import JobComparison
 from ebbtide.features.run.comparison.picture import draw_job_comparison
 from ebbtide.features.run.comparison.view import job_comparison_view
-
-if TYPE_CHECKING:
-    from ebbtide.features.run.comparison.compare import JobComparison
 
 _PAGE, _FIGURES = "comparison.html", "comparison.json"
 _STYLE = """

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from matplotlib.figure import Figure
 
+from ebbtide.features.run.comparison.comparison import (
+    JobComparison,
+    predicted_ms,
+    total_bytes,
+)
 from ebbtide.features.run.comparison.job_runs import JobRun
-from ebbtide.features.run.comparison.view import predicted_ms, total_bytes
 from ebbtide.interleave.compare.picture import EMULATED, TITLE
 from ebbtide.interleave.replay.pictures import policy_bars
 from ebbtide.interleave.replay.replay import RESULT_BYTES
 from ebbtide.phases import BACKWARD, FORWARD, OTHER, PHASES, UPDATE
-
-if TYPE_CHECKING:
-    from ebbtide.features.run.comparison.compare import JobComparison
 
 _RUN_HEIGHT = 0.62
 

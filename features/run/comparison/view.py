@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from ebbtide.analysis.tables.table import Table, View, ms, text
+from ebbtide.features.run.comparison.comparison import (
+    JobComparison,
+    exposed_ms,
+    measured_ms,
+    predicted_ms,
+    total_bytes,
+)
 from ebbtide.features.run.comparison.job_runs import JobRun
 from ebbtide.interleave.compare.tables import emulation_lines
 from ebbtide.units import bytes_text
-
-if TYPE_CHECKING:
-    from ebbtide.features.run.comparison.compare import JobComparison
 
 _NOTE = (
     "Predicted: phases by the simulation, and the measured time outside of them. "
@@ -97,49 +99,9 @@ def _table(comparison: JobComparison) -> Table:
     return Table("runs", title, columns, comparison.runs, _NOTE, max_rows=None)
 
 
-def _of_engine(run: JobRun, key: str, name: str) -> float | None:
-    """Return a time of the only optimizer of a run; None where there are several."""
-    if len(run.ends) != 1:
-        return None
-    value = run.ends[0].get(key, {}).get(name)
-    return None if value is None else float(value)
-
-
-def measured_ms(run: JobRun, phase: str) -> float | None:
-    """Return the measured median time of a phase or an iteration."""
-    return run.times_ms.get(phase)
-
-
-def predicted_ms(run: JobRun, phase: str) -> float | None:
-    """Return what a simulation of the last plan predicts, of a phase or an iteration.
-
-    The time of an iteration outside of its phases is the measured one.
-    """
-    predicted = _of_engine(run, "predicted_ms", phase)
-    if predicted is None or phase != "iteration":
-        return predicted
-    whole = measured_ms(run, phase) or 0.0
-    return predicted + max(
-        0.0, whole - (_of_engine(run, "measured_ms", phase) or whole)
-    )
-
-
-def exposed_ms(run: JobRun) -> float | None:
-    """Return the measured time that updates add to forward and backward."""
-    return _of_engine(run, "measured_ms", "exposed")
-
-
 def _ratio_text(run: JobRun) -> str | None:
     measured, predicted = measured_ms(run, "iteration"), predicted_ms(run, "iteration")
     return f"{measured / predicted:.2f}" if measured and predicted else None
-
-
-def total_bytes(run: JobRun, key: str) -> float | None:
-    """Return the bytes of all optimizers of a run; None where not known."""
-    values: list[Any] = [end.get(key) for end in run.ends]
-    if not values or any(value is None for value in values):
-        return None
-    return float(sum(values))
 
 
 def _bytes_text(run: JobRun, key: str) -> str | None:

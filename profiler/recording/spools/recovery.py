@@ -39,6 +39,7 @@ from ebbtide.profiler.recording.spools.slices import read_slices, slice_spans
 from ebbtide.profiler.recording.spools.tables import (
     gpu_table,
     link_table,
+    marks_table,
     memory_table,
     ops_table,
     phases_table,
@@ -123,6 +124,7 @@ def read_process(
     data.stepped = has_updates(records)
     data.tables["phases"] = frame("phases", phases)
     data.tables["ops"] = ops_table(records)
+    data.tables["marks"] = marks_table(records)
     names = device_names(entry["devices"], gpus)
     notes += notes_on_devices(entry["devices"], host)
     own = samples[
@@ -249,7 +251,7 @@ def _trim(data: RankData, first: int, end: int | None) -> None:
     end_ns = phases["end_ns"].max() if end is not None and len(phases) else None
     # The device finishes the last iteration later than the host.
     device_end_ns = pd.concat([phases["end_ns"], phases["gpu_end_ns"].dropna()]).max()
-    for table in ("memory", "link", "gpu", "transfers", "kernels", "calls"):
+    for table in ("memory", "link", "gpu", "transfers", "kernels", "calls", "marks"):
         rows, column = data.tables[table], SORT[table]
         if table == "memory":
             rows = _with_values_at(rows, begin_ns)

@@ -195,6 +195,38 @@ def ops_table(records: Records) -> pd.DataFrame:
     return frame("ops", ops)
 
 
+def marks_table(records: Records) -> pd.DataFrame:
+    """Return the ranges that the job names, with device times where recorded."""
+    rows = records[records["kind"] == kinds.MARK]
+    if not len(rows):
+        return empty_frame("marks")
+    names = _mark_names(records)
+    marks = pd.DataFrame(
+        {
+            "sequence": rows["a"].astype(np.int64),
+            "start_ns": rows["x"],
+            "end_ns": rows["y"],
+            "name": [names.get(number, "") for number in rows["b"].tolist()],
+            "thread": rows["w"],
+        }
+    ).merge(device_times(records), on="sequence", how="left")
+    return frame("marks", marks.sort_values(["start_ns", "sequence"]))
+
+
+def _mark_names(records: Records) -> dict[int, str]:
+    rows = records[records["kind"] == kinds.MARK_NAME]
+    names: dict[int, bytes] = {}
+    for row in rows:
+        words = (int(row[field]) for field in "wxyz")
+        chunk = b"".join(word.to_bytes(8, "little", signed=True) for word in words)
+        number = int(row["a"])
+        names[number] = names.get(number, b"") + chunk
+    return {
+        number: text.rstrip(b"\0").decode(errors="replace")
+        for number, text in names.items()
+    }
+
+
 def select_rows(ops: pd.DataFrame, keep: pd.Series[bool]) -> pd.DataFrame:
     """Return some rows of the table, with new parents.
 

@@ -205,3 +205,50 @@ def test_find_drifts__compares_copies_of_one_kind() -> None:
     slower = of(builder)["copy_rate"]
     assert slower.first == 30
     assert slower.after / slower.before == pytest.approx(4 / 6)
+
+
+HOST_POOLS = ("rss", "pinned", "cgroup")
+
+
+@pytest.mark.parametrize("pool", HOST_POOLS)
+@pytest.mark.parametrize("count", [40, 120])
+def test_find_drifts__finds_host_memory_that_grows_on_a_gpu_job(
+    pool: str, count: int
+) -> None:
+    builder, rank = steady(count)
+    for number, end in enumerate(ends(rank)):
+        rank.memory(end, 3 * GIB + number // 3 * 16 * MIB, pool, "cpu")
+    growth = of(builder)[pool]
+    assert growth.is_gradual
+    assert growth.rank == 0
+    assert growth.after - growth.before == pytest.approx(
+        16 * MIB * count * 2 / 3, rel=0.1
+    )
+    finding = drift(JobMetrics(builder.build()))
+    assert isinstance(finding, Finding)
+    assert "emory" in finding.title
+    assert "grows during the run" in finding.title
+
+
+@pytest.mark.parametrize("pool", HOST_POOLS)
+def test_find_drifts__ignores_host_memory_that_does_not_keep_growing(pool: str) -> None:
+    random = np.random.default_rng(0)
+    jump = np.where(np.arange(COUNT) < COUNT / 2, 3.0, 9.0)
+    cache = 3 + np.log1p(np.arange(COUNT))
+    full = 3 + 4 * (1 - np.exp(-np.arange(COUNT) / 10))
+    saw = 3 + np.arange(COUNT) % 10 * 0.5
+    little = 3 + np.arange(COUNT) * 0.0005
+    for sizes in (jump, cache, full, saw, little, np.full(COUNT, 3.0)):
+        builder, rank = steady()
+        noisy = sizes * (1 + 0.001 * random.normal(size=COUNT))
+        for number, end in enumerate(ends(rank)):
+            rank.memory(end, int(noisy[number // 3] * GIB), pool, "cpu")
+        assert not of(builder)
+
+
+def test_find_drifts__does_not_repeat_growth_of_the_process_for_its_group() -> None:
+    builder, rank = steady()
+    for number, end in enumerate(ends(rank)):
+        size = 3 * GIB + number // 3 * 16 * MIB
+        rank.memory(end, size, "rss", "cpu").memory(end, 2 * size, "cgroup", "cpu")
+    assert list(of(builder)) == ["rss"]

@@ -174,6 +174,25 @@ def test_find_change__has_at_most_one_false_alarm_in_200_sound_series(
     assert alarms <= runs / 200
 
 
+@pytest.mark.parametrize(
+    ("first", "rest"), [(110, 10), (188, 12), (965, 35), (4800, 200)]
+)
+def test_find_change__finds_a_jump_at_the_end_of_a_long_series(
+    first: int, rest: int
+) -> None:
+    values = np.random.default_rng(0).normal(1, 0.02, first + rest)
+    values[first:] *= 1.5
+    change = find_change(values, 1, 0.05)
+    assert change is not None
+    # A change of all of it begins an eighth before the end at the latest.
+    assert abs(change.position - first) <= max(0.02 * first, 6)
+    assert (change.before, change.after) == pytest.approx((1, 1.5), abs=0.03)
+    assert find_change(values[: first + 4], 1, 0.05) is None
+    # A wave that rises at the end is where it was.
+    waves = np.tile(np.repeat([1.0, 1.5], 60), 5)
+    assert find_change(waves, 1, 0.05) is None
+
+
 @pytest.mark.parametrize("factor", [1.4, 12])
 @pytest.mark.parametrize(
     ("first", "rest"), [(4, 4), (5, 5), (7, 27), (10, 50), (17, 83), (85, 15)]

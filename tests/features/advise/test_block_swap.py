@@ -136,3 +136,23 @@ def test_plan__says_how_many_blocks_to_swap(
     printed = capsys.readouterr().out
     assert f"--blocks_to_swap {swap.up_only.layers} --block_swap_h2d_only" in printed
     assert f"blocks_to_swap = {swap.both_ways.layers}" in printed
+
+
+def test_plan_block_swap__says_which_memory_is_too_small() -> None:
+    no_host = {"host_memory_bytes": 2.0**26}
+    for capacity, change, reason in (
+        (20 << 20, {}, "of device memory"),
+        (CAPACITY, no_host, "of host memory"),
+    ):
+        trace = _trace(capacity=capacity).build("run.ebb")
+        plan = plan_for_machine(
+            job_of_trace(trace, BatchSettings()), _machine_of(trace)
+        )
+        placed = plan.placed
+        layered = layers_of_job(placed.job, trace, placed.machine)
+        machine = replace(placed.shared, **change)
+        swap = plan_block_swap(layered, machine, placed.recorded)
+        assert swap is not None
+        assert not swap.fits
+        assert "does not suffice" in swap.text
+        assert reason in swap.text

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -318,29 +318,55 @@ def test_with_trace_layers__leaves_jobs_without_lists_of_modules() -> None:
     assert with_trace_layers(workload, trace) is workload
 
 
+class Quantized(nn.Module):
+    """A linear layer whose weights are 8-bit integers: parameters, as those of
+    bitsandbytes, or buffers, as those of GPTQ."""
+
+    def __init__(self, *, has_buffers: bool) -> None:
+        super().__init__()
+        weights = torch.zeros(WIDTH, WIDTH, dtype=torch.int8)
+        if has_buffers:
+            self.register_buffer("weight", weights)
+        else:
+            self.weight = nn.Parameter(weights, requires_grad=False)
+
+    def forward(self, x: Any) -> Any:
+        return nn.functional.linear(x, self.weight.to(x.dtype))
+
+
+def _linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+
+
 class Adapted(nn.Module):
     """Frozen layers with a small trained one each, as adapters are."""
 
-    def __init__(self) -> None:
+    def __init__(self, frozen: Callable[[], nn.Module]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList()
-        for _ in range(LAYERS):
-            block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8))
-            block[0].requires_grad_(False)
-            self.blocks.append(block)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(frozen(), nn.Linear(WIDTH, 8)) for _ in range(LAYERS)
+        )
 
     def forward(self, x: Any) -> Any:
         return sum(block(x).sum() for block in self.blocks)
 
 
-def test_with_trace_layers__of_frozen_layers_has_their_bytes_and_trained_params() -> (
-    None
-):
+@pytest.mark.parametrize(
+    ("frozen", "frozen_bytes"),
+    [
+        pytest.param(_linear, 4 * WIDTH**2, id="fp32"),
+        pytest.param(partial(Quantized, has_buffers=False), WIDTH**2, id="parameters"),
+        pytest.param(partial(Quantized, has_buffers=True), WIDTH**2, id="buffers"),
+    ],
+)
+def test_with_trace_layers__of_frozen_layers_has_their_bytes_and_trained_params(
+    frozen: Callable[[], nn.Module], frozen_bytes: int
+) -> None:
     machine = find_machine("h100-80gb")
     with DryRun(
         DryRunOptions(iterations=2, capacity_bytes=2**30, machine=machine)
     ) as run:
-        model = Adapted().to("cuda")
+        model = Adapted(frozen).to("cuda")
         trained = [one for one in model.parameters() if one.requires_grad]
         optimizer = torch.optim.AdamW(trained)
         while True:
@@ -349,7 +375,6 @@ def test_with_trace_layers__of_frozen_layers_has_their_bytes_and_trained_params(
             optimizer.zero_grad()
     trace = trace_of_run(run).build("run.ebb")
     workload = _workload(trace)
-    frozen_bytes = 4 * (WIDTH**2 + WIDTH)
     assert {layer.params for layer in workload.layers} == {8 * WIDTH + 8}
     assert {layer.frozen_bytes for layer in workload.layers} == {frozen_bytes}
     assert workload_from(workload.as_json(), "test").layers == workload.layers

@@ -388,3 +388,26 @@ def test_beyond_spread__has_few_false_and_missed_differences(count: int) -> None
         for a, b in zip(draws[0], 40 + draws[1], strict=True)
     )
     assert true >= 450
+
+
+def test_diff__names_peaks_first_and_no_ratio_to_next_to_nothing() -> None:
+    runs = []
+    for peak, down in ((500 << 20, 1), (450 << 20, 256 << 20)):
+        rank = (builder := TraceBuilder()).rank(0, devices=[GPU])
+        for number in range(3):
+            begin = 40 * MS * number
+            for place, phase in enumerate(("forward", "backward", "update")):
+                start = begin + 10 * MS * place
+                rank.phase(phase, start, start + 10 * MS, number)
+            rank.memory(begin, peak, "allocated", "cuda:0")
+            rank.transfer("d2h", begin, begin + MS, down, "cuda:0")
+        runs.append(builder.build())
+    diff = compare(*runs)
+    assert headline(diff).startswith("Largest change: the peak of allocated memory is")
+    assert of(diff.d2h_bytes, "forward").ratio is None
+    sizes = next(
+        part
+        for part in diff_view(diff, verbose=False)
+        if not isinstance(part, str) and part.name == "sizes"
+    )
+    assert sizes.rows[0][0].text == "peak allocated"

@@ -263,6 +263,38 @@ def test_notes__name_torch_compile_where_compiled_code_ran(calls: bool) -> None:
     assert any("torch.compile" in note for note in notes) is calls
 
 
+@pytest.mark.parametrize(("backend", "temporaries"), [("inductor", 0), ("eager", 1)])
+def test_compiled_update__keeps_temporaries_in_registers(
+    backend: str, temporaries: int
+) -> None:
+    def job() -> Any:
+        weight, table = (torch.ones(size, device="cuda") for size in (1 << 20, 256))
+        codes = torch.zeros(1 << 20, dtype=torch.int64, device="cuda")
+        before = torch.cuda.memory_allocated()
+
+        @torch.compile(backend=backend)
+        def update() -> Any:
+            read = table[codes].mul(2) + 1
+            weight.sub_(read)
+            return read.exp()
+
+        with torch.no_grad():
+            result = update()
+        peak = torch.cuda.max_memory_allocated() - before
+        return (
+            peak / weight.nbytes,
+            torch.cuda.memory_allocated() - before,
+            result.nbytes,
+        )
+
+    def run() -> Any:
+        return dry_run(job)[1]
+
+    peak, kept, result_bytes = run_forked(run)
+    assert peak == 1 + temporaries
+    assert kept == result_bytes
+
+
 def test_torchvision__runs_without_its_operators(tmp_path: Path) -> None:
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ebbtide_in_process
 from tests.features.explain.test_out_of_memory import TORCH_2
 
@@ -31,9 +33,12 @@ def test_explain__answers_a_mixed_text_with_places(tmp_path: Path) -> None:
     assert len(shown.stdout.splitlines()) <= 24
 
 
-def test_explain__refuses_a_text_that_holds_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["Dear all, it does not work.\n", "", "\n\n"])
+def test_explain__refuses_a_text_that_holds_nothing(
+    content: str, tmp_path: Path
+) -> None:
     file = tmp_path / "letter.txt"
-    file.write_text("Dear all, it does not work.\n")
+    file.write_text(content)
     done = ebbtide_in_process("explain", str(file))
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1

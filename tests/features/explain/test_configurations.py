@@ -430,3 +430,45 @@ def test_configuration__names_the_command_that_tells_whether_it_fits(
 ) -> None:
     explanation = explain_records(Records(records_of(content)))
     assert [question.command for question in explanation.questions] == [command]
+
+
+VERL = """\
+python3 -m verl.trainer.main_ppo \\
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 \\
+    actor_rollout_ref.model.enable_gradient_checkpointing=True \\
+    actor_rollout_ref.actor.fsdp_config.param_offload=True \\
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=True \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2
+"""
+
+
+@pytest.mark.parametrize(
+    ("content", "program", "kind", "words"),
+    [
+        (VERL, "verl", "offload", "the actor's parameters are on the host"),
+        (VERL, "verl", "offload", "moves in and out for each update"),
+        (VERL, "verl", "checkpointing", "recomputed"),
+        (
+            json.dumps({"zero_optimization": {"stage": 2, "cpu_offload": True}}),
+            "DeepSpeed",
+            "offload",
+            "updated by the CPU",
+        ),
+        (
+            "swift pt --torch_dtype bfloat16 --learning_rate 1e-5 --output_dir x",
+            "the Trainer of transformers",
+            "precision",
+            "bfloat16",
+        ),
+    ],
+)
+def test_settings_of_programs__are_named(
+    content: str, program: str, kind: str, words: str
+) -> None:
+    (record,) = records_of(content)
+    assert isinstance(record, Configuration)
+    assert record.program == program
+    assert any(words in text for text in record.facts[kind])
+    # The rollout's is not the one of training.
+    assert "sharding" not in record.facts or program != "verl"

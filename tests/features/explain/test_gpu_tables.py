@@ -199,7 +199,111 @@ def dmon(*uses: int, memory: int = 40, heat: int = 60) -> str:
     return header + "".join(DMON_ROW.format(100, heat, use, memory) for use in uses)
 
 
+AMD = """\
+| AMD-SMI 26.0.0+37d158ab      amdgpu version: 6.14.14  ROCm version: 7.0.1    |
+| BDF                        GPU-Name | Mem-Uti   Temp   UEC       Power-Usage |
+| GPU  HIP-ID  OAM-ID  Partition-Mode | GFX-Uti    Fan               Mem-Usage |
+|=====================================+========================================|
+| 0000:05:00.0    AMD Instinct MI300X | 7 %      41 °C   0           400/750 W |
+|   3       0       2        SPX/NPS1 | 90 %       N/A        180000/196592 MB |
++-------------------------------------+----------------------------------------+
+| Processes:                                                                   |
+|  GPU        PID  Process Name          GTT_MEM  VRAM_MEM  MEM_USAGE     CU % |
+|==============================================================================|
+|    3      18830  python                 2.0 MB  175.0 GB   175.7 GB      0.0 |
+"""
+AMD_MONITOR = (
+    "GPU  XCP  POWER   PWR_CAP   GPU_T   MEM_T   GFX_CLK   GFX%   MEM%   ENC%   DEC%"
+    "      VRAM_USAGE\n"
+    "  3    0  400 W   750 W   41 °C   36 °C  2132 MHz   90 %    7 %"
+    "    N/A    0 %   175.8/192.0 GB\n"
+)
+AMD_METRIC = """\
+GPU: 3
+    USAGE:
+        GFX_ACTIVITY: 90 %
+        UMC_ACTIVITY: 7 %
+    POWER:
+        SOCKET_POWER: 400 W
+    TEMPERATURE:
+        HOTSPOT: 41 °C
+    MEM_USAGE:
+        TOTAL_VRAM: 196592 MB
+        USED_VRAM: 180000 MB
+"""
+LONG_QUERY = """\
+==============NVSMI LOG==============
+GPU 00000000:01:00.0
+    Product Name                          : NVIDIA RTX A6000
+    FB Memory Usage
+        Total                             : 49140 MiB
+        Used                              : 45000 MiB
+    BAR1 Memory Usage
+        Total                             : 256 MiB
+        Used                              : 5 MiB
+    Utilization
+        Gpu                               : 90 %
+        Memory                            : 7 %
+    GPU Power Readings
+        Power Draw                        : 250.00 W
+"""
+
+
+@pytest.mark.parametrize("content", [AMD, AMD_MONITOR, AMD_METRIC])
+def test_amd_smi__is_read_in_each_of_its_forms(content: str) -> None:
+    (reading,) = table_of(content).readings
+    assert (reading.device, reading.utilization) == (3, 0.9)
+    assert (reading.memory_activity, reading.temperature_c) == (0.07, 41)
+    assert reading.power_w == 400
+    assert reading.used_bytes == pytest.approx(180000 * MIB, rel=1e-3)
+    assert reading.total_bytes == pytest.approx(196592 * MIB, rel=1e-3)
+
+
+def test_amd_smi__has_the_processes_of_its_list() -> None:
+    (process,) = table_of(AMD).processes or ()
+    assert (process.device, process.pid, process.command) == (3, 18830, "python")
+    assert process.used_bytes == 175 << 30
+    assert table_of(AMD_METRIC).processes is None
+
+
+def test_long_query__has_the_memory_of_frames() -> None:
+    (reading,) = table_of(LONG_QUERY).readings
+    assert (reading.used_bytes, reading.total_bytes) == (45000 * MIB, 49140 * MIB)
+    assert (reading.utilization, reading.power_w) == (0.9, 250)
+    assert reading.name == "NVIDIA RTX A6000"
+
+
+def test_query_without_units__has_the_columns_of_its_command() -> None:
+    rows = "0, 45000, 49140, 90\n1, 10, 49140, 0\n"
+    command = (
+        "$ nvidia-smi --query-gpu=index,memory.used,memory.total,utilization.gpu "
+        "--format=csv,noheader,nounits\n"
+    )
+    header = "index, memory.used [MiB], memory.total [MiB], utilization.gpu [%]\n"
+    for head in (command, header):
+        first, second = table_of(head + rows).readings
+        assert (first.device, first.used_bytes, first.utilization) == (
+            0,
+            45000 * MIB,
+            0.9,
+        )
+        assert second.share == pytest.approx(10 / 49140)
+    assert records_of(rows) == ()
+
+
+def test_list_of_processes__is_empty_below_its_head() -> None:
+    head = "|  GPU       PID   Type   Process name                             Usage      |"
+    table = table_of(smi(FULL, processes=head))
+    assert table.processes == ()
+    assert table_of(smi(FULL, processes=head + "\n" + process(7))).processes != ()
+
+
+IDLE = "300MiB /  24564MiB"
 RULES = {
+    "gpu-idle": (
+        (smi(IDLE, use=0), smi(IDLE, use=2), smi(IDLE, use=0, processes=process(7))),
+        (smi(IDLE, use=40), smi(PART, use=0), smi(FULL, use=0)),
+    ),
     "gpu-memory-full": (
         (smi(FULL), ROCM, GPUSTAT),
         (smi(PART), ROCM_OLD, MIG),

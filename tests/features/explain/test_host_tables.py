@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ebbtide.features.explain.readers.host_tables import HostMemory, HostMessage
+from ebbtide.features.explain.readers.host_tables import HostMemoryTable, HostMessage
 from tests.features.explain.asked import answers_to, records_of
 
 KIB, GIB = 1 << 10, 1 << 30
@@ -84,7 +84,7 @@ def test_host_memory__has_the_unit_of_the_table(
     content: str, total: int, available: int
 ) -> None:
     (memory,) = records_of(content)
-    assert isinstance(memory, HostMemory)
+    assert isinstance(memory, HostMemoryTable)
     assert (memory.sizes["total"], memory.sizes["available"]) == (total, available)
 
 
@@ -96,6 +96,27 @@ def test_kernel_messages__have_sizes_of_kib_and_pages() -> None:
     assert isinstance(kill, HostMessage)
     assert kill.size("anon", "file", "shared") == (62073736 + 120000 + 4000000) * KIB
     assert kill.values["cgroup"] == "Memory cgroup"
+
+
+NODES = """\
+Per-node system memory usage (in MBs):
+                          Node 0          Node 1           Total
+                 --------------- --------------- ---------------
+MemTotal               {0}.00       257000.30       {1}.30
+MemFree                {2}.58       200000.51       300000.09
+MemUsed                2235.25         2499.79         4735.04
+FilePages              {3}.59         1231.61         1293.20
+"""
+COMPACT = """\
+                 Node 0 Node 1 Node 2
+                 ------ ------ ------
+MemTotal         490303  97280      0
+MemFree          {}  {}      0
+"""
+
+
+def falling(*available: int) -> str:
+    return "\n".join(free(available=size) for size in available)
 
 
 RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -115,6 +136,9 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "  exitcode  : -9 (pid: 14750)\n",
             "[ERROR] [launch.py:434:sigkill_handler] exits with return code = -9\n",
             "train.sh: line 3: 12345 Killed                  python train.py\n",
+            "subprocess.CalledProcessError: Command '['python', 'train.py']' died with "
+            "<Signals.SIGKILL: 9>.\n",
+            "Command '['bash', 'run.sh']' returned non-zero exit status 137.\n",
             "Killed",
             "**Killed**",
             "已杀死",
@@ -141,6 +165,30 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "Killing subprocess 8\n['python'] exits with return code = -9\n",
             "Killing subprocess 8\n" + MACHINE_KILL,
             "a subprocess was started\n",
+        ),
+    ),
+    "full-node": (
+        (
+            NODES.format(256000, 513000, 100, 60),
+            NODES.format(256000, 513000, 5000, 60),
+            COMPACT.format(1993, 97272),
+        ),
+        (
+            NODES.format(256000, 513000, 100, 90000),
+            NODES.format(256000, 513000, 100000, 60),
+            COMPACT.format(161993, 97272),
+        ),
+    ),
+    "host-shrinks": (
+        (
+            falling(200000000, 180000000, 160000000),
+            falling(200000000, 200000000, 190000000, 150000000),
+            falling(90000000, 60000000, 40000000),
+        ),
+        (
+            falling(200000000, 180000000),
+            falling(200000000, 210000000, 150000000),
+            falling(200000000, 199000000, 198000000),
         ),
     ),
     "bus-error": (

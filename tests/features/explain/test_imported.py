@@ -51,3 +51,17 @@ def test_import__names_explain_where_it_refuses(tmp_path: Path) -> None:
     done = ebbtide_in_process("import", str(text), "-o", str(tmp_path / "run.ebb"))
     assert done.returncode == 2
     assert "ebbtide explain" in done.stderr
+
+
+def test_trace__says_how_an_iteration_divides(tmp_path: Path) -> None:
+    text = tmp_path / "train.log"
+    text.write_text(
+        "[Rank 0] rank=0 time (ms) | fwd_microstep: 330.00 | bwd_microstep: 660.00 | "
+        "bwd_inner_microstep: 550.00 | bwd_allreduce_microstep: 50.00 | "
+        "step_microstep: 110.00\n" * 5
+    )
+    done = ebbtide_in_process("explain", str(text), "--json")
+    answers = {one["rule"]: one for one in json.loads(done.stdout)["answers"]}
+    title = answers["iteration-time"]["title"]
+    assert title == "phases of an iteration take 1.10 s (median)"
+    assert "forward 30%" in answers["iteration-time"]["evidence"][0]

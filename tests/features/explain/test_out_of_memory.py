@@ -158,6 +158,18 @@ RULES = {
         ),
         (TORCH_1_4, CPU, "I get CUDA out of memory as soon as it starts"),
     ),
+    "late-error": (
+        (
+            f"Epoch 80:  87%|##| 750/858 [04:56<00:42,  2.53it/s, loss=0.2]\n{TORCH_2}",
+            f"step 5206: loss=2.6\nstep 5214: loss=1.8\n{MPS}",
+            f"iter 200: loss 3.1, time 123.45ms, mfu 33%\n{TORCH_1_4}",
+        ),
+        (
+            f"  0%|#| 1/858 [00:04<00:42,  2.53s/it]\n{TORCH_2}",
+            f"{TORCH_2}\n  80%|#| 750/858 [04:56<00:42,  2.53it/s]",
+            TORCH_1_4,
+        ),
+    ),
     "no-real-size": (
         (
             "CUDA out of memory. Tried to allocate more than 1EB memory.",
@@ -245,3 +257,8 @@ def test_fragmentation__says_how_much_expandable_segments_can_help_at_most() -> 
     answer = answers_to(TORCH_2)["fragmentation"]
     assert "7.00 GiB" in (answer.advice or "")
     assert "2.00 GiB were missing" in answer.title
+
+
+def test_limit_of_mps__says_what_others_have_of_it() -> None:
+    evidence = answers_to(MPS)["limit-of-the-process"].evidence
+    assert evidence == ("torch has 12.00 GiB, other allocations 5.00 GiB",)

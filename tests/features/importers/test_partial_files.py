@@ -151,11 +151,39 @@ def test_summary__shows_the_steps_of_inference(tmp_path: Path) -> None:
     assert "decode (4 times), median" in shown
 
 
+def test_import__a_trace_without_gpu_events_has_times_of_operators(
+    tmp_path: Path,
+) -> None:
+    events = []
+    for step in range(3):
+        start = 100 * step
+        events.append(span("aten::linear", start, start + 50, "cpu_op"))
+        events.append(span("aten::addmm", start + 10, start + 40, "cpu_op"))
+        events.append(span("aten::copy_", start + 15, start + 20, "cpu_op"))
+        # A range of the user is no operator.
+        events.append(span("load", start, start + 90, "user_annotation"))
+    trace = import_trace([write_trace(tmp_path / "x.json", events)], tmp_path / "t.ebb")
+    operators = trace.rank(0).operators
+    assert [(one.name, one.calls, one.self_ns) for one in operators] == [
+        ("aten::addmm", 3, 75_000),
+        ("aten::linear", 3, 60_000),
+        ("aten::copy_", 3, 15_000),
+    ]
+    shown = ebbtide_in_process("summary", trace.path).stdout
+    assert "Operators of the CPU" in shown
+    assert "aten::addmm" in shown
+
+
 def test_import__reads_traces_of_the_legacy_profiler(tmp_path: Path) -> None:
     events = []
     for step in range(4):
         rows: list[tuple[str, int, int, str, int]] = [
-            ("aten::mm", 0, 9, "CPU functions", 1),
+            ("aten::zeros", 0, 1, "CPU functions", 1),
+            ("aten::addmm", 1, 5, "CPU functions", 1),
+            ("aten::nll_loss", 6, 9, "CPU functions", 1),
+            ("NllLossBackward", 10, 12, "CPU functions", 2),
+            ("AddmmBackward", 13, 16, "CPU functions", 2),
+            ("aten::addmm", 14, 15, "CPU functions", 2),
             ("Optimizer.step#SGD.step", 20, 30, "CPU functions", 1),
             ("gemm", 5, 12, "CUDA functions", 0),
         ]
@@ -166,6 +194,12 @@ def test_import__reads_traces_of_the_legacy_profiler(tmp_path: Path) -> None:
     file = tmp_path / "legacy.json"
     file.write_text(json.dumps(events))
     trace = import_trace([file], tmp_path / "t.ebb")
-    assert trace.phases(0)["phase"].tolist() == ["update"] * 4
+    phases = trace.phases(0)
+    assert phases["phase"].tolist() == ["forward", "backward", "update"] * 4
+    # An op before the backward whose name is that of a node is of the forward.
+    starts = ((phases["start_ns"] - phases["start_ns"].min()) // 1000 + 1).tolist()
+    lengths = ((phases["end_ns"] - phases["start_ns"]) // 1000).tolist()
+    assert starts[:3] == [1, 10, 20]
+    assert lengths[:3] == [8, 6, 10]
     assert trace.kernels(0)["name"].tolist() == ["gemm"] * 4
     assert set(trace.kernels(0)["device"]) == {"cuda:0"}

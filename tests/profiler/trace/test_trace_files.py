@@ -116,6 +116,8 @@ def sample(path: Path, rank: int = 0, wall_offset_ns: Any = 0) -> Trace:
     )
     ranked.add("iteration_marks", iteration=0, start_ns=LATE, end_ns=LATE + 10)
     ranked.add("annotations", start_ns=LATE, end_ns=LATE + 1, name="loss", thread=1)
+    times = {"start_ns": LATE, "end_ns": LATE + 1, "gpu_start_ns": LATE + 1}
+    ranked.add("marks", **times, gpu_end_ns=LATE + 2, name="rollout", thread=1)
     ranked.add(
         "allocations",
         start_ns=LATE,

@@ -12,8 +12,9 @@ from torch.cuda._utils import _get_device_index as get_device_index
 
 from ebbtide.features.dryrun.gpu import FakedGpu
 from ebbtide.features.dryrun.memory.allocator_pools import AllocatorSettings
-from ebbtide.features.dryrun.memory.device_memory import DeviceMemory
+from ebbtide.features.dryrun.memory.device_memory import DeviceMemory, DeviceUse
 from ebbtide.features.dryrun.sink import Sink
+from ebbtide.features.dryrun.time.clock import VirtualClock
 from ebbtide.features.dryrun.torch_2_13.device.streams import stream_functions
 from ebbtide.profiler.agent.patches import Patches, wrapper
 
@@ -89,24 +90,21 @@ _RUNTIME = (
 
 
 class CurrentDevice:
-    """The device of the process that is used where none is named.
+    """The device of the process that is used where none is named, of `devices`; the
+    clock has its number."""
 
-    Attributes:
-        index: Its number, of `devices`.
-    """
-
-    def __init__(self, devices: int) -> None:
-        self.index, self._devices = 0, devices
+    def __init__(self, clock: VirtualClock, devices: int) -> None:
+        self._clock, self._devices = clock, devices
 
     def set(self, device: Any) -> None:
         """Set it, by its number or its name."""
         index = get_device_index(device, optional=True)
         if 0 <= index < self._devices:
-            self.index = index
+            self._clock.device = index
 
     def exchange(self, device: Any) -> int:
         """Set it, and return the one before."""
-        before = self.index
+        before = self._clock.device
         self.set(device)
         return before
 
@@ -116,7 +114,7 @@ class CurrentDevice:
         Each name has a function of its own, as in `constant`: methods are equal.
         """
         return {
-            "current_device": lambda: self.index,
+            "current_device": lambda: self._clock.device,
             "set_device": lambda device: self.set(device),
             "_exchange_device": lambda device: self.exchange(device),
             "_maybe_exchange_device": lambda device: self.exchange(device),
@@ -132,19 +130,19 @@ def constant(value: Any) -> Any:
 def patch_cuda(patches: Patches, sink: Sink, gpu: FakedGpu, devices: int = 1) -> None:
     """Replace torch's CUDA functions until `patches.undo()`.
 
-    `devices`: devices of the host; the job's process uses the first one."""
+    `devices`: devices of the host, which the process may use."""
     cuda, memory = torch.cuda, sink.memory
     capacity_bytes = gpu.capacity_bytes
-    allocator = memory.allocator
 
-    def set_fraction(fraction: float, *_args: Any, **_kwargs: Any) -> None:
-        allocator.set_limit(int(fraction * capacity_bytes))
+    def set_fraction(fraction: float, device: Any = None) -> None:
+        use = memory.use(get_device_index(device, optional=True))
+        use.allocator.set_limit(int(fraction * capacity_bytes))
 
     def set_allocator_settings(text: str) -> None:
-        allocator.settings = AllocatorSettings.parse(text)
+        memory.set_settings(AllocatorSettings.parse(text))
 
     patches.set(torch._C, "_accelerator_setAllocatorSettings", set_allocator_settings)
-    current = CurrentDevice(devices)
+    current = CurrentDevice(sink.clock, devices)
     functions = {
         **stream_functions(sink.clock),
         **_device_functions(gpu, devices),
@@ -223,22 +221,26 @@ def _device_functions(gpu: FakedGpu, devices: int) -> dict[str, Any]:
 
 def _memory_functions(memory: DeviceMemory, capacity_bytes: int) -> dict[str, Any]:
     """Return the functions of `torch.cuda.memory`."""
-    allocator = memory.allocator
+
+    def use(device: Any = None) -> DeviceUse:
+        return memory.use(get_device_index(device, optional=True))
+
+    def free_and_total(device: Any = None) -> tuple[int, int]:
+        reserved = use(device).allocator.reserved_bytes
+        return max(0, capacity_bytes - reserved), capacity_bytes
+
     return {
-        "memory_allocated": lambda *_args, **_kwargs: allocator.allocated_bytes,
-        "max_memory_allocated": lambda *_args, **_kwargs: memory.peak_allocated_bytes,
-        "memory_reserved": lambda *_args, **_kwargs: allocator.reserved_bytes,
-        "max_memory_reserved": lambda *_args, **_kwargs: memory.peak_reserved_bytes,
-        "memory_stats": lambda *_args, **_kwargs: _statistics(memory),
-        "memory_stats_as_nested_dict": lambda *_args, **_kwargs: _nested(
-            _statistics(memory)
+        "memory_allocated": lambda device=None: use(device).allocator.allocated_bytes,
+        "max_memory_allocated": lambda device=None: use(device).peak_allocated_bytes,
+        "memory_reserved": lambda device=None: use(device).allocator.reserved_bytes,
+        "max_memory_reserved": lambda device=None: use(device).peak_reserved_bytes,
+        "memory_stats": lambda device=None: _statistics(use(device)),
+        "memory_stats_as_nested_dict": lambda device=None: _nested(
+            _statistics(use(device))
         ),
         "memory_snapshot": constant([]),
-        "mem_get_info": lambda *_args, **_kwargs: (
-            max(0, capacity_bytes - allocator.reserved_bytes),
-            capacity_bytes,
-        ),
-        "reset_peak_memory_stats": lambda *_args, **_kwargs: memory.reset_peaks(),
+        "mem_get_info": free_and_total,
+        "reset_peak_memory_stats": lambda device=None: use(device).reset_peaks(),
         "reset_accumulated_memory_stats": constant(None),
         "empty_cache": memory.empty_cache,
         "_record_memory_history": constant(None),
@@ -289,13 +291,13 @@ def _patch_accelerator(patches: Patches, functions: dict[str, Any]) -> None:
     patches.set(torch, "Event", functions["Event"])
 
 
-def _statistics(memory: DeviceMemory) -> dict[str, int]:
-    allocator = memory.allocator
+def _statistics(use: DeviceUse) -> dict[str, int]:
+    allocator = use.allocator
     pairs = {
-        "allocated_bytes": (allocator.allocated_bytes, memory.peak_allocated_bytes),
-        "active_bytes": (allocator.allocated_bytes, memory.peak_allocated_bytes),
-        "reserved_bytes": (allocator.reserved_bytes, memory.peak_reserved_bytes),
-        "requested_bytes": (memory.requested_bytes, memory.peak_bytes),
+        "allocated_bytes": (allocator.allocated_bytes, use.peak_allocated_bytes),
+        "active_bytes": (allocator.allocated_bytes, use.peak_allocated_bytes),
+        "reserved_bytes": (allocator.reserved_bytes, use.peak_reserved_bytes),
+        "requested_bytes": (use.requested_bytes, use.peak_bytes),
     }
     values = dict.fromkeys(_STATISTICS, 0)
     for key, (now, peak) in pairs.items():

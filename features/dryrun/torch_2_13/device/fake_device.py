@@ -3,7 +3,7 @@ elsewhere."""
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -117,6 +117,23 @@ def _name_device(kwargs: dict[str, Any]) -> bool:
     return True
 
 
+def _device_index(args: Iterable[Any], kwargs: dict[str, Any]) -> int | None:
+    """Return the number of the device that an operation runs on: the one that it names,
+    else that of its first tensor; None: the host."""
+    named = kwargs.get("device")
+    if named is not None:
+        device = torch.device(named)
+        return device.index if device.type == "cuda" else _first_index(args)
+    return _first_index(args)
+
+
+def _first_index(args: Iterable[Any]) -> int | None:
+    for tensor in tensors_in(args):
+        if _is_on_device(tensor):
+            return int(tensor.fake_device.index)
+    return None
+
+
 def _is_in_place(func: Any) -> bool:
     return bool(func._schema.is_mutable and func._schema.name.endswith("_"))
 
@@ -167,8 +184,10 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         storages: FollowedStorages,
         workspaces: KernelWorkspaces,
         device_attribute: str,
+        devices: int = 1,
     ) -> None:
         super().__init__()
+        self._devices = devices
         self.fake_mode = HostlessFakeMode(
             allow_fallback_kernels=False, allow_non_fake_inputs=True
         )
@@ -176,7 +195,7 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         self._calls = KnownCalls(self.fake_mode, device_attribute)
         self.values = ShadowValues()
         self.shapes = UnknownShapes(self.fake_mode, self.values)
-        self.compiled = CompiledCode()
+        self.compiled = CompiledCode(self._allocate)
         self.enabled = True
         self._sink, self._clock = sink, sink.clock
         self._stacks, self._storages, self._workspaces = stacks, storages, workspaces
@@ -227,8 +246,12 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
             # DTensor calls it from below autograd, which would take it apart
             with self:
                 return func.decompose(*args, **kwargs)
+        index = _device_index(args, kwargs) if self._devices > 1 else None
         with self._lock:
-            return self._run_fake(func, types, args, kwargs)
+            if index is None:
+                return self._run_fake(func, types, args, kwargs)
+            with self._clock.on(index):
+                return self._run_fake(func, types, args, kwargs)
 
     @wrapper
     def wrap_thread(self, run: Callable[[Any], None], thread: Any) -> None:
@@ -301,14 +324,15 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
             if key is not None and key == self._calls.key(func, args, kwargs, inputs):
                 self._calls.add(key, func, result, inputs, effects)
         charge, on_device = effects if call is None else call.effects
+        deferred = self.compiled.keeps_in_registers(charge, inputs)
         self.values.follow(func, args, kwargs, inputs, outputs)
         if func.namespace in COLLECTIVE_NAMESPACES:
             self.collectives.account(func, args, kwargs, outputs)
         elif not self._count_copy(func, args, kwargs, inputs, outputs):
             charge = self.compiled.charge(charge, func, args, kwargs, inputs, outputs)
             self._sink.op(charge, is_in_backward())
-        self._follow_storages(func, args, outputs)
-        if on_device:
+        self._follow_storages(func, args, outputs, deferred)
+        if on_device and not deferred:
             self._workspaces.note(func, args, kwargs, result)
         # an operation in place on a real tensor, with fake arguments
         changes_real = args and _is_real(args[0]) and isinstance(result, torch.Tensor)
@@ -374,10 +398,23 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
         elif kinds == ("cuda", "cpu"):
             size = target.numel() * source.element_size()
             self._clock.run_copy("d2h", size, target.is_pinned(), blocking)
+        elif kinds == ("cuda", "cuda") and source.device != target.device:
+            size = target.numel() * source.element_size()
+            devices = source.device.index, target.device.index
+            self._clock.run_peer_copy(*devices, size)
+            return True
         return bool(kinds[0] != kinds[1])
 
-    def _follow_storages(self, func: Any, args: Any, outputs: list[Any]) -> None:
-        """Follow the storages that an operation made."""
+    def _allocate(self, storage: Any, device: int) -> None:
+        """Follow a storage on a device."""
+        with self._clock.on(device):
+            self._storages.add(storage, self._stacks.current())
+
+    def _follow_storages(
+        self, func: Any, args: Any, outputs: list[Any], deferred: bool
+    ) -> None:
+        """Follow the storages that an operation made, or later, if they are
+        deferred."""
         reused = in_place_target(func, args)
         for tensor in outputs:
             if not isinstance(tensor, FakeTensor):
@@ -385,6 +422,8 @@ class FakeDeviceMode(TorchDispatchMode):  # type: ignore[misc]
             storage = tensor.untyped_storage()
             if tensor.fake_device.type != "cuda":
                 self._storages.add_on_host(storage)
+            elif deferred and not self._storages.has(storage):
+                self.compiled.keep(tensor)
             elif not self._storages.has(storage) and (
                 reused is None or not self._storages.take_over(reused, storage)
             ):

@@ -8,8 +8,9 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch.cuda._utils import _get_device_index as get_device_index
 
-from ebbtide.features.dryrun.time.clock import Times, VirtualClock
+from ebbtide.features.dryrun.time.clock import DEVICE_STREAMS, Times, VirtualClock
 from ebbtide.machines.kernels.time_priors import TYPICAL, PriorRange
 
 # A job that asks again and again whether an event has passed waits so long between two
@@ -26,14 +27,22 @@ def stream_functions(clock: VirtualClock) -> dict[str, Any]:
 
     def set_stream(stream: Any) -> None:
         if stream is not None:
-            clock.stream = stream.stream_id
+            clock.device, clock.stream = stream.device_index, stream.stream_id
+
+    def current(device: Any = None) -> Any:
+        index = get_device_index(device, optional=True)
+        return stream_class(number=clock.stream_of(index))
+
+    def default(device: Any = None) -> Any:
+        index = get_device_index(device, optional=True)
+        return stream_class(number=index * DEVICE_STREAMS)
 
     return {
         "Stream": stream_class,
         "ExternalStream": stream_class,
         "Event": event_class,
-        "current_stream": lambda *_device, **_kwargs: stream_class(number=clock.stream),
-        "default_stream": lambda *_device, **_kwargs: stream_class(number=0),
+        "current_stream": current,
+        "default_stream": default,
         "set_stream": set_stream,
         "stream": lambda stream: nullcontext() if stream is None else stream,
         "synchronize": lambda *_device, **_kwargs: clock.synchronize(),
@@ -46,22 +55,27 @@ class FakeStream:
     clock: VirtualClock
     numbers: Iterator[int]
     event: type[FakeEvent]
-    device_index, device_type, priority = 0, 1, 0
+    device_type, priority = 1, 0
 
-    def __init__(self, *_args: Any, number: int | None = None, **_kwargs: Any) -> None:
-        self.stream_id = self.cuda_stream = (
-            next(self.numbers) if number is None else number
-        )
-        self.device = torch.device("cuda", 0)
-        self._before: list[int] = []
+    def __init__(
+        self, device: Any = None, *_args: Any, number: int | None = None, **_kwargs: Any
+    ) -> None:
+        if number is None:
+            index = get_device_index(device, optional=True)
+            number = index * DEVICE_STREAMS + next(self.numbers)
+        self.stream_id = self.cuda_stream = number
+        self.device_index = number // DEVICE_STREAMS
+        self.device = torch.device("cuda", self.device_index)
+        self._before: list[tuple[int, int]] = []
 
     def __enter__(self) -> FakeStream:
-        self._before.append(self.clock.stream)
-        self.clock.stream = self.stream_id
+        clock = self.clock
+        self._before.append((clock.device, clock.stream_of(self.device_index)))
+        clock.device, clock.stream = self.device_index, self.stream_id
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self.clock.stream = self._before.pop()
+        self.clock.device, self.clock.stream = self._before.pop()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FakeStream) and other.stream_id == self.stream_id

@@ -34,9 +34,7 @@ _DTYPES = {
 # No process has memory at these addresses, so that code which uses one fails at once.
 _FAKE_ADDRESSES = 1 << 60
 # Attributes that make a tensor a fake one; all others are the job's own.
-_FAKE_ATTRIBUTES = frozenset(vars(FakeTensor).get("__annotations__", ())) | {
-    "_is_param"
-}
+FAKE_ATTRIBUTES = frozenset(vars(FakeTensor).get("__annotations__", ())) | {"_is_param"}
 
 
 class _LegacyType(type):
@@ -85,7 +83,7 @@ def become(tensor: Any, content: Any) -> None:
     attributes = {
         key: value
         for key, value in tensor.__dict__.items()
-        if key not in _FAKE_ATTRIBUTES
+        if key not in FAKE_ATTRIBUTES
     }
     tensor.__class__, content.__class__ = content.__class__, tensor.__class__
     tensor.__dict__, content.__dict__ = content.__dict__, tensor.__dict__

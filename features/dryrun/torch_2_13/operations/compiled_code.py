@@ -4,7 +4,7 @@ reductions are one kernel, which moves no tensor that only they use."""
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -20,8 +20,12 @@ from ebbtide.machines.kernels.rates import KernelWork
 from ebbtide.machines.kernels.time_priors import WorkClass
 
 _FUSED = frozenset({WorkClass.ELEMENTWISE, WorkClass.REDUCTION, WorkClass.FOREACH})
+# Results of these stay in registers in compiled code without gradients.
+_IN_REGISTERS = _FUSED | {WorkClass.INDEXED}
 # Kernels that stay whole, and gathers that are fused, by parts of their names.
 _WHOLE, _FUSED_GATHERS = ("_fused_", "_amp_"), ("nll_loss",)
+# Reads at positions, which other operations are fused with.
+_FUSED_READS = frozenset({"index", "gather"})
 # Of these a second kernel reads the tensor when its statistics are there.
 _TWO_PASSES = ("batch_norm", "group_norm")
 # Backends of torch.compile that fuse nothing, and modes with CUDA graphs.
@@ -56,7 +60,11 @@ class CompiledCode:
     (torch/_functorch/partitioners.py does so for the backward).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[Any, int], None]) -> None:
+        """`allocate`: gives a storage memory on a device."""
+        self._allocate = allocate
+        # Storages without memory yet, and their devices.
+        self._in_registers: dict[int, tuple[Any, int]] = {}
         self._calls: list[_Call] = []
         self._running: list[bool] = []  # Of the calls that run: with CUDA graphs.
         self._unwritten: dict[int, _Unwritten] = {}
@@ -79,9 +87,38 @@ class CompiledCode:
             yield
         finally:
             self._running.pop()
+            if not self._running:
+                self._leave_registers()
             end = torch._C._autograd._get_sequence_nr()
             if not self._running and end > begin:
                 self._calls.append(_Call(begin, end, is_graphed))
+
+    def keeps_in_registers(self, charge: Charge, inputs: list[Any]) -> bool:
+        """Return whether results of an operation need no memory: nothing but fused
+        kernels may read them, and no backward does. Otherwise give memory to what the
+        operation reads."""
+        if not self._running or torch.is_grad_enabled():
+            return False
+        if charge.work is None or charge.work.work_class in _IN_REGISTERS:
+            return True
+        for tensor in inputs:
+            self._give_memory(tensor.untyped_storage()._cdata)
+        return False
+
+    def keep(self, tensor: Any) -> None:
+        """Give a tensor memory when it is needed: where it leaves compiled code."""
+        storage = tensor.untyped_storage()
+        reference = weakref.ref(storage)
+        self._in_registers[storage._cdata] = reference, tensor.fake_device.index
+
+    def _leave_registers(self) -> None:
+        for key in list(self._in_registers):
+            self._give_memory(key)
+
+    def _give_memory(self, key: int) -> None:
+        reference, device = self._in_registers.pop(key, (lambda: None, 0))
+        if (storage := reference()) is not None:
+            self._allocate(storage, device)
 
     def charge(
         self,
@@ -202,6 +239,6 @@ class CompiledCode:
 
 def _is_fused(work: KernelWork) -> bool:
     name = work.name.rpartition("::")[2]
-    if any(part in name for part in _FUSED_GATHERS):
+    if name in _FUSED_READS or any(part in name for part in _FUSED_GATHERS):
         return True
     return work.work_class in _FUSED and not name.startswith(_WHOLE)

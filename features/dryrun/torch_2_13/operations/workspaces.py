@@ -104,15 +104,17 @@ class KernelWorkspaces:
         self._memory, self._stacks = memory, stacks
         self._capability, self._gpu = gpu.capability, gpu.multiprocessors
         self._size = workspace_bytes(gpu.capability)
-        self._threads: set[bool] = set()
+        # Those that have workspaces: a device, and whether it is autograd's thread.
+        self._threads: set[tuple[int, bool]] = set()
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Account for an operation on the device that has just made its result."""
         kind = func._overloadpacket
         if kind in _MATRIX_PRODUCTS:
             in_backward = torch._C._current_graph_task_id() != -1
-            if in_backward not in self._threads:
-                self._threads.add(in_backward)
+            thread = self._memory.device, in_backward
+            if thread not in self._threads:
+                self._threads.add(thread)
                 self._memory.add_workspace(self._size, self._stacks.current())
             return
         if kind in CONVOLUTIONS:

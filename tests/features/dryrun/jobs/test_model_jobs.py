@@ -8,6 +8,7 @@ import json
 import math
 import subprocess
 import tempfile
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -25,14 +26,14 @@ from ebbtide.features.dryrun.jobs.models import (
     known_models,
     write_stand_in,
 )
-from ebbtide.features.dryrun.jobs.settings import (
+from ebbtide.features.dryrun.torch_2_13.files.safetensors_files import FakeSafetensors
+from ebbtide.model_job import (
     Method,
     ModelJob,
     Optimizer,
     Precision,
     Strategy,
 )
-from ebbtide.features.dryrun.torch_2_13.files.safetensors_files import FakeSafetensors
 from ebbtide.units import count_text
 
 # Parameters by the model cards.
@@ -195,6 +196,15 @@ def valid_jobs() -> list[ModelJob]:
                 "x/y", method, optimizer, 2, 512, checkpointing, precision, strategy, 4
             )
             jobs.append(job)
+            for micro_steps, loss in ((2, "plain"), (1, "chunked"), (2, "chunked")):
+                jobs.append(replace(job, micro_steps=micro_steps, loss=loss))
+            for parts in (
+                {"offloads_activations": True},
+                {"offloads_optimizer": True, "micro_steps": 2},
+                {"offloads_activations": True, "offloads_optimizer": True},
+            ):
+                with contextlib.suppress(UserError):
+                    jobs.append(replace(job, **parts))
     return jobs
 
 
@@ -203,7 +213,7 @@ def test_render__makes_clean_scripts_of_all_settings(tmp_path: Path) -> None:
     assert len(jobs) > 200
     for index, job in enumerate(jobs):
         (tmp_path / f"job_{index}.py").write_text(
-            render(job, job.model, f"job_{index}.py")
+            render(job, job.model, f"job_{index}.py", 30.0 if index % 2 else None)
         )
     checks = ["check", "--isolated", "--select", "E9,F,I", "--line-length", "140"]
     ruff = subprocess.run(
@@ -223,6 +233,18 @@ def test_render__makes_clean_scripts_of_all_settings(tmp_path: Path) -> None:
         ),
         ({"strategy": "offload", "optimizer": "sgd"}, "runs DeepSpeed's AdamW"),
         ({"strategy": "zero1", "precision": "bf16-mixed"}, "take --precision bf16"),
+        (
+            {"offloads_optimizer": True, "optimizer": "sgd"},
+            "updates by AdamW on the CPU",
+        ),
+        (
+            {"offloads_optimizer": True, "strategy": "zero3"},
+            "is for one rank: take --strategy offload",
+        ),
+        (
+            {"offloads_activations": True, "precision": "bf16-mixed"},
+            "would copy weights that autocast casts",
+        ),
         (
             {"strategy": "fsdp", "optimizer": "adamw-8bit", "ranks": 2},
             "does not update sharded parameters",

@@ -173,6 +173,28 @@ def test_import__counts_what_no_kind_has(tmp_path: Path) -> None:
     assert "phases have the host's times" in notes
 
 
+def test_import__joins_tasks_of_ascend_with_the_calls_that_launched_them(
+    tmp_path: Path,
+) -> None:
+    """As msprof writes them: cann_assembler.cpp, ascend_hardware_assembler.cpp."""
+    events = [event for n in range(4) for event in iteration(n, n * 100.0)]
+    for number in range(4):
+        at = number * 100
+        call = {"Mode": "launch", "level": "node", "connection_id": number + 5}
+        events.append(span("Node@launch", at + 15, at + 17, "", **call))
+        own = {"Task Type": "AI_CORE", "Physic Stream Id": 7, "Task Id": number}
+        task = {**own, "connection_id": number + 5}
+        events.append(span("aclnnMatmul", at + 20, at + 50, "", **task))
+    trace = imported(tmp_path, events)
+    kernels = trace.kernels(0)
+    delays = kernels["start_ns"] - kernels["launch_ns"]
+    assert set(delays) == {5000}
+    assert set(kernels["stream"]) == {7}
+    assert trace.calls(0)["name"].tolist() == ["Node@launch"] * 4
+    # Phases have the device's times: the forward launched the kernels.
+    assert trace.phases(0)["gpu_start_ns"].notna().any()
+
+
 def test_import__reads_tasks_of_ascend(tmp_path: Path) -> None:
     events = [event for n in range(4) for event in iteration(n, n * 100.0)]
     for number in range(4):

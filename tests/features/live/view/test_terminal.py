@@ -240,3 +240,10 @@ def test_watch__ends_with_one_line_where_the_cursor_cannot_move(tmp_path: Path) 
     assert status == 2
     assert "TERM is dumb" in printed
     assert printed.count("\n") == 1
+
+
+def test_watch__says_what_reads_a_recording_at_a_url() -> None:
+    result = ebbtide_in_process("watch", "s3://bucket/run.ebb")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("ebbtide: watch follows the files of a recorder")
+    assert "`ebbtide summary s3://bucket/run.ebb`" in result.stderr
