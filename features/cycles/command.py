@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ebbtide.cli.command import command
-from ebbtide.cli.options import Force, Json, TraceFile, rank_option
+from ebbtide.cli.options import Force, Json, TraceFile, output_option, rank_option
 from ebbtide.cli.printing import echo
 from ebbtide.cli.reading import show_result
 
@@ -39,16 +37,7 @@ def cycles(
     rank: Annotated[
         int | None, rank_option("the one with the longest cycles, all with --json")
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="Draw one cycle: memory over time with the names of its parts.",
-            show_default="no picture",
-        ),
-    ] = None,
+    output: Annotated[Path | None, output_option("CYCLE.png", "no picture")] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -56,7 +45,8 @@ def cycles(
     a cycle, moves of state, and what to change.
 
     Examples are rollout and updates of reinforcement learning, inner and outer steps,
-    and alternating optimizers."""
+    and alternating optimizers. The picture has memory over one cycle with the names of
+    its parts."""
     from ebbtide.features.cycles.cycles import find_cycles, slowest_cycles
     from ebbtide.features.cycles.tables import cycles_view
     from ebbtide.profiler.trace import open_trace

@@ -153,7 +153,7 @@ def test_import__says_that_its_files_must_be_here(tmp_path: Path) -> None:
 
 def test_watch__is_of_this_machine() -> None:
     line = failure("watch", URL, "--no-view", "--metrics", "0")
-    assert line.endswith(" is not on this machine: ebbtide summary reads it so far")
+    assert f"{URL} is elsewhere: `ebbtide summary {URL}` reads what was copied" in line
 
 
 def test_web_server__has_no_recordings() -> None:
