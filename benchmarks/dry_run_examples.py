@@ -209,8 +209,9 @@ def _result(status: int | None, seconds: float, trace: Path, text: str) -> Resul
         return Result(TIME, seconds, message=last)
     if status or not trace.exists():
         errors = [line for line in lines if _ERROR.match(line)]
-        if status != 2 and errors:
-            last = errors[-1][:300]
+        refusals = [line for line in lines if line.startswith("ebbtide: cannot")]
+        reasons = refusals if status == 2 else errors
+        last = reasons[-1][:300] if reasons else last
         return Result(REFUSED if status == 2 else FAILED, seconds, message=last)
     opened = open_trace(trace)
     metrics = JobMetrics(opened)

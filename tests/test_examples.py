@@ -133,3 +133,11 @@ def test_train_lora_blocks__swapped_blocks_give_the_same_losses() -> None:
     )
     assert resident == swapped
     assert resident[-1] < 0.8 * resident[0]
+
+
+@pytest.mark.slow
+def test_train_rl__learns_and_moves_its_state() -> None:
+    printed = run(EXAMPLES / "train_rl.py", "--cycles", "4", "--offload")
+    rewards = [float(reward) for reward in re.findall(r"reward (-[\d.]+)", printed)]
+    assert len(rewards) == 4
+    assert rewards[-1] > rewards[0]

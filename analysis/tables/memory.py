@@ -96,6 +96,8 @@ def _peak_line(trace: Trace, memory: MemoryUse) -> Iterator[str]:
     free = [gap.low_bytes for gap in memory.gaps if gap.gap == "free"]
     of_rank = f", rank {most.rank}" if len(trace.ranks) > 1 else ""
     left = f"; {bytes_text(min(free))} free.{always_free(trace)}" if free else ""
+    if capacity is not None and most.peak_bytes > capacity:
+        left = f"; {bytes_text(most.peak_bytes - capacity)} are missing"
     phase = f" in {most.phase}, median of the iterations" if most.phase else ""
     yield (
         f"{trace.path}: {bytes_text(most.peak_bytes)}{of_capacity} at the peak{phase} "

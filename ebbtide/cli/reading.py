@@ -82,7 +82,7 @@ def print_prediction(trace: Trace) -> None:
     from ebbtide.analysis.metrics.prediction import prediction_line
 
     if line := prediction_line(trace):
-        echo(f"{trace.path}: {line}")
+        echo_line(f"{trace.path}: {line}")
 
 
 def print_json(trace: Trace, printed: dict[str, Any]) -> None:

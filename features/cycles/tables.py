@@ -28,6 +28,7 @@ _SOURCES = {
     "repetition": "by the repetition of phases",
 }
 _UNEVEN = 1.2
+_MIN_ITERATIONS = 1.5
 
 
 def headline(cycles: Cycles) -> str:
@@ -136,10 +137,10 @@ def move_text(move: Move) -> str:
 
 
 def repeats(trace: Trace) -> str | None:
-    """Return what a job repeats, in words, where cycles have several iterations or work
-    beside them."""
+    """Return what a job repeats, in words, where a cycle has several iterations: only
+    there some are longer than others."""
     cycles = slowest_cycles(trace)
-    if cycles is None:
+    if cycles is None or cycles.iterations < _MIN_ITERATIONS:
         return None
     names = [part.name for part in cycles.parts]
     parts = ", ".join(names[:4]) + (" and more" if len(names) > 4 else "")

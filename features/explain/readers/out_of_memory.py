@@ -7,6 +7,7 @@ and MPS, and of `c10/core/impl/alloc_cpu.cpp`, in the history of pytorch/pytorch
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from ebbtide.features.explain.pasted import PastedLine, PastedText
 from ebbtide.features.explain.record import Place, Record, reader
@@ -43,6 +44,7 @@ _CALL = re.compile(
     r"error:\s+out of memory|_ALLOC_FAILED|Cuda failure|cudaErrorMemory", re.IGNORECASE
 )
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_MAX_MESSAGES = 1000
 # A message goes over as many lines where a terminal or a mail has broken it.
 _MAX_LINES = 12
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
@@ -114,7 +116,7 @@ class OutOfMemoryMessage(Record):
 
 @reader
 def read_messages(text: PastedText) -> Iterator[OutOfMemoryMessage]:
-    messages = list(_messages(text))
+    messages = list(islice(_messages(text), _MAX_MESSAGES))
     # Other words about an error that is there in full tell nothing.
     are_bare = all(message.is_bare for message in messages)
     yield from (one for one in messages if are_bare or not one.is_bare)

@@ -264,7 +264,7 @@ def _keyed_row(text: str, rank: int | None) -> _Row | None:
     update = _UPDATE.search(text)
     if update is not None:
         row.figures[_UPDATE_COLUMN] = float(update[1])
-    rate = _RATE.search(text)
+    rate = _RATE.search(text) if "/" in text else None
     if rate is not None:
         scale = formats.UNITS[rate["unit"]]
         row.figures.setdefault(formats.STEP_S, float(rate["value"]) * scale)
@@ -284,7 +284,7 @@ def _keyed_row(text: str, rank: int | None) -> _Row | None:
 
 
 def _pairs_of(text: str) -> _Row:
-    patterns = (_PAIR, _WORD_PAIR, _MEANED_PAIR)
+    patterns = (_PAIR, _WORD_PAIR, *((_MEANED_PAIR,) if "(" in text else ()))
     matches = [match for pattern in patterns for match in pattern.finditer(text)]
     keys = [match["key"].rpartition(" - ")[2].strip() for match in matches]
     program = formats.program_of(keys)

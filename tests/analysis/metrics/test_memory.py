@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.analysis.metrics.memory import MemoryUse, difference, memory_use
+from ebbtide.analysis.tables.memory import memory_view
 from ebbtide.phases import PHASES
 from ebbtide.profiler.trace import RankBuilder, TraceBuilder
 
@@ -163,6 +164,16 @@ def test_memory_use__has_gaps_of_recorded_pools() -> None:
     assert figures(result, "free", 2)["forward"] == (10, 10)
     assert figures(result, "rss", 1)["update"] == (500, 500)
     assert {use.rank for use in memory_use(builder.build(), [1]).pools} == {1}
+
+
+def test_memory_view__says_how_much_is_missing() -> None:
+    builder = TraceBuilder("predicted")
+    rank = builder.rank(0, devices=[DEVICE])
+    train(rank, 3)
+    rank.memory(0, 130, "reserved")
+    trace = builder.build()
+    answer = next(memory_view(trace, memory_use(trace), verbose=False))
+    assert str(answer).endswith("; 30 B are missing")
 
 
 @pytest.mark.parametrize("iterations", [0, 2])

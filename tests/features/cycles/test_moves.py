@@ -133,6 +133,20 @@ def test_headlines__name_the_cycle() -> None:
     assert "between-phases" not in rules
 
 
+def test_repeats__is_no_reason_where_each_iteration_has_a_rollout() -> None:
+    job = Job()
+    for number in range(12):
+        start = job.at
+        job.wait(300 if number == 7 else 20)
+        job.mark("rollout", start)
+        job.train()
+    trace = job.trace()
+    assert find_cycles(trace, 0) is not None
+    times = uneven_iterations(trace)
+    assert times is not None
+    assert times.reason.startswith("1 of 10 iterations")
+
+
 def test_cycles__prints_draws_and_fits_its_schema(tmp_path: Path) -> None:
     from jsonschema import Draft202012Validator
 

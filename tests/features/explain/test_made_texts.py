@@ -11,7 +11,7 @@ import pytest
 
 from ebbtide.features.explain.pasted import read_pasted
 from ebbtide.features.explain.readers.configurations import Configuration
-from ebbtide.features.explain.readers.host_tables import HostMemory, HostMessage
+from ebbtide.features.explain.readers.host_tables import HostMemoryTable, HostMessage
 from ebbtide.features.explain.readers.out_of_memory import OutOfMemoryMessage
 from ebbtide.features.explain.readers.step_logs import StepLog
 from ebbtide.features.explain.readers.update_times import UpdateTimes
@@ -90,7 +90,7 @@ def test_errors_of_the_cpu__have_the_size(name: str) -> None:
 @pytest.mark.parametrize("name", names_with("total"))
 def test_tables_of_the_host__have_its_sizes(name: str) -> None:
     (memory,) = records_of(name)
-    assert isinstance(memory, HostMemory)
+    assert isinstance(memory, HostMemoryTable)
     # `free -h` prints whole GiB, and time has passed since the sizes were known.
     rounding = {"free-human": 0.05, "free-mib": 1e-4}.get(name, 1e-9)
     assert memory.sizes["total"] == pytest.approx(EXPECTED[name]["total"], rel=rounding)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ebbtide.features.dryrun.errors import CannotFakeError
@@ -69,13 +69,13 @@ class SparseTensors:
         if rule is not None:
             with self._mode:
                 return rule(*args, **kwargs)
-        result = self._fake_mode.dispatch(func, types, args, kwargs)
+        try:
+            result = self._fake_mode.dispatch(func, types, args, kwargs)
+        except UnsupportedOperatorException as error:
+            raise _refusal(func) from error
         sparse = [each for each in args if isinstance(each, torch.Tensor)]
         if func not in _MAKES and _lost(sparse, result):
-            raise CannotFakeError(
-                f"cannot dry-run {func}: it has no form for sparse tensors: leave it "
-                "out for the dry run, or take dense ones"
-            )
+            raise _refusal(func)
         return result
 
     def parts(self, tensor: Any) -> tuple[Any, Any]:
@@ -210,6 +210,13 @@ class SparseTensors:
 
     def _multiply_and_add(self, added: Any, one: Any, other: Any, **_: Any) -> Any:
         return self._multiply(one, other).add_(added)
+
+
+def _refusal(func: Any) -> CannotFakeError:
+    return CannotFakeError(
+        f"cannot dry-run {func}: it has no form for sparse tensors: leave it out for "
+        "the dry run, or take dense ones"
+    )
 
 
 def _lost(tensors: list[Any], result: Any) -> bool:

@@ -9,7 +9,6 @@ import pytest
 from ebbtide.features.importers.load import import_trace, recognize
 from ebbtide.features.importers.source import Source
 from ebbtide.features.importers.timings import IMPORTERS
-from ebbtide.seams import find_service
 
 LINE = (
     "(TaskRunner pid=4411) step:{step} - actor/pg_loss:0.012 - timing_s/update_actor:"
@@ -31,10 +30,6 @@ def test_timings__make_cycles_in_the_order_of_the_job(tmp_path: Path) -> None:
     lengths = (marks["end_ns"] - marks["start_ns"]) / 1e9
     assert lengths.tolist()[:3] == [38.1, 9.6, 41.9]
     assert trace.iteration_marks(0)["end_ns"].tolist()[-1] == 4 * 97_300_000_000
-    repeats = find_service("repeats")
-    if repeats is not None:
-        named = "gen, old_log_prob, update_actor, other"
-        assert repeats(trace) == f"a cycle of 97,300 ms has 1 iteration: {named}"
 
 
 def test_timings__of_parts_within_parts_are_shortened_with_a_note(
