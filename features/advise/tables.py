@@ -7,6 +7,7 @@ from ebbtide.analysis.tables.table import Table, View, ms, text
 from ebbtide.features.advise.changes import SYSTEM_SHARE
 from ebbtide.features.advise.job.training_job import TrainingJob
 from ebbtide.features.advise.levers.keys import TITLES, settings_text
+from ebbtide.features.advise.levers.search import JobChange
 from ebbtide.features.advise.machine_plan import JobPlans, MachinePlan
 from ebbtide.features.advise.ranges import Range
 from ebbtide.interleave.replay.inputs import NETWORK_NOTE
@@ -183,7 +184,7 @@ def _changes_table(plan: MachinePlan) -> Table:
     columns = (
         text("change", "text"),
         text("device GiB", lambda change: gib_text(change.device_bytes, 1)),
-        text("fits", lambda change: change.reason or FITS_TEXTS[True]),
+        text("fits", _change_fits),
         text("costs", lambda change: "; ".join(change.costs)),
     )
     return Table(
@@ -192,6 +193,12 @@ def _changes_table(plan: MachinePlan) -> Table:
         columns,
         plan.alone,
     )
+
+
+def _change_fits(change: JobChange) -> str:
+    """Return whether a job fits with a change, and whether the host is too small."""
+    answer = FITS_TEXTS[change.fits]
+    return f"{answer} (host)" if change.reason and "host" in change.reason else answer
 
 
 def gib_text(size: float | None, digits: int = 0) -> str:

@@ -123,7 +123,7 @@ def needed_bytes(
     if one.state == "offloaded" and not shared.unified_memory:
         steps = steps_of(Policy.make("zero-offload"), workload, shared)
         excess = _NO_RATES if steps is None else memory_excess(steps.valid, shared)
-        return own, excess and f"no: {excess}"
+        return own, excess
     if not workload.gradients_held_until_step:
         # Those of a plan without offload, which have no part in the job's own, stay
         # until the update.
@@ -134,8 +134,12 @@ def needed_bytes(
     if one.state != "paged":
         own += state
     elif host is not None and state > host:
-        return own, f"no: state of {bytes_text(state)} exceeds the host's memory"
-    return own, None if own + workload.gpu_slack_bytes <= capacity else "no"
+        return own, f"state of {bytes_text(state)} exceeds the host's memory"
+    short = own + workload.gpu_slack_bytes - capacity
+    return (
+        own,
+        f"{bytes_text(short)} of device memory are missing" if short > 0 else None,
+    )
 
 
 def _possible(job: TrainingJob, machine: Machine) -> list[Lever]:
