@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.cli.outputs import save_picture
@@ -56,10 +57,9 @@ def print_recommendation(
     split = recommended.split_advice
     if framework == "deepspeed" and split is not None and not recommended.is_split:
         ratio = split.settings["offload_optimizer"]["ratio"]
-        echo_line(
-            f"Plain DeepSpeed: offload_optimizer.ratio {ratio:g}: "
-            f"{_gain(split.gain, baseline)}"
-        )
+        # The line before has the recorded iteration.
+        split_gain = _gain(replace(split.gain, recorded_ms=None), baseline)
+        echo_line(f"Plain DeepSpeed: offload_optimizer.ratio {ratio:g}: {split_gain}")
     for warning in recommended.warnings:
         echo_line(f"But {warning}", fg="yellow")
     block = recommended.lines[framework]

@@ -28,6 +28,8 @@ _MAX_BLANKS = 100
 _MANY_BLANKS = re.compile(rf"[ \t]{{{_MAX_BLANKS},}}")
 # Where the end of a line of a terminal was, a copy may have the blanks to its right.
 _BREAK = re.compile(r"(?<=\S) {20,}(?=\S)")
+# Values as NumPy 2 prints them.
+_NUMPY_VALUE = re.compile(r"\bnp\.(?:float|int)\d{1,3}\((-?[\d.e+\-]{1,40}|nan|inf)\)")
 _BLANKS = re.compile(r"[\u00a0\u2000-\u200a\u202f\u3000]")
 _INVISIBLE = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\ufeff]"
@@ -113,6 +115,8 @@ def _clean(line: str) -> str:
     if not line.isprintable():
         line = _INVISIBLE.sub("", line)
     line = _MANY_BLANKS.sub(" " * _MAX_BLANKS, line.rstrip())
+    if "np." in line:
+        line = _NUMPY_VALUE.sub(r"\1", line)
     return _QUOTES.sub("", line)
 
 

@@ -17,6 +17,7 @@ from ebbtide.features.explain.pasted import (
 )
 from ebbtide.features.explain.readers.step_logs import StepLog, read_step_logs
 from ebbtide.features.explain.record import Record
+from ebbtide.features.explain.step_parts import add_parts
 from ebbtide.features.importers.importer import (
     Importer,
     ImportOptions,
@@ -69,12 +70,7 @@ class StepSeriesImporter:
                 device = {"device": "cuda:0", "kind": "cuda"}
                 devices = [{**device, "capacity_bytes": capacity_bytes}]
                 entry.meta.update(imported_from=source.path.name, devices=devices)
-                _add_steps(entry, log)
-            if parts := logs[-1].parts():
-                builder.note(
-                    f"{source.path.name}: parts of steps ({', '.join(parts)}) are not "
-                    "phases: `ebbtide explain` shows them"
-                )
+                _note_parts(builder, log, _add_steps(entry, log))
         return list(sources)
 
 
@@ -125,9 +121,24 @@ def _chosen(
     return {rank: own[min(number, len(own)) - 1] for rank, own in by_rank.items()}
 
 
-def _add_steps(entry: RankBuilder, log: StepLog) -> None:
+def _note_parts(builder: TraceBuilder, log: StepLog, too_long: int) -> None:
+    """Note what is not known of the parts of steps."""
+    if log.parts():
+        builder.note(
+            "the log has lengths alone: parts follow each other from the start of a "
+            "step on"
+        )
+    if too_long:
+        builder.note(
+            f"in {too_long} steps the parts take longer than the step, so some contain "
+            "others: all were shortened alike"
+        )
+
+
+def _add_steps(entry: RankBuilder, log: StepLog) -> int:
     """Add the steps of a log, each as long as it says, in the order of their numbers,
-    and memory at their ends."""
+    their parts, and memory at their ends. Return the number of steps whose parts take
+    longer than the step."""
     steps = _timed_steps(log)
     numbers = steps[formats.STEP].to_numpy(np.int64)
     lengths = np.maximum(1, steps[formats.STEP_S].to_numpy(float) * _NS)
@@ -151,6 +162,9 @@ def _add_steps(entry: RankBuilder, log: StepLog) -> None:
                 pool=pool,
                 device="cuda:0",
             )
+    if not log.parts():
+        return 0
+    return add_parts(entry, steps.assign(start_ns=starts, end_ns=ends))
 
 
 def _capacity(lines: Sequence[PastedLine]) -> int | None:

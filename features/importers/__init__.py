@@ -14,7 +14,6 @@ FEATURE = Feature(
             "megatron": "megatron:IMPORTERS",
             "nsys": "nsys:IMPORTERS",
             "nvml-monitor": "nvml_monitor:IMPORTERS",
-            "timings": "timings:IMPORTERS",
             "torch-memory": "torch_memory:IMPORTERS",
         },
         "names": {"profiler.importers.load.import_trace": "load:import_trace"},

@@ -154,7 +154,7 @@ def own_preset(trace: Trace | None) -> str | None:
 def own_preset_text(name: str, trace: Trace) -> str:
     """Return the line that says which preset was taken for a trace."""
     card = trace.rank(trace.ranks[0]).main_device.name
-    return f"machine: {name}, with the trace's {card} (others: ebbtide machines)"
+    return f"machine {name} for the trace's {card} (ebbtide machines)"
 
 
 def share_box(

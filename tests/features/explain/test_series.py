@@ -61,7 +61,8 @@ def test_import__verl_and_nemo_have_their_pools(tmp_path: Path) -> None:
         ("allocated", 60 * GIB),
         ("reserved", 70 * GIB),
     }
-    assert any("parts of steps (gen)" in note for note in trace.notes)
+    marks = trace.marks(0)
+    assert marks["name"].tolist()[:3] == ["step", "gen", "step"]
     (tmp_path / "nemo").mkdir()
     nemo = [
         f"Training epoch 0, iteration {n}/249 | lr: 1.9e-06 | global_step: {n} | "
@@ -91,3 +92,41 @@ def test_import__a_log_without_times_names_what_to_record(tmp_path: Path) -> Non
     file.write_text("step:  1  loss:  8.15  memory: 33.69GiB(42.58%)  tps: 5,201\n" * 3)
     with pytest.raises(SourceError, match=r"log of torchtitan.*profiling"):
         recognize(Source(file))
+
+
+STEP = (
+    "(TaskRunner pid=4411) step:{step} - actor/pg_loss:0.012 - timing_s/update_actor:"
+    "{update} - timing_s/gen:38.1 - timing_s/generate_sequences:35.0 - "
+    "timing_s/old_log_prob:np.float64(9.6) - timing_s/step:{length} - perf/mfu:0.3"
+)
+
+
+def test_import__parts_of_steps_are_marks_in_the_order_of_the_program(
+    tmp_path: Path,
+) -> None:
+    lines = [STEP.format(step=n, update=41.9, length=97.3) for n in range(4)]
+    trace = imported(tmp_path, ["noise", *lines])
+    marks = trace.marks(0)
+    assert marks["name"].tolist()[0] == "step"
+    marks = marks[marks["name"] != "step"]
+    assert marks["name"].tolist()[:3] == ["gen", "old_log_prob", "update_actor"]
+    lengths = (marks["end_ns"] - marks["start_ns"]) / 1e9
+    assert lengths.tolist()[:3] == [38.1, 9.6, 41.9]
+    assert trace.iteration_marks(0)["end_ns"].tolist()[-1] == 4 * 97_300_000_000
+    assert any("lengths alone" in note for note in trace.notes)
+
+
+def test_import__parts_within_parts_are_shortened_with_a_note(tmp_path: Path) -> None:
+    lines = [STEP.format(step=n, update=41.9, length=44.8) for n in (1, 2)]
+    trace = imported(tmp_path, lines)
+    assert trace.marks(0)["end_ns"].iloc[-1] == pytest.approx(89.6e9, abs=20)
+    assert any("some contain others" in note for note in trace.notes)
+
+
+@pytest.mark.parametrize("length", ["0", "1e30", "abc"])
+def test_import__steps_without_a_length_are_none(tmp_path: Path, length: str) -> None:
+    log = tmp_path / "verl.log"
+    lines = [STEP.format(step=n, update=41.9, length=length) for n in (1, 2)]
+    log.write_text("\n".join(lines))
+    with pytest.raises(SourceError):
+        recognize(Source(log))

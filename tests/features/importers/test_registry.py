@@ -40,7 +40,6 @@ def test_find_importers__asks_strict_importers_first() -> None:
         "kineto",
         "nvml-monitor",
         "megatron-log",
-        "timings",
         "deepspeed-log",
         "steps",
     ]
