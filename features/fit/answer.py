@@ -26,10 +26,13 @@ from ebbtide.features.fit.search import (
 from ebbtide.features.fit.shape import shape_of_config, shape_of_size
 from ebbtide.machines.machine import Machine
 from ebbtide.model_job import ModelJob
+from ebbtide.units import count_text
 
 # The file that stands for a model of a size.
 _CONFIG = "config.json"
 _MOST_POINTS = 12
+# Parts of the peak that are smaller are not shown.
+_SHOWN_BYTES = 0.05 * 2**30
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class FitRequest:
 class FitAnswer:
     """The levers of a job on a machine."""
 
+    name: str  # The model, or its size.
     search: FitSearch
     has_frontier: bool
 
@@ -86,7 +90,7 @@ class FitAnswer:
     def view(self) -> View:
         """Yield the lines and tables of the answer."""
         search, own, answer = self.search, self.search.own, self.search.answer
-        yield f"{search.job.model} on {search.machine.name}: {search.job.summary}"
+        yield f"{self.name} on {search.machine.name}: {search.job.summary}"
         yield f"  {search.job.bytes_text}"
         yield _verdict(own)
         if own.lacks is not None:
@@ -172,7 +176,7 @@ def _parts_text(own: FitPoint) -> str:
         ("logits", memory.logits),
         ("other", memory.working),
     )
-    texts = [f"{name} {_gib(size)}" for name, size in parts if size > 0]
+    texts = [f"{name} {_gib(size)}" for name, size in parts if size >= _SHOWN_BYTES]
     return f"peak in {memory.moment}: {', '.join(texts)} GiB"
 
 
@@ -199,7 +203,9 @@ def answer_of(request: FitRequest) -> FitAnswer:
     _check_counted(job)
     if request.shape is not None:
         shape = shape_of_size(request.shape)
+        name = f"{count_text(shape.params)} parameters"
     else:
+        name = job.model
         model = find_model(job.model)
         shape = shape_of_config(model.config, job.model)
     if shape.longest is not None and job.sequence > shape.longest:
@@ -212,7 +218,8 @@ def answer_of(request: FitRequest) -> FitAnswer:
         raise MachineError(
             f"machine {machine.name} has no gpu_memory_bytes: state --capacity"
         )
-    return FitAnswer(FitSearch(job, shape, machine, capacity), request.has_frontier)
+    search = FitSearch(job, shape, machine, capacity)
+    return FitAnswer(name, search, request.has_frontier)
 
 
 def _check_counted(job: ModelJob) -> None:
@@ -248,5 +255,5 @@ def print_fit(
     else:
         print_view(answer.view())
         if request.shape is not None:
-            echo_line(f"{_CONFIG}: `config` of --json")
+            echo_line(f"where {_CONFIG} has the value of `config` of --json")
     print_outputs(plot)
