@@ -151,6 +151,8 @@ def profile_in_terminal(job: RecordedCommand) -> int:
 def _why_not(program: str) -> str:
     if os.path.isdir(program):
         return "it is a directory"
+    if os.path.exists(program) and program.endswith(".py"):
+        return f"it is a script: python {program}"
     return os.strerror(errno.EACCES if os.path.exists(program) else errno.ENOENT)
 
 

@@ -150,6 +150,12 @@ def test_bad_input__is_one_line_and_changes_no_file(
     assert contents(folder) == before
 
 
+def test_profile__names_python_for_a_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print(1)")
+    run = ebbtide("profile", "-o", "p.ebb", "--", "train.py", cwd=tmp_path)
+    assert refused(run).endswith("cannot run train.py: it is a script: python train.py")
+
+
 def test_profile__a_count_may_be_a_float(folder: Path) -> None:
     message = refused(
         ebbtide(

@@ -24,6 +24,8 @@ from ebbtide.analysis.timeseries.step_functions import Floats, union, union_leng
 from ebbtide.phases import ITERATION_PARTS
 from ebbtide.units import bytes_text, ms_text, rate_text
 
+# Smaller copies take as long as their calls, from any memory.
+_SMALL_COPY_BYTES = 64 << 10
 _QUESTION = "are copies made from pinned or from pageable memory?"
 
 
@@ -48,6 +50,8 @@ def pageable_copies(metrics: JobMetrics) -> Finding | Unknown | None:
             metrics.copy_stats(direction, kind) for kind in ("pageable", "pinned")
         )
         if pageable is None or pageable.bytes is None or pageable.busy_ms <= 0:
+            continue
+        if pageable.bytes < _SMALL_COPY_BYTES * pageable.count:
             continue
         rate = pageable.bytes / pageable.busy_ms * 1e3
         fast = (

@@ -70,6 +70,11 @@ def test_pageable_copies__counts_both_directions_without_warm_up() -> None:
     assert len(finding.evidence) == 2
 
 
+def test_pageable_copies__is_none_for_values_that_the_job_reads() -> None:
+    job = offloaded().copy("d2h", "forward", 0, 40, 4, "pageable")
+    assert job.result(pageable_copies) is None
+
+
 def test_pageable_copies__has_no_gain_without_pinned_copies_and_peak() -> None:
     finding = (
         offloaded(peak=None)
