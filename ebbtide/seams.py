@@ -36,6 +36,7 @@ what it needs alone.
 | adviser | `TraceAdviser(trace)`: advice that was simulated, for findings and reports |
 | beside-step | `beside_step(plan, workload, assignment, overlap) -> Plan`: with updates in other phases |
 | calibrate | `calibrate_alone(seconds, name) -> Machine` |
+| cycle | `cycle(trace) -> dict` or None: count, time and parts of what the job repeats, for JSON |
 | exchange | `exchange(params, are_whole) -> Exchange`: of parameters that rules update as a whole |
 | fit | a module with `FitRequest` and `print_fit`: the levers of memory, for `plan --model` |
 | job-comparison | a module with `compare_and_print(words, ...)`, for `compare -- CMD` |

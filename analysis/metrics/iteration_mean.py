@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -85,6 +86,15 @@ def repeated(trace: Trace) -> str | None:
     repeats = find_service("repeats")
     named: str | None = None if repeats is None else repeats(trace)
     return named
+
+
+@once_per_trace
+def repeated_cycle(trace: Trace) -> dict[str, Any] | None:
+    """Return the figures of what the job repeats around its iterations; None where no
+    feature knows."""
+    cycle = find_service("cycle")
+    figures: dict[str, Any] | None = None if cycle is None else cycle(trace)
+    return figures
 
 
 def _excess_text(columns: Mapping[str, Floats], times: Floats) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,11 @@ from ebbtide.analysis.metrics.devices import (
     pool_peaks,
 )
 from ebbtide.analysis.metrics.gpu_state import GpuFigure, gpu_state
-from ebbtide.analysis.metrics.iteration_mean import UnevenTimes, uneven_iterations
+from ebbtide.analysis.metrics.iteration_mean import (
+    UnevenTimes,
+    repeated_cycle,
+    uneven_iterations,
+)
 from ebbtide.analysis.metrics.iterations import (
     IterationTable,
     median_ms,
@@ -183,6 +188,8 @@ class Summary(TabularResult, table="phases"):
         iteration_ms: Median time of an iteration, on the slowest rank.
         uneven: The mean of the same times and why it is above the median; None where it
             is not far above.
+        cycle: Count, time and parts of the outer cycle that the job repeats; None
+            without one.
         phases: One entry per phase, and `other`.
         transfers: One entry per direction.
         memory: Peaks.
@@ -220,6 +227,7 @@ class Summary(TabularResult, table="phases"):
     about: list[str]
     remarks: list[str]
     uneven: UnevenTimes | None = None
+    cycle: dict[str, Any] | None = None
     is_predicted: bool = False
     iteration_range: TimeRange | None = None
     storage: tuple[StorageUse, ...] = ()
@@ -234,6 +242,12 @@ class Summary(TabularResult, table="phases"):
         shared = [phase for phase in self.phases if phase.share is not None]
         return max(shared, key=lambda phase: phase.share or 0.0, default=None)
 
+    @property
+    def mean_ms(self) -> float | None:
+        """The mean of the steady iterations on the slowest rank; None without any."""
+        times = [time for time in self.times_ms["iteration"] if time is not None]
+        return fmean(times) if times else None
+
     def as_json(self) -> dict[str, Any]:
         """Return the object that `ebbtide summary --json` prints."""
         memory = asdict(self.memory)
@@ -245,6 +259,8 @@ class Summary(TabularResult, table="phases"):
             "warmup_iterations": self.warmup_iterations,
             "ranks": self.ranks,
             "iteration_ms": self.iteration_ms,
+            "mean_ms": self.mean_ms,
+            "cycle": self.cycle,
             "uneven": None if self.uneven is None else asdict(self.uneven),
             "without_gradients_ms": self.without_gradients_ms,
             "iterations_ms": self.times_ms["iteration"],
@@ -358,6 +374,7 @@ def _summarize(trace: Trace) -> Summary:
         about=_about(trace),
         remarks=_remarks(trace),
         uneven=uneven_iterations(trace),
+        cycle=repeated_cycle(trace),
         is_predicted=is_predicted(trace),
         iteration_range=predicted_range(trace, "iteration"),
         storage=tuple(storage_use(trace)),

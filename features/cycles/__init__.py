@@ -11,6 +11,6 @@ FEATURE = Feature(
         "findings": {"cycles": "findings"},
         "leads": {"cycles": "tables:lead"},
         "names": {"step": "marks:step"},
-        "services": {"repeats": "tables:repeats"},
+        "services": {"cycle": "cycles:cycle_figures", "repeats": "tables:repeats"},
     },
 )

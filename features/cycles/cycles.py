@@ -170,6 +170,19 @@ def slowest_cycles(trace: Trace) -> Cycles | None:
     )
 
 
+def cycle_figures(trace: Trace) -> dict[str, Any] | None:
+    """Return count, time and parts of the cycles of the slowest rank, for JSON; None
+    where no rank has any."""
+    cycles = slowest_cycles(trace)
+    if cycles is None:
+        return None
+    parts = [
+        {"name": part.name, "ms": part.median_ms, "peak_bytes": part.peak_bytes}
+        for part in cycles.parts
+    ]
+    return {"count": cycles.count, "median_ms": cycles.median_ms, "parts": parts}
+
+
 def _count(ends: Ints, start_ns: int, end_ns: int) -> int:
     return int(((ends > start_ns) & (ends <= end_ns)).sum())
 

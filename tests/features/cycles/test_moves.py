@@ -164,6 +164,12 @@ def test_cycles__prints_draws_and_fits_its_schema(tmp_path: Path) -> None:
     Draft202012Validator(schema).validate(printed)
     summary = ebbtide_in_process("summary", path).stdout
     assert summary.index("a cycle of 4 iterations") < summary.index("an iteration")
+    figures = json.loads(ebbtide_in_process("summary", path, "--json").stdout)
+    parts = [(part["name"], part["peak_bytes"]) for part in cycle["parts"]]
+    leading = figures["cycle"]["parts"]
+    assert [(part["name"], part["peak_bytes"]) for part in leading] == parts
+    assert figures["cycle"]["median_ms"] == cycle["median_ms"]
+    assert figures["mean_ms"] > 1.2 * figures["iteration_ms"]
 
 
 @pytest.mark.parametrize(
