@@ -300,6 +300,9 @@ class Summary(TabularResult, table="phases"):
             "iteration_low_ms": low_ms,
             "iteration_high_ms": high_ms,
             "range_is_guess": None if times is None else times.is_guess,
+            "trust": None
+            if times is None or times.evidence is None
+            else times.evidence.as_json(),
         }
 
 

@@ -164,6 +164,15 @@ class EvidenceRange:
         """Whether too few projects are like the job."""
         return len(self.near) < LEAST_NEAR
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the trust in the range: projects that are like the job, of how many
+        the ranges held, and the names of the most alike first."""
+        return {
+            "sources": len(self.near),
+            "held": round(self.covered),
+            "nearest": list(self.near),
+        }
+
     @property
     def text(self) -> str:
         """The trust in the range, in few words."""

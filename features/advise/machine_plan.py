@@ -331,6 +331,7 @@ class MachinePlan:
             "advice": self.advice and self.advice.as_json(),
             "evidence": self.evidence and self.evidence.text,
             "is_guess": self.is_guess,
+            "trust": self.evidence and self.evidence.as_json(),
             "code": self.code,
             "lines": self.lines,
             "policies": [time.as_json() for time in self.policies],

@@ -82,6 +82,11 @@ def test_summary__has_the_range_of_each_time(predicted: Trace, capsys: Printed) 
     ends = [3.0 * factor for factor in (evidence.low, evidence.high)]
     assert [printed[f"iteration_{end}_ms"] for end in ("low", "high")] == ends
     assert printed["range_is_guess"] is evidence.is_guess
+    assert printed["trust"] == {
+        "sources": len(evidence.near),
+        "held": round(evidence.covered),
+        "nearest": list(evidence.near),
+    }
     # The medians of iterations 1 and 2.
     ranges = {
         phase["phase"]: (phase["low_ms"], phase["high_ms"])

@@ -354,6 +354,7 @@ def test_plan__marks_a_range_with_few_projects_as_a_guess(
     plan = json.loads(capsys.readouterr().out)["plans"][0]
     assert plan["evidence"] == span.text
     assert plan["is_guess"] is (count < 3)
+    assert plan["trust"]["sources"] == len(span.near) == len(plan["trust"]["nearest"])
     kept, offloaded = (ends_of(time) for time in plan["policies"])
     assert kept == pytest.approx([0.5, 2.0])
     # Rates of what is offloaded are uncertain beside.

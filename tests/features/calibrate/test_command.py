@@ -324,8 +324,8 @@ def test_calibrate__bad_input_is_one_line_and_nothing_is_written(
         "taken.json exists already",
     )
     assert_refused(
-        ebbtide_in_process("calibrate", "-o", "no/where.json", cwd=tmp_path),
-        "no/where.json",
+        ebbtide_in_process("calibrate", "-o", "taken.json/where.json", cwd=tmp_path),
+        "taken.json/where.json",
     )
     for option, value in (("--ranks", "0"), ("--seconds", "0"), ("--seconds", "soon")):
         assert_refused(
