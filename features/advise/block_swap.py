@@ -15,11 +15,6 @@ from ebbtide.interleave.replay.schedule_to_trace import device_memory
 from ebbtide.machines.machine import Machine
 
 _GIB = 2**30
-_KEPT, _BOTH_WAYS, _UP_ONLY = (
-    "block-swap:0",
-    "block-swap",
-    "block-swap,down=no",
-)
 
 
 class Swap(NamedTuple):
@@ -123,7 +118,11 @@ def plan_block_swap(
     if workload is None or not workload.layers or machine.gpu_memory_bytes is None:
         return None
     try:
-        policies = [Policy.parse(text) for text in (_KEPT, _BOTH_WAYS, _UP_ONLY)]
+        policies = [
+            Policy.make("block-swap", 0),
+            Policy.make("block-swap"),
+            Policy.make("block-swap", down="no"),
+        ]
         replayed = replay(workload, machine, policies, job)
     except PolicyError:
         return None

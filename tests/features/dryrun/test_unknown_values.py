@@ -29,6 +29,8 @@ def bounds_of(job: Any) -> tuple[Any, dict[str, int], dict[str, int]]:
 
 def test_distributions__accept_values_that_are_not_known() -> None:
     def job() -> Any:
+        # torch.compile, in a test before, has turned it off.
+        dist.Distribution.set_default_validate_args(True)
         scores = torch.randn(64, 6, device="cuda")
         normal = dist.TransformedDistribution(
             dist.Normal(scores, scores.exp()), [dist.TanhTransform(cache_size=1)]

@@ -1,4 +1,4 @@
-"""Dry runs of jobs of small models in a forked process, and random jobs."""
+"""Dry runs of jobs of small models, and random jobs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import random
 import runpy
 import sys
 import tempfile
-from importlib import import_module
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import transformers
 
 from ebbtide.errors import UserError
 from ebbtide.features.dryrun.jobs.model_job import prepare_model_job
@@ -22,14 +20,9 @@ from ebbtide.features.dryrun.jobs.models import complete_stand_ins, known_models
 from ebbtide.features.dryrun.session import DryRun, DryRunOptions
 from ebbtide.machines.catalog import find_machine
 from ebbtide.model_job import ModelJob
-from tests.features.dryrun.forked import run_forked
+from tests.conftest import run_process
 
-# Once, before children are forked.
-for module in ("peft", "bitsandbytes"):
-    with contextlib.suppress(ImportError):
-        import_module(module)
-assert transformers.AutoModelForCausalLM
-
+ROOT = Path(__file__).parents[3]
 BASES = {
     "llama": "llama-3.1-8b",
     "mistral": "mistral-7b-v0.3",
@@ -56,38 +49,44 @@ def configuration(kind: str = "llama", **sizes: Any) -> dict[str, Any]:
 def dry_run(
     config: dict[str, Any], job: ModelJob, machine: str, capacity_bytes: int
 ) -> DryPeak:
-    """Return the peak of the dry run of a job of a configuration."""
+    """Return the peak of the dry run of a job of a configuration, in a process of its
+    own: tests before may have left process groups and settings of torch."""
+    request = json.dumps([config, vars(job), machine, capacity_bytes])
+    words = [sys.executable, "-W", "ignore", "-m", __spec__.name, request]
+    process = run_process(words, cwd=ROOT)
+    assert process.returncode == 0, process.stderr
+    return DryPeak(*json.loads(process.stdout.splitlines()[-1]))
 
-    def run() -> DryPeak:
-        with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
-            Path("model").mkdir()
-            Path("model/config.json").write_text(json.dumps(config))
-            own = ModelJob(**{**vars(job), "model": str(Path("model").absolute())})
-            prepared = prepare_model_job(own, Path("job.py"), True)
-            sys.argv = ["job.py", prepared.command[2]]
-            target = find_machine(machine)
-            options = DryRunOptions(
-                iterations=2,
-                machine=target,
-                capacity_bytes=capacity_bytes,
-                device_name=(target.gpu and target.gpu.name) or machine,
-                ranks=job.ranks if job.ranks > 1 else None,
-            )
-            assert prepared.scratch is not None
-            with contextlib.redirect_stdout(io.StringIO()), DryRun(options) as run:
-                complete_stand_ins(prepared.scratch)
-                os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
-                runpy.run_path("job.py", run_name="__main__")
-            memory = run.memory
-            return DryPeak(
-                memory.most_bytes,
-                memory.most_reserved_bytes,
-                run.context_bytes,
-                run.host_memory.most_bytes,
-            )
 
-    peak: DryPeak = run_forked(run)
-    return peak
+def _dry_run_here(
+    config: dict[str, Any], job: ModelJob, machine: str, capacity_bytes: int
+) -> DryPeak:
+    with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
+        Path("model").mkdir()
+        Path("model/config.json").write_text(json.dumps(config))
+        own = replace(job, model=str(Path("model").absolute()))
+        prepared = prepare_model_job(own, Path("job.py"), True)
+        sys.argv = ["job.py", prepared.command[2]]
+        target = find_machine(machine)
+        options = DryRunOptions(
+            iterations=2,
+            machine=target,
+            capacity_bytes=capacity_bytes,
+            device_name=(target.gpu and target.gpu.name) or machine,
+            ranks=job.ranks if job.ranks > 1 else None,
+        )
+        assert prepared.scratch is not None
+        with contextlib.redirect_stdout(io.StringIO()), DryRun(options) as run:
+            complete_stand_ins(prepared.scratch)
+            os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+            runpy.run_path("job.py", run_name="__main__")
+        memory = run.memory
+        return DryPeak(
+            memory.most_bytes,
+            memory.most_reserved_bytes,
+            run.context_bytes,
+            run.host_memory.most_bytes,
+        )
 
 
 def random_job(seed: int) -> tuple[dict[str, Any], ModelJob, str]:
@@ -132,3 +131,8 @@ def random_job(seed: int) -> tuple[dict[str, Any], ModelJob, str]:
         # Settings that make no sense together are drawn again.
         with contextlib.suppress(UserError):
             return config, ModelJob("model", **job), machine
+
+
+if __name__ == "__main__":
+    config, job, machine, capacity_bytes = json.loads(sys.argv[1])
+    print(json.dumps(_dry_run_here(config, ModelJob(**job), machine, capacity_bytes)))
