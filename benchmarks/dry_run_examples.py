@@ -308,7 +308,7 @@ def write_page(page: Path, libraries: dict[str, Any], scripts: list[Script]) -> 
 
 
 def _comparison(scripts: list[Script], results: dict[str, Result]) -> list[str]:
-    """Return the table of peaks beside those of eager runs."""
+    """Return the table of peaks of dry runs beside peaks of eager runs."""
     lines = [
         "",
         "| compared with an eager run on the CPU | bytes of tensors | CPU | ratio |",

@@ -325,38 +325,48 @@ def loops(folder: Path) -> None:
             bar.set_postfix(loss=loss, lr=1e-3)
         truth |= {"last_step": 12, "step_s": median(times)}
     logging.getLogger().handlers[0].setStream(sys.stderr)
-    with written(folder, "accelerate-log") as truth:
-        times = []
-        for number in range(8):
-            loss, step_s = step(0.1)
-            times.append(step_s)
-            logger.warning(f"step {number}: loss={loss:.4f} step_time={step_s:.4f}s")
-        truth |= {"steps": 8, "step_s": median(times)}
-    with written(folder, "loop-ms") as truth:
-        times = []
-        for number in range(8):
-            loss, step_s = step(0.05)
-            times.append(step_s)
-            print(f"iter {number}: loss {loss:.4f}, time {step_s * 1000:.2f}ms")
-        truth |= {"steps": 8, "step_s": median(times)}
-    with written(folder, "loop-imagenet") as truth:
-        times = []
-        for number in range(8):
-            loss, step_s = step(0.05)
-            times.append(step_s)
-            mean_s = sum(times) / len(times)
-            print(
-                f"Epoch: [0][{number:3d}/8]\tTime {step_s:6.3f} ({mean_s:6.3f})\t"
-                f"Loss {loss:.4e} ({loss:.4e})"
-            )
-        truth |= {"steps": 8, "step_s": median(times)}
-    with written(folder, "loop-dictionary") as truth:
-        times = []
-        for number in range(8):
-            loss, step_s = step(0.05)
-            times.append(step_s)
-            print({"step": number, "loss": loss, "step_time": step_s})
-        truth |= {"steps": 8, "step_s": median(times)}
+
+    def write_steps(
+        name: str, pause_s: float, show: Callable[[int, float, list[float]], object]
+    ) -> None:
+        """Write a text of eight steps; `show` prints one, by the times so far."""
+        times: list[float] = []
+        with written(folder, name) as truth:
+            for number in range(8):
+                loss, step_s = step(pause_s)
+                times.append(step_s)
+                show(number, loss, times)
+            truth |= {"steps": 8, "step_s": median(times)}
+
+    def show_imagenet(number: int, loss: float, times: list[float]) -> None:
+        mean_s = sum(times) / len(times)
+        print(
+            f"Epoch: [0][{number:3d}/8]\tTime {times[-1]:6.3f} ({mean_s:6.3f})\t"
+            f"Loss {loss:.4e} ({loss:.4e})"
+        )
+
+    write_steps(
+        "accelerate-log",
+        0.1,
+        lambda number, loss, times: logger.warning(
+            f"step {number}: loss={loss:.4f} step_time={times[-1]:.4f}s"
+        ),
+    )
+    write_steps(
+        "loop-ms",
+        0.05,
+        lambda number, loss, times: print(
+            f"iter {number}: loss {loss:.4f}, time {times[-1] * 1000:.2f}ms"
+        ),
+    )
+    write_steps("loop-imagenet", 0.05, show_imagenet)
+    write_steps(
+        "loop-dictionary",
+        0.05,
+        lambda number, loss, times: print(
+            {"step": number, "loss": loss, "step_time": times[-1]}
+        ),
+    )
 
 
 @needs("deepspeed")
@@ -378,37 +388,35 @@ def deepspeed(folder: Path) -> None:
         "DS_ACCELERATOR": "cpu",
     }
     os.environ.update(environment)
-    for name, more in {
-        "deepspeed-timers": {"wall_clock_breakdown": True},
-    }.items():
-        try:
-            with written(folder, name) as truth:
-                model = torch.nn.Linear(64, 64)
-                engine, *_ = ds.initialize(
-                    model=model,
-                    model_parameters=model.parameters(),
-                    config={
-                        "train_batch_size": 4,
-                        "optimizer": {
-                            "type": "Adam",
-                            "params": {"lr": 1e-3, "torch_adam": True},
-                        },
-                        "bf16": {"enabled": True},
-                        "zero_optimization": {"stage": 1},
-                        **more,
+    name = "deepspeed-timers"
+    try:
+        with written(folder, name) as truth:
+            model = torch.nn.Linear(64, 64)
+            engine, *_ = ds.initialize(
+                model=model,
+                model_parameters=model.parameters(),
+                config={
+                    "train_batch_size": 4,
+                    "optimizer": {
+                        "type": "Adam",
+                        "params": {"lr": 1e-3, "torch_adam": True},
                     },
-                )
-                for _ in range(6):
-                    data = torch.ones(4, 64, dtype=torch.bfloat16)
-                    loss = engine(data).square().mean()
-                    engine.backward(loss)
-                    time.sleep(0.1)
-                    engine.step()
-                truth["updates"] = engine.global_steps
-        except Exception as error:
-            TRUTHS.pop(name, None)
-            (folder / f"{name}.txt").unlink(missing_ok=True)
-            print(f"{name}: {error!r}", file=sys.stderr)
+                    "bf16": {"enabled": True},
+                    "zero_optimization": {"stage": 1},
+                    "wall_clock_breakdown": True,
+                },
+            )
+            for _ in range(6):
+                data = torch.ones(4, 64, dtype=torch.bfloat16)
+                loss = engine(data).square().mean()
+                engine.backward(loss)
+                time.sleep(0.1)
+                engine.step()
+            truth["updates"] = engine.global_steps
+    except Exception as error:
+        TRUTHS.pop(name, None)
+        (folder / f"{name}.txt").unlink(missing_ok=True)
+        print(f"{name}: {error!r}", file=sys.stderr)
 
 
 @needs("torch")

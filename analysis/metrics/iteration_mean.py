@@ -39,7 +39,20 @@ class UnevenTimes:
 
 def mean_text(times: UnevenTimes | None) -> str:
     """Return the text to stand behind the median in a headline."""
-    return "" if times is None else f" (median; mean {ms_text(times.mean_ms)})"
+    return "" if times is None else _beside_median(times.mean_ms)
+
+
+def mean_text_if_uneven(mean_ms: float, median_ms: float) -> str:
+    """Return the text to stand behind the median where the mean is far above it."""
+    return _beside_median(mean_ms) if _is_far_above(mean_ms, median_ms) else ""
+
+
+def _beside_median(mean_ms: float) -> str:
+    return f" (median; mean {ms_text(mean_ms)})"
+
+
+def _is_far_above(mean_ms: float, median_ms: float) -> bool:
+    return mean_ms > _MIN_RATIO * median_ms
 
 
 def uneven(times_ms: Floats, unit: str, where: str = "") -> UnevenTimes | None:
@@ -54,7 +67,7 @@ def uneven(times_ms: Floats, unit: str, where: str = "") -> UnevenTimes | None:
     if len(recorded) < 2:
         return None
     mean, median = float(recorded.mean()), float(np.median(recorded))
-    if mean <= _MIN_RATIO * median:
+    if not _is_far_above(mean, median):
         return None
     long = recorded[recorded > _MIN_RATIO * median]
     usual = ms_text(float(np.median(long)))

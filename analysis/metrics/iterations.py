@@ -248,7 +248,7 @@ def intervals(trace: Trace, rank: int, device_times: bool = True) -> Intervals:
 def _iteration_ends(
     times: PhaseArrays, marks: Columns, column: str
 ) -> tuple[Ints, Ints]:
-    """Return the iterations and the end of each: that of its last phase, or of its mark
+    """Return the iterations and where each ends: with its last phase, or with its mark
     if later, before the next iteration.
 
     `column` is the column of `marks` on the clock of the phases."""
@@ -434,7 +434,7 @@ def _clock(trace: Trace, rank: int) -> Callable[[Ints], Ints] | None:
 def _with_marks(
     trace: Trace, rank: int, before: Ints, after: Ints
 ) -> tuple[Ints, Ints]:
-    """Return times of the host and of the GPU, with those of the job's marks."""
+    """Return times of the host and of the GPU, also at the marks of the job."""
     rows = trace.columns(rank, "marks")
     own = rows.recorded("gpu_start_ns") & rows.recorded("gpu_end_ns")
     host, device = (

@@ -371,7 +371,7 @@ def plan(
     print_outputs(plot, save_workload)
     if save_workload is not None and not as_json:
         _print_replay(
-            save_workload, [*machines, card or targets[0].machine.name][0], host, shared
+            save_workload, machines or [card or targets[0].machine.name], host, shared
         )
 
 
@@ -534,9 +534,12 @@ def _write_workload(
         new_file.write_text(json.dumps(layered.as_json(), indent=1) + "\n")
 
 
-def _print_replay(file: Path, source: str, host: str | None, rank: Machine) -> None:
-    """Print the command that replays a workload file; `rank`: the rates of a rank."""
-    source += f" --host {host}" if host else ""
+def _print_replay(
+    file: Path, machines: list[str], host: str | None, rank: Machine
+) -> None:
+    """Print the command that replays a workload file on the first machine; `rank`: the
+    rates of a rank."""
+    source = machines[0] + (f" --host {host}" if host else "")
     per_host = rank.box.ranks if rank.box is not None else 1
     echo_line(
         f"next: ebbtide replay --workload {file} --machine {source} "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ebbtide.analysis.metrics.iteration_mean import mean_text_if_uneven
 from ebbtide.analysis.metrics.missing import no_iterations
 from ebbtide.analysis.tables.table import (
     Gain,
@@ -27,15 +28,15 @@ _SOURCES = {
     "ranges": "by the ranges that the job names",
     "repetition": "by the repetition of phases",
 }
-_UNEVEN = 1.2
 _MIN_ITERATIONS = 1.5
 
 
 def headline(cycles: Cycles) -> str:
     """Return the time of a cycle and its longest part."""
     longest = cycles.longest
+    mean = mean_text_if_uneven(cycles.mean_ms, cycles.median_ms)
     return (
-        f"{ms_text(cycles.median_ms)} a cycle{_of_iterations(cycles)}{_mean(cycles)}, "
+        f"{ms_text(cycles.median_ms)} a cycle{_of_iterations(cycles)}{mean}, "
         f"{100 * longest.share:.0f} % of it {longest.name}"
     )
 
@@ -43,11 +44,6 @@ def headline(cycles: Cycles) -> str:
 def _of_iterations(cycles: Cycles) -> str:
     count = round(cycles.iterations)
     return f" of {counted(count, 'iteration')}" if count else ""
-
-
-def _mean(cycles: Cycles) -> str:
-    is_uneven = cycles.mean_ms > _UNEVEN * cycles.median_ms
-    return f" (median; mean {ms_text(cycles.mean_ms)})" if is_uneven else ""
 
 
 def parts_table(trace: Trace, cycles: Cycles) -> Table:

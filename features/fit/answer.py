@@ -167,17 +167,12 @@ def _verdict(own: FitPoint) -> str:
 
 
 def _parts_text(own: FitPoint) -> str:
-    memory = own.memory
-    parts = (
-        ("weights", memory.weights),
-        ("state", memory.state),
-        ("gradients", memory.gradients),
-        ("activations", memory.activations),
-        ("logits", memory.logits),
-        ("other", memory.working),
-    )
-    texts = [f"{name} {_gib(size)}" for name, size in parts if size >= _SHOWN_BYTES]
-    return f"peak in {memory.moment}: {', '.join(texts)} GiB"
+    parts = own.memory.parts
+    parts["other"] = parts.pop("working")
+    texts = [
+        f"{name} {_gib(size)}" for name, size in parts.items() if size >= _SHOWN_BYTES
+    ]
+    return f"peak in {own.memory.moment}: {', '.join(texts)} GiB"
 
 
 def _fits_text(point: FitPoint) -> str:

@@ -98,4 +98,4 @@ LEVERS = (
     MemoryLever("QLoRA", "adapters, on weights of 4 bits", _four_bits),
     MemoryLever("sharding", "more GPUs, which send weights", _more_ranks),
 )
-SHARDING = LEVERS[-1]
+*ON_ONE_RANK, SHARDING = LEVERS

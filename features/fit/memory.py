@@ -16,11 +16,11 @@ _MOMENTS_8_BIT = 2 * (1 + 4 / 256)
 _WEIGHT_4_BIT = 0.5 + 1 / 64 + 4 / 64 / 256
 # Bytes of the state of a trained parameter over the bytes of the parameter.
 _STATES = {"adamw": 2.0, "sgd": 1.0}
-# The workspaces of cuBLAS, of two threads: from Hopper on, and before.
 # Layers that FSDP has gathered in the backward, with gradients that are sent.
 _GATHERED_LAYERS = {True: 2.2, False: 3}
 # The buffer of the weights that DDP sends at the start.
 _BROADCAST = 250 * 2**20
+# The workspaces of cuBLAS, of two threads: from Hopper on, and before.
 _HOPPER_WORKSPACE, _WORKSPACE = 2 * 32 * 2**20, 2 * 8519680
 
 
@@ -37,10 +37,16 @@ class MemoryParts:
     working: float  # Temporary tensors, and workspaces.
 
     @property
+    def parts(self) -> dict[str, float]:
+        """The bytes of each part by its name."""
+        parts = {**vars(self)}
+        del parts["moment"]
+        return parts
+
+    @property
     def total(self) -> float:
         """All bytes."""
-        parts = self.weights, self.state, self.gradients, self.activations
-        return sum(parts) + self.logits + self.working
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -167,8 +173,8 @@ class MemoryModel:
         from the host, at its peak."""
         if self.job.checkpointing:
             # Without an early stop it computes its output, too.
-            more = 2 * self.residual_bytes if self.job.offloads_activations else 0.0
-            return self.layer_kept() + more
+            outputs = 2 * self.job.offloads_activations
+            return self.layer_kept() + outputs * self.residual_bytes
         if self.job.offloads_activations:
             return 3 * _HALF * self.shape.inner
         return 0.0
@@ -176,9 +182,7 @@ class MemoryModel:
     @property
     def residual_bytes(self) -> float:
         """Bytes of a token between two layers."""
-        return self.shape.hidden * (
-            _FULL if self.is_mixed and not self.is_adapted else _HALF
-        )
+        return self.shape.hidden * self.weight_bytes
 
     def kept(self, layers: int) -> float:
         """Return what the first layers keep on the device until the backward."""
@@ -189,6 +193,14 @@ class MemoryModel:
         # The first norm of adapted models has no gradient to compute.
         first = _FULL * self.shape.hidden if self.is_adapted else 0
         return (layers * self.layer_kept() - first) * self.tokens
+
+    def offloaded_activations(self) -> float:
+        """Return the bytes of activations of layers that a micro-step copies to the
+        host."""
+        if not self.job.offloads_activations:
+            return 0.0
+        own = replace(self, job=replace(self.job, offloads_activations=False))
+        return own.kept(self.shape.layers)
 
     def cast_weights(self, layers: int) -> float:
         """Return the bytes of weights that autocast casts, of layers and the head."""
@@ -324,8 +336,7 @@ class MemoryModel:
         if job.optimizer.startswith("paged"):
             offloaded += self.trained * _MOMENTS_8_BIT
         if job.offloads_activations:
-            own = replace(self, job=replace(job, offloads_activations=False))
-            offloaded += own.kept(shape.layers)
+            offloaded += self.offloaded_activations()
             offloaded += self._final_kept() * self.tokens + 4 * self.tokens
         return max(loaded, offloaded)
 

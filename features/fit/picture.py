@@ -22,8 +22,8 @@ _MOST_LABELS, _TEXT_WIDTH = 12, 38
 
 
 def draw_frontier(search: FitSearch) -> Figure:
-    """Draw the combinations of levers of a job, and a line through those of which none
-    is smaller and faster, for each kind of training."""
+    """Draw the combinations of levers of a job, and for each kind of training a line
+    through the points of which none is smaller and faster."""
     figure = Figure(figsize=(10.5, 5.6), layout="constrained", dpi=130)
     axes: Any = figure.subplots()
     for method, (color, marker) in _STYLES.items():

@@ -3,7 +3,7 @@ memory and time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from ebbtide.features.advise.changes import share_host
 from ebbtide.features.dryrun.gpu import FakedGpu, capability_of
 from ebbtide.features.dryrun.memory.caching_allocator import context_bytes
-from ebbtide.features.fit.levers import LEVERS, SHARDING, MemoryLever
+from ebbtide.features.fit.levers import LEVERS, ON_ONE_RANK, SHARDING, MemoryLever
 from ebbtide.features.fit.memory import MemoryModel, MemoryParts
 from ebbtide.features.fit.shape import ModelShape
 from ebbtide.features.fit.times import iteration_s
@@ -108,17 +108,6 @@ class FitPoint:
     def as_json(self) -> dict[str, Any]:
         """Return the object of `ebbtide plan --frontier --json`."""
         memory, job = self.memory, self.job
-        parts = {
-            name: round(getattr(memory, name))
-            for name in (
-                "weights",
-                "state",
-                "gradients",
-                "activations",
-                "logits",
-                "working",
-            )
-        }
         return {
             "levers": list(self.levers),
             "method": job.method,
@@ -127,7 +116,7 @@ class FitPoint:
             "needed_bytes": round(self.needed_bytes),
             "host_bytes": round(self.host_bytes),
             "peak_at": memory.moment,
-            "parts": parts,
+            "parts": {name: round(size) for name, size in memory.parts.items()},
             "fits": self.lacks is None,
             "iteration_ms": self.iteration_s * 1e3,
         }
@@ -227,11 +216,10 @@ class FitSearch:
     @cached_property
     def points(self) -> list[FitPoint]:
         """The job under all combinations of levers but more GPUs."""
-        levers = [lever for lever in LEVERS if lever is not SHARDING]
-        return [*self._combined(self.job, levers, ())]
+        return [*self._combined(self.job, ON_ONE_RANK, ())]
 
     def _combined(
-        self, job: ModelJob, levers: list[MemoryLever], names: tuple[str, ...]
+        self, job: ModelJob, levers: Sequence[MemoryLever], names: tuple[str, ...]
     ) -> Iterator[FitPoint]:
         if not levers:
             yield self.point(job, names)
@@ -261,9 +249,8 @@ class FitSearch:
 
     @cached_property
     def _with_ranks(self) -> FitPoint | None:
-        levers = [lever for lever in LEVERS if lever is not SHARDING]
         for sharded in SHARDING.apply(self.job):
-            points = self._combined(sharded, levers, (SHARDING.name,))
+            points = self._combined(sharded, ON_ONE_RANK, (SHARDING.name,))
             fitting = [point for point in points if point.lacks is None]
             if fitting:
                 return min(fitting, key=_by_time)

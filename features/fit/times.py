@@ -1,6 +1,5 @@
 """The time of an iteration of a job that trains a model, by arithmetic."""
 
-from dataclasses import replace
 from functools import cache
 
 from ebbtide.errors import MachineError
@@ -15,7 +14,6 @@ from ebbtide.features.advise.job.training_job import ComputeTimes
 from ebbtide.features.fit.memory import MemoryModel
 from ebbtide.features.fit.shape import ModelShape
 from ebbtide.machines.machine import Machine
-from ebbtide.model_job import ModelJob
 
 _EAGER = Implementation("eager")
 # Bytes of device memory that a weight of 4 bits reads and writes to be unpacked.
@@ -63,7 +61,7 @@ def iteration_s(model: MemoryModel, machine: Machine) -> float:
     forward_s += _unpacked_s(model, machine)
     backward_s += (1 + job.checkpointing) * _unpacked_s(model, machine)
     d2h, h2d = _rate(machine, "d2h"), _rate(machine, "h2d")
-    copied = _offloaded_bytes(model)
+    copied = model.offloaded_activations()
     forward_s += copied / d2h
     backward_s += copied / h2d
     if job.offloads_optimizer:
@@ -91,15 +89,6 @@ def _unpacked_s(model: MemoryModel, machine: Machine) -> float:
     return weights * _UNPACKED_BYTES / rate
 
 
-def _offloaded_bytes(model: MemoryModel) -> float:
-    """Return the bytes of activations that a micro-step copies to the host."""
-    if not model.job.offloads_activations:
-        return 0.0
-    job = replace(model.job, offloads_activations=False)
-    own = replace(model, job=job)
-    return own.kept(model.shape.layers)
-
-
 def _update_s(model: MemoryModel, machine: Machine) -> float:
     params = model.trained * model.share
     if not model.job.offloads_optimizer:
@@ -116,8 +105,3 @@ def _rate(machine: Machine, direction: str) -> float:
     if rate is None:
         raise MachineError(f"machine {machine.name} has no {direction}_bytes_per_s")
     return rate
-
-
-def tokens_of(job: ModelJob) -> int:
-    """Return the tokens of an iteration on a rank."""
-    return job.batch * job.sequence * job.micro_steps

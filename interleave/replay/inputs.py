@@ -374,8 +374,8 @@ class RecordedGpu(NamedTuple):
 
 
 def recorded_gpu(trace: Trace) -> RecordedGpu:
-    """Return the GPU of a trace: that of its machine, else of the preset with the same
-    model and memory; of a dry run without a machine the one that its times are of."""
+    """Return the GPU of a trace: its machine's, else the preset's with the same model
+    and memory; for a dry run without a machine the GPU that its times are of."""
     machine = _recorded_machine(trace)
     if machine is not None and machine.gpu is not None:
         return RecordedGpu(machine.name, machine.gpu)
